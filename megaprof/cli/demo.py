@@ -1,0 +1,176 @@
+"""``megaprof demo``: a real pipeline on the CPU, captured on one rank per stage, and its report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megaprof.testing import GPTWorkload
+
+DESCRIPTION = """Train a small real Megatron-Core GPT over gloo on this machine's CPU, no GPU needed, with its layers
+split unevenly on purpose; capture one training step and one log-prob pass on one rank per pipeline stage; and report
+which stage is slow."""
+_TIME_LIMIT = 600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument("--pp", type=int, default=2, help="pipeline stages (default: 2)")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (default: 1)")
+    parser.add_argument("--vpp", type=int, default=None, help="model chunks per stage: the interleaved schedule")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel size; more than 1 makes the layers MoE")
+    parser.add_argument("--layers", type=int, default=8, help="transformer layers (default: 8)")
+    parser.add_argument(
+        "--layout",
+        default=None,
+        help="layers of every chunk, e.g. 4,4 (with --vpp: first chunks of all stages, then second chunks); "
+        "'balanced' for the same everywhere (default: most of them on stage 0, on purpose)",
+    )
+    parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a step (default: 8)")
+    parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: 256)")
+    parser.add_argument("--seq-length", type=int, default=128, help="tokens in a sequence (default: 128)")
+    parser.add_argument("--steps", type=int, default=4, help="training steps; the last one is captured (default: 4)")
+    parser.add_argument("--out", type=Path, default=None, help="new directory for traces and report")
+    parser.add_argument("--time-limit", type=float, default=_TIME_LIMIT, help="seconds until the ranks are killed")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        if args.steps < 1:
+            raise ValueError(f"steps={args.steps}: must be at least 1")
+        workload = workload_of(args)
+        out = _new_directory(args.out)
+    except ValueError as mistake:
+        print(f"megaprof demo: {mistake}", file=sys.stderr)
+        return 2
+    from megaprof.testing import RanksFailed, run_ranks
+
+    split = "+".join(map(str, workload.chunk_layers))
+    print(
+        f"{workload.world_size} ranks of a real Megatron-Core GPT on this CPU: {workload.pp} stages, {split} layers, "
+        f"{workload.microbatches} microbatches, hidden {workload.hidden}",
+        flush=True,
+    )
+    with _progress(args.steps + 2) as advance:
+        try:
+            run_ranks(
+                run_rank,
+                workload.world_size,
+                workload,
+                profile_flags(out, args.steps),
+                args.steps,
+                timeout=args.time_limit,
+                on_line=lambda rank, line: advance(line) if rank == 0 else None,
+            )
+        except RanksFailed as failure:
+            print(f"megaprof demo: {failure}", file=sys.stderr)
+            return 1
+    from megaprof.cli.report import report_directory
+
+    return report_directory(out, json_file=out / "report.json")
+
+
+def workload_of(args: argparse.Namespace) -> GPTWorkload:
+    """The workload that the arguments describe. Raises ValueError, naming argument and value."""
+    from megaprof.testing import GPTWorkload
+
+    return GPTWorkload(
+        tp=args.tp,
+        pp=args.pp,
+        vpp=args.vpp,
+        ep=args.ep,
+        layers=args.layers,
+        layout=_layout(args.layout, args.layers, args.pp * (args.vpp or 1)),
+        microbatches=args.microbatches,
+        hidden=args.hidden,
+        seq_length=args.seq_length,
+    )
+
+
+def _layout(text: str | None, layers: int, pieces: int) -> tuple[int, ...] | None:
+    if text == "balanced" or pieces == 1:
+        return None
+    if text is None:
+        small = max(1, layers // (2 * pieces))
+        return (layers - small * (pieces - 1), *[small] * (pieces - 1))
+    numbers = text.replace("+", ",").split(",")
+    if not all(number.strip().isdigit() for number in numbers):
+        raise ValueError(f"--layout {text}: must be layer counts such as 6,2, or 'balanced'")
+    return tuple(map(int, numbers))
+
+
+def _new_directory(out: Path | None) -> Path:
+    directory = out if out is not None else Path("megaprof-demo") / time.strftime("%Y%m%d-%H%M%S")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ValueError(f"--out {directory}: must be a new or an empty directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        raise ValueError(f"--out {directory}: cannot be created: {fault}") from None
+    return directory
+
+
+def profile_flags(out: Path, steps: int) -> list[str]:
+    """What a user would type behind their pretrain command."""
+    return [
+        "--profile-target",
+        "train_actor",
+        "train_log_probs",
+        "--profile-dir",
+        str(out),
+        "--profile-select",
+        "per-stage",
+        "--profile-steps",
+        f"train_actor={steps - 1};train_log_probs=0",
+    ]
+
+
+def run_rank(workload: GPTWorkload, flags: list[str], steps: int) -> dict[str, Any]:
+    """One rank: a pretrain entrypoint in small, with the two lines that megaprof asks for."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megaprof import add_profile_args, install_hooks
+    from megaprof.testing import build, cpu_megatron, init_distributed
+
+    args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
+    init_distributed()
+    with cpu_megatron():
+        gpt = build(workload)
+        with install_hooks(gpt.chunks, args):
+            forward_backward = get_forward_backward_func()
+            losses = []
+            for step in range(steps):
+                losses.append(gpt.train_step(forward_backward))
+                print(f"training step {step + 1} of {steps}", flush=True)
+            gpt.log_probs_pass(forward_backward)
+            print("log-prob pass", flush=True)
+            gpt.evaluate(forward_backward)
+            print("evaluation pass", flush=True)
+    return {"losses": losses, "parameters": gpt.parameter_digest()}
+
+
+class _progress(ExitStack):
+    """A progress bar on a terminal, a line per phase elsewhere. Entering it gives ``advance(text)``."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self._total = total
+
+    def __enter__(self) -> Callable[[str], None]:  # type: ignore[override]
+        if not sys.stderr.isatty():
+            print("  starting the ranks", file=sys.stderr, flush=True)
+            return lambda line: print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        bar = self.enter_context(
+            Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True))
+        )
+        task = bar.add_task("starting the ranks", total=self._total)
+        return lambda line: bar.update(task, advance=1, description=line.rstrip())

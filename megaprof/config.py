@@ -1,0 +1,203 @@
+"""ProfileConfig: every option, its default and its rule, once.
+
+A field ``record_shapes`` is the flag ``--profile-record-shapes``, the environment variable
+``MEGAPROF_RECORD_SHAPES`` and the keyword ``record_shapes=``. A flag beats the environment, which beats the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+from megaprof.selectors import Selector, parse_selector
+from megaprof.windows import TARGETS, Plan, Schedule, parse_steps
+
+ENV_PREFIX = "MEGAPROF_"
+ACTIVITIES = ("cpu", "cuda")
+RANGE_LEVELS = ("step", "microbatch")
+#: Fields that make up the schedule, the alternative to ``steps``.
+SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat")
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def _option(default: Any, help: str, read: Callable[[str, Any], Any]) -> Any:
+    """A field with its help text and the function that reads a flag's or a variable's value: ``read(name, value)``."""
+    return field(default=default, metadata={"help": help, "read": read})
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value).strip():
+        raise ValueError(f"{name}: {value!r} is not a non-empty string")
+    return str(os.fspath(value)).strip()
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in _TRUE + _FALSE:
+        return value.strip().lower() in _TRUE
+    raise ValueError(f"{name}: {value!r} is neither true nor false; valid: {'/'.join(_TRUE)}, {'/'.join(_FALSE)}")
+
+
+def _count(minimum: int) -> Callable[[str, Any], int]:
+    def read(name: str, value: Any) -> int:
+        if isinstance(value, str) and value.strip().lstrip("-").isascii() and value.strip().lstrip("-").isdigit():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"{name}: {value!r} is not valid; it must be a whole number of at least {minimum}")
+        return value
+
+    return read
+
+
+def _words(known: tuple[str, ...]) -> Callable[[str, Any], tuple[str, ...]]:
+    def read(name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = value.replace(",", " ").split()
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(f"{name}: {value!r} names nothing; valid: one or more of {', '.join(known)}")
+        words = [str(w).strip().lower() for w in value]
+        for word in words:
+            if word not in known:
+                raise ValueError(f"{name}: unknown value {word!r}; valid: one or more of {', '.join(known)}")
+        return tuple(dict.fromkeys(words))
+
+    return read
+
+
+def _word(known: tuple[str, ...]) -> Callable[[str, Any], str]:
+    def read(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in known:
+            raise ValueError(f"{name}: {value!r} is not valid; valid: one of {', '.join(known)}")
+        return value.strip().lower()
+
+    return read
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """What to capture, when, on which ranks and where to. No target: profiling is off and nothing is wrapped.
+
+    Raises ValueError, naming option, value and what would be valid, for anything that could not be honoured.
+    What needs the world (ranks, coordinates) is checked by ``install_hooks``, still before the first step.
+    """
+
+    target: tuple[str, ...] = _option(
+        (),
+        f"what to capture, one or more of {', '.join(TARGETS)}; none: profiling is off",
+        _words(TARGETS),
+    )
+    dir: str | None = _option(None, "directory that receives the traces; required when a target is set", _text)
+    select: str | None = _option(
+        None,
+        "ranks that capture: 0,8,16 | all | per-stage (the lowest rank of each pipeline stage) | coordinates such as "
+        "pp=*,tp=0,dp=0 or pp=0|3 or pp=0-2 (default: rank 0)",
+        _text,
+    )
+    all_ranks: bool = _option(False, "capture on every rank", _boolean)
+    steps: str | None = _option(
+        None,
+        "steps to capture, in the host's own iteration numbers: 10 | 1,2,5 | 20:30 | 20:30:5 (end excluded), or per "
+        "target: 'train_actor=10:12;train_log_probs=0'; instead of the schedule below",
+        _text,
+    )
+    skip_first: int = _option(3, "schedule: calls of a target to skip before the first cycle", _count(0))
+    wait: int = _option(0, "schedule: idle calls at the start of each cycle", _count(0))
+    warmup: int = _option(0, "schedule: calls that warm the profiler up and are thrown away, each by itself", _count(0))
+    active: int = _option(1, "schedule: calls captured in each cycle, one window each", _count(1))
+    repeat: int = _option(1, "schedule: number of cycles; 0 is the whole run", _count(0))
+    ranges: str = _option("microbatch", "finest ranges to write: step | microbatch", _word(RANGE_LEVELS))
+    activities: tuple[str, ...] = _option(ACTIVITIES, "what the torch profiler records: cpu, cuda", _words(ACTIVITIES))
+    record_shapes: bool = _option(False, "record tensor shapes (costs memory)", _boolean)
+    profile_memory: bool = _option(False, "record tensor allocations (costs memory)", _boolean)
+    with_stack: bool = _option(False, "record Python stacks (costs memory)", _boolean)
+    with_flops: bool = _option(False, "estimate FLOPs of operators (records shapes, costs memory)", _boolean)
+    with_modules: bool = _option(False, "record the module hierarchy (TorchScript modules only)", _boolean)
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is f.default:  # also the way to say "not given" for options without a default
+                continue
+            object.__setattr__(self, f.name, f.metadata["read"](flag(f.name), value))
+        if self.enabled:
+            self._check()
+
+    @property
+    def enabled(self) -> bool:
+        return bool(self.target)
+
+    def selector(self) -> Selector:
+        """The ranks that capture. Neither --profile-all-ranks nor --profile-select: rank 0."""
+        return parse_selector("all" if self.all_ranks else "0" if self.select is None else self.select)
+
+    def plan(self, target: str) -> Plan:
+        """The steps of ``target`` that are captured."""
+        if self.steps is None:
+            return Schedule(self.skip_first, self.wait, self.warmup, self.active, self.repeat)
+        lists = parse_steps(self.steps, flag("steps"))
+        return lists[target] if target in lists else lists[None]
+
+    def _check(self) -> None:
+        if self.dir is None:
+            raise ValueError(f"{flag('dir')} is not set: say where the traces go, e.g. {flag('dir')} /data/traces")
+        if "://" in self.dir:
+            raise ValueError(f"{flag('dir')}: {self.dir!r} is not a local directory; remote paths are not supported")
+        if self.all_ranks and self.select is not None:
+            raise ValueError(f"{flag('all_ranks')} and {flag('select')} {self.select} contradict each other: give one")
+        self.selector()
+        if self.steps is not None:
+            self._check_steps(self.steps)
+
+    def _check_steps(self, steps: str) -> None:
+        for f in fields(self):
+            if f.name in SCHEDULE and getattr(self, f.name) != f.default:
+                raise ValueError(
+                    f"{flag('steps')} {steps} and {flag(f.name)} {getattr(self, f.name)} contradict each other: "
+                    "give steps or a schedule"
+                )
+        lists = parse_steps(steps, flag("steps"))
+        for target in self.target:
+            if target not in lists and None not in lists:
+                raise ValueError(f"{flag('steps')}: {steps!r} has no steps for {target}; add '{target}=...'")
+        for named in lists.keys() - {None, *self.target}:
+            raise ValueError(f"{flag('steps')}: {named} has steps in {steps!r} but is not in {flag('target')}")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> ProfileConfig:
+        """The configuration that ``MEGAPROF_*`` variables describe. Raises ValueError as the class does."""
+        return cls.from_values({}, env)
+
+    @classmethod
+    def from_values(cls, flags: Mapping[str, Any], env: Mapping[str, str] | None = None) -> ProfileConfig:
+        """``flags`` (field name to value, only what was given) over the environment over the defaults."""
+        env = os.environ if env is None else env
+        known = {variable(f.name): f for f in fields(cls)}
+        for name in env:
+            if name.startswith(ENV_PREFIX) and name not in known:
+                raise ValueError(f"{name}: unknown variable; known: {', '.join(known)}")
+        values = {f.name: f.metadata["read"](name, env[name]) for name, f in known.items() if name in env}
+        return cls(**{**values, **flags})
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: ``record_shapes`` is ``--profile-record-shapes``."""
+    return "--profile-" + name.removeprefix("profile_").replace("_", "-")
+
+
+def destination(name: str) -> str:
+    """The attribute of a parsed namespace that holds a field's flag."""
+    return flag(name).removeprefix("--").replace("-", "_")
+
+
+def variable(name: str) -> str:
+    """The environment variable of a field: ``record_shapes`` is ``MEGAPROF_RECORD_SHAPES``."""
+    return ENV_PREFIX + name.removeprefix("profile_").upper()
+
+
+def options() -> tuple[Field[Any], ...]:
+    """The fields of ProfileConfig, each with ``help`` and ``read`` in its metadata and a default."""
+    return tuple(f for f in fields(ProfileConfig) if f.default is not MISSING)

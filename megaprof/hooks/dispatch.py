@@ -1,0 +1,105 @@
+"""Which session a call belongs to, and the wrapper that puts a range around a function of somebody else's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from megaprof.emit import Range
+from megaprof.isolation import Contained
+from megaprof.metadata import innermost
+from megaprof.session import Call, CallFacts, Session
+
+
+class Dispatcher:
+    """Routes a ``forward_backward_func`` call to the session of the model that it runs. One per process.
+
+    ``call`` is the call that is being recorded, or None. It is all that the microbatch hooks look at, so an armed
+    process without an open window pays one attribute read per microbatch.
+    """
+
+    def __init__(self) -> None:
+        self.call: Call | None = None
+        self.depth = 0  # of nested schedule calls: a CUDA graph wrapper calls the schedule inside itself
+        self._recording: tuple[Session, Call] | None = None
+        self._routes: list[tuple[Session, tuple[weakref.ref[Any], ...] | None]] = []
+
+    def add(self, session: Session, models: tuple[Any, ...] | None) -> None:
+        """Route calls that run any of ``models`` to ``session``; None takes whatever no other session takes."""
+        self._routes.append((session, None if models is None else tuple(weakref.ref(innermost(m)) for m in models)))
+
+    def remove(self, session: Session) -> None:
+        self._routes = [route for route in self._routes if route[0] is not session]
+
+    @property
+    def empty(self) -> bool:
+        return not self._routes
+
+    def begin(self, facts: CallFacts) -> bool:
+        """True when the call is recorded; ``end`` must then follow."""
+        session = self._session_of(facts.chunks)
+        call = None if session is None else session.begin(facts)
+        if session is None or call is None:
+            return False
+        self._recording = session, call
+        self.call = None if session.config.ranges == "step" else call
+        return True
+
+    def end(self, *, failed: bool) -> None:
+        recording, self._recording, self.call = self._recording, None, None
+        if recording is not None:
+            session, call = recording
+            session.end(call, failed=failed)
+
+    def drop(self) -> None:
+        """After a fault in a hook: the sessions that it may have touched record nothing more."""
+        self.call = None
+        for session in [self._recording[0]] if self._recording is not None else [route[0] for route in self._routes]:
+            session.abandon()
+
+    def _session_of(self, chunks: tuple[Any, ...]) -> Session | None:
+        models = [innermost(chunk) for chunk in chunks]
+        fallback = None
+        for session, owned in self._routes:
+            if owned is None:
+                fallback = session
+            elif any(reference() is model for reference in owned for model in models):
+                return session
+        return fallback
+
+
+Before = Callable[[Call, tuple[Any, ...], dict[str, Any]], str]
+After = Callable[[Call, tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+def ranged(
+    original: Callable[..., Any], dispatcher: Dispatcher, before: Before, after: After | None = None
+) -> Callable[..., Any]:
+    """``original`` inside a range while a call is recorded, and nothing but ``original`` otherwise.
+
+    ``before(call, args, kwargs)`` names the range; ``after(call, args, kwargs, result)`` returns what the caller gets.
+    A fault in either is contained; an exception of ``original`` passes unchanged.
+    """
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        call = dispatcher.call
+        if call is None:
+            return original(*args, **kwargs)
+        opened: Range | None = None
+        with Contained("opening a range", dispatcher.drop):
+            entering = Range(before(call, args, kwargs))
+            entering.__enter__()
+            opened = entering
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            if opened is not None:
+                with Contained("closing a range", dispatcher.drop):
+                    opened.__exit__(None, None, None)
+        if after is not None:
+            with Contained("matching a microbatch", dispatcher.drop):
+                return after(call, args, kwargs, result)
+        return result
+
+    return hooked

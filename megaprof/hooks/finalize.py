@@ -1,0 +1,24 @@
+"""The gradient finalisation of a step (data-parallel reduction, embedding all-reduce): a range while a call records."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaprof import ranges
+from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.patching import Patches
+from megaprof.metadata import innermost
+
+
+def patch_finalize(patches: Patches, dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
+    """Hook ``config.finalize_model_grads_func`` of the model that a call runs.
+
+    Hosts set it on the config (after hooks may have gone in, or for every ``train()`` anew), and the schedules read it
+    from there at the end of a step (0.12 to 0.19): so it is hooked per recorded call, and put back when the call ends.
+    """
+    config = getattr(innermost(chunks[0]), "config", None) if chunks else None
+    name = ranges.operation_range(ranges.FINALIZE_GRADS)
+    if config is not None and hasattr(config, "__dict__"):
+        patches.apply(
+            config, "finalize_model_grads_func", lambda original: ranged(original, dispatcher, lambda *_: name)
+        )

@@ -1,0 +1,99 @@
+"""Hooks on the functions that a schedule calls per microbatch: one range each, while a window is open."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megaprof import ranges
+from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.patching import Patches
+from megaprof.session import Call, Position
+
+
+def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
+    """Hook ``forward_step`` and ``backward_step`` (looked up as module globals by the schedules, 0.12 to 0.19),
+    ``backward_step_multimodule`` (0.19) and ``combined_forward_backward_step`` (0.14+)."""
+    from megatron.core.pipeline_parallel import schedules
+
+    patches.apply(schedules, "forward_step", lambda original: _forward(original, dispatcher))
+    patches.apply(schedules, "backward_step", lambda original: _backward(original, dispatcher))
+    patches.apply(schedules, "backward_step_multimodule", lambda original: _backward(original, dispatcher))
+    try:
+        from megatron.core.pipeline_parallel import combined_1f1b
+    except ImportError:
+        return
+    patches.apply(combined_1f1b, "combined_forward_backward_step", lambda original: _combined(original, dispatcher))
+
+
+def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+    position = _position(original, "model")
+
+    def name(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        return ranges.phase_range(ranges.FORWARD, *position(call, args, kwargs))
+
+    def match(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        call.produced(_output(result), position(call, args, kwargs))
+        return result
+
+    return ranged(original, dispatcher, name, match)
+
+
+def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+    output = _argument(original, "output_tensor")
+
+    def name(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        return ranges.phase_range(ranges.BACKWARD, *call.consumed(output(args, kwargs)))
+
+    return ranged(original, dispatcher, name)
+
+
+def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+    """Either half may be absent: the first call of a step only runs forward, the last one only backward."""
+    forward_model, backward_model = _argument(original, "f_model"), _argument(original, "b_model")
+    position, output = _position(original, "f_model"), _argument(original, "b_output_tensor")
+
+    def name(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        if backward_model(args, kwargs) is None:
+            return ranges.phase_range(ranges.FORWARD, *position(call, args, kwargs))
+        backward = call.consumed(output(args, kwargs))
+        if forward_model(args, kwargs) is None:
+            return ranges.phase_range(ranges.BACKWARD, *backward)
+        return ranges.combined_range(position(call, args, kwargs), backward)
+
+    def match(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        if forward_model(args, kwargs) is not None:
+            call.produced(_output(result), position(call, args, kwargs))
+        return result
+
+    return ranged(original, dispatcher, name, match)
+
+
+def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """A reader of one argument of ``function``'s calls, however it is passed; None where it is not passed."""
+    parameters = list(inspect.signature(function).parameters)
+    index = parameters.index(name) if name in parameters else len(parameters)
+
+    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return args[index] if index < len(args) else kwargs.get(name)
+
+    return read
+
+
+def _position(
+    function: Callable[..., Any], model_name: str
+) -> Callable[[Call, tuple[Any, ...], dict[str, Any]], Position]:
+    """A reader of the microbatch and the model chunk that a call of ``function`` runs forward."""
+    model, microbatch = _argument(function, model_name), _argument(function, "current_microbatch")
+
+    def read(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Position:
+        number = microbatch(args, kwargs)
+        return None if number is None else int(number), call.chunk_of(model(args, kwargs))
+
+    return read
+
+
+def _output(result: Any) -> Any:
+    """The output tensor: ``forward_step`` returns it alone, or with the number of tokens behind it."""
+    return result[0] if isinstance(result, tuple) and result else result

@@ -1,0 +1,53 @@
+"""Hooks on the exchanges between stages: a range around each, and around the wait for an overlapped one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megaprof import ranges
+from megaprof.emit import Range
+from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.patching import Patches
+from megaprof.session import Call
+
+
+def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
+    """Hook ``P2PCommunicator``'s methods (0.14+) or the functions of ``p2p_communication`` (up to 0.13).
+
+    Up to 0.13 the non-interleaved schedule goes through functions of its own that call these, so hooking both would
+    write every range twice.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    owner = getattr(p2p_communication, "P2PCommunicator", p2p_communication)
+    for operation in ranges.P2P_OPERATIONS:
+        patches.apply(owner, operation, partial(_ranged_exchange, ranges.operation_range(operation), dispatcher))
+
+
+def _ranged_exchange(name: str, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    return ranged(original, dispatcher, lambda *_: name, _range_waits)
+
+
+def _range_waits(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """An exchange with ``overlap_p2p_comm`` returns ``(tensors..., {operation: handle})``, and the schedule waits on
+    each handle when it needs it (0.12 to 0.19): give each wait a range. Anything else is returned as it came."""
+    if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):
+        return result
+    return (*result[:-1], {operation: _RangedWait(handle, operation) for operation, handle in result[-1].items()})
+
+
+class _RangedWait:
+    """A ``torch.distributed.Work`` whose ``wait`` is a range. Everything else is the handle's own."""
+
+    def __init__(self, handle: Any, operation: str) -> None:
+        self._handle = handle
+        self._name = ranges.operation_range(ranges.WAIT + operation)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        with Range(self._name):
+            return self._handle.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)

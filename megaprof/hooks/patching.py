@@ -1,0 +1,45 @@
+"""Replacing attributes of other people's modules and classes, and putting the very same objects back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("megaprof")
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Patches:
+    """A set of replaced attributes. ``apply`` and ``restore`` in any order with other people's patches."""
+
+    def __init__(self) -> None:
+        self._applied: list[tuple[Any, str, Any, Any]] = []
+
+    def apply(self, owner: Any, name: str, wrap: Wrap) -> bool:
+        """Replace ``owner.name`` by ``wrap(owner.name)``; False when ``owner`` has no such attribute."""
+        original = vars(owner).get(name)
+        if original is None:
+            return False
+        replacement = functools.wraps(original)(wrap(original))
+        setattr(owner, name, replacement)
+        self._applied.append((owner, name, original, replacement))
+        return True
+
+    def restore(self) -> None:
+        """Put every original back. An attribute that somebody else wrapped after us is left to them.
+
+        Their wrapper still calls ours, which then only passes through: removing it would undo their patch.
+        """
+        for owner, name, original, replacement in reversed(self._applied):
+            if vars(owner).get(name) is replacement:
+                setattr(owner, name, original)
+            else:
+                logger.warning(
+                    "megaprof: %s.%s was wrapped by somebody else after megaprof; it is left as it is",
+                    getattr(owner, "__name__", owner),
+                    name,
+                )
+        self._applied.clear()

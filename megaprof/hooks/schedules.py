@@ -1,0 +1,112 @@
+"""Hooks on the three schedules: one event per ``forward_backward_func`` call.
+
+Every host asks ``megatron.core.pipeline_parallel.get_forward_backward_func``, which looks the schedules up in
+``megatron.core.pipeline_parallel.schedules`` when it is called (0.12 to 0.19): replacing them there reaches every host.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megaprof.hooks.dispatch import Dispatcher
+from megaprof.hooks.finalize import patch_finalize
+from megaprof.hooks.patching import Patches
+from megaprof.isolation import Contained
+from megaprof.session import CallFacts
+
+SCHEDULES = {
+    "forward_backward_no_pipelining": "no_pipelining",
+    "forward_backward_pipelining_without_interleaving": "1f1b",
+    "forward_backward_pipelining_with_interleaving": "interleaved",
+}
+#: Functions in which a forward-only pass is an evaluation. Megatron-LM and Megatron-Bridge call theirs ``evaluate``;
+#: a host whose evaluation has another name says so with ``megaprof.evaluation()``.
+_EVALUATIONS = frozenset({"evaluate", "evaluate_and_print_results", "validate", "validation_step", "eval_step"})
+_STACK_LIMIT = 64
+
+
+def patch_schedules(patches: Patches, dispatcher: Dispatcher, evaluating: Callable[[], bool]) -> None:
+    """Hook the schedules, and the full-iteration CUDA graph wrapper (megatron-core 0.14+) around them."""
+    from megatron.core.pipeline_parallel import schedules
+
+    for name, label in SCHEDULES.items():
+        patches.apply(schedules, name, partial(_hooked, label, dispatcher, evaluating))
+    try:
+        from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    except ImportError:
+        return
+    patches.apply(FullCudaGraphWrapper, "__call__", partial(_hooked, None, dispatcher, evaluating))
+
+
+def _hooked(
+    label: str | None, dispatcher: Dispatcher, evaluating: Callable[[], bool], original: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``label`` names the schedule; None: ``original`` is ``FullCudaGraphWrapper.__call__``, which holds one."""
+
+    def forward_backward(*args: Any, **kwargs: Any) -> Any:
+        if dispatcher.depth or dispatcher.empty:
+            return original(*args, **kwargs)
+        recorded, of_this_call = False, Patches()
+        with Contained("looking at a step", dispatcher.drop):
+            facts = _facts(label, args[0] if label is None else None, kwargs, evaluating)
+            recorded = dispatcher.begin(facts)
+            if recorded:
+                patch_finalize(of_this_call, dispatcher, facts.chunks)
+        failed = True
+        dispatcher.depth += 1
+        try:
+            result = original(*args, **kwargs)
+            failed = False
+            return result
+        finally:
+            dispatcher.depth -= 1
+            of_this_call.restore()
+            if recorded:
+                dispatcher.end(failed=failed)
+
+    return forward_backward
+
+
+def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any], evaluating: Callable[[], bool]) -> CallFacts:
+    """The schedules take keyword arguments only (0.12 to 0.19), and so does the graph wrapper."""
+    model = kwargs.get("model")
+    forward_only = bool(kwargs.get("forward_only", False))
+    graph = None
+    if graph_wrapper is not None:
+        label = SCHEDULES.get(getattr(graph_wrapper.forward_backward_func, "__name__", ""), "unknown")
+        graph = _graph_phase(graph_wrapper, "validation" if forward_only else "training")
+    return CallFacts(
+        schedule=label or "unknown",
+        forward_only=forward_only,
+        evaluation=forward_only and (evaluating() or _called_from_evaluation()),
+        microbatches=_integer(kwargs.get("num_microbatches")),
+        seq_length=_integer(kwargs.get("seq_length")),
+        micro_batch_size=_integer(kwargs.get("micro_batch_size")),
+        chunks=tuple(model) if isinstance(model, list | tuple) else (model,),
+        graph=graph,
+    )
+
+
+def _graph_phase(wrapper: Any, stage: str) -> str | None:
+    """What ``FullCudaGraphWrapper`` is about to do: warm up (None: the schedule really runs), capture or replay."""
+    if wrapper.cuda_graph[stage] is not None:
+        return "replay"
+    return "capture" if wrapper.curr_iter(stage) == wrapper.cuda_graph_warmup_steps else None
+
+
+def _called_from_evaluation() -> bool:
+    frame = sys._getframe(1)
+    for _ in range(_STACK_LIMIT):
+        if frame.f_code.co_name in _EVALUATIONS:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,290 @@
+"""Where a rank stands: its TP, PP, CP, EP and DP coordinates, read from Megatron or computed from the sizes alone.
+
+Megatron lays its ranks out in two grids over the same world (`RankGenerator` and `initialize_model_parallel` in
+`megatron/core/parallel_state.py`, the same from megatron-core 0.12 to 0.19). Both count through the axes named in
+`order`, the first one fastest:
+
+- the decoder grid has `tp`, `cp`, `dp` and `pp`, with `dp = world / (tp * cp * pp)`;
+- the expert grid has `etp` in the place of `tp`, no `cp`, `ep`, and `dp = world / (etp * ep * pp)`.
+
+Hence every coordinate is one division and one remainder: `rank // stride % size`. `tp`, `cp`, `dp` and `pp` are
+positions in the decoder grid and name a rank uniquely; `ep` is the position in the expert grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from itertools import permutations
+from typing import Any
+
+AXES = ("tp", "pp", "cp", "ep", "dp")
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How many ways a run is parallel along each axis. All are counts >= 1; ValueError otherwise.
+
+    `dp` is Megatron's data-parallel size without context parallelism, `vpp` the model chunks per rank (1 = no virtual
+    pipeline), `etp` the expert tensor-parallel size, which is `tp` when left out. Prefer `of`, which also checks that
+    the sizes fit a world.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    vpp: int = 1
+    etp: int = 0
+
+    def __post_init__(self) -> None:
+        if self.etp == 0:
+            object.__setattr__(self, "etp", self.tp)
+        for option in fields(self):
+            _whole(option.name, getattr(self, option.name), least=1)
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that these sizes describe."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    @classmethod
+    def of(
+        cls, world: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, vpp: int = 1, etp: int | None = None
+    ) -> ParallelSizes:
+        """The sizes of a world of `world` ranks, `dp` being what is left. ValueError where Megatron would refuse."""
+        etp = tp if etp is None else etp
+        given = {"world": world, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "vpp": vpp, "etp": etp}
+        for option, value in given.items():
+            _whole(option, value, least=1)
+        if vpp > 1 and pp == 1:
+            raise ValueError(f"vpp={vpp} needs pp of at least 2 (the interleaved schedule has no other use), got pp=1")
+        dp = _quotient(world, tp=tp, cp=cp, pp=pp)
+        _quotient(world, etp=etp, ep=ep, pp=pp)
+        return cls(tp=tp, pp=pp, cp=cp, ep=ep, dp=dp, vpp=vpp, etp=etp)
+
+
+@dataclass(frozen=True)
+class RankCoords:
+    """One global rank and its coordinates along each axis, with the sizes they are counted in."""
+
+    rank: int
+    pp: int
+    tp: int
+    cp: int
+    ep: int
+    dp: int
+    sizes: ParallelSizes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON: the coordinates by name and `sizes` as a nested dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankCoords:
+        """The reverse of `as_dict`. Unknown keys are ignored; what is missing or impossible is a ValueError."""
+        sizes = ParallelSizes(**_numbers(data, "sizes", [option.name for option in fields(ParallelSizes)], least=1))
+        coords = _numbers({"coords": data}, "coords", ["rank", *AXES], least=0)
+        for axis in AXES:
+            if coords[axis] >= getattr(sizes, axis):
+                raise ValueError(f"coords: {axis}={coords[axis]} is outside its size {getattr(sizes, axis)}")
+        return cls(**coords, sizes=sizes)
+
+
+@dataclass(frozen=True)
+class WorldLayout:
+    """Every rank's coordinates, computed from the sizes and Megatron's rank order: O(1) per rank.
+
+    `order` names the axes from the fastest to the slowest, as `initialize_model_parallel(order=...)` takes it; a name
+    may be missing where its size is 1. Megatron-LM uses the default, or `tp-cp-ep-pp-dp` with
+    `--use-tp-pp-dp-mapping`. ValueError for an order, or for sizes, that Megatron refuses.
+    """
+
+    sizes: ParallelSizes
+    order: str = DEFAULT_ORDER
+    strides: dict[str, int] = field(init=False, repr=False, compare=False)
+    """Distance in global ranks between neighbours along each axis (that of `ep` in the expert grid)."""
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        expert_dp = _quotient(sizes.world, etp=sizes.etp, ep=sizes.ep, pp=sizes.pp)
+        decoder = {"tp": sizes.tp, "cp": sizes.cp, "ep": 1, "dp": sizes.dp, "pp": sizes.pp}
+        expert = {"tp": sizes.etp, "cp": 1, "ep": sizes.ep, "dp": expert_dp, "pp": sizes.pp}
+        order = _parse_order(self.order, {axis: max(decoder[axis], expert[axis]) for axis in AXES})
+        strides, expert_strides = _strides(order, decoder), _strides(order, expert)
+        # Megatron asserts both: with pp not last, equal data-parallel sizes; and always, the same pipelines.
+        if sizes.pp > 1 and order[-1] != "pp" and expert_dp != sizes.dp:
+            raise ValueError(
+                f"order {self.order!r}: with pp not last, the expert grid's dp={expert_dp} must equal dp={sizes.dp}; "
+                f"put pp last, or choose etp x ep = tp x cp = {sizes.tp * sizes.cp}"
+            )
+        if sizes.pp > 1 and strides["pp"] != expert_strides["pp"]:
+            raise ValueError(
+                f"order {self.order!r}: the pipelines of the decoder and of the experts differ "
+                f"(stages {strides['pp']} and {expert_strides['pp']} ranks apart); put pp last"
+            )
+        strides["ep"] = expert_strides["ep"]
+        object.__setattr__(self, "strides", strides)
+
+    def coords(self, rank: int) -> RankCoords:
+        """The coordinates of one global rank. ValueError outside the world."""
+        if not 0 <= rank < self.sizes.world:
+            raise ValueError(f"rank {rank} is outside the world of {self.sizes.world} ranks")
+        sizes, strides = self.sizes, self.strides
+        return RankCoords(
+            rank=rank,
+            pp=rank // strides["pp"] % sizes.pp,
+            tp=rank // strides["tp"] % sizes.tp,
+            cp=rank // strides["cp"] % sizes.cp,
+            ep=rank // strides["ep"] % sizes.ep,
+            dp=rank // strides["dp"] % sizes.dp,
+            sizes=sizes,
+        )
+
+    def rank_of(self, *, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
+        """The global rank at a place of the decoder grid. ValueError for a coordinate outside its axis."""
+        rank = 0
+        for axis, value in (("tp", tp), ("cp", cp), ("dp", dp), ("pp", pp)):
+            size = getattr(self.sizes, axis)
+            if not 0 <= value < size:
+                raise ValueError(f"{axis}={value} is outside its size {size}")
+            rank += value * self.strides[axis]
+        return rank
+
+    def __len__(self) -> int:
+        return self.sizes.world
+
+    def __iter__(self) -> Iterator[RankCoords]:
+        return map(self.coords, range(self.sizes.world))
+
+
+def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
+    """This rank's coordinates as megatron-core's `parallel_state` has them, taken as they are.
+
+    `chunks` is the number of model chunks on this rank, where the caller knows it (`len(model)`); otherwise
+    Megatron's virtual pipeline size. ValueError if `initialize_model_parallel` has not run. No communication.
+    """
+    from megatron.core import parallel_state as ps
+
+    if not _parallel_state_ready():
+        raise ValueError(
+            "megatron-core's parallel_state is not initialised: "
+            "call parallel_state.initialize_model_parallel(...) before install_hooks(model)"
+        )
+    import torch.distributed as dist
+
+    tp = ps.get_tensor_model_parallel_world_size()
+    sizes = ParallelSizes(
+        tp=tp,
+        pp=ps.get_pipeline_model_parallel_world_size(),
+        cp=ps.get_context_parallel_world_size(),
+        ep=ps.get_expert_model_parallel_world_size(),
+        dp=ps.get_data_parallel_world_size(with_context_parallel=False),
+        vpp=chunks or ps.get_virtual_pipeline_model_parallel_world_size() or 1,
+        etp=ps.get_expert_tensor_parallel_world_size() or tp,
+    )
+    return RankCoords(
+        rank=dist.get_rank(),
+        pp=ps.get_pipeline_model_parallel_rank(),
+        tp=ps.get_tensor_model_parallel_rank(),
+        cp=ps.get_context_parallel_rank(),
+        ep=ps.get_expert_model_parallel_rank(),
+        dp=ps.get_data_parallel_rank(with_context_parallel=False),
+        sizes=sizes,
+    )
+
+
+def layout_from_parallel_state(chunks: int | None = None) -> WorldLayout | None:
+    """The whole world's layout, from this rank's process groups; None where no order explains them.
+
+    Megatron does not keep the order it was given, but the distance between a group's members is the axis's stride,
+    and the strides decide every coordinate. None means a world that is not one grid, for instance a separate encoder
+    pipeline (0.12) or a rank offset (0.19). ValueError as in `coords_from_parallel_state`. No communication.
+    """
+    own = coords_from_parallel_state(chunks)
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+
+    if own.sizes.world != dist.get_world_size():
+        return None
+    groups = {
+        "tp": ps.get_tensor_model_parallel_group(),
+        "pp": ps.get_pipeline_model_parallel_group(),
+        "cp": ps.get_context_parallel_group(),
+        "ep": ps.get_expert_model_parallel_group(),
+        "dp": ps.get_data_parallel_group(with_context_parallel=False),
+    }
+    if any(isinstance(group, list) for group in groups.values()):  # several encoder pipelines meet in this rank (0.12)
+        return None
+    members = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
+    for order in permutations(DEFAULT_ORDER.split("-")):
+        try:
+            layout = WorldLayout(own.sizes, "-".join(order))
+        except ValueError:
+            continue
+        if all(_line(layout, own, axis) == members[axis] for axis in AXES):
+            return layout
+    return None
+
+
+def _line(layout: WorldLayout, own: RankCoords, axis: str) -> list[int]:
+    """The ranks on the axis through `own`: what Megatron's group of that axis must contain."""
+    stride, size, position = layout.strides[axis], getattr(own.sizes, axis), getattr(own, axis)
+    return [own.rank + (other - position) * stride for other in range(size)]
+
+
+def _parallel_state_ready() -> bool:
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+
+    # The groups outlive destroy_process_group() when destroy_model_parallel() was not called: ask for both.
+    return dist.is_available() and dist.is_initialized() and bool(ps.model_parallel_is_initialized())
+
+
+def _parse_order(order: str, largest: Mapping[str, int]) -> list[str]:
+    names = order.lower().split("-")
+    for name in names:
+        if name not in AXES:
+            raise ValueError(f"order {order!r}: unknown axis {name!r}; known: {', '.join(AXES)}")
+        if names.count(name) > 1:
+            raise ValueError(f"order {order!r}: axis {name!r} stands twice")
+    missing = [axis for axis in AXES if axis not in names]
+    for axis in missing:
+        if largest[axis] > 1:
+            raise ValueError(f"order {order!r}: axis {axis!r} of size {largest[axis]} is missing")
+    return missing + names  # of size 1, so their place does not matter
+
+
+def _strides(order: list[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    strides, stride = {}, 1
+    for axis in order:
+        strides[axis] = stride
+        stride *= sizes[axis]
+    return strides
+
+
+def _quotient(world: int, **factors: int) -> int:
+    product = math.prod(factors.values())
+    if world % product:
+        shown = " x ".join(f"{name}={value}" for name, value in factors.items())
+        divisors = [str(n) for n in range(1, min(world, 1024) + 1) if world % n == 0]
+        raise ValueError(
+            f"{shown} = {product} does not divide the world of {world} ranks; what divides it: {', '.join(divisors)}"
+        )
+    return world // product
+
+
+def _whole(option: str, value: object, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{option}={value!r} is not a whole number of at least {least}")
+    return value
+
+
+def _numbers(data: object, key: str, names: list[str], least: int) -> dict[str, int]:
+    inner = data.get(key) if isinstance(data, Mapping) else None
+    if not isinstance(inner, Mapping):
+        raise ValueError(f"{key}: not an object with {', '.join(names)}: {inner!r}")
+    return {name: _whole(f"{key}.{name}", inner.get(name), least) for name in names}

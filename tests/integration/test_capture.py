@@ -1,0 +1,133 @@
+"""The whole way on real megatron-core schedules: hooks, windows, recorder, files. One launch per parallel layout."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.cli.demo import profile_flags
+from megaprof.ranges import P2P_OPERATIONS, parse
+from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+
+SMALL: dict[str, Any] = {"hidden": 64, "seq_length": 32, "layers": 4, "microbatches": 4}
+WORKLOADS = {
+    "pp1": GPTWorkload(**SMALL),
+    "pp2": GPTWorkload(pp=2, layout=(3, 1), **SMALL),
+    "pp4": GPTWorkload(pp=4, **SMALL),
+    "pp2-vpp2": GPTWorkload(pp=2, vpp=2, **SMALL),
+    "pp2-vpp2-overlap": GPTWorkload(pp=2, vpp=2, overlap_p2p=True, **SMALL),
+    "tp2-pp2": GPTWorkload(tp=2, pp=2, **SMALL),
+    "ep2-pp2": GPTWorkload(ep=2, pp=2, **SMALL),
+}
+SCHEDULES = {"pp1": "no_pipelining", "pp2-vpp2": "interleaved", "pp2-vpp2-overlap": "interleaved"}
+STEPS = 3
+
+
+def train(workload: GPTWorkload, flags: list[str]) -> dict[str, Any]:
+    """A pretrain entrypoint: returns what the rank knows about itself, and what it computed."""
+    import argparse
+
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megaprof import add_profile_args, install_hooks
+
+    args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
+    rank, _ = init_distributed()
+    with cpu_megatron():
+        gpt = build(workload)
+        coords = {
+            "rank": rank,
+            "pp": ps.get_pipeline_model_parallel_rank(),
+            "tp": ps.get_tensor_model_parallel_rank(),
+            "cp": ps.get_context_parallel_rank(),
+            "ep": ps.get_expert_model_parallel_rank(),
+            "dp": ps.get_data_parallel_rank(),
+        }
+        with install_hooks(gpt.chunks, args):
+            forward_backward = get_forward_backward_func()
+            losses = [gpt.train_step(forward_backward) for _ in range(STEPS)]
+            gradients = gpt.gradient_digest()
+            log_probs = [tensor.sum().item() for tensor in gpt.log_probs_pass(forward_backward)]
+            evaluation = gpt.evaluate(forward_backward)
+            losses.append(gpt.train_step(forward_backward))
+    return {
+        "coords": coords,
+        "layers": gpt.layers_per_chunk,
+        "numbers": (losses, gradients, gpt.parameter_digest(), log_probs, evaluation),
+    }
+
+
+def read(path: Path) -> dict[str, Any]:
+    with gzip.open(path) as file:
+        trace: dict[str, Any] = json.load(file)
+    return trace
+
+
+def ours(trace: dict[str, Any]) -> list[Any]:
+    names = [event["name"] for event in trace["traceEvents"] if event.get("ph") == "X"]
+    return [name for name in map(parse, names) if name is not None]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path) -> None:
+    workload = WORKLOADS[name]
+    flags = [*profile_flags(tmp_path, STEPS), "--profile-all-ranks"]
+    flags = [flag for flag in flags if flag not in ("--profile-select", "per-stage")]
+    ranks = run_ranks(train, workload.world_size, workload, flags, timeout=180)
+
+    assert len(list(tmp_path.iterdir())) == 2 * workload.world_size
+    for rank in ranks:
+        c = rank["coords"]
+        place = f"pp{c['pp']}-tp{c['tp']}-cp{c['cp']}-ep{c['ep']}-dp{c['dp']}.rank{c['rank']:05d}"
+        for target, step, backwards in (("train_actor", STEPS - 1, True), ("train_log_probs", 0, False)):
+            trace = read(tmp_path / f"{target}.step{step:06d}.{place}.pt.trace.json.gz")
+            meta = trace["megaprof"]
+            assert meta["coords"] == c
+            assert (meta["target"], meta["steps"], meta["truncated"]) == (target, [step, step], False)
+            assert meta["sizes"]["pp"] == workload.pp
+            assert meta["sizes"]["tp"] == workload.tp
+            assert meta["sizes"]["ep"] == workload.ep
+            assert meta["sizes"]["vpp"] == (workload.vpp or 1)
+            assert meta["microbatches"] == workload.microbatches
+            assert meta["schedule"] == SCHEDULES.get(name, "1f1b")
+            assert meta["forward_only"] is not backwards
+            assert [chunk["layers"] for chunk in meta["chunks"]] == rank["layers"]
+            assert meta["chunks"][0]["embedding"] is (c["pp"] == 0)
+            assert meta["chunks"][-1]["loss"] is (c["pp"] == workload.pp - 1)
+            assert {kind for chunk in meta["chunks"] for kind in chunk["kinds"]} == {"moe" if workload.ep > 1 else "dense"}
+
+            found = ours(trace)
+            outermost = [r for r in found if r.label == target]
+            assert [r.fields for r in outermost] == [{"step": step, **{k: v for k, v in c.items() if k != "rank"}}]
+            every = Counter((mb, chunk) for mb in range(workload.microbatches) for chunk in range(len(rank["layers"])))
+            for label, expected in (("forward", every), ("backward", every if backwards else Counter())):
+                assert Counter((r.fields["mb"], r.fields["chunk"]) for r in found if r.label == label) == expected
+            exchanges = {r.label for r in found if r.is_p2p}
+            assert exchanges <= {*P2P_OPERATIONS, "wait_recv_prev", "wait_recv_next", "wait_send_prev", "wait_send_next"}
+            assert bool(exchanges) == (workload.pp > 1)
+            if workload.overlap_p2p:
+                assert {"wait_recv_prev"} <= exchanges
+            assert ("finalize_grads" in {r.label for r in found}) is backwards
+
+
+def test_capture_changes_no_bit(tmp_path: Path) -> None:
+    workload = WORKLOADS["pp2"]
+    captured = run_ranks(train, 2, workload, profile_flags(tmp_path, STEPS), timeout=180)
+    plain = run_ranks(train, 2, workload, [], timeout=180)
+    assert len(list(tmp_path.iterdir())) == 4
+    assert [rank["numbers"] for rank in captured] == [rank["numbers"] for rank in plain]
+    assert captured[1]["numbers"][0][0] != captured[1]["numbers"][0][1], "the model did not learn: nothing was compared"
+
+
+def test_one_rank_per_stage(tmp_path: Path) -> None:
+    workload = WORKLOADS["tp2-pp2"]
+    ranks = run_ranks(train, 4, workload, profile_flags(tmp_path, STEPS), timeout=180)
+    expected = {rank["coords"]["rank"] for rank in ranks if rank["coords"]["tp"] == 0}
+    assert {int(path.name.split("rank")[1][:5]) for path in tmp_path.iterdir()} == expected
+    assert len(expected) == 2
