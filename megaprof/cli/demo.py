@@ -10,6 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaprof.cli import CommandError, UsageError
+from megaprof.cli.report import report_directory
+
 if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
 
@@ -17,6 +20,8 @@ DESCRIPTION = """Train a small real Megatron-Core GPT over gloo on this machine'
 split unevenly on purpose; capture one training step and one log-prob pass on one rank per pipeline stage; and report
 which stage is slow."""
 _TIME_LIMIT = 600.0
+#: What Kineto and a CPU-only megatron-core say about themselves would bury the progress.
+_QUIET = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train, capture, report. Raises UsageError for arguments that make no sense, CommandError when a rank fails."""
     try:
         if args.steps < 1:
-            raise ValueError(f"steps={args.steps}: must be at least 1")
+            raise ValueError(f"--steps {args.steps}: must be at least 1")
         workload = workload_of(args)
         out = _new_directory(args.out)
     except ValueError as mistake:
-        print(f"megaprof demo: {mistake}", file=sys.stderr)
-        return 2
+        raise UsageError(str(mistake)) from None
     from megaprof.testing import RanksFailed, run_ranks
 
     split = "+".join(map(str, workload.chunk_layers))
@@ -66,13 +71,12 @@ def run(args: argparse.Namespace) -> int:
                 profile_flags(out, args.steps),
                 args.steps,
                 timeout=args.time_limit,
+                env=_QUIET,
                 on_line=lambda rank, line: advance(line) if rank == 0 else None,
             )
         except RanksFailed as failure:
-            print(f"megaprof demo: {failure}", file=sys.stderr)
-            return 1
-    from megaprof.cli.report import report_directory
-
+            print(failure, file=sys.stderr)
+            raise CommandError(f"a rank failed (see above); what was captured is in {out}") from None
     return report_directory(out, json_file=out / "report.json")
 
 

@@ -1,0 +1,52 @@
+# Everything here sets itself up in .venv: `make demo` and `make test` need nothing but Python and a package index.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MEGATRON_CORE ?= megatron-core==0.16.1
+# The versions that the suite runs on besides MEGATRON_CORE.
+MATRIX ?= 0.12.3 0.14.0 0.15.3 0.19.2
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: demo test test-matrix lint format bench clean
+
+demo: .venv/ready
+	$(BIN)/megaprof demo $(ARGS)
+
+test: .venv/ready
+	$(PYTEST) $(ARGS)
+
+# Hooks, capture and testing support on other megatron-core versions: what does not touch megatron-core runs once, above.
+test-matrix: $(MATRIX:%=test-mcore-%)
+
+test-mcore-%: .venv/mcore-%/ready
+	.venv/mcore-$*/bin/python -m pytest $(ARGS) -m "not slow" --ignore=tests/analysis --ignore=tests/cli
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/ready: setup.cfg Makefile
+	$(PYTHON) -m venv .venv
+	$(PIP) "$(TORCH)"
+	$(PIP) "$(MEGATRON_CORE)" "$(TORCH)"
+	$(PIP) --editable ".[dev]" "$(TORCH)"
+	touch $@
+
+# An environment of its own for each version, above .venv: it sees torch and the tools there, and its own megatron-core.
+.venv/mcore-%/ready: .venv/ready
+	$(BIN)/python -m venv .venv/mcore-$*
+	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
+	own=$$(.venv/mcore-$*/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
+	.venv/mcore-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	    "megatron-core==$*" $(if $(filter 0.17.% 0.18.% 0.19.%,$*),einops triton)
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

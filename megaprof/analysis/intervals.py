@@ -1,0 +1,90 @@
+"""Sets of time intervals as arrays of shape ``[n, 2]``: start and end in nanoseconds, int64, start <= end.
+
+A *disjoint* set is sorted and its intervals neither overlap nor touch; `union` makes one of any set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Intervals = npt.NDArray[np.int64]
+
+_ROUNDING = 2  # nanoseconds
+
+
+def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
+    """An array of ``(start, end)`` pairs; shape ``[0, 2]`` for none."""
+    return np.array(list(pairs), dtype=np.int64).reshape(-1, 2)
+
+
+def union(spans: Intervals) -> Intervals:
+    """The same points in time as a disjoint set; empty intervals vanish."""
+    spans = spans[spans[:, 1] > spans[:, 0]]
+    if not len(spans):
+        return spans
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    reach = np.maximum.accumulate(spans[:, 1])
+    first = np.concatenate(([True], spans[1:, 0] > reach[:-1]))
+    last = np.concatenate((first[1:], [True]))
+    return np.column_stack((spans[first, 0], reach[last]))
+
+
+def total(disjoint: Intervals) -> int:
+    """Length of a disjoint set in nanoseconds."""
+    return int((disjoint[:, 1] - disjoint[:, 0]).sum())
+
+
+def covered(disjoint: Intervals, spans: Intervals) -> npt.NDArray[np.int64]:
+    """Nanoseconds of each of ``spans`` (any intervals) that lie in a disjoint set; shape ``[len(spans)]``."""
+    if not len(disjoint):
+        return np.zeros(len(spans), dtype=np.int64)
+    starts, ends = disjoint[:, 0], disjoint[:, 1]
+    before = np.concatenate(([0], np.cumsum(ends - starts)))
+
+    def up_to(times: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        begun = np.searchsorted(starts, times, side="right")
+        running = np.where(begun > 0, np.maximum(ends[begun - 1] - times, 0), 0)
+        result: npt.NDArray[np.int64] = before[begun] - running
+        return result
+
+    return up_to(spans[:, 1]) - up_to(spans[:, 0])
+
+
+def intersection(left: Intervals, right: Intervals) -> Intervals:
+    """The points in both of two disjoint sets, as a disjoint set."""
+    first = np.searchsorted(right[:, 1], left[:, 0], side="right")
+    counts = np.maximum(np.searchsorted(right[:, 0], left[:, 1], side="left") - first, 0)
+    mine = np.repeat(left, counts, axis=0)
+    # Position of each repeated row within its group, counted on from the group's first partner.
+    offsets = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts)
+    others = right[np.repeat(first, counts) + offsets]
+    return np.column_stack((np.maximum(mine[:, 0], others[:, 0]), np.minimum(mine[:, 1], others[:, 1])))
+
+
+def difference(left: Intervals, right: Intervals) -> Intervals:
+    """The points of one disjoint set that are not in another, as a disjoint set."""
+    if not len(left) or not len(right):
+        return left
+    lowest = min(left[0, 0], right[0, 0]) - 1
+    highest = max(left[-1, 1], right[-1, 1]) + 1
+    gaps = np.column_stack((np.concatenate(([lowest], right[:, 1])), np.concatenate((right[:, 0], [highest]))))
+    return intersection(left, gaps)
+
+
+def leaves(threads: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.bool_]:
+    """Which of properly nested intervals contain no other interval of the same thread; shape ``[len(spans)]``.
+
+    Neighbours may overlap by `_ROUNDING` without one counting as inside the other: Kineto's microseconds are rounded.
+    """
+    if not len(spans):
+        return np.zeros(0, dtype=np.bool_)
+    order = np.lexsort((-spans[:, 1], spans[:, 0], threads))
+    threads, starts, ends = threads[order], spans[order, 0], spans[order, 1]
+    sorted_leaves = np.ones(len(spans), dtype=np.bool_)
+    sorted_leaves[:-1] = (threads[1:] != threads[:-1]) | (starts[1:] >= ends[:-1] - _ROUNDING)
+    result = np.empty(len(spans), dtype=np.bool_)
+    result[order] = sorted_leaves
+    return result

@@ -1,0 +1,182 @@
+"""Pipeline layouts: which layers run in which model chunk of which stage, as Megatron's flags say it.
+
+A layout is a tuple of pieces, one for each model chunk, in the order in which a microbatch passes them (all first
+chunks from the first stage to the last, then all second chunks, ...). A piece is a string of layers: ``E`` embedding,
+``t`` decoder layer, ``m`` multi-token-prediction layer, ``L`` loss (with the output layer).
+
+Source: ``megatron/core/transformer/pipeline_parallel_layer_layout.py`` (the language and its rules, from 0.13; the
+rules for MTP as of 0.16), and for the other flags ``get_num_layers_to_build`` and the checks in
+``TransformerConfig.__post_init__``. The tests put the same layouts to both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import chain, groupby
+
+__all__ = ["Layout", "check_layout", "default_layout", "format_layout", "layers_per_stage", "parse_layout", "to_flags"]
+
+Layout = tuple[str, ...]
+
+_KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
+_GROUP = re.compile(r"\(([^)]+)\)\*(\d+)")
+_REPEAT = re.compile(r"(.)\*(\d+)")
+_MOST_LAYERS = 100_000
+
+
+def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
+    """The pieces of a ``--pipeline-model-parallel-layout`` string; ``vpp`` None takes what the string has.
+
+    ``|`` separates pieces, ``x*n`` repeats one character, ``(...)*n`` repeats the group, commas mean nothing.
+    Groups are expanded first and do not nest, as in Megatron.
+
+    Raises:
+        ValueError: an unknown character, or a number of pieces that is not pp x vpp. For the rules that the layers
+            must follow see :func:`check_layout`.
+    """
+    expanded = text.replace(",", "")
+    for pattern in (_GROUP, _REPEAT):
+        # A layout comes from a command line or a file: it must not be able to fill the memory.
+        size = sum(len(match[1]) * int(match[2][:9]) for match in pattern.finditer(expanded))
+        if size > _MOST_LAYERS or any(len(match[2]) > 9 for match in pattern.finditer(expanded)):
+            raise ValueError(f"layout {_short(text)} expands to more than {_MOST_LAYERS} layers")
+        expanded = pattern.sub(lambda match: match[1] * int(match[2]), expanded)
+    pieces = tuple(expanded.split("|"))
+    for piece in pieces:
+        for character in piece:
+            if character not in _KINDS:
+                raise ValueError(
+                    f"layout {_short(text)}: unexpected {character!r} in {_short(piece)}; "
+                    "layers are E, t, m and L, pieces end with |"
+                )
+    if len(pieces) % pp or (vpp is not None and len(pieces) != pp * vpp):
+        wanted = f"pp x vpp = {pp} x {vpp} = {pp * vpp}" if vpp is not None else f"a multiple of pp={pp}"
+        raise ValueError(f"layout {_short(text)} has {len(pieces)} pieces, expected {wanted}")
+    return pieces
+
+
+def format_layout(pieces: Sequence[str]) -> str:
+    """The compact string of a layout, such as ``Et*6|(t*4|)*6t*2L``; :func:`parse_layout` gives the pieces back."""
+    texts = [_run_lengths(piece) for piece in pieces]
+    ended = "".join(_repeated(f"{text}|", len(list(run))) for text, run in groupby(texts[:-1]))
+    return ended + texts[-1]
+
+
+def check_layout(pieces: Sequence[str], pp: int, layers: int, mtp_layers: int = 0) -> None:
+    """Refuse what Megatron's ``validate_layer_layout`` refuses.
+
+    Raises:
+        ValueError: the pieces do not divide by ``pp``; E is not first or L not last; not ``layers`` decoder layers or
+            ``mtp_layers`` MTP layers; an MTP layer before a decoder layer, outside a stage's last chunk, or apart from
+            the others.
+    """
+    shown = _short("|".join(pieces))
+    if not pieces or len(pieces) % pp:
+        raise ValueError(f"layout {shown} has {len(pieces)} pieces, expected a multiple of pp={pp}")
+    flat = "".join(pieces)
+    if not flat.startswith("E"):
+        raise ValueError(f"layout {shown} must begin with the embedding (E)")
+    if not flat.endswith("L"):
+        raise ValueError(f"layout {shown} must end with the loss (L)")
+    for letter, wanted in (("E", 1), ("L", 1), ("t", layers), ("m", mtp_layers)):
+        if flat.count(letter) != wanted:
+            raise ValueError(
+                f"layout {shown} has {flat.count(letter)} x {_KINDS[letter]} ({letter}), expected {wanted}"
+            )
+    if "m" in flat and flat.rfind("t") > flat.index("m"):
+        raise ValueError(f"layout {shown}: MTP layers (m) must follow every decoder layer (t)")
+    if "m" in "".join(pieces[:-pp]):
+        raise ValueError(f"layout {shown}: MTP layers (m) must be in the last chunk of their stage")
+    if sum("m" in piece for piece in pieces) > 1:
+        raise ValueError(f"layout {shown}: all MTP layers (m) must be in one piece")
+
+
+def layers_per_stage(pieces: Sequence[str], pp: int, letter: str = "t") -> tuple[int, ...]:
+    """How many decoder layers (or layers of another letter) each stage holds, over its chunks."""
+    return tuple(sum(piece.count(letter) for piece in pieces[stage::pp]) for stage in range(pp))
+
+
+def default_layout(
+    pp: int,
+    vpp: int,
+    layers: int,
+    mtp_layers: int = 0,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    account_for_embedding: bool = False,
+    account_for_loss: bool = False,
+) -> Layout | None:
+    """The layout that Megatron builds without a layout string; None where it refuses to.
+
+    ``first``, ``last``: ``--decoder-first-pipeline-num-layers``, ``--decoder-last-pipeline-num-layers``.
+    """
+    uneven = first is not None or last is not None
+    if (uneven and (account_for_embedding or account_for_loss)) or any(n is not None and n < 1 for n in (first, last)):
+        return None
+    middle_stages = pp - (first is not None) - (last is not None)
+    middle_layers = layers + account_for_embedding + account_for_loss - (first or 0) - (last or 0)
+    if middle_stages < 0 or middle_layers < 0 or bool(middle_layers) != bool(middle_stages):
+        return None
+    each, rest = divmod(middle_layers, middle_stages) if middle_stages else (0, 0)
+    stages = [each] * pp
+    stages[0] = each if first is None else first
+    stages[-1] = stages[-1] if last is None else last
+    if rest or any(count % vpp for count in stages):
+        return None
+    counts = [count // vpp for _ in range(vpp) for count in stages]
+    counts[0] -= account_for_embedding
+    counts[-1] -= account_for_loss
+    if min(counts) < 0:
+        return None
+    pieces = ["t" * count for count in counts]
+    pieces[0] = "E" + pieces[0]
+    pieces[-1] += "m" * mtp_layers + "L"
+    return tuple(pieces)
+
+
+def to_flags(pieces: Sequence[str], pp: int) -> tuple[str, ...]:
+    """The Megatron command-line arguments that ask for a layout, the simplest that do.
+
+    Nothing for the balanced layout, else the number of layers of the first or last stage, else an embedding or loss
+    counted as a layer, else ``--pipeline-model-parallel-layout`` (megatron-core 0.13 and later). With several chunks a
+    stage all but the layout string come with ``--num-virtual-stages-per-pipeline-rank``. They take the place of any
+    such arguments that the run had before, ``--num-layers-per-virtual-pipeline-stage`` included.
+
+    Raises:
+        ValueError: see :func:`check_layout`.
+    """
+    wanted, vpp = tuple(pieces), max(1, len(pieces) // pp)
+    flat = "".join(wanted)
+    layers, mtp_layers = flat.count("t"), flat.count("m")
+    check_layout(wanted, pp, layers, mtp_layers)
+    chunks = ("--num-virtual-stages-per-pipeline-rank", str(vpp)) if vpp > 1 else ()
+    stages = layers_per_stage(wanted, pp)
+    for first, last in ((None, None), (stages[0], None), (None, stages[-1]), (stages[0], stages[-1])):
+        if default_layout(pp, vpp, layers, mtp_layers, first=first, last=last) == wanted:
+            counts = (("first", first), ("last", last))
+            named = ((f"--decoder-{end}-pipeline-num-layers", str(count)) for end, count in counts if count is not None)
+            return (*chain.from_iterable(named), *chunks)
+    for embedding, loss in ((True, False), (False, True), (True, True)):
+        accounted = default_layout(pp, vpp, layers, mtp_layers, account_for_embedding=embedding, account_for_loss=loss)
+        if accounted == wanted:
+            names = (("embedding", embedding), ("loss", loss))
+            return (*(f"--account-for-{name}-in-pipeline-split" for name, counted in names if counted), *chunks)
+    return ("--pipeline-model-parallel-layout", format_layout(wanted))
+
+
+def _run_lengths(piece: str) -> str:
+    return "".join(_repeated(letter, len(list(run))) for letter, run in groupby(piece))
+
+
+def _repeated(text: str, count: int) -> str:
+    """``text`` ``count`` times over, in the language of layouts: whatever is shorter, ``t*2`` rather than ``tt``."""
+    if count == 1:
+        return text
+    short = f"{text}*{count}" if len(text) == 1 else f"({text})*{count}"
+    return short if len(text) == 1 or len(short) < len(text) * count else text * count
+
+
+def _short(text: str, most: int = 200) -> str:
+    return repr(text if len(text) <= most else f"{text[:most]}...")

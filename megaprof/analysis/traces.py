@@ -1,0 +1,299 @@
+"""Captured traces read back: what megaprof wrote into them and the times that the stage metrics need, nothing else.
+
+Times are wall-clock nanoseconds, ``baseTimeNanoseconds + 1000 * ts`` (Kineto writes ``ts`` and ``dur`` in
+microseconds), comparable between the ranks of one host. A file's name is only a hint; its metadata decide.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from megaprof import ranges
+from megaprof.analysis.decoding import Document, Event, Undecodable, load
+from megaprof.analysis.intervals import Intervals, intervals, leaves, union
+
+TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
+
+# No machine has more of anything; keeps a hostile file from making us count for ever.
+_LIMIT = 1 << 20
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=_LIMIT)]
+_Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+# Base, start and duration each stay below a quarter of int64, so that no sum of them overflows.
+_LONGEST = 1 << 61
+_COORDS_IN_NAME = re.compile(r"\.pp(\d{1,9})-tp(\d{1,9})-cp(\d{1,9})-ep(\d{1,9})-dp(\d{1,9})\.rank(\d{1,9})\.")
+
+
+class UnreadableTrace(Exception):
+    """A file that holds no usable trace of ours; ``path`` names it, ``reason`` completes "<path>: ..."."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Coords:
+    """A rank and its position along every axis of parallelism."""
+
+    rank: _Count
+    pp: _Count = 0
+    tp: _Count = 0
+    cp: _Count = 0
+    ep: _Count = 0
+    dp: _Count = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many there are along every axis; ``vpp`` model chunks per stage."""
+
+    tp: _Size = 1
+    pp: _Size = 1
+    cp: _Size = 1
+    ep: _Size = 1
+    dp: _Size = 1
+    vpp: _Size | None = None
+    etp: _Size | None = None
+
+    def __str__(self) -> str:
+        parallel = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if (getattr(self, axis) or 1) > 1]
+        return " ".join(f"{axis}={getattr(self, axis)}" for axis in parallel) or "no parallelism"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one model chunk consists of; None where the model did not say."""
+
+    embedding: bool | None = None
+    layers: _Count | None = None
+    layer_numbers: tuple[int | None, ...] | None = None
+    mtp: _Count | None = None
+    loss: bool | None = None
+    kinds: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RangeInfo:
+    """Whether the step holds ranges per microbatch, and why not."""
+
+    microbatch: bool = True
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The `megaprof` object of a trace; docs/trace-metadata.md says what the keys mean."""
+
+    target: str
+    coords: Coords
+    sizes: Sizes
+    steps: tuple[_Step, _Step]
+    version: str | None = None
+    role: str | None = None
+    schedule: str | None = None
+    forward_only: bool = False
+    microbatches: _Count | None = None
+    microbatch_group_size: _Count | None = None
+    chunks: tuple[Chunk, ...] = ()
+    p2p: dict[str, Any] | None = None
+    host: str | None = None
+    ranges: RangeInfo = RangeInfo()
+    truncated: bool = False
+    truncated_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Range:
+    """One of megaprof's ranges, in wall-clock nanoseconds."""
+
+    name: ranges.RangeName
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective (not a pipeline exchange) as the CPU saw it; ``operation`` as gloo names it, e.g. ``all_reduce``.
+
+    Gloo's events do not say which process group they belong to.
+    """
+
+    operation: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One readable file. ``ranges`` are sorted by start, an enclosing one before what it encloses.
+
+    ``compute`` is when the CPU ran an operator that is not communication (a disjoint set; only filled in when there are
+    collectives to hide). ``has_kernels``: GPU kernels ran, so the ranges are host time.
+    """
+
+    path: Path
+    metadata: Metadata
+    ranges: tuple[Range, ...]
+    collectives: tuple[Collective, ...] = ()
+    compute: Intervals = field(default_factory=lambda: intervals(()))
+    has_kernels: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+def find_traces(directory: Path) -> list[Path]:
+    """Every file under ``directory`` whose name ends like a trace of ours, sorted. Hidden files are unfinished ones."""
+    return sorted(
+        Path(folder, name)
+        for folder, _, names in os.walk(directory)
+        for name in names
+        if name.endswith(TRACE_SUFFIXES) and not name.startswith(".")
+    )
+
+
+def read_trace(path: Path) -> Trace:
+    """Read one trace, gzipped or plain. Raises UnreadableTrace, whatever the file holds."""
+    try:
+        document = load(path)
+        metadata = _metadata(document)
+        if not -_LONGEST < document.baseTimeNanoseconds < _LONGEST:
+            raise Undecodable("its `baseTimeNanoseconds` is out of range")
+    except Undecodable as fault:
+        raise UnreadableTrace(path, str(fault)) from None
+    except OSError as fault:
+        raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
+    return _trace(path, metadata, document)
+
+
+def _metadata(document: Document) -> Metadata:
+    if document.megaprof is None:
+        raise Undecodable("it was not written by megaprof (a trace without `megaprof` metadata)")
+    try:
+        metadata = msgspec.json.decode(document.megaprof, type=Metadata)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
+        raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
+    for axis in ("pp", "tp", "cp", "ep", "dp"):
+        position, size = getattr(metadata.coords, axis), getattr(metadata.sizes, axis)
+        if position >= size:
+            raise Undecodable(f"its `megaprof` metadata is damaged: {axis}={position} where there are {size}")
+    return metadata
+
+
+def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
+    base, events = document.baseTimeNanoseconds, document.traceEvents
+    names = _Names()
+    found: list[Range] = []
+    collectives: list[Collective] = []
+    broken = 0
+    for event in events:
+        # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
+        if event.cat not in ("user_annotation", "cpu_op"):
+            continue
+        meaning = names[event.name]
+        if meaning is None or event.ph != "X":
+            continue
+        if (span := _span(base, event)) is None:
+            broken += 1
+        elif isinstance(meaning, ranges.RangeName):
+            found.append(Range(meaning, *span))
+        else:
+            collectives.append(Collective(meaning, *span))
+    found.sort(key=lambda r: (r.start, -r.end))
+    collectives.sort(key=lambda c: c.start)
+    warnings = list(_name_warnings(path, metadata.coords))
+    if unusable := broken + document.unreadable_events:
+        warnings.append(f"{path.name}: {unusable} events with impossible times or types were left out")
+    return Trace(
+        path=path,
+        metadata=metadata,
+        ranges=tuple(found),
+        collectives=tuple(collectives),
+        compute=_compute(base, events) if collectives else intervals(()),
+        has_kernels=any(event.cat == "kernel" for event in events),
+        warnings=tuple(warnings),
+    )
+
+
+class _Names(dict[str, "ranges.RangeName | str | None"]):
+    """What an event's name means to the metrics, found once per name: a range, a collective's operation, or nothing."""
+
+    def __missing__(self, name: str) -> ranges.RangeName | str | None:
+        meaning: ranges.RangeName | str | None = None
+        if name.startswith(ranges.PREFIX):
+            meaning = ranges.parse(name)
+        elif name.startswith("gloo:"):
+            operation = name[len("gloo:") :]
+            meaning = None if operation.startswith(("send", "recv")) else operation
+        elif name.startswith("c10d::"):
+            meaning = _DISPATCHED.get(name[len("c10d::") :].rstrip("_"))
+        self[name] = meaning
+        return meaning
+
+
+#: Operators that hand a collective to its backend. Their time is communication too: the caller waits in them.
+_DISPATCHED = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+}
+
+
+def _span(base: int, event: Event) -> tuple[int, int] | None:
+    start, duration = event.ts * 1000, event.dur * 1000
+    if not (math.isfinite(start) and abs(start) < _LONGEST and 0 <= duration < _LONGEST):
+        return None
+    begin = base + round(start)
+    return begin, begin + round(duration)
+
+
+def _compute(base: int, events: Iterable[Event]) -> Intervals:
+    """When any thread ran an operator that is no communication: leaf operators, since their parents also wait."""
+    threads: dict[int | str, int] = {}
+    operators: list[tuple[int, float, float]] = []
+    communicates: list[bool] = []
+    for event in events:
+        if event.cat == "cpu_op" and event.ph == "X" and not event.name.startswith(ranges.PREFIX):
+            operators.append((threads.setdefault(event.tid, len(threads)), event.ts, event.dur))
+            communicates.append(event.name.startswith(("c10d::", "record_param_comms")))
+    table = np.array(operators, dtype=np.float64).reshape(-1, 3)
+    with np.errstate(over="ignore", invalid="ignore"):
+        start, duration = table[:, 1] * 1000, table[:, 2] * 1000
+    # A comparison with NaN is false, so this also drops what is not a number.
+    usable = (np.abs(start) < _LONGEST) & (duration >= 0) & (duration < _LONGEST)
+    begin = base + np.rint(start[usable]).astype(np.int64)
+    spans = np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64)))
+    own = ~np.array(communicates, dtype=np.bool_)[usable]
+    return union(spans[leaves(table[usable, 0].astype(np.int64), spans) & own])
+
+
+def _name_warnings(path: Path, coords: Coords) -> Iterable[str]:
+    if not (match := _COORDS_IN_NAME.search(path.name)):
+        return
+    named = tuple(map(int, match.groups()))
+    actual = (coords.pp, coords.tp, coords.cp, coords.ep, coords.dp, coords.rank)
+    if named != actual:
+        written = "pp={} tp={} cp={} ep={} dp={} rank={}".format(*actual)
+        yield f"{path.name}: its name and its metadata disagree; the metadata ({written}) count"

@@ -1,0 +1,72 @@
+"""The command ``megaprof``. Every subcommand is a module here, imported only when it is the one that was asked for.
+
+A subcommand's module has ``add_arguments(parser)`` and ``run(arguments) -> exit code``; it raises `CommandError` when
+its input cannot answer. Exit codes: 0 fine, 1 the input cannot answer (a message says what is missing), 2 usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from megaprof.version import __version__
+
+_COMMANDS = {
+    "demo": "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it",
+    "report": "say from captured traces which pipeline stage is slow, and why",
+}
+#: Packages that come with an extra, and the extra.
+_EXTRAS = {"msgspec": "report", "rich": "report", "plotly": "report"}
+
+
+class CommandError(Exception):
+    """The command cannot do what it was asked to; the message is for the user, on one line."""
+
+
+class UsageError(CommandError):
+    """The arguments make no sense together."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a name that this terminal cannot show is no reason to fail
+    parser = argparse.ArgumentParser(prog="megaprof", description="Profiling for Megatron-Core training.")
+    parser.add_argument("--version", action="version", version=f"megaprof {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parsers = {name: commands.add_parser(name, help=text, description=text) for name, text in _COMMANDS.items()}
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    try:
+        if wanted not in parsers:
+            parser.parse_args(arguments)  # --help, --version, or an error: all of them exit
+            return 2
+        module = import_module(f"megaprof.cli.{wanted}")
+        module.add_arguments(parsers[wanted])
+        code: int = module.run(parser.parse_args(arguments))
+        sys.stdout.flush()
+        return code
+    except CommandError as fault:
+        print(f"megaprof {wanted}: {_one_line(str(fault))}", file=sys.stderr)
+        return 2 if isinstance(fault, UsageError) else 1
+    except ModuleNotFoundError as fault:
+        if fault.name not in _EXTRAS:
+            raise
+        needs = f"needs {fault.name}: pip install 'megaprof[{_EXTRAS[fault.name]}]'"
+        print(f"megaprof {wanted}: {needs}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _one_line(message: str) -> str:
+    return "".join(c if c.isprintable() else " " for c in message)

@@ -1,0 +1,277 @@
+"""Real megatron-core in a process that has no GPU, or must not touch the one it has.
+
+Megatron-core asks torch.cuda for devices, streams and random states even where everything else it does is
+device-neutral. :func:`cpu_megatron` answers those questions for the CPU and changes nothing else: models, schedules,
+optimizers and process groups stay megatron-core's own. The replacements are data (:func:`cpu_patches`), applied and
+taken back by one mechanism, so that after the context every attribute is the very object it was before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Patch", "cpu_megatron", "cpu_patches"]
+
+_ABSENT = object()
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute to replace: ``target.name`` becomes ``replacement`` while the context is open."""
+
+    target: Any
+    name: str
+    replacement: Any
+
+
+class _Event:
+    """A CUDA event of a device on which everything has already happened: it only keeps its time."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._time = 0.0
+
+    def record(self, stream: object = None) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds between the two recordings, as torch.cuda.Event gives them."""
+        return (end._time - self._time) * 1e3
+
+    def query(self) -> bool:
+        return True
+
+    def wait(self, stream: object = None) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Stream:
+    """A CUDA stream on which work is done when it is issued; megatron-core compares streams by identity."""
+
+    device = _CPU
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def wait_stream(self, stream: object) -> None:
+        """Nothing to wait for."""
+
+    def wait_event(self, event: object) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Streams(threading.local):
+    """The current stream of each thread, as CUDA keeps it."""
+
+    default = _Stream()
+    current = default
+
+    @contextlib.contextmanager
+    def use(self, stream: _Stream | None) -> Iterator[None]:
+        before, self.current = self.current, stream or self.current
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, str) and device.startswith("cuda")
+
+
+class _OnCpu(TorchFunctionMode):
+    """Every torch call that names a CUDA device gets the CPU instead."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        # A bare index means the accelerator wherever torch takes a device by keyword.
+        if _is_cuda(device) or (isinstance(device, int) and not isinstance(device, bool)):
+            kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.to:
+            args = tuple(_CPU if _is_cuda(argument) else argument for argument in args)
+        return func(*args, **kwargs)
+
+
+def _also_in_backward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A mode is off while it handles a call, and backward is such a call; autograd functions run inside it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _OnCpu():
+            return run_backward(*args, **kwargs)
+
+    return run
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _same(obj: Any, *_: object, **__: object) -> Any:
+    return obj
+
+
+def _constant(value: Any) -> Callable[..., Any]:
+    return lambda *_, **__: value
+
+
+def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *_: object, **__: object) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    # Not torch.manual_seed: that one seeds torch.cuda as well, which would lead back here.
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _torch_patches() -> list[Patch]:
+    cuda, streams = torch.cuda, _Streams()
+    on_cuda: dict[str, Any] = {
+        "is_available": _constant(False),
+        "device_count": _constant(0),
+        "current_device": _constant(_CPU),
+        "set_device": _nothing,
+        "device": _constant(contextlib.nullcontext()),
+        "synchronize": _nothing,
+        "Stream": _Stream,
+        "Event": _Event,
+        "stream": streams.use,
+        "current_stream": lambda *_, **__: streams.current,
+        "default_stream": lambda *_, **__: streams.default,
+        "is_current_stream_capturing": _constant(False),
+        "get_rng_state": _get_rng_state,
+        "set_rng_state": _set_rng_state,
+        "manual_seed": _manual_seed,
+    }
+    return [
+        *(Patch(cuda, name, replacement) for name, replacement in on_cuda.items()),
+        Patch(cuda.nvtx, "range_push", _nothing),
+        Patch(cuda.nvtx, "range_pop", _nothing),
+        Patch(torch.autograd, "_engine_run_backward", _also_in_backward(vars(torch.autograd)["_engine_run_backward"])),
+        Patch(torch.Tensor, "cuda", _same),
+        Patch(torch.Tensor, "record_stream", _nothing),
+        Patch(torch.nn.Module, "cuda", _same),
+    ]
+
+
+def _as_host_value(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """megatron-core converts only what it moves off a GPU, so sizes that are on the CPU already would stay tensors."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+def _norm_under_sequence_parallel(wrapped_norm: Any) -> Any:
+    """A ``__new__`` for megatron-core's torch norm that marks parameters for sequence parallelism.
+
+    The fused norms of Apex and Transformer Engine do so themselves and torch's is refused with it, though the norm
+    computes the same; the mark makes ``finalize_model_grads`` sum the gradients over the tensor parallel group.
+    """
+    original = wrapped_norm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return staticmethod(new)
+
+
+def _kept(owner: Any, *names: str) -> list[Patch]:
+    """Globals that megatron-core fills while the context is open and that must not outlive it."""
+    return [Patch(owner, name, getattr(owner, name)) for name in names if hasattr(owner, name)]
+
+
+def _megatron_patches() -> list[Patch]:
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import torch_norm
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    patches = [
+        # With the CPU's generator in the place of the GPU's, megatron-core's own RNG tracker (fork included) works.
+        Patch(random, "_get_cuda_rng_state", _get_rng_state),
+        Patch(random, "_set_cuda_rng_state", _set_rng_state),
+        Patch(token_dispatcher, "maybe_move_tensor_to_cpu", _as_host_value),
+        Patch(torch_norm.WrappedTorchNorm, "__new__", _norm_under_sequence_parallel(torch_norm.WrappedTorchNorm)),
+        *_kept(random, "_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"),
+        *_kept(token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"),
+    ]
+    if hasattr(schedules, "combined_1f1b_schedule_for_no_pipelining"):  # megatron-core >= 0.14
+        from megatron.core.pipeline_parallel import utils
+
+        patches += _kept(utils, "_COMP_STREAM", "_COMM_STREAM")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # Imported from Transformer Engine, which may be missing, yet read unconditionally by the router (0.13+).
+        patches.append(Patch(moe_utils, "te_general_gemm", None))
+    return patches
+
+
+def cpu_patches() -> list[Patch]:
+    """Everything that :func:`cpu_megatron` replaces in this process, for the megatron-core that is installed."""
+    return _torch_patches() + _megatron_patches()
+
+
+def _restore(target: Any, name: str, saved: object) -> None:
+    if saved is _ABSENT:
+        delattr(target, name)
+    else:
+        setattr(target, name, saved)
+
+
+@contextlib.contextmanager
+def cpu_megatron() -> Iterator[None]:
+    """Build and run real megatron-core models on the CPU, over gloo, whether or not the machine has a GPU.
+
+    While the context is open ``torch.cuda`` answers for the CPU: calls that name a CUDA device get the CPU,
+    ``.cuda()`` returns its object, streams and events exist and are always done, the CUDA random state is the CPU's
+    (so ``model_parallel_cuda_manual_seed`` and the tracker's ``fork`` work for real), and ``torch.compile`` runs
+    eagerly (no compiler needed, same numbers). ``torch.cuda.is_available()`` is False. ``torch.profiler`` works.
+
+    All of it is undone on exit, after an exception too; contexts nest. The redirection of ``device="cuda"`` is that
+    of a ``TorchFunctionMode`` and holds for the thread that entered; the other replacements hold for the process.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+    """
+    patches = cpu_patches()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for patch in patches:
+            saved = vars(patch.target).get(patch.name, _ABSENT)
+            stack.callback(_restore, patch.target, patch.name, saved)
+            setattr(patch.target, patch.name, patch.replacement)
+        stack.enter_context(_OnCpu())
+        yield

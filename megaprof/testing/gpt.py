@@ -1,0 +1,471 @@
+"""A small GPT of megatron-core's own classes, trained by megatron-core's own schedules: something real to measure.
+
+:class:`GPTWorkload` says what to run, :func:`build` makes it in an initialised process, and :class:`BuiltGPT` trains
+it, evaluates it and passes it over log-probs the way Megatron-LM and the RL frameworks on top of it do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["BuiltGPT", "GPTWorkload", "build"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+ForwardBackward = Callable[..., list[Any]]
+"""What ``megatron.core.pipeline_parallel.get_forward_backward_func()`` returns."""
+
+
+@dataclass(frozen=True)
+class GPTWorkload:
+    """Model, parallel sizes and batch of a run. Every value is checked here, so that no rank finds out alone.
+
+    Attributes:
+        tp, pp, ep: tensor, pipeline and expert parallel sizes.
+        vpp: model chunks per stage; None = one, scheduled without interleaving.
+        dp: data parallel size; None = the smallest that ``ep`` allows.
+        layers: transformer layers of the whole model.
+        layout: layers of every chunk, chunk-major (first chunks of all stages, then second chunks, ...), ``pp`` x
+            ``vpp`` numbers; None = the same everywhere.
+        microbatches, micro_batch_size, seq_length: one step of one data parallel replica.
+        seq_lengths: a length per microbatch instead, as RL frameworks have them; ``seq_length`` is the longest.
+        hidden, heads, vocab: model sizes; a layer costs far more than embedding or output at the defaults.
+        num_experts: experts per layer of a mixture of experts; None = dense layers, or 2 x ``ep`` where ep > 1.
+        combined_1f1b: overlap expert communication with compute (``overlap_moe_expert_parallel_comm``), which needs
+            megatron-core >= 0.14, ep > 1, bfloat16, and chunks (``vpp``) where pp > 1.
+        overlap_p2p: send and receive while computing (``overlap_p2p_comm``); None = wherever ``vpp`` is set, as
+            Megatron-LM does. The other way of the interleaved schedule, batched exchanges, needs pp > 2: with two
+            stages both directions go to the same peer, and what is received in the place of what is undefined.
+        overlap_grad_reduce: reduce gradients while computing, with megatron-core's no_sync around all but the last
+            microbatch.
+
+    Raises:
+        ValueError: naming the field, its value and what would be valid.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    dp: int | None = None
+    layers: int = 8
+    layout: tuple[int, ...] | None = None
+    microbatches: int = 4
+    micro_batch_size: int = 1
+    seq_length: int = 128
+    seq_lengths: tuple[int, ...] | None = None
+    hidden: int = 256
+    heads: int = 4
+    vocab: int = 128
+    num_experts: int | None = None
+    combined_1f1b: bool = False
+    overlap_p2p: bool | None = None
+    overlap_grad_reduce: bool = False
+    seed: int = 1234
+    dtype: str = "float32"
+    learning_rate: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if type(value) is int and value < (0 if field.name == "seed" else 1):
+                raise ValueError(f"{field.name}={value}: must be positive")
+        self._check_model()
+        self._check_layout()
+        self._check_schedule()
+
+    def _check_model(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(_DTYPES)}")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden={self.hidden}: must be a multiple of heads={self.heads}")
+        for name in ("heads", "vocab"):
+            if getattr(self, name) % self.tp:
+                raise ValueError(f"{name}={getattr(self, name)}: must be a multiple of tp={self.tp}")
+        if self.num_experts is not None and self.num_experts % self.ep:
+            raise ValueError(f"num_experts={self.num_experts}: must be a multiple of ep={self.ep}")
+        if self.dp is not None and self.dp % self.ep:
+            raise ValueError(f"dp={self.dp}: must be a multiple of ep={self.ep}, whose ranks are taken from it")
+
+    def _check_layout(self) -> None:
+        pieces = self.pp * (self.vpp or 1)
+        if self.layout is None:
+            if self.layers % pieces:
+                raise ValueError(
+                    f"layers={self.layers}: must be a multiple of the {pieces} chunks (pp x vpp), or give a layout"
+                )
+        elif len(self.layout) != pieces:
+            raise ValueError(f"layout={self.layout}: must have {pieces} numbers (pp x vpp), has {len(self.layout)}")
+        elif min(self.layout) < 0 or sum(self.layout) != self.layers:
+            raise ValueError(
+                f"layout={self.layout}: must be layer counts with sum layers={self.layers}, not {sum(self.layout)}"
+            )
+
+    def _check_schedule(self) -> None:
+        if self.vpp is not None and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp}: needs pp > 1, as the interleaved schedule does")
+        if self.vpp is not None and self.microbatches % self.pp:
+            raise ValueError(f"microbatches={self.microbatches}: must be a multiple of pp={self.pp} when vpp is set")
+        if self.overlap_p2p and self.vpp is None:
+            raise ValueError("overlap_p2p=True: needs vpp, only the interleaved schedule overlaps")
+        if self.overlap_p2p is False and self.vpp is not None and self.pp == 2:
+            raise ValueError("overlap_p2p=False: needs pp > 2 where vpp is set (pp=2), as in Megatron-LM")
+        if self.seq_lengths is not None:
+            if len(self.seq_lengths) != self.microbatches:
+                raise ValueError(f"seq_lengths={self.seq_lengths}: must have microbatches={self.microbatches} numbers")
+            if min(self.seq_lengths) < 1 or max(self.seq_lengths) > self.seq_length:
+                raise ValueError(f"seq_lengths={self.seq_lengths}: must lie in 1..seq_length={self.seq_length}")
+        if self.sequence_parallel:
+            if self.seq_length % self.tp:
+                raise ValueError(f"seq_length={self.seq_length}: must be a multiple of tp={self.tp} with experts")
+            if self.seq_lengths is not None or self.combined_1f1b:
+                # Both need the all-to-all dispatcher, see ``dispatcher``.
+                name = "combined_1f1b" if self.combined_1f1b else "seq_lengths"
+                raise ValueError(f"{name}={getattr(self, name)}: needs tp=1 with experts, not tp={self.tp}")
+        if self.combined_1f1b:
+            if self.ep == 1:
+                raise ValueError("combined_1f1b=True: needs ep > 1, it overlaps expert parallel communication")
+            if self.dtype != "bfloat16":
+                raise ValueError(f"combined_1f1b=True: needs dtype='bfloat16', not {self.dtype!r}")
+            if self.pp > 1 and self.vpp is None:
+                raise ValueError(f"combined_1f1b=True: needs vpp where pp > 1 (pp={self.pp})")
+
+    @property
+    def experts(self) -> int | None:
+        """Experts per layer, None for dense layers."""
+        return self.num_experts or (2 * self.ep if self.ep > 1 else None)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Megatron-core wants it wherever experts meet tensor parallelism."""
+        return self.tp > 1 and self.experts is not None
+
+    @property
+    def dispatcher(self) -> str:
+        """Megatron-core's token dispatcher: the all-to-all one gathers unevenly over TP, which gloo cannot."""
+        return "allgather" if self.sequence_parallel else "alltoall"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that :func:`build` needs."""
+        return self.tp * self.pp * (self.dp or self.ep)
+
+    @property
+    def chunk_layers(self) -> tuple[int, ...]:
+        """Layers of every chunk, chunk-major, written out also where ``layout`` is None."""
+        pieces = self.pp * (self.vpp or 1)
+        return self.layout or (self.layers // pieces,) * pieces
+
+    @property
+    def layout_string(self) -> str:
+        """``chunk_layers`` in the language of ``--pipeline-model-parallel-layout``."""
+        pieces = ["t" * layers for layers in self.chunk_layers]
+        pieces[0] = "E" + pieces[0]
+        pieces[-1] += "L"
+        return "|".join(pieces)
+
+
+def _layout_options(workload: GPTWorkload, known: Iterable[str]) -> dict[str, Any]:
+    """The TransformerConfig fields (of those ``known`` to this megatron-core) that give this layout."""
+    layout, pp, vpp = workload.chunk_layers, workload.pp, workload.vpp or 1
+    if len(set(layout)) == 1:
+        return {}
+    stages = [sum(layout[stage::pp]) for stage in range(pp)]
+    equal_chunks = all(len(set(layout[stage::pp])) == 1 for stage in range(pp))
+    if equal_chunks and min(layout) > 0 and len(set(stages[1:-1])) <= 1:
+        options = {"num_layers_in_first_pipeline_stage": stages[0]}
+        if pp > 2:
+            options["num_layers_in_last_pipeline_stage"] = stages[-1]
+        return options
+    if "pipeline_model_parallel_layout" in known:
+        return {"pipeline_model_parallel_layout": workload.layout_string}
+    raise ValueError(
+        f"layout={layout}: this megatron-core has no pipeline_model_parallel_layout (0.13+ has); it can only give the "
+        f"first and the last of {pp} stages layers of their own, the same in each of a stage's {vpp} chunks"
+    )
+
+
+def _config(workload: GPTWorkload) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    dtype = _DTYPES[workload.dtype]
+    overlap_p2p = workload.vpp is not None and workload.overlap_p2p is not False
+    options: dict[str, Any] = {
+        "num_layers": workload.layers,
+        "hidden_size": workload.hidden,
+        "num_attention_heads": workload.heads,
+        "tensor_model_parallel_size": workload.tp,
+        "pipeline_model_parallel_size": workload.pp,
+        "virtual_pipeline_model_parallel_size": workload.vpp,
+        "expert_model_parallel_size": workload.ep,
+        "sequence_parallel": workload.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "use_cpu_initialization": True,
+        "variable_seq_lengths": workload.seq_lengths is not None,
+        "overlap_p2p_comm": overlap_p2p,
+        "batch_p2p_comm": not overlap_p2p,
+        "num_moe_experts": workload.experts,
+        "moe_token_dispatcher_type": workload.dispatcher,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        # Fused kernels are CUDA's.
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "finalize_model_grads_func": finalize_model_grads,
+        **_layout_options(workload, known),
+    }
+    if workload.combined_1f1b:
+        if "overlap_moe_expert_parallel_comm" not in known:
+            raise ValueError("combined_1f1b=True: this megatron-core does not have it, 0.14+ does")
+        options["overlap_moe_expert_parallel_comm"] = True
+    return TransformerConfig(**options)
+
+
+def _build_chunk(workload: GPTWorkload, config: Any, chunk: int) -> Any:
+    """One model chunk, wrapped as Megatron-LM's ``get_model`` wraps it."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    # Since 0.13 the chunk is an argument; before, only the global is asked.
+    stage: dict[str, int] = {}
+    if workload.vpp is not None:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+        if "vp_stage" in inspect.signature(GPTModel.__init__).parameters:
+            stage = {"vp_stage": chunk}
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=workload.experts, moe_grouped_gemm=False),
+        vocab_size=workload.vocab,
+        max_sequence_length=workload.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **stage),
+        **stage,
+    )
+    model.model_type = ModelType.encoder_or_decoder
+    module = Float16Module(config, model) if config.bf16 else model
+    reduction = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=workload.overlap_grad_reduce
+    )
+    return DistributedDataParallel(config, reduction, module, disable_bucketing=chunk > 0)
+
+
+def build(workload: GPTWorkload) -> BuiltGPT:
+    """Initialise model parallelism and build this rank's part of the model, with its optimizer.
+
+    Needs an open :func:`~megaprof.testing.cpu_megatron` and the default process group
+    (:func:`~megaprof.testing.init_distributed`) with ``workload.world_size`` ranks. Called again in the same process,
+    it takes the model parallel groups of the earlier workload down first, whose model can then no longer run.
+
+    Raises:
+        ValueError: the world has another size, or this megatron-core cannot do what the workload asks for.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    world = torch.distributed.get_world_size()
+    if world != workload.world_size:
+        raise ValueError(f"world of {world} ranks: this workload needs {workload.world_size} (tp x pp x dp)")
+    config = _config(workload)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        # 0.12 keeps these, and a rank that was in those groups takes itself to be in the new ones as well.
+        parallel_state._EMBEDDING_GLOBAL_RANKS = None
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=workload.tp,
+        pipeline_model_parallel_size=workload.pp,
+        virtual_pipeline_model_parallel_size=workload.vpp,
+        expert_model_parallel_size=workload.ep,
+    )
+    # Megatron-LM's rule: stages differ, the replicas of a stage do not.
+    seed = workload.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    chunks = [_build_chunk(workload, config, chunk) for chunk in range(workload.vpp or 1)]
+    if workload.overlap_grad_reduce:
+        # As Megatron-LM's train() does: a function for one chunk, a list of them for several.
+        no_sync = [chunk.no_sync for chunk in chunks]
+        config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+    return BuiltGPT(workload, config, chunks)
+
+
+class BuiltGPT:
+    """This rank's chunks of a :class:`GPTWorkload`, ready to run.
+
+    Attributes:
+        chunks: the model chunks, megatron-core's DistributedDataParallel around GPTModel; what a host passes on as
+            ``model``.
+        config: their TransformerConfig.
+        optimizer: AdamW over the chunks' parameters.
+        step: the next training step, from 0.
+    """
+
+    def __init__(self, workload: GPTWorkload, config: Any, chunks: list[Any]) -> None:
+        self.workload = workload
+        self.config = config
+        self.chunks = chunks
+        self.optimizer = torch.optim.AdamW(
+            [parameter for chunk in chunks for parameter in chunk.parameters()], lr=workload.learning_rate
+        )
+        self.step = 0
+
+    @property
+    def layers_per_chunk(self) -> list[int]:
+        """Transformer layers in each of this rank's chunks, counted in the modules."""
+        return [len(numbers) for numbers in self.layer_numbers]
+
+    @property
+    def layer_numbers(self) -> list[list[int]]:
+        """Megatron-core's numbers (from 1, over the whole model) of the layers in each chunk."""
+        from megatron.core.utils import get_attr_wrapped_model
+
+        return [
+            [layer.layer_number for layer in get_attr_wrapped_model(chunk, "decoder").layers] for chunk in self.chunks
+        ]
+
+    def data_iterator(self, step: int) -> Iterator[Any] | list[Iterator[Any]]:
+        """The batches of ``step``, as ``forward_backward_func`` takes them: an iterator, with ``vpp`` one per chunk.
+
+        Tokens depend on seed, step and data parallel rank only; labels are a fixed permutation of the tokens, so that
+        there is something to learn.
+        """
+        if self.workload.vpp is None:
+            return self._batches(step)
+        return [self._batches(step) for _ in self.chunks]
+
+    def _batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        from megatron.core import parallel_state
+
+        workload = self.workload
+        replica = parallel_state.get_data_parallel_rank()
+        # A generator of its own: data must not move the random state that the model draws from.
+        seed = hashlib.sha256(f"{workload.seed} {step} {replica}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
+        multiplier = next(number for number in range(5, workload.vocab + 6) if math.gcd(number, workload.vocab) == 1)
+        for length in workload.seq_lengths or (workload.seq_length,) * workload.microbatches:
+            tokens = torch.randint(workload.vocab, (workload.micro_batch_size, length), generator=generator)
+            yield tokens, (tokens * multiplier + 1) % workload.vocab
+
+    @staticmethod
+    def _inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        length = tokens.shape[1]
+        positions = torch.arange(length).unsqueeze(0).expand_as(tokens)
+        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        return tokens, positions, mask
+
+    def forward_step(
+        self, data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Megatron-LM's ``forward_step_func``: (per-token losses, or a schedule plan for combined 1F1B; loss_func)."""
+        tokens, labels = next(data_iterator)
+        run = model.build_schedule_plan if return_schedule_plan else model
+
+        def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = output.float().mean()
+            return loss, {"lm loss": loss.detach().clone()}
+
+        return run(*self._inputs(tokens), labels=labels), loss_func
+
+    def log_probs_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
+        """A ``forward_step_func`` as RL frameworks have it: the model's logits, turned into the labels' log-probs."""
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+        tokens, labels = next(data_iterator)
+
+        def log_probs(logits: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+            by_sequence = logits.float().transpose(0, 1).contiguous()
+            losses: torch.Tensor = vocab_parallel_cross_entropy(by_sequence, labels.transpose(0, 1).contiguous())
+            return -losses.transpose(0, 1)
+
+        return model(*self._inputs(tokens)), log_probs
+
+    def _run(self, forward_backward_func: ForwardBackward | None, step: int, **options: Any) -> list[Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        arguments = {
+            "forward_step_func": self.forward_step,
+            "data_iterator": self.data_iterator(step),
+            "model": self.chunks,
+            "num_microbatches": self.workload.microbatches,
+            "seq_length": self.workload.seq_length,
+            "micro_batch_size": self.workload.micro_batch_size,
+            **options,
+        }
+        return (forward_backward_func or get_forward_backward_func())(**arguments)
+
+    def train_step(self, forward_backward_func: ForwardBackward | None = None) -> list[float]:
+        """One step: schedule, gradient reduction, AdamW on megatron-core's main gradients.
+
+        ``forward_backward_func``: asked for once before the loop, as Megatron-LM does; None = asked for now.
+        Returns the microbatches' losses on the last stage, an empty list elsewhere.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = self._run(forward_backward_func, self.step, forward_only=False)
+        for _, parameter in self._parameters():
+            parameter.grad = parameter.main_grad.to(parameter.dtype)
+        self.optimizer.step()
+        self.step += 1
+        return [loss["lm loss"].item() for loss in losses]
+
+    @torch.no_grad()
+    def log_probs_pass(self, forward_backward_func: ForwardBackward | None = None) -> list[torch.Tensor]:
+        """Log-probs of the next step's labels on the last stage: [micro_batch_size, length] per microbatch."""
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._run(
+            forward_backward_func,
+            self.step,
+            forward_step_func=self.log_probs_step,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, forward_backward_func: ForwardBackward | None = None) -> list[float]:
+        """Losses of a batch that training never sees, in a function named as Megatron-LM's is."""
+        for chunk in self.chunks:
+            chunk.eval()
+        losses = self._run(forward_backward_func, -1, forward_only=True)
+        return [loss["lm loss"].item() for loss in losses]
+
+    def _parameters(self) -> Iterator[tuple[str, Any]]:
+        for number, chunk in enumerate(self.chunks):
+            for name, parameter in chunk.named_parameters():
+                yield f"{number}.{name}", parameter
+
+    def parameter_digest(self) -> str:
+        """sha256 over this rank's parameters, bit by bit."""
+        return _digest((name, parameter.detach()) for name, parameter in self._parameters())
+
+    def gradient_digest(self) -> str:
+        """sha256 over this rank's reduced gradients of the last step, bit by bit."""
+        return _digest((name, parameter.main_grad) for name, parameter in self._parameters())
+
+
+def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,124 @@
+"""Builds traces in Kineto's format with times known to the nanosecond."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BASE = 1_790_000_000_000_000_000
+MS = 1000.0  # Kineto's microseconds
+
+
+def chunk(layers: int | None, *, embedding: bool = False, loss: bool = False, kind: str = "dense") -> dict[str, Any]:
+    kinds = None if layers is None else [kind] * layers
+    return {"embedding": embedding, "layers": layers, "layer_numbers": None, "mtp": 0, "loss": loss, "kinds": kinds}
+
+
+@dataclass
+class TraceBuilder:
+    """One rank's trace; times are given in milliseconds and written in Kineto's microseconds."""
+
+    pp: int = 0
+    pp_size: int = 1
+    step: int = 5
+    target: str = "train_actor"
+    role: str | None = None
+    microbatches: int = 4
+    chunks: list[dict[str, Any]] = field(default_factory=lambda: [chunk(4)])
+    sizes: dict[str, int] = field(default_factory=dict)
+    coords: dict[str, int] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+
+    def event(self, name: str, start: float, duration: float, *, cat: str = "user_annotation", tid: int = 1) -> None:
+        self.events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 7, "tid": tid, "ts": start * MS, "dur": duration * MS}
+        )
+
+    def call(self, start: float, duration: float, *, label: str | None = None, step: int | None = None) -> None:
+        step = self.step if step is None else step
+        self.event(f"megaprof/{label or self.target} step={step} pp={self.pp} tp=0 cp=0 ep=0 dp=0", start, duration)
+
+    def forward(self, mb: int | str, start: float, duration: float, chunk: int | str = 0) -> None:
+        self.event(f"megaprof/forward mb={mb} chunk={chunk}", start, duration)
+
+    def backward(self, mb: int | str, start: float, duration: float, chunk: int | str = 0) -> None:
+        self.event(f"megaprof/backward mb={mb} chunk={chunk}", start, duration)
+
+    def document(self) -> dict[str, Any]:
+        described = {
+            "version": "0.1.0",
+            "target": self.target,
+            "role": self.role,
+            "steps": [self.step, self.step],
+            "coords": {"rank": self.pp, "pp": self.pp, "tp": 0, "cp": 0, "ep": 0, "dp": 0} | self.coords,
+            "sizes": {"tp": 1, "pp": self.pp_size, "cp": 1, "ep": 1, "dp": 1, "vpp": len(self.chunks), "etp": 1}
+            | self.sizes,
+            "schedule": "1f1b" if self.pp_size > 1 else "no_pipelining",
+            "forward_only": self.target != "train_actor",
+            "microbatches": self.microbatches,
+            "chunks": self.chunks,
+            "host": "node-1",
+            "pid": 7,
+            "ranges": {"microbatch": True},
+            "truncated": False,
+        } | self.metadata
+        return {
+            "schemaVersion": 1,
+            "megaprof": described,
+            "baseTimeNanoseconds": BASE,
+            "traceEvents": [{"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}}, *self.events],
+        }
+
+    @property
+    def name(self) -> str:
+        c = self.document()["megaprof"]["coords"]
+        place = f"pp{c['pp']}-tp{c['tp']}-cp{c['cp']}-ep{c['ep']}-dp{c['dp']}.rank{c['rank']:05d}"
+        return f"{self.target}{'.' + self.role if self.role else ''}.step{self.step:06d}.{place}.pt.trace.json.gz"
+
+    def write(self, directory: Path, name: str | None = None) -> Path:
+        path = directory / (name or self.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(self.document()).encode()
+        path.write_bytes(gzip.compress(text, 1) if path.suffix == ".gz" else text)
+        return path
+
+
+def plain_stage(
+    pp: int, pp_size: int, forward: float, backward: float, *, start: float = 0.0, jitter: float = 0.0, **options: Any
+) -> TraceBuilder:
+    """A stage whose passes follow each other without a gap from ``start``; microbatch i is ``i * jitter`` longer."""
+    trace = TraceBuilder(pp=pp, pp_size=pp_size, **options)
+    now = start
+    for mb in range(trace.microbatches):
+        trace.forward(mb, now, forward + mb * jitter)
+        now += forward + mb * jitter
+    for mb in range(trace.microbatches if backward else 0):
+        trace.backward(mb, now, backward + mb * jitter)
+        now += backward + mb * jitter
+    trace.call(start, now - start)
+    return trace
+
+
+def pipeline(
+    directory: Path, layers: list[int], *, per_layer: float = 10.0, loss: float = 0.0, **options: Any
+) -> list[Path]:
+    """One trace per stage, `layers` on each; a forward takes ``per_layer`` per layer, a backward twice that."""
+    paths, last = [], len(layers) - 1
+    for pp, n in enumerate(layers):
+        extra = loss if pp == last else 0.0
+        holds = chunk(n, embedding=pp == 0, loss=pp == last)
+        stage = plain_stage(
+            pp,
+            len(layers),
+            n * per_layer + extra,
+            2 * (n * per_layer + extra),
+            start=pp * 1.0,
+            chunks=[holds],
+            **options,
+        )
+        paths.append(stage.write(directory))
+    return paths

@@ -1,0 +1,38 @@
+"""A one-rank world of real megatron-core in this process, for tests that need no second rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before torch is imported: Kineto's own log lines on stderr are not what is tested.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
+
+@pytest.fixture(autouse=True)
+def _no_ambient_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("MEGAPROF_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A built GPT on one rank, no pipelining; everything is undone behind the module."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from megaprof.testing import GPTWorkload, build, cpu_megatron
+
+    store: Path = tmp_path_factory.mktemp("rendezvous") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    try:
+        with cpu_megatron():
+            yield build(GPTWorkload(layers=2, microbatches=3, hidden=32, seq_length=16, heads=2))
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""Full-iteration CUDA graphs: megatron-core's real wrapper, with only the CUDA calls that no CPU has replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof import ProfileConfig, install_hooks
+from megaprof.ranges import parse
+
+full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph", reason="megatron-core 0.14 brought it")
+
+
+class FakeGraph:
+    """Counts replays; replaying runs no Python, just as on a GPU."""
+
+    replays = 0
+
+    def register_generator_state(self, state: object) -> None:
+        pass
+
+    def replay(self) -> None:
+        FakeGraph.replays += 1
+
+
+def dicts(batches: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:
+    for tokens, labels in batches:
+        yield {"tokens": tokens, "labels": labels}
+
+
+def test_a_replayed_step_is_counted_and_captured_and_says_that_it_has_no_microbatch_ranges(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
+    profiled_in_capture = []
+
+    def forward_step(iterator: Iterator[Any], model: Any) -> Any:
+        batch = next(iterator)
+        profiled_in_capture.append(torch._C._autograd._profiler_enabled())
+        return one_rank.forward_step(iter([(batch["tokens"], batch["labels"])]), model)
+
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0, repeat=0)
+    microbatches = one_rank.workload.microbatches
+    with install_hooks(one_rank.chunks, config):
+        wrapper = full_cuda_graph.FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=1)
+        for step in range(4):
+            wrapper(
+                forward_step_func=forward_step,
+                data_iterator=dicts(one_rank.data_iterator(step)),
+                model=one_rank.chunks,
+                num_microbatches=microbatches,
+                seq_length=one_rank.workload.seq_length,
+                micro_batch_size=one_rank.workload.micro_batch_size,
+                forward_only=False,
+            )
+
+    # Step 0 warms the wrapper up, step 1 captures the graph (and replays it once), steps 2 and 3 only replay.
+    assert FakeGraph.replays == 3
+    assert profiled_in_capture == [True] * microbatches + [False] * microbatches
+    found = {}
+    for path in tmp_path.glob("*.gz"):
+        with gzip.open(path) as file:
+            found[path.name.split(".pp")[0]] = json.load(file)
+    assert sorted(found) == [f"train_actor.step00000{n}" for n in (0, 2, 3)]
+    for step, trace in found.items():
+        labels = [name.label for e in trace["traceEvents"] if (name := parse(e.get("name", ""))) is not None]
+        assert labels.count("train_actor") == 1
+        assert trace["megaprof"]["schedule"] == "no_pipelining"
+        if step.endswith("0"):
+            assert labels.count("forward") == microbatches
+            assert trace["megaprof"]["ranges"] == {"microbatch": True}
+        else:
+            assert "forward" not in labels
+            assert trace["megaprof"]["ranges"]["microbatch"] is False
+            assert "CUDA graph" in trace["megaprof"]["ranges"]["reason"]

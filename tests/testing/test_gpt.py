@@ -1,0 +1,215 @@
+"""The GPT workload: megatron-core's own model and schedules give the right numbers, the same every time."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+
+SMALL: dict[str, Any] = {"layers": 4, "hidden": 64, "seq_length": 32, "learning_rate": 3e-3}
+UNEVEN = GPTWorkload(pp=2, layout=(3, 1), **SMALL)
+EXPERTS = GPTWorkload(ep=2, dtype="bfloat16", **SMALL)
+COMBINED = GPTWorkload(ep=2, dtype="bfloat16", combined_1f1b=True, **SMALL)
+COMPARED = {
+    "one stage": GPTWorkload(dp=2, **SMALL),
+    "1F1B": UNEVEN,
+    "interleaved": GPTWorkload(pp=2, vpp=2, **SMALL),
+}
+GENERAL = GPTWorkload(pp=4, layout=(2, 1, 2, 1), **{**SMALL, "layers": 6})
+
+
+def set_weights_by_name(gpt: BuiltGPT) -> None:
+    """The same weights for every split of the model over stages: drawn from each parameter's name in the whole."""
+    for chunk, numbers in zip(gpt.chunks, gpt.layer_numbers, strict=True):
+        for name, parameter in chunk.named_parameters():
+            parts = name.split(".")
+            if "layers" in parts:
+                index = parts.index("layers") + 1
+                parts[index] = f"number {numbers[int(parts[index])]}"
+            seed = int.from_bytes(hashlib.sha256(".".join(parts).encode()).digest()[:7], "big")
+            values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+            parameter.data.copy_(0.02 * values)
+
+
+def run_twice(workload: GPTWorkload) -> list[dict[str, Any]]:
+    """A run that asks for the schedule anew in each step, and one that asks once, as Megatron-LM does."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    runs = []
+    for once in (False, True):
+        gpt = build(workload)
+        func = get_forward_backward_func() if once else None
+        losses = [gpt.train_step(func) for _ in range(12)]
+        log_probs = gpt.log_probs_pass(func)
+        evaluated = gpt.evaluate(func)
+        runs.append(
+            {
+                "layers": gpt.layers_per_chunk,
+                "losses": losses,
+                "evaluated": evaluated,
+                "log_probs": [tensor.mean().item() for tensor in log_probs],
+                "shapes": [tuple(tensor.shape) for tensor in log_probs],
+                "next": gpt.train_step(func),
+                "digests": (gpt.gradient_digest(), gpt.parameter_digest()),
+            }
+        )
+    return runs
+
+
+def two_ranks() -> dict[str, Any]:
+    init_distributed()
+    results: dict[str, Any] = {}
+    with cpu_megatron():
+        results["uneven"] = run_twice(UNEVEN)
+        for name, workload in COMPARED.items():
+            gpt = build(workload)
+            set_weights_by_name(gpt)
+            results[name] = gpt.evaluate() + gpt.train_step(), gpt.train_step()
+        results["lengths"] = {}
+        for vpp in (None, 2):
+            gpt = build(GPTWorkload(pp=2, vpp=vpp, seq_lengths=(32, 8, 16, 24), **SMALL))
+            gpt.train_step()
+            results["lengths"][vpp] = [tensor.shape[1] for tensor in gpt.log_probs_pass()]
+        gpt = build(GPTWorkload(tp=2, ep=1, **SMALL))
+        results["tensor parallel"] = [gpt.train_step() for _ in range(2)]
+        gpt = build(EXPERTS)
+        results["experts"] = [gpt.train_step() for _ in range(3)]
+        try:
+            gpt = build(COMBINED)
+        except ValueError as error:
+            results["combined"] = str(error)
+        else:
+            results["combined"] = [gpt.train_step() for _ in range(3)]
+    return results
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(two_ranks, 2, timeout=240)
+
+
+def test_uneven_layout_is_built(two: list[dict[str, Any]]) -> None:
+    assert [rank["uneven"][0]["layers"] for rank in two] == [[3], [1]]
+
+
+def test_training_learns(two: list[dict[str, Any]]) -> None:
+    losses = two[1]["uneven"][0]["losses"]
+    assert [len(step) for step in losses] == [UNEVEN.microbatches] * 12
+    assert sum(losses[-1]) < 0.9 * sum(losses[0])
+    assert all(step == [] for step in two[0]["uneven"][0]["losses"])
+
+
+def test_same_seed_same_bits(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        first, second = rank["uneven"]
+        assert first == second
+    assert two[0]["uneven"][0]["digests"] != two[1]["uneven"][0]["digests"]
+
+
+def test_log_probs_are_those_of_the_next_step(two: list[dict[str, Any]]) -> None:
+    run = two[1]["uneven"][0]
+    assert run["shapes"] == [(UNEVEN.micro_batch_size, UNEVEN.seq_length)] * UNEVEN.microbatches
+    assert run["log_probs"] == pytest.approx([-loss for loss in run["next"]], rel=1e-5)
+    assert len(run["evaluated"]) == UNEVEN.microbatches
+    assert two[0]["uneven"][0]["log_probs"] == []
+
+
+def test_schedules_agree_on_the_numbers(two: list[dict[str, Any]]) -> None:
+    first_losses, _ = two[0]["one stage"]
+    for schedule in ("1F1B", "interleaved"):
+        assert two[1][schedule][0] == pytest.approx(first_losses, rel=1e-5)
+    # After a step the second replica has moved the weights of "one stage"; the other two still agree.
+    assert two[1]["interleaved"][1] == pytest.approx(two[1]["1F1B"][1], rel=1e-4)
+
+
+def test_microbatches_of_different_lengths(two: list[dict[str, Any]]) -> None:
+    assert two[1]["lengths"] == {None: [32, 8, 16, 24], 2: [32, 8, 16, 24]}
+
+
+def test_tensor_parallel_ranks_agree(two: list[dict[str, Any]]) -> None:
+    assert two[0]["tensor parallel"] == two[1]["tensor parallel"]
+    assert all(len(losses) == SMALL["layers"] for losses in two[0]["tensor parallel"])
+
+
+def test_combined_1f1b_agrees_with_plain_experts(two: list[dict[str, Any]]) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    for rank in two:
+        assert sum(rank["experts"][-1]) < sum(rank["experts"][0])
+        if hasattr(schedules, "combined_1f1b_schedule_for_no_pipelining"):
+            for combined, plain in zip(rank["combined"], rank["experts"], strict=True):
+                assert combined == pytest.approx(plain, rel=0.01)  # bfloat16
+        else:
+            assert "this megatron-core does not have it" in rank["combined"]
+
+
+def four_ranks() -> dict[str, Any]:
+    init_distributed()
+    results: dict[str, Any] = {}
+    with cpu_megatron():
+        gpt = build(GPTWorkload(tp=2, ep=2, pp=1, **SMALL))
+        results["tp ep"] = gpt.train_step()
+        gpt = build(GPTWorkload(pp=2, dp=2, overlap_grad_reduce=True, **SMALL))
+        gpt.train_step()
+        results["reduced"] = gpt.gradient_digest()
+        try:
+            gpt = build(GENERAL)
+        except ValueError as error:
+            results["general"] = str(error)
+        else:
+            gpt.train_step()
+            results["general"] = gpt.layers_per_chunk
+    return results
+
+
+def test_layouts_and_groups_of_four_ranks() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    ranks = run_ranks(four_ranks, 4, timeout=240)
+    general = [rank["general"] for rank in ranks]
+    if "pipeline_model_parallel_layout" in inspect.signature(TransformerConfig).parameters:
+        assert general == [[2], [1], [2], [1]]
+    else:
+        assert all("has no pipeline_model_parallel_layout" in message for message in general)
+    # dp is the inner dimension: ranks 0, 1 hold the first stage, 2, 3 the second.
+    reduced = [rank["reduced"] for rank in ranks]
+    assert (reduced[0], reduced[2]) == (reduced[1], reduced[3])
+    assert ranks[0]["tp ep"] == ranks[1]["tp ep"] != ranks[2]["tp ep"] == ranks[3]["tp ep"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pp": 3}, r"layers=4: must be a multiple of the 3 chunks"),
+        ({"pp": 2, "layout": (3, 1, 0)}, r"layout=\(3, 1, 0\): must have 2 numbers"),
+        ({"pp": 2, "layout": (3, 2)}, r"layout=\(3, 2\): must be layer counts with sum layers=4"),
+        ({"tp": 0}, r"tp=0: must be positive"),
+        ({"heads": 5}, r"hidden=64: must be a multiple of heads=5"),
+        ({"tp": 3}, r"heads=4: must be a multiple of tp=3"),
+        ({"ep": 2, "num_experts": 3}, r"num_experts=3: must be a multiple of ep=2"),
+        ({"ep": 2, "dp": 3}, r"dp=3: must be a multiple of ep=2"),
+        ({"vpp": 2}, r"vpp=2: needs pp > 1"),
+        ({"pp": 2, "vpp": 2, "microbatches": 3}, r"microbatches=3: must be a multiple of pp=2"),
+        ({"pp": 2, "vpp": 2, "overlap_p2p": False}, r"overlap_p2p=False: needs pp > 2"),
+        ({"seq_lengths": (8, 8)}, r"must have microbatches=4 numbers"),
+        ({"seq_lengths": (8, 8, 64, 8)}, r"must lie in 1\.\.seq_length=32"),
+        ({"combined_1f1b": True}, r"needs ep > 1"),
+        ({"combined_1f1b": True, "ep": 2}, r"needs dtype='bfloat16'"),
+        ({"dtype": "int8"}, r"must be one of float32, bfloat16"),
+    ],
+)
+def test_impossible_workloads_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPTWorkload(**{**SMALL, **fields})
+
+
+def test_sizes_follow_from_the_workload() -> None:
+    workload = GPTWorkload(tp=2, pp=2, ep=2, vpp=2, layout=(1, 2, 0, 1), **SMALL)
+    assert workload.world_size == 8
+    assert workload.experts == 4
+    assert workload.layout_string == "Et|tt||tL"

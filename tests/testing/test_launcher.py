@@ -1,0 +1,128 @@
+"""The launcher for ranks: results in order, every failure told, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaprof.testing import RanksFailed, init_distributed, launcher, run_ranks
+
+
+def join_and_add(offset: int, *, scale: int) -> tuple[int, int, float, str | None]:
+    rank, world = init_distributed()
+    total = torch.tensor(float(rank))
+    torch.distributed.all_reduce(total)
+    print(f"rank {rank} says  ü", flush=True)
+    return rank * scale + offset, world, total.item(), os.environ.get("OURS")
+
+
+def test_results_in_rank_order_and_output_forwarded() -> None:
+    lines: list[tuple[int, str]] = []
+    results = run_ranks(
+        join_and_add, 2, 5, scale=10, env={"OURS": "yes"}, on_line=lambda rank, line: lines.append((rank, line))
+    )
+    assert results == [(5, 2, 1.0, "yes"), (15, 2, 1.0, "yes")]
+    assert sorted(lines) == [(0, "rank 0 says  ü\n"), (1, "rank 1 says  ü\n")]
+
+
+def fail_by_rank() -> str:
+    rank = int(os.environ["RANK"])
+    print(f"rank {rank} goes", file=sys.stderr, flush=True)
+    if rank == 0:
+        raise KeyError("the reason")
+    if rank == 1:
+        os._exit(3)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "well"
+
+
+def test_every_way_to_fail_is_told() -> None:
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(fail_by_rank, 4)
+    raised, exited, signalled, _ = failure.value.reports
+    assert [report.outcome for report in failure.value.reports] == ["raised", "exited", "signalled", "returned"]
+    assert "in fail_by_rank" in raised.traceback
+    assert "KeyError: 'the reason'" in raised.traceback
+    assert (exited.exit_status, signalled.signal) == (3, "SIGKILL")
+    assert "rank 2 goes" in signalled.stderr
+    message = str(failure.value)
+    for expected in (
+        "ranks 0, 1, 2 of 4 failed",
+        "KeyError: 'the reason'",
+        "rank 1 exited with status 3 before returning",
+        "rank 2 was killed by SIGKILL",
+        "rank 3 returned",
+    ):
+        assert expected in message
+    assert str(pickle.loads(pickle.dumps(failure.value))) == message
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.02)
+
+
+def stay_here_for_good(directory: Path) -> None:
+    # A session of its own, as torchrun gives its workers: killing the rank's process group would miss it.
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    partial = directory / "partial"
+    partial.write_text(str(child.pid))
+    partial.rename(directory / "grandchild")
+    wait_for(directory / "never")
+
+
+def one_hangs(directory: Path) -> int:
+    rank = int(os.environ["RANK"])
+    if rank == 1:
+        stay_here_for_good(directory)
+    return rank
+
+
+def one_fails_one_stays(directory: Path) -> None:
+    if os.environ["RANK"] == "1":
+        stay_here_for_good(directory)
+    wait_for(directory / "grandchild")
+    raise ValueError("cannot go on")
+
+
+def assert_grandchild_is_gone(directory: Path) -> None:
+    pid = int((directory / "grandchild").read_text())
+    status = Path(f"/proc/{pid}/status")
+    # Killed but not yet reaped by init still has an entry.
+    assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_hanging_rank_is_reported_with_its_stack_and_killed(tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank 1 hung, killed at the time limit") as failure:
+        run_ranks(one_hangs, 2, tmp_path, timeout=12)
+    returned, hung = failure.value.reports
+    assert (returned.outcome, hung.outcome) == ("returned", "hung")
+    assert "in stay_here_for_good" in hung.stack
+    assert "in wait_for" in str(failure.value)
+    assert_grandchild_is_gone(tmp_path)
+
+
+def test_others_are_killed_after_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GRACE", 0.2)
+    with pytest.raises(RanksFailed, match="rank 1 killed after rank 0 failed") as failure:
+        run_ranks(one_fails_one_stays, 2, tmp_path)
+    raised, killed = failure.value.reports
+    assert "ValueError: cannot go on" in raised.traceback
+    assert (killed.outcome, killed.failed_rank) == ("killed", 0)
+    assert "in stay_here_for_good" in killed.stack
+    assert_grandchild_is_gone(tmp_path)
+
+
+@pytest.mark.parametrize(("world", "timeout"), [(0, 1.0), (1, 0.0)])
+def test_impossible_requests_are_refused(world: int, timeout: float) -> None:
+    with pytest.raises(ValueError, match=r"world|timeout"):
+        run_ranks(fail_by_rank, world, timeout=timeout)
