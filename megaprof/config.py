@@ -11,14 +11,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any
 
+from megaprof.artifacts.remote import check_remote, is_remote
+from megaprof.hostmemory import parse_limit
+from megaprof.recorders import known_tools
 from megaprof.selectors import Selector, parse_selector
 from megaprof.windows import TARGETS, Plan, Schedule, parse_steps
 
 ENV_PREFIX = "MEGAPROF_"
 ACTIVITIES = ("cpu", "cuda")
-RANGE_LEVELS = ("step", "microbatch")
+EXPORTS = ("trace", "stacks")
+RANGE_LEVELS = ("step", "microbatch", "layer", "module")
 #: Fields that make up the schedule, the alternative to ``steps``.
 SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat")
+#: Options of the torch profiler alone, and those among them that it ignores without CPU activity.
+TORCH_ONLY = ("activities", "record_shapes", "with_flops", "with_modules", "export", "execution_trace", "kernels")
+NEED_CPU = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -68,6 +75,15 @@ def _words(known: tuple[str, ...]) -> Callable[[str, Any], tuple[str, ...]]:
     return read
 
 
+def _tools(name: str, value: Any) -> tuple[str, ...]:
+    return _words(known_tools())(name, value)  # third parties register theirs
+
+
+def _memory_limit(name: str, value: Any) -> str:
+    parse_limit(name, text := _text(name, value))
+    return text
+
+
 def _word(known: tuple[str, ...]) -> Callable[[str, Any], str]:
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str) or value.strip().lower() not in known:
@@ -90,7 +106,12 @@ class ProfileConfig:
         f"what to capture, one or more of {', '.join(TARGETS)}; none: profiling is off",
         _words(TARGETS),
     )
-    dir: str | None = _option(None, "directory that receives the traces; required when a target is set", _text)
+    dir: str | None = _option(
+        None,
+        "directory that receives the traces, or a remote one that fsspec knows (s3://bucket/traces): staged in the "
+        "temporary directory and uploaded in the background; required when a target is set",
+        _text,
+    )
     select: str | None = _option(
         None,
         "ranks that capture: 0,8,16 | all | per-stage (the lowest rank of each pipeline stage) | coordinates such as "
@@ -109,13 +130,54 @@ class ProfileConfig:
     warmup: int = _option(0, "schedule: calls that warm the profiler up and are thrown away, each by itself", _count(0))
     active: int = _option(1, "schedule: calls captured in each cycle, one window each", _count(1))
     repeat: int = _option(1, "schedule: number of cycles; 0 is the whole run", _count(0))
-    ranges: str = _option("microbatch", "finest ranges to write: step | microbatch", _word(RANGE_LEVELS))
-    activities: tuple[str, ...] = _option(ACTIVITIES, "what the torch profiler records: cpu, cuda", _words(ACTIVITIES))
+    ranges: str = _option("microbatch", f"finest ranges to write: {' | '.join(RANGE_LEVELS)}", _word(RANGE_LEVELS))
+    tool: tuple[str, ...] = _option(
+        ("torch",),
+        "what records a window: torch (profiler trace) | nsys (cudaProfilerStart/Stop for 'megaprof nsys') | memory "
+        "(CUDA memory history); several at once where they can coexist",
+        _tools,
+    )
+    activities: tuple[str, ...] = _option(
+        ACTIVITIES,
+        "what the torch profiler records: cpu, cuda; cuda alone costs next to nothing",
+        _words(ACTIVITIES),
+    )
     record_shapes: bool = _option(False, "record tensor shapes (costs memory)", _boolean)
     profile_memory: bool = _option(False, "record tensor allocations (costs memory)", _boolean)
     with_stack: bool = _option(False, "record Python stacks (costs memory)", _boolean)
     with_flops: bool = _option(False, "estimate FLOPs of operators (records shapes, costs memory)", _boolean)
     with_modules: bool = _option(False, "record the module hierarchy (TorchScript modules only)", _boolean)
+    export: tuple[str, ...] = _option(
+        ("trace",),
+        "what becomes of a torch profile: trace (Chrome trace) | stacks (collapsed stacks for a flame graph; needs "
+        "stacks to be recorded)",
+        _words(EXPORTS),
+    )
+    execution_trace: bool = _option(
+        False, "write a PyTorch execution trace (Chakra, .et.json) beside each window; slows the window down", _boolean
+    )
+    kernels: bool = _option(
+        False, "write self time and count of every kernel (.kernels.json) beside each window", _boolean
+    )
+    max_host_memory: str = _option(
+        "95%",
+        "close an open window early when this process uses more than a size (64GiB), or when more than a share (80%) "
+        "of the container's memory, or of the machine's where nothing limits it, is used",
+        _memory_limit,
+    )
+
+    on_finish: str | None = _option(
+        None,
+        "shell command to run for finished files, on every rank that captures; it finds them in $PROFILED_FILES, one a "
+        "line, and the save path in $PROFILED_DIR",
+        _text,
+    )
+    on_finish_when: str = _option(
+        "window", "run the command once per window, or once at the end: window | end", _word(("window", "end"))
+    )
+    flush_seconds: int = _option(
+        60, "longest wait for unfinished files when the process ends, in seconds (on SIGTERM at most 20)", _count(0)
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -144,13 +206,37 @@ class ProfileConfig:
     def _check(self) -> None:
         if self.dir is None:
             raise ValueError(f"{flag('dir')} is not set: say where the traces go, e.g. {flag('dir')} /data/traces")
-        if "://" in self.dir:
-            raise ValueError(f"{flag('dir')}: {self.dir!r} is not a local directory; remote paths are not supported")
+        if is_remote(self.dir):
+            check_remote(flag("dir"), self.dir)
+        if self.on_finish is None and self.on_finish_when != "window":
+            raise ValueError(
+                f"{flag('on_finish_when')} {self.on_finish_when} has no effect without {flag('on_finish')}"
+            )
         if self.all_ranks and self.select is not None:
             raise ValueError(f"{flag('all_ranks')} and {flag('select')} {self.select} contradict each other: give one")
         self.selector()
+        self._check_tools()
         if self.steps is not None:
             self._check_steps(self.steps)
+
+    def _check_tools(self) -> None:
+        tools = f"{flag('tool')} {' '.join(self.tool)}"
+        activities = f"{flag('activities')} {' '.join(self.activities)}"
+        if {"torch", "nsys"} <= set(self.tool) and "cuda" in self.activities:
+            raise ValueError(
+                f"{tools} and {activities} exclude each other: CUPTI serves one subscriber, and nsys is one. "
+                f"Give {flag('activities')} cpu, or one of the two tools"
+            )
+        for name in TORCH_ONLY:
+            value = getattr(self, name)
+            default = next(f.default for f in fields(self) if f.name == name)
+            if "torch" not in self.tool and value != default:
+                raise ValueError(f"{flag(name)} has no effect with {tools}: add torch, or drop {flag(name)}")
+        for name in NEED_CPU:
+            if "torch" in self.tool and "cpu" not in self.activities and getattr(self, name):
+                raise ValueError(f"{flag(name)} has no effect with {activities}: add cpu, or drop {flag(name)}")
+        if "stacks" in self.export and not self.with_stack:
+            raise ValueError(f"{flag('export')} stacks has no stacks to export: add {flag('with_stack')}")
 
     def _check_steps(self, steps: str) -> None:
         for f in fields(self):
@@ -165,6 +251,18 @@ class ProfileConfig:
                 raise ValueError(f"{flag('steps')}: {steps!r} has no steps for {target}; add '{target}=...'")
         for named in lists.keys() - {None, *self.target}:
             raise ValueError(f"{flag('steps')}: {named} has steps in {steps!r} but is not in {flag('target')}")
+
+    def to_env(self) -> dict[str, str]:
+        """The ``MEGAPROF_*`` variables that ``from_env`` reads this configuration back from, wherever it runs."""
+        env = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value == f.default:
+                continue
+            if f.name == "dir" and not is_remote(value):
+                value = os.path.abspath(value)  # a child may run in another directory (Ray's workers do)
+            env[variable(f.name)] = " ".join(value) if isinstance(value, tuple) else str(value)
+        return env
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> ProfileConfig:

@@ -55,10 +55,9 @@ def describe_chunk(chunk: Any) -> dict[str, Any]:
     """What a model chunk consists of, read off the model: null where the model does not say.
 
     GPTModel, HybridModel and their kin share ``pre_process`` (owns the embedding), ``post_process`` (owns the output
-    layer and the loss), ``decoder.layers`` and ``mtp``; multimodal models hold such a model one level down.
+    layer and the loss), ``decoder.layers`` and ``mtp``.
     """
-    model = innermost(chunk)
-    language = model if hasattr(model, "decoder") else getattr(model, "language_model", model)
+    language = language_model(chunk)
     layers = getattr(getattr(language, "decoder", None), "layers", None)
     mtp = getattr(getattr(language, "mtp", None), "layers", None)
     return {
@@ -76,6 +75,12 @@ def innermost(model: Any) -> Any:
     while (inner := getattr(model, "module", None)) is not None and callable(inner):
         model = inner
     return model
+
+
+def language_model(chunk: Any) -> Any:
+    """The module of a model chunk that has the decoder; multimodal models hold it one level down."""
+    model = innermost(chunk)
+    return model if hasattr(model, "decoder") else getattr(model, "language_model", model)
 
 
 def _kind(layer: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from megaprof import ranges
 from megaprof.config import ProfileConfig
 from megaprof.emit import Range
+from megaprof.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.isolation import Contained
 from megaprof.metadata import describe
 from megaprof.recorders import Recorder, Window
@@ -97,6 +98,8 @@ class Session:
     #: The session whose window is open. A process holds one Kineto session, so it has one open window at most; what
     #: other sessions do meanwhile is recorded in it.
     _holder: Session | None = None
+    #: Why the open window must close before the next microbatch: the host memory guard sets it, in its own thread.
+    memory_full: str | None = None
 
     def __init__(
         self,
@@ -117,6 +120,7 @@ class Session:
         self._counts = {target: itertools.count() for target in (TRAIN_ACTOR, TRAIN_LOG_PROBS, EVALUATE)}
         self._captured: dict[str, int] = {}
         self._open_window: _OpenWindow | None = None
+        self._guard = HostMemoryGuard(parse_limit("max_host_memory", config.max_host_memory), self._memory_ran_out)
 
     def begin(self, facts: CallFacts) -> Call | None:
         """A ``forward_backward_func`` call starts. Returns what ``end`` needs, or None: nothing is recorded."""
@@ -140,6 +144,13 @@ class Session:
         """Close an open window early; what it has is kept and marked truncated. A no-op without one."""
         with Contained("closing the last window", self.abandon):
             self._close(reason)
+
+    def interrupt(self, call: Call, reason: str) -> None:
+        """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
+        with Contained("closing a window early", self.abandon):
+            call.outermost.__exit__(None, None, None)
+            if Session._holder is not None:
+                Session._holder.finish(reason)
 
     def abandon(self) -> None:
         """After a fault: record nothing more in this run and leave no recorder running."""
@@ -167,7 +178,8 @@ class Session:
                 None,
             )
         if due is not None:
-            self._open(Window(due[0], self.role, step, self.coords), keep=due[1] is Phase.ACTIVE)
+            warmup = due[1] is Phase.WARMUP
+            self._open(Window(due[0], self.role, step, self.coords, warmup), keep=not warmup)
         if Session._holder is None:
             return None
         outermost = Range(ranges.step_range(target, step, self.coords))
@@ -194,11 +206,16 @@ class Session:
             return Phase.OFF
         return phase
 
+    def _memory_ran_out(self, reason: str) -> None:
+        if Session._holder is self:
+            Session.memory_full = reason
+
     def _open(self, window: Window, *, keep: bool) -> None:
         Session._holder = self
         spans_calls = window.target == TRAIN_OVERALL and keep
         self._open_window = opened = _OpenWindow(window, keep, None)
-        for recorder in self._recorders:
+        self._guard.start()
+        for recorder in reversed(self._recorders):
             recorder.start(window)
         if spans_calls:
             opened.overall = Range(ranges.step_range(window.target, window.step, self.coords))
@@ -221,6 +238,7 @@ class Session:
         self._release()
 
     def _release(self) -> None:
+        self._guard.stop()
         self._open_window = None
         if Session._holder is self:
             Session._holder = None

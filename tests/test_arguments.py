@@ -52,6 +52,9 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         "steps": (["1:3"], "1:3"),
         "ranges": (["step"], "step"),
         "activities": (["cpu"], ("cpu",)),
+        "tool": (["memory"], ("memory",)),
+        "export": (["trace"], ("trace",)),
+        "max_host_memory": (["64GiB"], "64GiB"),
         **{name: (["7"], 7) for name in ("skip_first", "wait", "warmup", "active", "repeat")},
     }
     for option in options():

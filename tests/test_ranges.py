@@ -34,8 +34,12 @@ def test_step_ranges_are_read_back(target: str, step: int, pp: int, tp: int, cp:
 
 
 @given(number, number, number, number)
-def test_phase_ranges_are_read_back_and_unknown_is_none(mb: int | None, chunk: int | None, bmb: int, bchunk: int) -> None:
-    assert parse(ranges.phase_range(ranges.FORWARD, mb, chunk)) == ranges.RangeName("forward", {"mb": mb, "chunk": chunk})
+def test_phase_ranges_are_read_back_and_unknown_is_none(
+    mb: int | None, chunk: int | None, bmb: int, bchunk: int
+) -> None:
+    assert parse(ranges.phase_range(ranges.FORWARD, mb, chunk)) == ranges.RangeName(
+        "forward", {"mb": mb, "chunk": chunk}
+    )
     combined = parse(ranges.combined_range((mb, chunk), (bmb, bchunk)))
     assert combined is not None
     assert combined.fields == {"mb": mb, "chunk": chunk, "bmb": bmb, "bchunk": bchunk}
@@ -56,9 +60,21 @@ def test_phases_are_not_p2p() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "forward", "megaprof", "megaprof/", "megaprof/ ", "megaprof/forward mb", "megaprof/forward mb=x", "other/forward",
-     "megaprof/forward mb=1 mb=2", "megaprof/forward  mb=1", "megaprof/forward mb=-1", "megaprof/forward mb=" + "9" * 40],
-)  # fmt: skip
+    [
+        "",
+        "forward",
+        "other/forward",
+        "megaprof",
+        "megaprof/",
+        "megaprof/ ",
+        "megaprof/forward mb",
+        "megaprof/forward mb=x",
+        "megaprof/forward mb=1 mb=2",
+        "megaprof/forward  mb=1",
+        "megaprof/forward mb=-1",
+        "megaprof/forward mb=" + "9" * 40,
+    ],
+)
 def test_what_is_not_ours_is_none(name: str) -> None:
     assert parse(name) is None
 

@@ -119,8 +119,8 @@ def judge(target: TargetStages) -> Verdict:
         return Verdict(imbalance, None, (), (undecided + vary,))
     if slow.quick - mean_quick <= EXCESS * mean_quick:
         quickest = (
-            f"its quickest one took {slow.quick:.4g} ms against {mean_quick:.4g} ms on the mean stage: something "
-            "from outside disturbed its microbatches"
+            f"its quickest one took {slow.quick:.4g} ms against {mean_quick:.4g} ms on the mean stage: it is "
+            "slower in some microbatches only"
         )
         return Verdict(imbalance, None, (), (undecided + quickest,))
     note = f"stage {stage} is slow: {found} (standard error {error:.2g} ms)"

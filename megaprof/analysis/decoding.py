@@ -14,11 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from isal import igzip, igzip_lib
+from isal import isal_zlib
+
+from megaprof.hostmemory import find_bounds
+
+
+_ARGUMENTS = {"description": "Process Group Description", "collective": "Collective name"}
 
 
 class Undecodable(Exception):
     """The bytes of a file are no JSON object with a list of trace events; the message says what they are instead."""
+
+
+class Args(msgspec.Struct, gc=False, rename=_ARGUMENTS.get):
+    """What is read of an event's ``args``.
+
+    ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it (0: none). The others
+    stand at the kernels of NCCL (torch >= 2.4), ``description`` being the name Megatron gave the process group.
+    """
+
+    correlation: int = 0
+    description: str | None = None
+    collective: str | None = None
+
+
+_NO_ARGS = Args()
 
 
 class Event(msgspec.Struct, gc=False):
@@ -30,18 +50,27 @@ class Event(msgspec.Struct, gc=False):
     ts: float = 0.0
     dur: float = 0.0
     tid: int | str = 0
+    args: Args = _NO_ARGS
 
 
 class Document(msgspec.Struct):
-    """The top level of a trace, as far as it is read; ``megaprof`` is still undecoded JSON."""
+    """The top level of a trace, as far as it is read; ``megaprof`` is undecoded JSON, empty where it is absent."""
 
     traceEvents: list[Event]
     baseTimeNanoseconds: int = 0
-    megaprof: msgspec.Raw | None = None
+    megaprof: msgspec.Raw = msgspec.Raw(b"")
     unreadable_events: int = 0
 
 
 _MAGIC = b"\x1f\x8b"
+_GZIP = 31  # zlib's wbits for a gzip header
+_PIECE = 8 << 20
+#: Traces shrink to a tenth or a twentieth; what shrinks more than this is no trace, and is given up ...
+MOST_SHRUNK = 250
+#: ... unless it is small. Nothing may take more than this share of the memory that is left, since decoding takes thrice
+#: as much again.
+SMALL = 64 << 20
+_SHARE = 0.25
 _decode = msgspec.json.Decoder(Document).decode
 
 
@@ -56,7 +85,7 @@ def load(path: Path) -> Document:
         raise Undecodable("it does not fit into memory") from None
 
 
-def decode(text: bytes) -> Document:
+def decode(text: bytes | bytearray) -> Document:
     """Decode the text of a trace. Raises Undecodable."""
     try:
         document = _decode(text)
@@ -70,20 +99,39 @@ def decode(text: bytes) -> Document:
         return _decode_leniently(text)
 
 
-def _decompress(data: bytes) -> bytes:
+def _decompress(data: bytes) -> bytes | bytearray:
     if not data:
         raise Undecodable("it is empty")
     if not data.startswith(_MAGIC):
         return data
+    most, text = _most(len(data)), bytearray()
     try:
-        return bytes(igzip.decompress(data))
-    except EOFError:
-        raise Undecodable("it is truncated: the gzip stream ends too early") from None
-    except (OSError, zlib.error, igzip_lib.IsalError) as fault:  # type: ignore[misc]  # its stub types a class as an instance
+        while data:  # a gzip file may have several members
+            stream = isal_zlib.decompressobj(_GZIP)
+            while not stream.eof:
+                piece = stream.decompress(data, _PIECE)
+                data = stream.unconsumed_tail
+                if not piece and not data and not stream.eof:
+                    raise Undecodable("it is truncated: the gzip stream ends too early")
+                text += piece
+                if len(text) > most:
+                    raise Undecodable(f"it unpacks to more than {most >> 20} MiB: more than a trace of its size can")
+            data = stream.unused_data.lstrip(b"\0")
+    except (OSError, zlib.error, isal_zlib.error) as fault:
         raise Undecodable(f"its gzip stream is damaged: {fault}") from None
+    return text
 
 
-def _decode_leniently(text: bytes) -> Document:
+def _most(compressed: int) -> int:
+    """Bytes that a file may unpack to."""
+    try:
+        left = min(there_is - used for used, there_is in (bound.read() for bound in find_bounds()))
+    except (OSError, ValueError, KeyError):
+        left = 4 << 30  # not Linux: unknown
+    return max(SMALL, min(compressed * MOST_SHRUNK, int(left * _SHARE)))
+
+
+def _decode_leniently(text: bytes | bytearray) -> Document:
     try:
         top = json.loads(text.decode("utf-8", "replace"))
     except RecursionError:
@@ -97,7 +145,7 @@ def _decode_leniently(text: bytes) -> Document:
         raise Undecodable("its `baseTimeNanoseconds` is not an integer")
     events = [event for raw in top["traceEvents"] if (event := _event(raw)) is not None]
     unreadable = len(top["traceEvents"]) - len(events)
-    ours = None
+    ours = msgspec.Raw(b"")
     if "megaprof" in top:
         # Back to text, so that both paths hand on the same type; not a number in strict JSON becomes a decoding error.
         ours = msgspec.Raw(json.dumps(top["megaprof"]).encode())
@@ -105,7 +153,14 @@ def _decode_leniently(text: bytes) -> Document:
 
 
 def _event(raw: Any) -> Event | None:
-    try:
-        return msgspec.convert(raw, Event)
-    except (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
-        return None
+    for fields in (raw, _without_args(raw)):
+        try:
+            return msgspec.convert(fields, Event)
+        except (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
+            continue
+    return None
+
+
+def _without_args(raw: Any) -> Any:
+    """An event whose arguments make no sense still has its time."""
+    return {key: value for key, value in raw.items() if key != "args"} if isinstance(raw, dict) else None

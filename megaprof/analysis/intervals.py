@@ -88,3 +88,15 @@ def leaves(threads: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.b
     result = np.empty(len(spans), dtype=np.bool_)
     result[order] = sorted_leaves
     return result
+
+
+def union_by(owners: npt.NDArray[np.int64], spans: Intervals) -> tuple[npt.NDArray[np.int64], Intervals]:
+    """`union` of each owner's own intervals: owners (>= 0, each once per interval, in order) and their intervals."""
+    keep = spans[:, 1] > spans[:, 0]
+    owners, spans = owners[keep], spans[keep]
+    if not len(spans):
+        return owners, spans
+    # Ranks instead of times, so that owners can be laid one behind the other without leaving int64.
+    points, ranks = np.unique(spans, return_inverse=True)
+    laid = union(ranks.reshape(-1, 2) + (owners * len(points))[:, None])
+    return laid[:, 0] // len(points), points[laid - (laid[:, :1] // len(points)) * len(points)]

@@ -39,9 +39,11 @@ def show(report: Report, console: Console) -> None:
 def _show_target(target: TargetReport, console: Console) -> None:
     measured, verdict = target.measured, target.verdict
     _heading(console, measured.target + (f" ({measured.role})" if measured.role else ""))
-    console.print(_text(_summary(measured)))
+    for line in _summary(measured):
+        console.print(_text(line))
     per_step = _per_step_table(measured, spread=True)
-    if console.measure(per_step).maximum > console.width:
+    unbounded = console.options.update(max_width=10_000)
+    if console.measure(per_step, options=unbounded).maximum > console.width:
         per_step = _per_step_table(measured, spread=False)
     console.print(per_step)
     if any(s.forward_per_microbatch_ms or s.backward_per_microbatch_ms for s in measured.stages):
@@ -58,7 +60,7 @@ def _show_target(target: TargetReport, console: Console) -> None:
     _show_lines(console, "!", "yellow", measured.warnings)
 
 
-def _summary(measured: TargetStages) -> str:
+def _summary(measured: TargetStages) -> list[str]:
     parts = [
         f"step{'s' if len(measured.steps) > 1 else ''} {_steps(measured.steps)}",
         measured.schedule or "unknown schedule",
@@ -68,11 +70,11 @@ def _summary(measured: TargetStages) -> str:
         parts.insert(2, f"{measured.microbatches} microbatches")
     if measured.forward_only:
         parts.append("forward only")
-    summary = ", ".join(parts)
+    lines = [", ".join(parts)]
     if measured.step_time_ms:
         basis = f", {measured.step_time_basis}" if measured.sizes.pp > 1 else ""
-        summary += f"\nstep time {_with_spread(measured.step_time_ms)} ms{basis}"
-    return summary
+        lines.append(f"step time {_with_spread(measured.step_time_ms)} ms{basis}")
+    return lines
 
 
 def _per_step_table(measured: TargetStages, *, spread: bool) -> Table:
@@ -195,4 +197,4 @@ def _show_lines(console: Console, mark: str, style: str, lines: Sequence[str]) -
 
 def _text(content: str, style: str = "") -> Text:
     """Names come from files: neither markup nor control characters of theirs reach the terminal."""
-    return Text("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in content), style)
+    return Text("".join(c if c.isprintable() else "\ufffd" for c in content), style)

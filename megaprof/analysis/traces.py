@@ -176,7 +176,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _metadata(document: Document) -> Metadata:
-    if document.megaprof is None:
+    if not bytes(document.megaprof):
         raise Undecodable("it was not written by megaprof (a trace without `megaprof` metadata)")
     try:
         metadata = msgspec.json.decode(document.megaprof, type=Metadata)
@@ -194,10 +194,15 @@ def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
     names = _Names()
     found: list[Range] = []
     collectives: list[Collective] = []
-    broken = 0
+    operators: list[Event] = []
+    broken, has_kernels = 0, False
     for event in events:
-        # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
-        if event.cat not in ("user_annotation", "cpu_op"):
+        category = event.cat
+        if category == "cpu_op":
+            operators.append(event)
+        elif category != "user_annotation":
+            # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
+            has_kernels = has_kernels or category == "kernel"
             continue
         meaning = names[event.name]
         if meaning is None or event.ph != "X":
@@ -218,8 +223,8 @@ def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
         metadata=metadata,
         ranges=tuple(found),
         collectives=tuple(collectives),
-        compute=_compute(base, events) if collectives else intervals(()),
-        has_kernels=any(event.cat == "kernel" for event in events),
+        compute=_compute(base, operators) if collectives else intervals(()),
+        has_kernels=has_kernels,
         warnings=tuple(warnings),
     )
 
@@ -269,24 +274,23 @@ def _span(base: int, event: Event) -> tuple[int, int] | None:
     return begin, begin + round(duration)
 
 
-def _compute(base: int, events: Iterable[Event]) -> Intervals:
+def _compute(base: int, operators: list[Event]) -> Intervals:
     """When any thread ran an operator that is no communication: leaf operators, since their parents also wait."""
-    threads: dict[int | str, int] = {}
-    operators: list[tuple[int, float, float]] = []
-    communicates: list[bool] = []
-    for event in events:
-        if event.cat == "cpu_op" and event.ph == "X" and not event.name.startswith(ranges.PREFIX):
-            operators.append((threads.setdefault(event.tid, len(threads)), event.ts, event.dur))
-            communicates.append(event.name.startswith(("c10d::", "record_param_comms")))
-    table = np.array(operators, dtype=np.float64).reshape(-1, 3)
+    operators = [op for op in operators if op.ph == "X" and not op.name.startswith(ranges.PREFIX)]
+    numbers = {tid: number for number, tid in enumerate({op.tid for op in operators})}
+    communicating = {
+        name for name in {op.name for op in operators} if name.startswith(("c10d::", "record_param_comms"))
+    }
+    threads = np.array([numbers[op.tid] for op in operators], dtype=np.int64)
+    own = np.array([op.name not in communicating for op in operators], dtype=np.bool_)
     with np.errstate(over="ignore", invalid="ignore"):
-        start, duration = table[:, 1] * 1000, table[:, 2] * 1000
+        start = np.array([op.ts for op in operators]) * 1000
+        duration = np.array([op.dur for op in operators]) * 1000
     # A comparison with NaN is false, so this also drops what is not a number.
     usable = (np.abs(start) < _LONGEST) & (duration >= 0) & (duration < _LONGEST)
     begin = base + np.rint(start[usable]).astype(np.int64)
     spans = np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64)))
-    own = ~np.array(communicates, dtype=np.bool_)[usable]
-    return union(spans[leaves(table[usable, 0].astype(np.int64), spans) & own])
+    return union(spans[leaves(threads[usable], spans) & own[usable]])
 
 
 def _name_warnings(path: Path, coords: Coords) -> Iterable[str]:

@@ -17,6 +17,9 @@ from megaprof.version import __version__
 
 _COMMANDS = {
     "demo": "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it",
+    "diff": "compare two captures stage by stage",
+    "merge": "put all captured ranks of a step on one Perfetto timeline",
+    "nsys": "print the nsys command line that goes before a training command",
     "report": "say from captured traces which pipeline stage is slow, and why",
 }
 #: Packages that come with an extra, and the extra.

@@ -98,7 +98,7 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
 
 
 def _layout(text: str | None, layers: int, pieces: int) -> tuple[int, ...] | None:
-    if text == "balanced" or pieces == 1:
+    if text == "balanced" or pieces <= 1:
         return None
     if text is None:
         small = max(1, layers // (2 * pieces))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from megaprof.emit import Range
 from megaprof.isolation import Contained
 from megaprof.metadata import innermost
 from megaprof.session import Call, CallFacts, Session
+
+logger = logging.getLogger("megaprof")
 
 
 class Dispatcher:
@@ -19,7 +23,9 @@ class Dispatcher:
     process without an open window pays one attribute read per microbatch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Windows open and close inside a ``held()`` block, which keeps a SIGTERM from ending one half-way."""
+        self._held = held
         self.call: Call | None = None
         self.depth = 0  # of nested schedule calls: a CUDA graph wrapper calls the schedule inside itself
         self._recording: tuple[Session, Call] | None = None
@@ -36,11 +42,21 @@ class Dispatcher:
     def empty(self) -> bool:
         return not self._routes
 
+    @property
+    def level(self) -> str:
+        """The finest ranges that the call being recorded is to have."""
+        return self._recording[0].config.ranges if self._recording is not None else "step"
+
     def begin(self, facts: CallFacts) -> bool:
         """True when the call is recorded; ``end`` must then follow."""
+        if Session.memory_full is not None:
+            self.stop_early()
         session = self._session_of(facts.chunks)
-        call = None if session is None else session.begin(facts)
-        if session is None or call is None:
+        if session is None:
+            return False
+        with self._held():
+            call = session.begin(facts)
+        if call is None:
             return False
         self._recording = session, call
         self.call = None if session.config.ranges == "step" else call
@@ -50,7 +66,27 @@ class Dispatcher:
         recording, self._recording, self.call = self._recording, None, None
         if recording is not None:
             session, call = recording
-            session.end(call, failed=failed)
+            with self._held():
+                session.end(call, failed=failed)
+
+    def stop_early(self) -> None:
+        """Host memory runs out: close the open window, keep what it has, and record nothing more in this run."""
+        reason, Session.memory_full = Session.memory_full, None
+        if reason is None:
+            return
+        logger.warning("megaprof: the window closes early and is the last one of this run: %s", reason)
+        recording, self._recording, self.call = self._recording, None, None
+        with self._held():
+            if recording is not None:
+                recording[0].interrupt(recording[1], reason)
+            for session, _ in self._routes:
+                session.finish(reason)
+                session.disabled = True
+
+    def forget(self) -> None:
+        """In a forked child: the sessions are the parent's."""
+        self.call = self._recording = None
+        self._routes = []
 
     def drop(self) -> None:
         """After a fault in a hook: the sessions that it may have touched record nothing more."""
@@ -83,6 +119,8 @@ def ranged(
     """
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
+        if Session.memory_full is not None:
+            dispatcher.stop_early()
         call = dispatcher.call
         if call is None:
             return original(*args, **kwargs)

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
+import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 from megaprof.arguments import config_from_args
 from megaprof.artifacts import Writer
+from megaprof.artifacts.finish import FinishHook, WindowEnd
+from megaprof.artifacts.remote import Remote, is_remote
+from megaprof.compat import check_model
 from megaprof.config import ProfileConfig
 from megaprof.hooks.dispatch import Dispatcher
+from megaprof.hooks.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
 from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
 from megaprof.hosts import megatron_lm
 from megaprof.metadata import innermost
-from megaprof.recorders.torch_profiler import TorchRecorder
+from megaprof.recorders import Recorder, build_recorders
 from megaprof.session import Session
 from megaprof.topology import coords_from_parallel_state, layout_from_parallel_state
 
@@ -37,6 +42,7 @@ class Handle:
         self._models = None if models is None else [id(innermost(m)) for m in models]
         self._session: Session | None = None
         self._writer: Writer | None = None
+        self._recorders: tuple[Recorder, ...] = ()
 
     @property
     def active(self) -> bool:
@@ -47,15 +53,38 @@ class Handle:
         """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
         return self._writer is None or self._writer.flush(timeout)
 
+    def kernel_summary(self, timeout: float = 0.0) -> dict[str, Any] | None:
+        """The kernel summary of the last closed window, as plain data (see docs: ``.kernels.json``), picklable.
+
+        None while it is being made in the background, for at most ``timeout`` seconds; it never shows an older window
+        than the last. None as well without ``--profile-kernels``, on a rank that captures nothing, and after a failure
+        (which was logged). Works after ``remove``, too.
+        """
+        for recorder in self._recorders:
+            summary = getattr(recorder, "kernel_summary", None)
+            if summary is not None:
+                found: dict[str, Any] | None = summary(timeout)
+                return found
+        return None
+
     def remove(self) -> None:
         """Close an open window, finish its files, and put every original function back. Idempotent."""
         session, self._session = self._session, None
         if session is None:
             return
-        atexit.unregister(self.remove)
-        session.finish("the hooks were removed")
-        _process.release(self, session)
-        self.flush()
+        not_at_exit(self.remove)
+        try:
+            self._finish(session, "the hooks were removed", self.config.flush_seconds)
+        finally:
+            _process.release(self, session)
+
+    def _finish(self, session: Session | None, reason: str, seconds: float) -> None:
+        """Close an open window and finish every file, within ``seconds``."""
+        if session is not None:
+            with _process.termination.held():
+                session.finish(reason)
+        if self._writer is not None:
+            self._writer.close(seconds)
 
     def __enter__(self) -> Handle:
         return self
@@ -70,12 +99,17 @@ class _Process:
     def __init__(self) -> None:
         self.handles: list[Handle] = []
         self.evaluations = 0
-        self._dispatcher = Dispatcher()
+        self.termination = Termination(self._save, self._unsaved)
+        self._dispatcher = Dispatcher(self.termination.held)
         self._patches = Patches()
+        self._forks_watched = False
 
     def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None) -> None:
+        if not self._forks_watched:
+            self._forks_watched = True
+            os.register_at_fork(after_in_child=self._forget)
         if not self.handles:
-            self._dispatcher = Dispatcher()
+            self._dispatcher = Dispatcher(self.termination.held)
             patch_schedules(self._patches, self._dispatcher, lambda: self.evaluations > 0)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
@@ -83,10 +117,36 @@ class _Process:
         self._dispatcher.add(session, models)
 
     def release(self, handle: Handle, session: Session) -> None:
-        self._dispatcher.remove(session)
-        self.handles.remove(handle)
-        if not self.handles:
-            self._patches.restore()
+        with self.termination.held():
+            self._dispatcher.remove(session)
+            self.handles.remove(handle)
+            if not self.handles:
+                self._patches.restore()
+
+    def _unsaved(self) -> bool:
+        writers = (handle._writer for handle in self.handles)
+        return Session._holder is not None or any(writer is not None and writer.pending for writer in writers)
+
+    def _save(self) -> None:
+        """SIGTERM: what an open window has, and every file, within the shorter of two limits."""
+        deadline = time.monotonic() + TERM_SECONDS
+        for handle in list(self.handles):
+            left = max(0.0, deadline - time.monotonic())
+            handle._finish(
+                handle._session, "the process was terminated (SIGTERM)", min(left, handle.config.flush_seconds)
+            )
+
+    def _forget(self) -> None:
+        """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
+        for handle in self.handles:
+            not_at_exit(handle.remove)
+            handle._session = handle._writer = None
+        self.handles.clear()
+        self._patches.restore()
+        self._dispatcher.forget()
+        in_forked_child(recording=Session._holder is not None)
+        Session._holder = None
+        self.termination.reset()
 
 
 _process = _Process()
@@ -128,26 +188,32 @@ def install_hooks(
     coords = coords_from_parallel_state(chunks)
     selector = settled.selector()
     selector.check(coords.sizes, layout_from_parallel_state(chunks))
+    check_model(settled, models or ())
     if not selector.selects(coords):
         return handle
     try:
-        os.makedirs(str(settled.dir), exist_ok=True)
+        remote = Remote(str(settled.dir)) if is_remote(str(settled.dir)) else None
+        local = str(settled.dir if remote is None else remote.staging)
+        os.makedirs(local, exist_ok=True)
     except OSError as fault:
         # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
         logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", settled.dir, fault)
         return handle
-    handle._writer = Writer()
+    hook = FinishHook(settled.on_finish, str(settled.dir), settled.on_finish_when) if settled.on_finish else None
+    handle._writer = Writer(remote=remote, hook=hook)
+    handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
     session = Session(
         settled,
         coords,
-        [TorchRecorder(settled, handle._writer)],
+        [*handle._recorders, WindowEnd(handle._writer)],
         role=role,
         iteration=iteration or megatron_lm.iteration,
     )
     handle._session = session
     _process.acquire(handle, session, models)
-    atexit.register(handle.remove)
-    logger.info("megaprof: rank %d captures %s into %s", coords.rank, ", ".join(settled.target), settled.dir)
+    at_exit(handle.remove)
+    staged = "" if remote is None else f" (staged in {local})"
+    logger.info("megaprof: rank %d captures %s into %s%s", coords.rank, ", ".join(settled.target), settled.dir, staged)
     return handle
 
 

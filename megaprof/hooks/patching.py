@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 logger = logging.getLogger("megaprof")
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+_INHERITED = object()
 
 
 class Patches:
@@ -28,6 +30,17 @@ class Patches:
         self._applied.append((owner, name, original, replacement))
         return True
 
+    def shadow(self, instance: Any, name: str, wrap: Wrap) -> None:
+        """Replace method ``name`` of this one object, also where it comes from the class.
+
+        Written to ``__dict__`` directly: ``torch.nn.Module`` does more than that when an attribute is set.
+        """
+        own = vars(instance)
+        bound = getattr(instance, name)
+        replacement = functools.wraps(bound)(wrap(bound))
+        self._applied.append((instance, name, own.get(name, _INHERITED), replacement))
+        own[name] = replacement
+
     def restore(self) -> None:
         """Put every original back. An attribute that somebody else wrapped after us is left to them.
 
@@ -35,7 +48,12 @@ class Patches:
         """
         for owner, name, original, replacement in reversed(self._applied):
             if vars(owner).get(name) is replacement:
-                setattr(owner, name, original)
+                if original is _INHERITED:
+                    del vars(owner)[name]
+                elif isinstance(owner, type | ModuleType):
+                    setattr(owner, name, original)
+                else:
+                    vars(owner)[name] = original
             else:
                 logger.warning(
                     "megaprof: %s.%s was wrapped by somebody else after megaprof; it is left as it is",

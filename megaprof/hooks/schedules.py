@@ -13,6 +13,7 @@ from typing import Any
 
 from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.finalize import patch_finalize
+from megaprof.hooks.modules import patch_modules
 from megaprof.hooks.patching import Patches
 from megaprof.isolation import Contained
 from megaprof.session import CallFacts
@@ -49,12 +50,13 @@ def _hooked(
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
         if dispatcher.depth or dispatcher.empty:
             return original(*args, **kwargs)
-        recorded, of_this_call = False, Patches()
+        recorded, of_this_call, modules = False, Patches(), None
         with Contained("looking at a step", dispatcher.drop):
             facts = _facts(label, args[0] if label is None else None, kwargs, evaluating)
             recorded = dispatcher.begin(facts)
             if recorded:
                 patch_finalize(of_this_call, dispatcher, facts.chunks)
+                modules = patch_modules(of_this_call, dispatcher, facts.chunks)
         failed = True
         dispatcher.depth += 1
         try:
@@ -64,6 +66,8 @@ def _hooked(
         finally:
             dispatcher.depth -= 1
             of_this_call.restore()
+            if modules is not None:
+                modules.close()
             if recorded:
                 dispatcher.end(failed=failed)
 

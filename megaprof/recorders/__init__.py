@@ -1,11 +1,17 @@
-"""Recorders: what runs while a window is open. One small protocol."""
+"""Recorders: what runs while a window is open. One small protocol, and the registry of ``--profile-tool``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megaprof.topology import RankCoords
+
+if TYPE_CHECKING:
+    from megaprof.artifacts import Writer
+    from megaprof.config import ProfileConfig
 
 
 @dataclass(frozen=True)
@@ -16,6 +22,8 @@ class Window:
     role: str | None
     step: int
     coords: RankCoords
+    warmup: bool = False
+    """True: the window is thrown away afterwards. A recorder with nothing to warm up ignores it."""
 
 
 class Recorder(Protocol):
@@ -29,3 +37,47 @@ class Recorder(Protocol):
 
     def discard(self) -> None:
         """End recording and keep nothing (a warm-up, or a fault). A no-op when nothing records."""
+
+
+RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]
+"""Makes the recorder of one session. Raises ValueError for a tool that cannot run in this process, before the first
+step; a recorder hands finished files over with ``writer.submit(Job(raw, final))``."""
+
+#: Tool -> where its factory is, so that a tool costs nothing until it is chosen. They are stopped in this order and
+#: started in the reverse one: nsys innermost, so that it records neither Kineto's start nor the writing of a trace.
+_BUILTIN = {
+    "nsys": "megaprof.recorders.nsys:NsysRecorder",
+    "memory": "megaprof.recorders.memory:MemoryRecorder",
+    "torch": "megaprof.recorders.torch_profiler:TorchRecorder",
+}
+_registered: dict[str, RecorderFactory] = {}
+
+
+def register_recorder(name: str, factory: RecorderFactory) -> None:
+    """Make ``factory`` available as ``--profile-tool NAME``. Call it before the configuration is built.
+
+    Raises ValueError for a name that is not one lower-case word, or that stands for another factory already.
+    """
+    if not isinstance(name, str) or name != name.lower() or [name] != name.replace(",", " ").split():
+        raise ValueError(f"register_recorder: {name!r} is not valid; it must be one lower-case word without a comma")
+    if name in _BUILTIN or _registered.get(name, factory) is not factory:
+        raise ValueError(f"register_recorder: {name!r} is taken; known tools: {', '.join(known_tools())}")
+    _registered[name] = factory
+
+
+def known_tools() -> tuple[str, ...]:
+    """The values that ``--profile-tool`` takes now."""
+    return (*_BUILTIN, *_registered)
+
+
+def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:
+    """The recorders of ``config.tool``. Raises ValueError when one of them cannot run in this process."""
+    return tuple(_factory(name)(config, writer) for name in known_tools() if name in config.tool)
+
+
+def _factory(name: str) -> RecorderFactory:
+    if name in _registered:
+        return _registered[name]
+    module, _, attribute = _BUILTIN[name].partition(":")
+    factory: RecorderFactory = getattr(import_module(module), attribute)
+    return factory

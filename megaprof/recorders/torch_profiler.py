@@ -1,4 +1,4 @@
-"""The torch profiler: one Kineto trace per window."""
+"""The torch profiler: one Kineto trace per window, and what can be made of it."""
 
 from __future__ import annotations
 
@@ -7,40 +7,60 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from megaprof.artifacts import TRACE_SUFFIX, Job, Writer, artifact_name, raw_path
-from megaprof.config import ProfileConfig
+from megaprof.artifacts.names import kineto_temporary
+from megaprof.config import ProfileConfig, flag
+from megaprof.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
 from megaprof.recorders import Window
 
+EXECUTION_TRACE_SUFFIX = ".et.json"
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
+#: What the kernel summary repeats of the trace's metadata.
+_IDENTITY = ("target", "role", "steps", "coords", "host", "pid", "truncated", "truncated_reason")
 
 
 class TorchRecorder:
-    """Starts Kineto when a window opens; exports on the training thread, compresses in the writer's."""
+    """Starts Kineto when a window opens; exports on the training thread, compresses in the writer's.
+
+    Raises ValueError when this process cannot record: no CUDA device where only CUDA activity is wanted, or another
+    torch profiler already running (Kineto holds one session).
+    """
 
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
         if config.dir is None:
             raise ValueError("the torch recorder needs a directory")
+        # ProfilerActivity.CUDA without a CUDA device only prints a warning per window.
+        self._activities = [_ACTIVITIES[a] for a in config.activities if a != "cuda" or torch.cuda.is_available()]
+        if not self._activities:
+            raise ValueError(f"{flag('activities')} cuda: there is no CUDA device here; add cpu, or run where one is")
+        if torch._C._autograd._profiler_enabled():
+            raise ValueError(
+                f"{flag('tool')} torch: another torch profiler is already active in this process; stop it first"
+            )
         self._directory = Path(config.dir)
         self._config = config
         self._writer = writer
+        self._derived = DerivedFiles(writer)
         self._profile: profile | None = None
+        self._observer: ExecutionTraceObserver | None = None
 
     def start(self, window: Window) -> None:
-        """Raises RuntimeError when another profiler already runs in this process: Kineto holds one session."""
+        """Raises RuntimeError when another profiler, or another execution trace observer, runs in this process."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
         config = self._config
-        # ProfilerActivity.CUDA without a CUDA device only prints a warning per window.
-        wanted = [_ACTIVITIES[a] for a in config.activities if a != "cuda" or torch.cuda.is_available()]
+        if config.execution_trace and not window.warmup:
+            self._observer = _observe(self._raw_execution_trace(window))
         recording = profile(
-            activities=wanted or [ProfilerActivity.CPU],
+            activities=self._activities,
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,
             with_flops=config.with_flops,
             with_modules=config.with_modules,
+            execution_trace_observer=self._observer,
             acc_events=False,
         )
         recording.start()
@@ -48,17 +68,79 @@ class TorchRecorder:
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
         recording, self._profile = self._profile, None
+        observer, self._observer = self._observer, None
         if recording is None:
             return
+        raw = raw_path(self._final(window, TRACE_SUFFIX))
         recording.add_metadata_json("megaprof", json.dumps(metadata))
-        recording.stop()
-        name = artifact_name(window.target, window.role, window.step, window.coords, TRACE_SUFFIX)
-        final = self._directory / name
-        raw = raw_path(final)
-        recording.export_chrome_trace(str(raw))
-        self._writer.submit(Job(raw, final))
+        try:
+            recording.stop()
+            recording.export_chrome_trace(str(raw))
+        except BaseException:
+            for unfinished in (raw, kineto_temporary(raw)):
+                unfinished.unlink(missing_ok=True)
+            _drop(observer)
+            raise
+        finally:
+            _release(recording)
+            if observer is not None:
+                observer.unregister_callback()
+        files = {suffix: self._final(window, suffix) for suffix in self._derived_suffixes()}
+        derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
+        if "trace" in self._config.export:
+            self._writer.submit(Job(raw, self._final(window, TRACE_SUFFIX)))
+        else:
+            raw.unlink(missing_ok=True)
+        if derive is not None:
+            self._writer.run(derive)
+        if observer is not None:
+            self._writer.submit(Job(self._raw_execution_trace(window), self._final(window, EXECUTION_TRACE_SUFFIX)))
 
     def discard(self) -> None:
         recording, self._profile = self._profile, None
-        if recording is not None:
-            recording.stop()
+        observer, self._observer = self._observer, None
+        try:
+            if recording is not None:
+                recording.stop()
+        finally:
+            if recording is not None:
+                _release(recording)
+            _drop(observer)
+
+    def kernel_summary(self, timeout: float) -> dict[str, Any] | None:
+        """See `megaprof.hooks.install.Handle.kernel_summary`."""
+        return self._derived.kernel_summary(timeout)
+
+    def _final(self, window: Window, suffix: str) -> Path:
+        return self._directory / artifact_name(window.target, window.role, window.step, window.coords, suffix)
+
+    def _raw_execution_trace(self, window: Window) -> Path:
+        # The observer warns about a name that does not end in .json.
+        return raw_path(self._final(window, EXECUTION_TRACE_SUFFIX)).with_suffix(".json")
+
+    def _derived_suffixes(self) -> tuple[str, ...]:
+        kernels = (KERNELS_SUFFIX,) if self._config.kernels else ()
+        return (*kernels, *((STACKS_SUFFIX, DEVICE_STACKS_SUFFIX) if "stacks" in self._config.export else ()))
+
+
+def _observe(path: Path) -> ExecutionTraceObserver:
+    observer = ExecutionTraceObserver()
+    observer.register_callback(str(path))
+    # torch answers "registered" also when another observer holds the process's only place. Only ours opens the file.
+    if not path.exists():
+        observer._registered = False  # or its end would take the other one out
+        raise RuntimeError("another execution trace observer is already registered in this process")
+    return observer
+
+
+def _drop(observer: ExecutionTraceObserver | None) -> None:
+    if observer is not None:
+        observer.unregister_callback()
+        Path(str(observer.get_output_file_path())).unlink(missing_ok=True)
+
+
+def _release(recording: profile) -> None:
+    """Free what was recorded now. A ``profile`` is part of a reference cycle, so until the next garbage collection
+    (Megatron may have switched it off) it would hold the window's memory, and weak references to tensors, with which
+    ``torch.utils.swap_tensors`` fails: FSDP2 moves a model with it."""
+    recording.profiler = None

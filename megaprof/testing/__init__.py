@@ -26,8 +26,9 @@ behind. :func:`cpu_megatron` alone is enough where a model of your own is to run
 """
 
 from megaprof.testing.cpu import Patch, cpu_megatron, cpu_patches
-from megaprof.testing.gpt import BuiltGPT, GPTWorkload, build
+from megaprof.testing.gpt import BuiltGPT, build
 from megaprof.testing.launcher import RankReport, RanksFailed, init_distributed, run_ranks
+from megaprof.testing.workload import GPTWorkload
 
 __all__ = [
     "BuiltGPT",

@@ -130,16 +130,17 @@ def _also_in_backward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _nothing(*_: object, **__: object) -> None:
-    return None
-
-
-def _same(obj: Any, *_: object, **__: object) -> Any:
-    return obj
-
-
+# Dynamo keeps a table of torch's functions and refuses one object under two names: every replacement is its own.
 def _constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
+
+
+def _nothing() -> Callable[..., Any]:
+    return _constant(None)
+
+
+def _same() -> Callable[..., Any]:
+    return lambda obj, *_, **__: obj
 
 
 def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
@@ -161,9 +162,9 @@ def _torch_patches() -> list[Patch]:
         "is_available": _constant(False),
         "device_count": _constant(0),
         "current_device": _constant(_CPU),
-        "set_device": _nothing,
+        "set_device": _nothing(),
         "device": _constant(contextlib.nullcontext()),
-        "synchronize": _nothing,
+        "synchronize": _nothing(),
         "Stream": _Stream,
         "Event": _Event,
         "stream": streams.use,
@@ -176,12 +177,12 @@ def _torch_patches() -> list[Patch]:
     }
     return [
         *(Patch(cuda, name, replacement) for name, replacement in on_cuda.items()),
-        Patch(cuda.nvtx, "range_push", _nothing),
-        Patch(cuda.nvtx, "range_pop", _nothing),
+        Patch(cuda.nvtx, "range_push", _nothing()),
+        Patch(cuda.nvtx, "range_pop", _nothing()),
         Patch(torch.autograd, "_engine_run_backward", _also_in_backward(vars(torch.autograd)["_engine_run_backward"])),
-        Patch(torch.Tensor, "cuda", _same),
-        Patch(torch.Tensor, "record_stream", _nothing),
-        Patch(torch.nn.Module, "cuda", _same),
+        Patch(torch.Tensor, "cuda", _same()),
+        Patch(torch.Tensor, "record_stream", _nothing()),
+        Patch(torch.nn.Module, "cuda", _same()),
     ]
 
 

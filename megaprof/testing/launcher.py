@@ -8,6 +8,7 @@ its signal, a rank that hangs with its stack, and nothing that a rank started ou
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing.spawn
 import os
@@ -44,9 +45,10 @@ _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from megaprof.testing.launcher
 class RankReport:
     """How one rank ended.
 
-    ``outcome`` is ``returned``, ``raised`` (see ``traceback``), ``exited`` (without returning, see ``exit_status``),
-    ``signalled`` (see ``signal``), ``hung`` (still running at the time limit, see ``stack``) or ``killed`` (still
-    running ``GRACE`` seconds after rank ``failed_rank`` had failed, see ``stack``). ``stderr`` holds its last lines.
+    ``outcome`` is ``returned``, ``raised`` (see ``traceback``), ``exited`` (not by returning, or with a non-zero
+    ``exit_status`` after it), ``signalled`` (see ``signal``), ``hung`` (still running at the time limit, see
+    ``stack``) or ``killed`` (still running ``GRACE`` seconds after rank ``failed_rank`` had failed, see ``stack``).
+    ``stderr`` holds its last lines.
     """
 
     rank: int
@@ -62,7 +64,7 @@ class RankReport:
         headline = {
             "returned": "returned",
             "raised": "raised",
-            "exited": f"exited with status {self.exit_status} before returning",
+            "exited": f"did not return: exited with status {self.exit_status}",
             "signalled": f"was killed by {self.signal}",
             "hung": "hung, killed at the time limit",
             "killed": f"killed after rank {self.failed_rank} failed",
@@ -289,6 +291,9 @@ def _rank_main(job_directory: str) -> None:
     stack = early.open("w")
     faulthandler.register(_DUMP_SIGNAL, file=stack, all_threads=True)
     faulthandler.enable()
+    if sys.platform == "linux":
+        # A parent that was killed kills nothing itself: PR_SET_PDEATHSIG, see prctl(2).
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     early.rename(job / f"{rank}.stack")
     try:
         multiprocessing.spawn.prepare(pickle.loads((job / "preparation").read_bytes()))

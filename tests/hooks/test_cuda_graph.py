@@ -42,6 +42,7 @@ def test_a_replayed_step_is_counted_and_captured_and_says_that_it_has_no_microba
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     profiled_in_capture = []
 
     def forward_step(iterator: Iterator[Any], model: Any) -> Any:

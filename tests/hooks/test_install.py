@@ -212,7 +212,7 @@ def test_host_iteration_numbers_a_resumed_run(one_rank: Any, tmp_path: Path) -> 
     current = {"iteration": -1}
     config = on(tmp_path, target=("train_actor", "train_log_probs"), steps="train_actor=5001:5003;train_log_probs=0")
     with install_hooks(one_rank.chunks, config, iteration=lambda: current["iteration"]):
-        for current["iteration"] in numbers:  # noqa: B020 - the host's own counter
+        for current["iteration"] in numbers:
             one_rank.train_step()
             one_rank.log_probs_pass()
     found = traces(tmp_path)
@@ -318,10 +318,10 @@ def test_a_fault_of_ours_ends_profiling_not_training(
         raise RuntimeError("kineto is unwell")
 
     monkeypatch.setattr(TorchRecorder, method, broken)
-    with caplog.at_level(logging.ERROR, logger="megaprof"):
-        with install_hooks(one_rank.chunks, on(tmp_path, warmup=1, active=1, repeat=0)) as handle:
-            losses = [one_rank.train_step() for _ in range(3)]
-            assert not handle.active
+    caplog.set_level(logging.ERROR, logger="megaprof")
+    with install_hooks(one_rank.chunks, on(tmp_path, warmup=1, active=1, repeat=0)) as handle:
+        losses = [one_rank.train_step() for _ in range(3)]
+        assert not handle.active
     assert all(len(step) == one_rank.workload.microbatches for step in losses)
     assert len([r for r in caplog.records if "kineto is unwell" in r.getMessage()]) == 1
     assert "profiling is off for the rest of this run" in caplog.text

@@ -100,7 +100,9 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path)
             assert [chunk["layers"] for chunk in meta["chunks"]] == rank["layers"]
             assert meta["chunks"][0]["embedding"] is (c["pp"] == 0)
             assert meta["chunks"][-1]["loss"] is (c["pp"] == workload.pp - 1)
-            assert {kind for chunk in meta["chunks"] for kind in chunk["kinds"]} == {"moe" if workload.ep > 1 else "dense"}
+            assert {kind for chunk in meta["chunks"] for kind in chunk["kinds"]} == {
+                "moe" if workload.ep > 1 else "dense"
+            }
 
             found = ours(trace)
             outermost = [r for r in found if r.label == target]
@@ -109,7 +111,13 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path)
             for label, expected in (("forward", every), ("backward", every if backwards else Counter())):
                 assert Counter((r.fields["mb"], r.fields["chunk"]) for r in found if r.label == label) == expected
             exchanges = {r.label for r in found if r.is_p2p}
-            assert exchanges <= {*P2P_OPERATIONS, "wait_recv_prev", "wait_recv_next", "wait_send_prev", "wait_send_next"}
+            assert exchanges <= {
+                *P2P_OPERATIONS,
+                "wait_recv_prev",
+                "wait_recv_next",
+                "wait_send_prev",
+                "wait_send_next",
+            }
             assert bool(exchanges) == (workload.pp > 1)
             if workload.overlap_p2p and backwards:  # a forward-only pass exchanges and waits at once
                 assert {"wait_recv_prev"} <= exchanges
@@ -131,3 +139,25 @@ def test_one_rank_per_stage(tmp_path: Path) -> None:
     expected = {rank["coords"]["rank"] for rank in ranks if rank["coords"]["tp"] == 0}
     assert {int(path.name.split("rank")[1][:5]) for path in tmp_path.iterdir()} == expected
     assert len(expected) == 2
+
+
+@pytest.mark.parametrize("workload", [
+    GPTWorkload(ep=2, combined_1f1b=True, dtype="bfloat16", **SMALL),
+    GPTWorkload(pp=2, vpp=2, ep=2, combined_1f1b=True, dtype="bfloat16", **SMALL),
+], ids=["ep2", "pp2-vpp2-ep2"])  # fmt: skip
+def test_combined_1f1b_names_both_microbatches(workload: GPTWorkload, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b", reason="megatron-core 0.14 brought it")
+    ranks = run_ranks(train, workload.world_size, workload, profile_flags(tmp_path, STEPS), timeout=180)
+    chunks = workload.vpp or 1
+    every = Counter((mb, chunk) for mb in range(workload.microbatches) for chunk in range(chunks))
+    files = list(tmp_path.glob("train_actor.*.trace.json.gz"))
+    assert len(files) == workload.pp
+    assert {int(path.name.split("rank")[1][:5]) for path in files} <= {rank["coords"]["rank"] for rank in ranks}
+    for path in files:
+        found = ours(read(path))
+        both = [r.fields for r in found if r.label == "combined"]
+        assert both, "nothing was overlapped"
+        forward = Counter((r.fields["mb"], r.fields["chunk"]) for r in found if r.label == "forward")
+        backward = Counter((r.fields["mb"], r.fields["chunk"]) for r in found if r.label == "backward")
+        assert forward + Counter((fields["mb"], fields["chunk"]) for fields in both) == every
+        assert backward + Counter((fields["bmb"], fields["bchunk"]) for fields in both) == every

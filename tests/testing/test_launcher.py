@@ -58,7 +58,7 @@ def test_every_way_to_fail_is_told() -> None:
     for expected in (
         "ranks 0, 1, 2 of 4 failed",
         "KeyError: 'the reason'",
-        "rank 1 exited with status 3 before returning",
+        "rank 1 did not return: exited with status 3",
         "rank 2 was killed by SIGKILL",
         "rank 3 returned",
     ):

@@ -1,0 +1,282 @@
+"""The clocks of several hosts on one time axis, from messages between ranks: no clock service is asked.
+
+A receive cannot end before its send began. With ``offset`` as what must be added to a rank's times, every message
+from rank s to rank r gives ``offset[r] - offset[s] >= send.start - receive.end``, and the quickest message of many
+gives a tight bound. Messages the other way bound the same difference from above, as in NTP (RFC 5905, section 8,
+without its assumption about single packets): in a pipeline, activations go one way and their gradients the other.
+Where a send ends only after its receive was posted (NCCL), one direction is enough.
+
+Ranks of one host share its clock, which is verified rather than believed: containers on different machines may bear
+one name. Times are integers in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+Interval = tuple[int, int]
+
+#: What timestamps of one clock may contradict each other by, and what clocks may drift apart within a step (at 50 ppm,
+#: a lot for a machine in service, 2 s make 0.1 ms) before anybody is told.
+TOLERANCE_NS = 100_000
+
+_ONE_SIDED = 1 << 62  # as an uncertainty: worse than any known one, and small enough to be added up
+_Clock = tuple[str, int]  # host, and the rank where the host's name stands for more than one clock (else -1)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Messages from one rank to another: the n-th of ``sends``, on the sender's clock, is the n-th of ``receives``.
+
+    ``rendezvous``: a send ends only after its receive began (NCCL kernels; gloo buffers sends).
+    """
+
+    sender: int
+    receiver: int
+    sends: Sequence[Interval]
+    receives: Sequence[Interval]
+    rendezvous: bool = False
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What to add to a rank's times. ``uncertainty_ns`` None: messages in one direction only, so that the offset is
+    bounded from one side and assumes that the quickest of them took no time. ``messages``: how many it rests on."""
+
+    offset_ns: int
+    uncertainty_ns: int | None
+    messages: int
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """``clocks`` of every rank that is connected with rank ``reference``, whose clock counts; ``hosts`` by rank."""
+
+    reference: int | None
+    clocks: dict[int, Clock]
+    hosts: dict[int, str | None]
+    warnings: tuple[str, ...]
+
+    def offset(self, rank: int) -> int:
+        """Nanoseconds to add to the times of ``rank``: 0 where nothing is known."""
+        clock = self.clocks.get(rank)
+        return clock.offset_ns if clock else 0
+
+    def sentences(self) -> list[str]:
+        """How far the clocks were off, a line per host."""
+        lines: dict[str, None] = {}
+        for rank, clock in sorted(self.clocks.items()):
+            if clock.messages:
+                lines[f"{_name(self.hosts.get(rank), rank)}: {_off(clock)}"] = None
+        if not lines and len(self.clocks) > 1 and self.reference is not None:
+            lines[f"clocks: all of {_name(self.hosts[self.reference], self.reference)}'s, nothing to align"] = None
+        return list(lines)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The two parts of a send's and of its receive's time, in nanoseconds; each pair adds up to its duration."""
+
+    send_waiting_ns: int
+    send_transfer_ns: int
+    receive_waiting_ns: int
+    receive_transfer_ns: int
+
+
+@dataclass
+class _Bounds:
+    """``low <= offset[b] - offset[a] <= high`` for a pair of clocks (a, b)."""
+
+    low: int | None = None
+    high: int | None = None
+    messages: int = 0
+
+    def at_least(self, bound: int) -> None:
+        self.low = bound if self.low is None else max(self.low, bound)
+
+    def at_most(self, bound: int) -> None:
+        self.high = bound if self.high is None else min(self.high, bound)
+
+    @property
+    def contradiction(self) -> int:
+        """By how many nanoseconds the bounds exclude each other."""
+        return 0 if self.low is None or self.high is None else max(0, self.low - self.high)
+
+    @property
+    def estimate(self) -> tuple[int, int]:
+        """The difference and its uncertainty."""
+        if self.low is not None and self.high is not None:
+            return (self.low + self.high) // 2, (abs(self.high - self.low) + 1) // 2
+        return (self.low if self.low is not None else self.high or 0), _ONE_SIDED
+
+
+@dataclass
+class _Graph:
+    edges: dict[tuple[_Clock, _Clock], _Bounds] = field(default_factory=dict)
+
+    def neighbours(self, clock: _Clock) -> Iterator[tuple[_Clock, int, int, int]]:
+        """Clock, its offset against ``clock``, the uncertainty of that, and the number of messages."""
+        for (a, b), bounds in self.edges.items():
+            difference, uncertainty = bounds.estimate
+            if clock == a:
+                yield b, difference, uncertainty, bounds.messages
+            elif clock == b:
+                yield a, -difference, uncertainty, bounds.messages
+
+
+def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
+    """Offsets that put all ranks on the clock of the lowest one. ``hosts``: each rank's host, None where unknown.
+
+    Clocks that are only connected through others are reached by the way of the least uncertainty, which adds up along
+    it. What the messages contradict, and ranks that none connects with the lowest, is said in ``warnings``.
+    """
+    links = [link for link in links if link.sends and link.receives]
+    warnings: list[str] = []
+    warnings += (_miscounted(link) for link in links if len(link.sends) != len(link.receives))
+    clock_of = _clocks(hosts, links, warnings)
+    if not clock_of:
+        return Alignment(None, {}, {}, tuple(warnings))
+    graph = _Graph()
+    for link in links:
+        _add(graph, clock_of[link.sender], clock_of[link.receiver], link)
+    for (a, b), bounds in graph.edges.items():
+        if bounds.contradiction > TOLERANCE_NS:
+            warnings.append(
+                f"messages between {_clock_name(a)} and {_clock_name(b)} contradict each other by "
+                f"{bounds.contradiction / 1e6:.3g} ms, whatever their clocks' offset: a clock was adjusted meanwhile, "
+                "or the traces are of different runs"
+            )
+    reference = min(hosts)
+    reached = _shortest(graph, clock_of[reference])
+    warnings += _disagreements(graph, reached)
+    lost = sorted({_clock_name(clock) for clock in clock_of.values() if clock not in reached})
+    if lost:
+        shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+        warnings.append(f"no captured messages connect rank {reference} with {shown}: clocks not aligned")
+    clocks = {rank: reached[clock] for rank, clock in sorted(clock_of.items()) if clock in reached}
+    return Alignment(reference, clocks, dict(hosts), tuple(dict.fromkeys(warnings)))
+
+
+def waiting_and_transfer(send: Interval, receive: Interval) -> Split:
+    """Split a matched send and receive, both on one clock, into waiting for the neighbour and transferring.
+
+    Bytes move only when both sides are there, so whichever came first waits until the other has come. This is for
+    exchanges in which the ends meet (NCCL's kernels); a buffered send (gloo) waits for nobody. What the alignment
+    leaves uncertain moves the boundary between the two parts by as much, never the sum.
+    """
+    both = max(send[0], receive[0])
+    send_waiting = min(max(both, send[0]), send[1]) - send[0]
+    receive_waiting = min(max(both, receive[0]), receive[1]) - receive[0]
+    return Split(
+        send_waiting_ns=send_waiting,
+        send_transfer_ns=send[1] - send[0] - send_waiting,
+        receive_waiting_ns=receive_waiting,
+        receive_transfer_ns=receive[1] - receive[0] - receive_waiting,
+    )
+
+
+def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[str]) -> dict[int, _Clock]:
+    """The clock of every rank: its host's, or its own where the host is unknown or its name proves to be shared."""
+    shared: dict[str, int] = {}
+    for link in links:
+        host = hosts[link.sender]
+        if host is not None and host == hosts[link.receiver]:
+            low, high = _bounds(link)
+            shared[host] = max(shared.get(host, 0), low, -high if high is not None else 0)
+    for host, contradiction in shared.items():
+        if contradiction > TOLERANCE_NS:
+            warnings.append(
+                f"ranks of host {host} do not share a clock: a receive ends {contradiction / 1e6:.3g} ms before its "
+                "send began. Several machines bear this name, or the traces are of different runs"
+            )
+    return {
+        rank: ("", rank) if host is None else (host, rank if shared.get(host, 0) > TOLERANCE_NS else -1)
+        for rank, host in hosts.items()
+    }
+
+
+def _bounds(link: Link) -> tuple[int, int | None]:
+    """Bounds of ``offset[receiver] - offset[sender]``; the upper one only where the two ends meet."""
+    low = max(send[0] - receive[1] for send, receive in zip(link.sends, link.receives, strict=False))
+    if not link.rendezvous:
+        return low, None
+    return low, min(send[1] - receive[0] for send, receive in zip(link.sends, link.receives, strict=False))
+
+
+def _add(graph: _Graph, sender: _Clock, receiver: _Clock, link: Link) -> None:
+    if sender == receiver:
+        return
+    low, high = _bounds(link)
+    forwards = (receiver, sender) not in graph.edges
+    bounds = graph.edges.setdefault((sender, receiver) if forwards else (receiver, sender), _Bounds())
+    bounds.messages += min(len(link.sends), len(link.receives))
+    if forwards:
+        bounds.at_least(low)
+        if high is not None:
+            bounds.at_most(high)
+    else:
+        bounds.at_most(-low)
+        if high is not None:
+            bounds.at_least(-high)
+
+
+def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
+    """Every clock that is connected with ``reference``, by the way of the least uncertainty (Dijkstra)."""
+    near: dict[_Clock, list[tuple[_Clock, int, int, int]]] = {}
+    for pair in graph.edges:
+        for clock in pair:
+            if clock not in near:
+                near[clock] = list(graph.neighbours(clock))
+    reached: dict[_Clock, Clock] = {}
+    waiting = [(0, 0, reference, 0)]
+    while waiting:
+        uncertainty, offset, clock, messages = heapq.heappop(waiting)
+        if clock in reached:
+            continue
+        reached[clock] = Clock(offset, uncertainty if uncertainty < _ONE_SIDED else None, messages)
+        for other, difference, more, count in near.get(clock, ()):
+            if other not in reached:
+                heapq.heappush(waiting, (uncertainty + more, offset + difference, other, count))
+    return reached
+
+
+def _disagreements(graph: _Graph, reached: dict[_Clock, Clock]) -> Iterator[str]:
+    """Pairs whose own messages exclude the offsets that the way through other hosts gave them."""
+    for (a, b), bounds in graph.edges.items():
+        if a not in reached or bounds.contradiction > TOLERANCE_NS:
+            continue
+        known = [reached[clock].uncertainty_ns for clock in (a, b)]
+        slack = TOLERANCE_NS + bounds.contradiction + sum(each for each in known if each is not None)
+        difference = reached[b].offset_ns - reached[a].offset_ns
+        low, high = bounds.low, bounds.high
+        if None not in known and (
+            (low is not None and difference < low - slack) or (high is not None and difference > high + slack)
+        ):
+            yield f"the clocks of {_clock_name(a)} and {_clock_name(b)} contradict the way through other hosts"
+
+
+def _miscounted(link: Link) -> str:
+    return (
+        f"rank {link.sender} sent {len(link.sends)} times to rank {link.receiver}, which received "
+        f"{len(link.receives)} times: the first {min(len(link.sends), len(link.receives))} are matched"
+    )
+
+
+def _off(clock: Clock) -> str:
+    off = abs(clock.offset_ns) / 1e6
+    way = "ahead" if clock.offset_ns < 0 else "behind"
+    messages = f"{clock.messages} message" + ("" if clock.messages == 1 else "s")
+    if clock.uncertainty_ns is None:
+        return f"clock {off:.3f} ms {way}, bounded from one side only (by {messages}, all in one direction)"
+    return f"clock {off:.3f} ms {way}, ±{clock.uncertainty_ns / 1e6:.3f} ms (from {messages})"
+
+
+def _clock_name(clock: _Clock) -> str:
+    host, rank = clock
+    return f"rank {rank}" + (f" (host {host})" if host else "") if rank >= 0 else f"host {host}"
+
+
+def _name(host: str | None, rank: int) -> str:
+    return f"rank {rank}" if host is None else f"host {host}"

@@ -1,0 +1,397 @@
+"""One Perfetto timeline of all captured ranks of a step, in Chrome's JSON trace format.
+
+One process per rank, named by its coordinates and sorted by stage; clocks aligned (`clocks`); an arrow from every send
+to its receive. Ranks are read twice, for the clocks and for their events, and written one after the other: the
+largest single trace bounds the memory.
+
+Process, thread and flow ids are unique in a file only: each gets a new one. Perfetto takes a process id of 0 for the
+idle task and a thread id that equals a process id for its main thread, so neither occurs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from isal import igzip
+
+from megaprof import ranges
+from megaprof.analysis.clocks import Alignment, align
+from megaprof.analysis.timelines import Capture, End, Ends, capture_in, capture_of, ends_of, links_between
+from megaprof.analysis.traces import Coords, UnreadableTrace, find_traces, read_trace
+from megaprof.artifacts.files import appearing
+from megaprof.artifacts.names import sanitise
+from megaprof.version import __version__
+
+#: Key of the object that tells a merged timeline from every other file.
+MARK = "megaprofMerge"
+
+_PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
+_FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
+_BATCH = 4096
+_INSIDE_NS = 10  # an arrow that ends with a slice would belong to what comes behind it
+_OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
+
+
+class NothingToMerge(Exception):
+    """No captured step here can be merged; the message says what there is instead."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written. ``others``: captured steps that were not, ``arrows`` from sends to receives."""
+
+    out: Path
+    capture: Capture
+    ranks: tuple[int, ...]
+    events: int
+    arrows: int
+    alignment: Alignment
+    others: tuple[Capture, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Arrow:
+    """One end of a flow, in its rank's own time: ``phase`` is ``s`` (start) or ``f`` (finish)."""
+
+    phase: str
+    number: int
+    name: str
+    time: int
+
+
+@dataclass
+class _Rank:
+    """A rank on its way into the file; ``arrows`` by the range in which they start or end."""
+
+    path: Path
+    coords: Coords
+    ends: Ends
+    start: int
+    arrows: dict[tuple[int, int], list[_Arrow]] = field(default_factory=dict)
+
+
+@dataclass
+class _Writer:
+    file: BinaryIO
+    numbers: Iterator[int]
+    base: int
+    written: int = 0
+    dropped: int = 0
+    _batch: list[bytes] = field(default_factory=list)
+
+    def add(self, event: dict[str, Any]) -> None:
+        self._batch.append(msgspec.json.encode(event))
+        if len(self._batch) >= _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._batch:
+            self.file.write((b",\n" if self.written else b"\n") + b",\n".join(self._batch))
+            self.written += len(self._batch)
+            self._batch.clear()
+
+
+class _Top(msgspec.Struct):
+    traceEvents: list[msgspec.Raw]
+    baseTimeNanoseconds: int = 0
+
+
+def merge(
+    source: Path,
+    out: Path,
+    *,
+    target: str | None = None,
+    role: str | None = None,
+    step: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Merged:
+    """Merge one captured step below ``source`` into ``out`` (gzipped where that ends in ``.gz``).
+
+    Of several steps, the latest of the first target of `_PREFERRED` is taken unless ``target``, ``role`` and ``step``
+    say otherwise. ``progress(done, total)`` is called behind every file that was read. ``out`` appears whole or not
+    at all, and replaces nothing but an older merged timeline. Files that cannot be used become warnings.
+
+    Raises:
+        NothingToMerge: there is no such step, or none of its files can be read.
+        ValueError: ``out`` is something else than a merged timeline.
+        OSError: ``out`` cannot be written.
+    """
+    _refuse_to_lose(out)
+    warnings: list[str] = []
+    capture, paths, others = _choose(source, target, role, step, warnings)
+    ranks = []
+    for number, path in enumerate(paths):
+        rank = _examine(path, capture, warnings)
+        ranks += [rank] if rank else []
+        progress(number + 1, 2 * len(paths))
+    ranks = _one_file_per_rank(ranks, warnings)
+    if not ranks:
+        raise NothingToMerge(f"no file of {capture} can be read: {'; '.join(warnings[:5])}")
+    ranks.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
+    numbers = itertools.count(1)
+    alignment, arrows = _connect(ranks, numbers, warnings)
+    events = _write(
+        out, capture, ranks, alignment, numbers, warnings, lambda n: progress(len(paths) + n, 2 * len(paths))
+    )
+    return Merged(
+        out=out,
+        capture=capture,
+        ranks=tuple(rank.coords.rank for rank in ranks),
+        events=events,
+        arrows=arrows,
+        alignment=alignment,
+        others=others,
+        warnings=tuple(warnings),
+    )
+
+
+def _choose(
+    source: Path, target: str | None, role: str | None, step: int | None, warnings: list[str]
+) -> tuple[Capture, list[Path], tuple[Capture, ...]]:
+    if not source.exists():
+        raise NothingToMerge(f"{source} does not exist")
+    captures: dict[Capture, list[Path]] = {}
+    for path in [source] if source.is_file() else find_traces(source):
+        capture = capture_of(path)
+        if capture is None:
+            try:
+                capture = capture_in(read_trace(path).metadata)
+            except UnreadableTrace as fault:
+                warnings.append(f"{path.name} was skipped: {fault.reason}")
+                continue
+        captures.setdefault(capture, []).append(path)
+    if not captures:
+        raise NothingToMerge(f"{source} holds no trace of megaprof's" + "".join(f"; {w}" for w in warnings[:5]))
+    wanted = [
+        capture
+        for capture in captures
+        if (target is None or capture.target == sanitise(target))
+        and (role is None or capture.role == sanitise(role))
+        and (step is None or capture.step == step)
+    ]
+    if not wanted:
+        raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
+    chosen = min(wanted, key=lambda c: (_preference(c.target), c.target, -c.step, c.role))
+    return chosen, captures.pop(chosen), tuple(sorted(captures))
+
+
+def _preference(target: str) -> int:
+    return _PREFERRED.index(target) if target in _PREFERRED else len(_PREFERRED)
+
+
+def _examine(path: Path, capture: Capture, warnings: list[str]) -> _Rank | None:
+    """Read a trace for its place and its messages."""
+    try:
+        trace = read_trace(path)
+    except UnreadableTrace as fault:
+        warnings.append(f"{path.name} was skipped: {fault.reason}")
+        return None
+    warnings += trace.warnings
+    found = capture_in(trace.metadata)
+    if found != capture:
+        warnings.append(f"{path.name} was skipped: it holds {found}, whatever its name says")
+        return None
+    start = trace.ranges[0].start if trace.ranges else 0
+    return _Rank(path, trace.metadata.coords, ends_of(trace), start)
+
+
+def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[str]) -> list[_Rank]:
+    kept: dict[int, _Rank] = {}
+    for rank in sorted(ranks, key=lambda r: (r.start, r.path)):
+        if rank.coords.rank in kept:
+            older = kept[rank.coords.rank].path.name
+            warnings.append(f"rank {rank.coords.rank} is there twice ({older}, {rank.path.name}): the later one counts")
+        kept[rank.coords.rank] = rank
+    return list(kept.values())
+
+
+def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[str]) -> tuple[Alignment, int]:
+    """Align the clocks, and hand every rank its ends of the arrows."""
+    of_rank = {rank.coords.rank: rank for rank in ranks}
+    links = links_between({number: rank.ends for number, rank in of_rank.items()})
+    alignment = align({n: rank.ends.metadata.host for n, rank in of_rank.items()}, [link for link, _ in links])
+    warnings += alignment.warnings
+    for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
+        if reason and len(ranks) > 1:
+            which = [str(rank.coords.rank) for rank in ranks if rank.ends.unknown == reason]
+            warnings.append(f"rank{'s' if len(which) > 1 else ''} {_some(which)}: no arrows, because {reason}")
+    arrows = backwards = 0
+    for link, messages in links:
+        sender, receiver = of_rank[link.sender], of_rank[link.receiver]
+        ahead = alignment.offset(link.receiver) - alignment.offset(link.sender)
+        for message in messages:
+            send, receive = sender.ends.sends[message], receiver.ends.receives[message]
+            departure, arrival = _inside(send, send.time[0]), _inside(receive, receive.time[1])
+            if arrival + ahead < departure:
+                backwards += 1
+                continue
+            name, number = f"{message.kind} mb={message.microbatch} chunk={message.chunk}", next(numbers)
+            sender.arrows.setdefault(send.within, []).append(_Arrow("s", number, name, departure))
+            receiver.arrows.setdefault(receive.within, []).append(_Arrow("f", number, name, arrival))
+            arrows += 1
+    if backwards:
+        warnings.append(f"{backwards} messages have no arrow: by these clocks they arrived before they were sent")
+    return alignment, arrows
+
+
+def _inside(end: End, time: int) -> int:
+    return max(end.within[0], min(time, end.within[1] - _INSIDE_NS))
+
+
+def _write(
+    out: Path,
+    capture: Capture,
+    ranks: list[_Rank],
+    alignment: Alignment,
+    numbers: Iterator[int],
+    warnings: list[str],
+    progress: Callable[[int], None],
+) -> int:
+    threads = itertools.count(_FIRST_THREAD)
+    with appearing(out) as raw:
+        file: Any = igzip.IGzipFile(filename="", mode="wb", fileobj=raw) if out.suffix == ".gz" else raw
+        writer = _Writer(file, numbers, 0)
+        for position, rank in enumerate(ranks):
+            try:
+                base, events = _events(rank.path)
+            except (OSError, ValueError) as fault:
+                # It could be read a moment ago.
+                raise NothingToMerge(f"{rank.path} changed while it was read: {fault}") from None
+            if position == 0:
+                writer.base = base
+                file.write(_header(capture, alignment, base))
+            for event in _of_rank(rank, position):
+                writer.add(event)
+            dropped = writer.dropped
+            _copy(events, rank, writer, base - writer.base + alignment.offset(rank.coords.rank), base, threads)
+            writer.flush()
+            if writer.dropped > dropped:
+                lost = writer.dropped - dropped
+                warnings.append(f"{rank.path.name}: {lost} events without a usable time or place were left out")
+            progress(position + 1)
+        file.write(b"\n]}\n")
+        if file is not raw:
+            file.close()
+    return writer.written
+
+
+def _header(capture: Capture, alignment: Alignment, base: int) -> bytes:
+    about = {
+        "version": __version__,
+        "target": capture.target,
+        "role": capture.role or None,
+        "step": capture.step,
+        "clocks": {str(rank): asdict(clock) for rank, clock in alignment.clocks.items()},
+    }
+    top = {MARK: about, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
+    return msgspec.json.encode(top)[:-1] + b',"traceEvents":['
+
+
+def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
+    c = rank.coords
+    pid, host = c.rank + 1, rank.ends.metadata.host
+    name = f"pp{c.pp} tp{c.tp} cp{c.cp} ep{c.ep} dp{c.dp} (rank {c.rank})"
+    for kind, value in (("name", name), ("labels", host), ("sort_index", position)):
+        if value is not None:
+            key = "sort_index" if kind == "sort_index" else kind
+            yield {"ph": "M", "name": f"process_{kind}", "pid": pid, "tid": 0, "ts": 0, "args": {key: value}}
+
+
+def _events(path: Path) -> tuple[int, Iterator[Any]]:
+    """Base time and events of a trace, each decoded when it is its turn. Raises OSError, or ValueError for no JSON."""
+    data = path.read_bytes()
+    text = igzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+    del data
+    try:
+        top = msgspec.json.decode(text, type=_Top)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # NaN, which JSON forbids and profilers write, or bytes that are no UTF-8.
+        loose = json.loads(bytes(text).decode("utf-8", "replace"))
+        return int(loose.get("baseTimeNanoseconds", 0)), iter(loose["traceEvents"])
+    return top.baseTimeNanoseconds, map(_decoded, top.traceEvents)
+
+
+def _decoded(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base: int, threads: Iterator[int]) -> None:
+    """Write ``events`` with new ids and with times ``shift`` nanoseconds later, and the arrows behind their ranges."""
+    pid = rank.coords.rank + 1
+    tids: dict[tuple[Any, Any], int] = {}
+    ids: dict[Any, int] = {}
+    for event in events:
+        time = _time(event)
+        place = (event.get("pid"), event.get("tid", 0)) if isinstance(event, dict) else (None, None)
+        if time is None or not all(isinstance(part, (int, str)) for part in place):
+            writer.dropped += 1
+            continue
+        if event["ph"] == "M" and event.get("name") in _OF_PROCESS:
+            continue
+        tid = tids.get(place)
+        if tid is None:
+            tid = tids[place] = next(threads)
+            if isinstance(place[1], str):
+                name = {"name": place[1]}
+                writer.add({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": name})
+        event["pid"], event["tid"], event["ts"] = pid, tid, (time + shift) / 1000
+        for key in ("id", "bind_id"):
+            if key in event:
+                old = json.dumps(event[key], sort_keys=True)
+                event[key] = ids[old] if old in ids else ids.setdefault(old, next(writer.numbers))
+        try:
+            writer.add(event)
+        except (ValueError, TypeError, RecursionError, OverflowError):
+            writer.dropped += 1
+            continue
+        if event["ph"] != "X" or not str(event.get("name")).startswith(ranges.PREFIX):
+            continue
+        start = base + time
+        for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
+            more = {"bp": "e"} if arrow.phase == "f" else {}
+            moment = (arrow.time - base + shift) / 1000
+            about = {"cat": "p2p", "name": arrow.name, "id": arrow.number}
+            writer.add({"ph": arrow.phase, **more, **about, "pid": pid, "tid": tid, "ts": moment})
+
+
+def _time(event: Any) -> int | None:
+    """An event's ``ts`` in nanoseconds; None where it has none, or a duration that is no duration."""
+    if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
+        return None
+    ts, duration = event.get("ts", 0 if event["ph"] == "M" else None), event.get("dur", 0)
+    for number in (ts, duration):
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < 1 << 53:
+            return None
+    return round(ts * 1000) if duration >= 0 and math.isfinite(ts) else None
+
+
+def _refuse_to_lose(out: Path) -> None:
+    """An older merged timeline may be replaced; a trace, or any other file, would be lost."""
+    if out.is_dir():
+        raise ValueError(f"{out} is a directory, not a file")
+    if not out.exists() or (out.is_file() and out.stat().st_size == 0):
+        return
+    try:
+        with open(out, "rb") as raw:
+            zipped = raw.read(2) == b"\x1f\x8b"
+        with igzip.open(out, "rb") if zipped else open(out, "rb") as file:
+            ours = file.read(256).startswith(b'{"' + MARK.encode())
+    except (OSError, EOFError, ValueError):
+        ours = False
+    if not ours:
+        raise ValueError(f"{out} exists and is no merged timeline of megaprof's: it is not overwritten")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

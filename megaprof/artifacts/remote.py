@@ -1,0 +1,85 @@
+"""Save paths such as ``s3://bucket/traces``: staged on the local disk, uploaded from the writer's thread (fsspec)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megaprof.artifacts.names import host
+
+#: Object stores show an object when its upload is complete. Everything else gets a temporary name and a rename.
+_SHOWN_WHEN_COMPLETE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos"})
+
+
+def is_remote(directory: str) -> bool:
+    return "://" in directory
+
+
+def check_remote(option: str, directory: str) -> None:
+    """Raises ValueError, naming ``option``, when nothing here can write to ``directory``. No network is touched."""
+    protocol, _, path = directory.partition("://")
+    if protocol in ("file", "local"):
+        raise ValueError(f"{option}: {directory!r} is a local directory; give its path alone: {path}")
+    try:
+        registry = importlib.import_module("fsspec.registry")
+    except ImportError as fault:
+        raise ValueError(f"{option}: {directory!r} needs the package fsspec, which is not installed") from fault
+    try:
+        registry.get_filesystem_class(protocol)
+    except ImportError as fault:
+        home = str(registry.known_implementations.get(protocol, {}).get("class", "")).split(".")[0]
+        package = f"the package {home}" if home and home != "fsspec" else "a package"
+        raise ValueError(f"{option}: {directory!r} needs {package}, which is not installed ({fault})") from fault
+    except ValueError as fault:
+        known = ", ".join(sorted(registry.known_implementations))
+        raise ValueError(f"{option}: {directory!r} has an unknown protocol {protocol!r}; known: {known}") from fault
+    if not path.strip("/"):
+        raise ValueError(f"{option}: {directory!r} names no place; valid: {protocol}://bucket/traces")
+
+
+class Remote:
+    """Uploads files of ``staging``, a fresh local directory in the system's temporary directory, to ``uri``.
+
+    Raises OSError when the staging directory cannot be made.
+    """
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri.rstrip("/")
+        self.staging = Path(tempfile.mkdtemp(prefix="megaprof-"))
+        self._filesystem: Any = None
+        self._root = ""
+
+    def upload(self, local: Path) -> str:
+        """Copy ``local`` and return its address. Raises whatever the file system raises; ``local`` stays."""
+        # Here and not up front: it may ask the network for credentials, which is nothing for the training thread.
+        if self._filesystem is None:
+            self._filesystem, self._root = importlib.import_module("fsspec.core").url_to_fs(self.uri)
+            self._filesystem.makedirs(self._root, exist_ok=True)
+        target = f"{self._root.rstrip('/')}/{local.name}"
+        protocols = self._filesystem.protocol
+        protocols = {protocols} if isinstance(protocols, str) else set(protocols)
+        if protocols & _SHOWN_WHEN_COMPLETE:
+            self._filesystem.put_file(str(local), target)
+        else:
+            self._put_and_rename(local, target)
+        return f"{self.uri}/{local.name}"
+
+    def _put_and_rename(self, local: Path, target: str) -> None:
+        folder, _, name = target.rpartition("/")
+        temporary = f"{folder}/.{name}.{host()}.{os.getpid()}.tmp"
+        try:
+            self._filesystem.put_file(str(local), temporary)
+            self._filesystem.mv(temporary, target)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._filesystem.rm_file(temporary)
+            raise
+
+    def close(self) -> None:
+        """Remove the staging directory, unless it still holds a file that was not uploaded."""
+        with contextlib.suppress(OSError):
+            self.staging.rmdir()

@@ -1,0 +1,280 @@
+"""The background writer: the training thread hands over a path and goes on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaprof.artifacts.files import Incomplete, publish, remove_leftovers
+from megaprof.artifacts.finish import FinishHook
+from megaprof.artifacts.names import kineto_temporary, plain_path
+from megaprof.artifacts.remote import Remote
+
+logger = logging.getLogger("megaprof")
+
+#: How long the end of the process waits for files that are still being written, in seconds.
+FLUSH_SECONDS = 60.0
+#: How many raw files, and how many bytes of them, may wait on the disk for the writer.
+WAITING_FILES = 16
+WAITING_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished raw file on local disk and the name under which it is to appear (compressed if that ends in .gz)."""
+
+    raw: Path
+    final: Path
+
+
+_Task = Callable[[], None]
+
+
+class Writer:
+    """Finishes files in one background thread: compression, rename, upload, the user's finish hook.
+
+    The thread starts with the first job, so a process without a window has none. The queue holds paths. Raw files
+    that wait on the disk are bounded in number and bytes: beyond that the newest is renamed to its uncompressed name
+    (``x.pt.trace.json``) at once, so nothing is lost and nobody waits. A file appears under its final name by a
+    rename, complete, or not at all. Whatever fails is logged and keeps what there is; nothing here raises.
+
+    A child of ``os.fork`` starts with nothing: its parent's files are its parent's.
+    """
+
+    def __init__(
+        self,
+        on_written: Callable[[Path], None] | None = None,
+        *,
+        remote: Remote | None = None,
+        hook: FinishHook | None = None,
+        waiting_files: int = WAITING_FILES,
+        waiting_bytes: int = WAITING_BYTES,
+    ) -> None:
+        self._on_written = on_written
+        self._remote = remote
+        self._hook = hook
+        self._limits = (waiting_files, waiting_bytes)
+        self._start_afresh()
+        _writers.add(self)
+
+    def _start_afresh(self) -> None:
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._idle = threading.Condition()  # over an RLock: a signal handler may flush in the middle of submit
+        self._pending = 0
+        self._waiting: dict[Job, int] = {}  # to bytes of its raw file
+        self._thread: threading.Thread | None = None
+        self._cleaned: set[Path] = set()
+        self._written: list[str] = []  # what the finish hook was not told yet; the writer's thread only
+        self._any_written = False
+        self._overflowed = False
+        self._closed = False
+
+    @property
+    def pending(self) -> bool:
+        """True while something that was handed over is not finished."""
+        return self._pending > 0
+
+    def submit(self, job: Job) -> None:
+        """Queue ``job``; returns at once. At most one rename happens here, when too much waits already."""
+        try:
+            size = job.raw.stat().st_size
+        except OSError as fault:
+            _remove(kineto_temporary(job.raw))
+            logger.error(
+                "megaprof: %s is lost: its raw file was not written (%s); is the disk full, or its directory gone?",
+                job.final,
+                fault.strerror or fault,
+            )
+            return
+        files, most = self._limits
+        with self._idle:
+            waiting = self._waiting.values()
+            full = len(waiting) >= files or (len(waiting) > 0 and sum(waiting) + size > most)
+            if not full:
+                self._waiting[job] = size
+        if not full:
+            self._put(lambda: self._write(job))
+            return
+        if not self._overflowed:
+            self._overflowed = True
+            logger.warning(
+                "megaprof: the writer is behind by %d files; further ones stay uncompressed until it has caught up",
+                len(self._waiting),
+            )
+        plain = _keep(job)
+        if plain is not None:
+            self._put(lambda: self._finished(plain))
+
+    def run(self, task: Callable[[], None]) -> None:
+        """Do ``task`` in the writer's thread, after everything that was submitted before it. What it raises is logged.
+
+        For files that are made from a finished one: the task hands them to ``finish``.
+        """
+        self._put(task)
+
+    def finish(self, job: Job) -> None:
+        """Finish ``job`` at once. Only for a task of ``run``."""
+        self._waiting[job] = 0
+        self._write(job)
+
+    def end_window(self) -> None:
+        """Every file of a window was submitted: its finish hook may run once they are complete."""
+        if self._hook is not None and self._hook.when == "window":
+            self._put(self._announce)
+
+    def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
+        """Wait for every queued file; False, and a log line that names what is missing, after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        with self._idle:
+            while self._pending:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    missing = ", ".join(str(job.final) for job in self._waiting)
+                    logger.error("megaprof: not finished within %.0f s: %s", timeout, missing or "the finish hook")
+                    return False
+                self._idle.wait(left)
+        return True
+
+    def close(self, timeout: float = FLUSH_SECONDS) -> bool:
+        """``flush``, and the finish hook that runs at the end, within ``timeout`` seconds altogether. Idempotent.
+
+        What is not done by then: a finish hook is killed, a file that waits is renamed to its uncompressed name.
+        """
+        if self._closed:
+            return self.flush(timeout)
+        self._closed = True
+        if self._hook is not None and (self._any_written or self._pending):
+            self._put(self._announce)
+        done = self.flush(timeout)
+        if not done:
+            self._give_up()
+        if self._remote is not None:
+            self._remote.close()
+        with self._idle:
+            if self._thread is not None:
+                self._thread = None
+                self._tasks.put(None)
+        return done
+
+    def _give_up(self) -> None:
+        if self._hook is not None:
+            self._hook.stop()
+        with self._idle:
+            jobs = list(self._waiting)
+            self._waiting.clear()
+        for job in jobs:
+            if job.raw.exists() and (plain := _keep(job)) is not None:
+                logger.warning("megaprof: kept %s, uncompressed", plain)
+
+    def _put(self, task: _Task) -> None:
+        with self._idle:
+            self._pending += 1
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="megaprof-writer", daemon=True)
+                try:
+                    thread.start()
+                    self._thread = thread
+                except RuntimeError:  # Python 3.12 starts no thread while the interpreter shuts down
+                    self._do(task)
+                    return
+        self._tasks.put(task)
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._do(task)
+
+    def _do(self, task: _Task) -> None:
+        try:
+            task()
+        except Exception:
+            logger.exception("megaprof: the writer failed; training goes on")
+        finally:
+            with self._idle:
+                self._pending -= 1
+                self._idle.notify_all()
+
+    def _write(self, job: Job) -> None:
+        if job not in self._waiting:  # given up meanwhile, and kept as it is
+            return
+        try:
+            if job.final.parent not in self._cleaned:
+                self._cleaned.add(job.final.parent)
+                remove_leftovers(job.final.parent)
+            publish(job.raw, job.final)
+            self._finished(job.final)
+        except Incomplete as fault:
+            _remove(job.raw)
+            logger.error("megaprof: %s is lost: %s; is the disk full?", job.final, fault)
+        except Exception as fault:
+            plain = _keep(job)
+            kept = f"; kept {plain}, uncompressed" if plain is not None else ""
+            logger.error("megaprof: writing %s failed: %s: %s%s", job.final, type(fault).__name__, fault, kept)
+            if plain is not None:
+                self._finished(plain)
+        finally:
+            with self._idle:
+                self._waiting.pop(job, None)
+
+    def _finished(self, final: Path) -> None:
+        place = str(final)
+        if self._remote is not None:
+            try:
+                place = self._remote.upload(final)
+            except Exception as fault:
+                logger.error(
+                    "megaprof: uploading to %s failed: %s: %s; the file is %s",
+                    self._remote.uri,
+                    type(fault).__name__,
+                    fault,
+                    final,
+                )
+            else:
+                _remove(final)
+        self._any_written = True
+        if self._hook is not None:
+            self._written.append(place)
+        if self._on_written is not None:
+            self._on_written(final)
+
+    def _announce(self) -> None:
+        files, self._written = self._written, []
+        if files and self._hook is not None:
+            self._hook.run(files)
+
+
+_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _in_child() -> None:
+    for writer in list(_writers):
+        writer._start_afresh()
+        writer._closed = True  # nothing of the parent's is this process's to finish
+
+
+# A lock that the parent's writer held at the moment of the fork would stay locked for ever in the child.
+os.register_at_fork(after_in_child=_in_child)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        logger.debug("megaprof: %s cannot be removed", path, exc_info=True)
+
+
+def _keep(job: Job) -> Path | None:
+    """The raw file under its uncompressed name, which needs neither space nor time. None: it stays where it is."""
+    plain = plain_path(job.final)
+    try:
+        os.replace(job.raw, plain)
+    except OSError as fault:
+        logger.error("megaprof: %s stays there, it cannot be renamed to %s: %s", job.raw, plain.name, fault)
+        return None
+    return plain

@@ -1,0 +1,45 @@
+"""Python runs this at start-up wherever ``megaprof run`` put it on ``PYTHONPATH``: it arms megaprof.
+
+A ``sitecustomize`` of the environment's own, which this one stands in front of, runs as if this one were not there.
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _arm() -> None:
+    if "MEGAPROF_TARGET" not in os.environ:
+        return
+    try:
+        try:
+            import megaprof.autoload
+        except ModuleNotFoundError as missing:
+            if missing.name != "megaprof":
+                raise
+            # An interpreter without megaprof among its packages, such as one that ran it from a checkout.
+            sys.path.append(home := os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
+            try:
+                import megaprof.autoload
+            finally:
+                sys.path.remove(home)
+        megaprof.autoload.arm()
+    except Exception as fault:
+        print(f"megaprof: cannot be loaded, profiling is off: {type(fault).__name__}: {fault}", file=sys.stderr)
+
+
+def _run_the_next_one() -> None:
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
+    ours = sys.modules.pop("sitecustomize")
+    try:
+        import sitecustomize  # noqa: F401
+    except ModuleNotFoundError as missing:
+        if missing.name != "sitecustomize":
+            raise
+    finally:
+        sys.modules.setdefault("sitecustomize", ours)
+
+
+_arm()
+_run_the_next_one()

@@ -1,0 +1,69 @@
+"""``megaprof merge DIR -o step.json.gz``: all captured ranks of a step on one Perfetto timeline."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megaprof.cli import CommandError, UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of captured traces, or one trace")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", type=Path, required=True, help="the timeline, gzipped where it ends in .gz"
+    )
+    parser.add_argument("--target", help="which target, of several (default: train_actor, if it is there)")
+    parser.add_argument("--role", help="which role, of several")
+    parser.add_argument("--step", type=int, help="which step, of several (default: the latest)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge, and say what was merged and how far the clocks were off."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megaprof.analysis.merge import NothingToMerge, merge
+
+    console = Console(stderr=True)
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("merging", total=None)
+            merged = merge(
+                arguments.dir,
+                arguments.out,
+                target=arguments.target,
+                role=arguments.role,
+                step=arguments.step,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except NothingToMerge as fault:
+        raise CommandError(str(fault)) from None
+    except ValueError as mistake:
+        raise UsageError(f"-o {mistake}") from None
+    except OSError as fault:
+        raise CommandError(f"-o {arguments.out} cannot be written: {fault.strerror or fault}") from None
+    size = arguments.out.stat().st_size / 1e6
+    _say(
+        f"{merged.capture}: {_count(len(merged.ranks), 'rank')}, {_count(merged.events, 'event')}, "
+        f"{_count(merged.arrows, 'arrow')} from a send to its receive"
+    )
+    for line in merged.alignment.sentences():
+        _say(line)
+    for warning in merged.warnings:
+        _say(f"! {warning}")
+    if merged.others:
+        more = f" and {len(merged.others) - 5} more" if len(merged.others) > 5 else ""
+        _say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more}")
+    _say(f"{arguments.out} ({size:.1f} MB): drag it into https://ui.perfetto.dev")
+    return 0
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+
+
+def _say(line: str) -> None:
+    """Names come from files: no control characters of theirs reach the terminal."""
+    sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")

@@ -1,0 +1,71 @@
+"""``megaprof run ... -- COMMAND``: profile a host that nobody edited.
+
+The command takes this process's place (``exec``), so its exit code, signals, arguments and ``__main__`` are its own.
+What it needs to profile itself is in its environment, and so in that of every process it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from typing import NoReturn
+
+from megaprof.arguments import add_profile_args, config_from_args
+from megaprof.autoload import environment
+from megaprof.cli import CommandError, UsageError
+from megaprof.config import flag
+
+DESCRIPTION = """Run COMMAND with profiling, without an edit of it: a launcher (torchrun, srun, ray job submit, bash),
+a Python script, or -m and a module. The hooks go in when it asks Megatron-Core for its schedule, in whichever process
+that happens. Under torchrun itself: torchrun ... -m megaprof run --profile-target ... -- pretrain_gpt.py ..."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.usage = "megaprof run [--profile-... VALUE] -- COMMAND [ARGUMENT ...]"
+    add_profile_args(parser)
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
+def run(args: argparse.Namespace) -> NoReturn:
+    """Become the command. Raises UsageError for a configuration or a command that makes no sense."""
+    command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    if not command:
+        raise UsageError("no command; put it behind '--', e.g. megaprof run --profile-target train_actor "
+                         "--profile-dir /data/traces -- torchrun ... pretrain_gpt.py ...")  # fmt: skip
+    try:
+        config = config_from_args(args)
+    except ValueError as mistake:
+        raise UsageError(str(mistake)) from None
+    if not config.enabled:
+        print(f"megaprof run: no {flag('target')}, so nothing is profiled", file=sys.stderr)
+    program, arguments = resolve(command)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(program, arguments, environment(config, os.environ))
+    except OSError as fault:
+        raise CommandError(f"{command[0]}: {fault.strerror}") from None
+
+
+def resolve(command: list[str]) -> tuple[str, list[str]]:
+    """The program to execute and its arguments, the name it is called by among them.
+
+    ``-m MODULE`` and a file that ends in ``.py`` run under this interpreter, with the options this one was given.
+    """
+    first = command[0]
+    if first == "-m" or (first.endswith(".py") and os.path.isfile(first)):
+        return sys.executable, [sys.executable, *_interpreter_options(), *command]
+    program = shutil.which(first)
+    if program is None:
+        raise UsageError(f"{first}: neither a program on the PATH nor a Python script that exists")
+    return program, command
+
+
+def _interpreter_options() -> list[str]:
+    """What stood before ``-m megaprof``, or before the script ``megaprof``, on this interpreter's command line."""
+    ours = len(sys.argv) - 1
+    before = sys.orig_argv[1 : len(sys.orig_argv) - ours]
+    return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]

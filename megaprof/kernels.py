@@ -1,0 +1,214 @@
+"""Kernel summary: how long each kernel ran by itself, exactly, from a finished raw trace.
+
+Self time is the time during which an event is the innermost one, the one that started last, on its stream or thread.
+For nested events that is its interval without its children; and since every instant of a stream belongs to one event,
+nothing is counted twice: the self times of a stream add up to the time that it was busy. The same kernel on two
+streams at once did run twice, so its self times add up; ``union_us`` is the time during which at least one ran.
+
+Times are whole nanoseconds inside, as Kineto writes them, so sums are exact. Standard library only: this runs in a
+child process, because parsing a trace would hold the interpreter lock of the training thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
+from typing import Any, TextIO
+
+VERSION = 1
+DEVICE_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+#: What nests on a thread. Python functions are no operators: with stacks recorded or not, self times are the same.
+HOST_CATEGORIES = frozenset({"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"})
+_LISTED_HOST_CATEGORY = "cpu_op"
+_EVENTS = re.compile(r'"traceEvents"\s*:\s*\[')
+_CHUNK = 1 << 20
+
+
+def read_events(file: TextIO) -> Iterator[dict[str, Any]]:
+    """The events of a Chrome trace, one by one in bounded memory. Numbers with a fraction come as text, undamaged.
+
+    Raises ValueError for a file that ends in the middle or is no trace.
+    """
+    decoder = json.JSONDecoder(parse_float=str)
+    text, found = "", None
+    while found is None:
+        chunk = file.read(_CHUNK)
+        if not chunk:
+            raise ValueError("no traceEvents in this file")
+        text += chunk
+        found = _EVENTS.search(text)
+    position = found.end()
+    while True:
+        while position < len(text) and text[position] in " \t\r\n,":
+            position += 1
+        if position < len(text) and text[position] == "]":
+            return
+        try:
+            event, position = decoder.raw_decode(text, position)
+            yield event
+        except json.JSONDecodeError:
+            chunk = file.read(_CHUNK)
+            if not chunk:
+                raise ValueError("the trace ends in the middle of its events") from None
+            text, position = text[position:] + chunk, 0
+
+
+def nanoseconds(value: Any) -> int:
+    """A trace time, in microseconds with up to three decimals, as whole nanoseconds."""
+    if isinstance(value, int):
+        return value * 1000
+    whole, _, fraction = str(value).partition(".")
+    if whole.isdigit() and (not fraction or fraction.isdigit()):
+        return int(whole) * 1000 + int((fraction + "000")[:3])
+    return int(Decimal(str(value)) * 1000)
+
+
+class Lane:
+    """The events of one stream or thread: three numbers each."""
+
+    def __init__(self) -> None:
+        self.starts, self.ends, self.names = array("q"), array("q"), array("q")
+
+    def add(self, start: int, end: int, name: int) -> None:
+        self.starts.append(start)
+        self.ends.append(end)
+        self.names.append(name)
+
+    def in_order(self) -> Iterator[tuple[int, int, int]]:
+        """``(start, end, name)`` by start, an enclosing event before what it encloses."""
+        starts, ends, names = self.starts, self.ends, self.names
+        for i in sorted(range(len(starts)), key=lambda i: (starts[i], -ends[i])):
+            yield starts[i], ends[i], names[i]
+
+
+Enter = Callable[[int | None, int, int], int]
+"""``enter(key of the event around it, start, name)`` is the key under which an event's time is counted."""
+
+
+def by_name(_around: int | None, _start: int, name: int) -> int:
+    return name
+
+
+def self_times(spans: Iterable[tuple[int, int, int]], enter: Enter = by_name) -> dict[int, int]:
+    """Key -> nanoseconds during which an event with that key was the innermost one.
+
+    ``spans`` as `Lane.in_order` gives them.
+    """
+    totals: dict[int, int] = {}
+    open_events: list[tuple[int, int]] = []  # (end, key), the innermost one last
+    now = 0
+
+    def advance(until: float) -> None:
+        nonlocal now
+        while open_events:
+            end, key = open_events[-1]
+            reached = end if end < until else int(until)
+            if reached > now:
+                totals[key] += reached - now
+                now = reached
+            if end > until:
+                return
+            open_events.pop()
+
+    for start, end, name in spans:
+        advance(start)
+        now = max(now, start)
+        key = enter(open_events[-1][1] if open_events else None, start, name)
+        totals.setdefault(key, 0)
+        open_events.append((end, key))
+    advance(math.inf)
+    return totals
+
+
+def union(intervals: Iterable[tuple[int, int]]) -> int:
+    """Length of the union of ``(start, end)`` intervals."""
+    total, reached = 0, 0
+    for start, end in sorted(intervals):
+        if end > reached:
+            total += end - max(start, reached)
+            reached = end
+    return total
+
+
+class KernelSummary:
+    """Collects events; ``result()`` is the summary. Operators of the CPU are what it lists where no device event is."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, str, str], int] = {}  # (name, category, device) -> number
+        self._lanes: dict[bool, dict[tuple[Any, ...], Lane]] = {False: {}, True: {}}  # on a device? -> lane
+
+    def add(self, event: dict[str, Any]) -> None:
+        category = event.get("cat")
+        if event.get("ph") != "X" or (category not in DEVICE_CATEGORIES and category not in HOST_CATEGORIES):
+            return
+        args = event.get("args") or {}
+        on_device = category in DEVICE_CATEGORIES
+        device, lane = "cpu", (event.get("pid"), event.get("tid"))
+        if on_device:
+            self._lanes[False].clear()  # host events only stand in for devices that there are none of
+            device = f"cuda:{args.get('device', event.get('pid'))}"
+            lane = (device, args.get("stream", event.get("tid")))
+        elif self._lanes[True]:
+            return
+        start = nanoseconds(event["ts"])
+        key = (str(event.get("name")), str(category), device)
+        number = self._names.setdefault(key, len(self._names))
+        self._lanes[on_device].setdefault(lane, Lane()).add(start, start + nanoseconds(event.get("dur", 0)), number)
+
+    def result(self, identity: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Plain data: ``identity``, then ``devices`` and ``kernels`` (most self time first), times in microseconds."""
+        on_device = bool(self._lanes[True])
+        lanes = self._lanes[on_device]
+        own: dict[int, int] = defaultdict(int)
+        intervals: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for lane in lanes.values():
+            for number, time in self_times(lane.in_order()).items():
+                own[number] += time
+            for start, end, number in zip(lane.starts, lane.ends, lane.names, strict=True):
+                intervals[number].append((start, end))
+        kernels: list[dict[str, Any]] = []
+        devices: dict[str, list[int]] = defaultdict(list)
+        for (name, category, device), number in self._names.items():
+            if number not in own:
+                continue
+            devices[device].append(number)
+            if on_device or category == _LISTED_HOST_CATEGORY:
+                kernels.append(
+                    {
+                        "name": name,
+                        "category": category,
+                        "device": device,
+                        "count": len(intervals[number]),
+                        "self_us": own[number] / 1000,
+                        "union_us": union(intervals[number]) / 1000,
+                    }
+                )
+        kernels.sort(key=lambda kernel: (-kernel["self_us"], kernel["device"], kernel["name"]))
+        return {
+            "version": VERSION,
+            **(identity or {}),
+            "activity": "cuda" if on_device else "cpu",
+            "devices": [
+                {
+                    "device": device,
+                    "count": sum(len(intervals[n]) for n in numbers),
+                    "self_us": sum(own[n] for n in numbers) / 1000,
+                    "busy_us": union(span for n in numbers for span in intervals[n]) / 1000,
+                }
+                for device, numbers in sorted(devices.items())
+            ],
+            "kernels": kernels,
+        }
+
+
+def summarise(file: TextIO, identity: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The kernel summary of an uncompressed trace. Raises ValueError for a file that is no whole trace."""
+    summary = KernelSummary()
+    for event in read_events(file):
+        summary.add(event)
+    return summary.result(identity)

@@ -1,0 +1,117 @@
+"""CUDA memory history: a snapshot per window, and one more when the device runs out of memory.
+
+The files open in PyTorch's memory viewer (pytorch.org/memory_viz). The metadata is in them as JSON text under the key
+``megaprof``; the viewer's own unpickler reads no other new types.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprof.artifacts import Job, Writer, artifact_name, raw_path
+from megaprof.config import ProfileConfig, flag
+from megaprof.recorders import Window
+
+logger = logging.getLogger("megaprof")
+
+SUFFIX = ".memory.pickle"
+OUT_OF_MEMORY_SUFFIX = ".oom.memory.pickle"
+#: A ring buffer: the oldest events of a longer window are dropped. An event takes ~1 KB of host memory with its stack.
+MAX_ENTRIES = 100_000
+
+
+class MemoryRecorder:
+    """Records allocations with Python stacks while a window is open; history is off again afterwards.
+
+    Raises ValueError where there is no CUDA device, or where somebody else records memory history already: there is one
+    per process, and ending ours would end theirs.
+    """
+
+    #: The recorder whose window is open. An observer cannot be detached, so one per process serves all recorders.
+    _recording: MemoryRecorder | None = None
+    _observing = False
+
+    def __init__(self, config: ProfileConfig, writer: Writer) -> None:
+        if config.dir is None:
+            raise ValueError("the memory recorder needs a directory")
+        if not torch.cuda.is_available():
+            raise ValueError(f"{flag('tool')} memory: there is no CUDA device here; drop it, or run where one is")
+        if _history_is_on():
+            raise ValueError(
+                f"{flag('tool')} memory: memory history is already recorded in this process; switch that off "
+                "(--record-memory-history in Megatron-LM), or drop the tool"
+            )
+        self._directory = Path(config.dir)
+        self._writer = writer
+        self._window: Window | None = None
+        self._ran_out = False
+
+    def start(self, window: Window) -> None:
+        if window.warmup:
+            return
+        torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=MAX_ENTRIES)
+        self._window, self._ran_out = window, False
+        MemoryRecorder._recording = self
+        if not MemoryRecorder._observing:
+            # Not in a torch without CUDA, and so unknown to its type information.
+            getattr(torch._C, "_cuda_attach_out_of_memory_observer")(_out_of_memory)  # noqa: B009
+            MemoryRecorder._observing = True
+
+    def stop(self, window: Window, metadata: dict[str, Any]) -> None:
+        if self._window is None:
+            return
+        try:
+            self._write(window, SUFFIX, metadata)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        if self._window is None:
+            return
+        self._window = None
+        MemoryRecorder._recording = None
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def ran_out(self, device: int, wanted: int, allocated: int, free: int) -> None:
+        """An allocation of ``wanted`` bytes failed; ``allocated`` and ``free`` bytes of the device. Once per window:
+        what the host tries next may fail as well."""
+        if self._window is None or self._ran_out:
+            return
+        self._ran_out = True
+        facts = {"device": device, "wanted": wanted, "allocated": allocated, "free": free}
+        self._write(self._window, OUT_OF_MEMORY_SUFFIX, {"out_of_memory": facts})
+
+    def _write(self, window: Window, suffix: str, metadata: dict[str, Any]) -> None:
+        final = self._directory / artifact_name(window.target, window.role, window.step, window.coords, suffix)
+        raw = raw_path(final)
+        snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
+        snapshot["megaprof"] = json.dumps(metadata)
+        try:
+            with open(raw, "wb") as file:
+                pickle.dump(snapshot, file)
+        except BaseException:
+            raw.unlink(missing_ok=True)
+            raise
+        self._writer.submit(Job(raw, final))
+
+
+def _history_is_on() -> bool:
+    asked = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    return asked is not None and bool(asked())
+
+
+def _out_of_memory(device: int, wanted: int, allocated: int, free: int) -> None:
+    """Called by the allocator, in the allocating thread, before it raises: a fault here would replace the host's."""
+    recorder = MemoryRecorder._recording
+    if recorder is None:
+        return
+    try:
+        recorder.ran_out(device, wanted, allocated, free)
+    except Exception as fault:
+        logger.error("megaprof: no memory snapshot of the device that ran out of memory: %s", fault)

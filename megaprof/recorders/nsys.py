@@ -1,0 +1,79 @@
+"""Nsight Systems: opens a capture range of an ``nsys profile`` that runs around this process (see `megaprof.nsys`).
+
+nsys writes its own files, numbered by capture range. A ``.nsys.json`` per window says which number it has, and carries
+the metadata that nsys cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprof.artifacts import Job, Writer, artifact_name, raw_path
+from megaprof.config import ProfileConfig, flag
+from megaprof.recorders import Window
+
+logger = logging.getLogger("megaprof")
+
+SUFFIX = ".nsys.json"
+#: nsys sets it in the processes that it profiles.
+SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
+
+
+class NsysRecorder:
+    """One capture range per window. Ranges reach nsys as NVTX, domain ``megaprof``, like all our ranges.
+
+    Raises ValueError where there is no CUDA device: without one, cudaProfilerStart reaches nobody.
+    """
+
+    _captures = 0  # capture ranges of this process so far: what nsys numbers its files by
+
+    def __init__(self, config: ProfileConfig, writer: Writer) -> None:
+        if config.dir is None:
+            raise ValueError("the nsys recorder needs a directory")
+        if not torch.cuda.is_available():
+            raise ValueError(f"{flag('tool')} nsys: there is no CUDA device here; drop it, or run where one is")
+        if SESSION_VARIABLE not in os.environ:
+            logger.warning(
+                "megaprof: %s nsys, but this process does not seem to run under nsys, and then nothing is captured; "
+                "'megaprof nsys' prints the command to put before yours",
+                flag("tool"),
+            )
+        self._directory = Path(config.dir)
+        self._writer = writer
+        self._running = False
+
+    def start(self, window: Window) -> None:
+        if window.warmup:  # nsys would write a file for it
+            return
+        _call("cudaProfilerStart")
+        self._running = True
+        NsysRecorder._captures += 1
+
+    def stop(self, window: Window, metadata: dict[str, Any]) -> None:
+        if not self._running:
+            return
+        self.discard()
+        final = self._directory / artifact_name(window.target, window.role, window.step, window.coords, SUFFIX)
+        raw = raw_path(final)
+        raw.write_text(json.dumps({"capture": NsysRecorder._captures, "megaprof": metadata}), encoding="utf-8")
+        self._writer.submit(Job(raw, final))
+
+    def discard(self) -> None:
+        if not self._running:
+            return
+        self._running = False
+        torch.cuda.synchronize()  # kernels that still run would be cut off the end of the window
+        _call("cudaProfilerStop")
+
+
+def _call(function: str) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    result = getattr(runtime, function)()
+    if int(result) != 0:
+        raise RuntimeError(f"{function} answered {result}")

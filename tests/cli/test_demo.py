@@ -1,0 +1,63 @@
+"""``megaprof demo`` as a user runs it: real ranks, real traces, the stage that was built slow named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = ["--microbatches", "4", "--steps", "2"]
+
+
+def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "megaprof", "demo", *SMALL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_stage_built_slow_is_the_one_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    finished = demo("--layout", "1,7", "--out", str(out))
+    assert finished.returncode == 0, finished.stderr
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    assert [target["target"] for target in report["targets"]] == ["train_actor", "train_log_probs"]
+    for target in report["targets"]:
+        assert target["slowest_stage"] == 1
+        assert target["imbalance"] > 1.1
+        assert [(cause["kind"], cause["stage"]) for cause in target["causes"]][:1] == [("layers", 1)]
+        assert "7 layers against 1" in target["causes"][0]["evidence"]
+    assert "training step 2 of 2" in finished.stderr
+    for words in ("Stage 1 is slow", "7 layers against 1", "ui.perfetto.dev", str(out)):
+        assert words in finished.stdout.replace("\n", " ") or words in finished.stdout
+    assert len(list(out.glob("*.pt.trace.json.gz"))) == 4
+
+
+def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    finished = demo("--pp", "1", "--layers", "2", "--out", str(out))
+    assert finished.returncode == 0, finished.stderr
+    for target in json.loads((out / "report.json").read_text())["targets"]:
+        assert target["slowest_stage"] is None
+        assert target["causes"] == []
+        assert [stage["bubble_ms"] for stage in target["stages"]] == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--layout", "5,4"], "layout"),
+        (["--layout", "six"], "--layout six"),
+        (["--steps", "0"], "--steps 0"),
+        (["--pp", "0"], "pp=0"),
+        (["--out", "."], "--out ."),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str, tmp_path: Path) -> None:
+    finished = demo(*arguments) if "--out" in arguments else demo(*arguments, "--out", str(tmp_path / "new"))
+    assert finished.returncode == 2
+    assert said in finished.stderr
+    assert len(finished.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "new").exists()

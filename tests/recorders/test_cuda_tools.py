@@ -1,0 +1,181 @@
+"""The recorders that need a GPU, with torch's CUDA calls replaced by notes of what was called."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof.artifacts import Writer
+from megaprof.config import ProfileConfig
+from megaprof.recorders import Window
+from megaprof.recorders.memory import MAX_ENTRIES, MemoryRecorder
+from megaprof.recorders.nsys import SESSION_VARIABLE, NsysRecorder
+from megaprof.topology import ParallelSizes, RankCoords
+
+COORDS = RankCoords(rank=3, pp=1, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes(pp=2))
+WINDOW = Window("train_actor", "ref", 7, COORDS)
+STEM = "train_actor.ref.step000007.pp1-tp0-cp0-ep0-dp0.rank00003"
+
+
+class Cuda:
+    """What was called, in order, and what answers."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.observers: list[Any] = []
+        self.answer = 0
+        self.history_on = False
+
+    def cudart(self) -> Cuda:
+        return self
+
+    def cudaProfilerStart(self) -> int:
+        self.calls.append("start")
+        return self.answer
+
+    def cudaProfilerStop(self) -> int:
+        self.calls.append("stop")
+        return self.answer
+
+    def record_history(self, enabled: str | None, **options: Any) -> None:
+        self.calls.append((enabled, options))
+        self.history_on = enabled is not None
+
+    def snapshot(self) -> dict[str, Any]:
+        self.calls.append("snapshot")
+        return {"segments": [], "device_traces": [[{"action": "alloc", "size": 512}]]}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    fake = Cuda()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", fake.cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.calls.append("synchronize"))
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fake.record_history)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: fake.history_on, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
+    monkeypatch.setattr(MemoryRecorder, "_observing", False)
+    monkeypatch.setattr(NsysRecorder, "_captures", 0)
+    return fake
+
+
+def config(directory: Path, tool: str) -> ProfileConfig:
+    return ProfileConfig(target=("train_actor",), dir=str(directory), tool=(tool,))
+
+
+def test_nsys_opens_one_capture_range_per_window(cuda: Cuda, tmp_path: Path) -> None:
+    writer = Writer()
+    recorder = NsysRecorder(config(tmp_path, "nsys"), writer)
+    for step in (7, 8):
+        recorder.start(Window("train_actor", "ref", step, COORDS))
+        recorder.stop(Window("train_actor", "ref", step, COORDS), {"steps": [step, step]})
+    assert cuda.calls == ["start", "synchronize", "stop"] * 2
+    assert writer.close(60)
+    said = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
+    assert said == [{"capture": i + 1, "megaprof": {"steps": [7 + i, 7 + i]}} for i in range(2)]
+    assert sorted(path.name for path in tmp_path.iterdir())[0] == f"{STEM}.nsys.json"
+
+
+def test_a_warm_up_or_a_stop_without_start_opens_no_capture_range(cuda: Cuda, tmp_path: Path) -> None:
+    recorder = NsysRecorder(config(tmp_path, "nsys"), Writer())
+    recorder.start(Window("train_actor", None, 0, COORDS, warmup=True))
+    recorder.discard()
+    recorder.stop(WINDOW, {})
+    assert cuda.calls == []
+
+
+def test_a_refusal_of_the_profiler_interface_is_an_error(cuda: Cuda, tmp_path: Path) -> None:
+    recorder = NsysRecorder(config(tmp_path, "nsys"), Writer())
+    cuda.answer = 216
+    with pytest.raises(RuntimeError, match="cudaProfilerStart answered 216"):
+        recorder.start(WINDOW)
+    recorder.discard()
+    assert cuda.calls == ["start"]
+
+
+def test_nsys_that_does_not_run_is_said_before_the_first_step(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(SESSION_VARIABLE, raising=False)
+    with caplog.at_level(logging.WARNING, "megaprof"):
+        NsysRecorder(config(tmp_path, "nsys"), Writer())
+        assert "'megaprof nsys' prints the command" in caplog.text
+        caplog.clear()
+        monkeypatch.setenv(SESSION_VARIABLE, "123")
+        NsysRecorder(config(tmp_path, "nsys"), Writer())
+        assert caplog.text == ""
+
+
+def test_memory_history_is_bounded_on_in_the_window_and_off_again(cuda: Cuda, tmp_path: Path) -> None:
+    writer = Writer()
+    recorder = MemoryRecorder(config(tmp_path, "memory"), writer)
+    assert cuda.calls == []
+    recorder.start(WINDOW)
+    assert cuda.calls == [("all", {"context": "all", "stacks": "python", "max_entries": MAX_ENTRIES})]
+    recorder.stop(WINDOW, {"target": "train_actor"})
+    assert cuda.calls[1:] == ["snapshot", (None, {})]
+    assert writer.close(60)
+    with open(tmp_path / f"{STEM}.memory.pickle", "rb") as file:
+        snapshot = pickle.load(file)
+    assert snapshot["device_traces"] == [[{"action": "alloc", "size": 512}]]
+    assert json.loads(snapshot["megaprof"]) == {"target": "train_actor"}
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_an_out_of_memory_error_in_a_window_has_a_snapshot_of_its_own(cuda: Cuda, tmp_path: Path) -> None:
+    writer = Writer()
+    recorder = MemoryRecorder(config(tmp_path, "memory"), writer)
+    for _ in range(2):
+        recorder.start(WINDOW)
+        recorder.discard()
+    (observer,) = cuda.observers  # attached once, and for good
+    recorder.start(WINDOW)
+    observer(0, 1 << 30, 70 << 30, 5 << 20)
+    observer(0, 1 << 30, 70 << 30, 5 << 20)
+    recorder.stop(WINDOW, {})
+    observer(0, 1 << 30, 70 << 30, 5 << 20)  # no window is open any more
+    assert cuda.calls.count("snapshot") == 2
+    assert writer.close(60)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{STEM}.memory.pickle", f"{STEM}.oom.memory.pickle"}
+    with open(tmp_path / f"{STEM}.oom.memory.pickle", "rb") as file:
+        facts = json.loads(pickle.load(file)["megaprof"])
+    assert facts == {"out_of_memory": {"device": 0, "wanted": 1 << 30, "allocated": 70 << 30, "free": 5 << 20}}
+
+
+def test_a_fault_in_the_observer_does_not_replace_the_hosts_error(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = MemoryRecorder(config(tmp_path, "memory"), Writer())
+    recorder.start(WINDOW)
+
+    def snapshot() -> None:
+        raise RuntimeError("no snapshot today")
+
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", snapshot)
+    cuda.observers[0](0, 1, 2, 3)
+    assert "no snapshot today" in caplog.text
+    with pytest.raises(RuntimeError, match="no snapshot today"):
+        recorder.stop(WINDOW, {})
+    assert not cuda.history_on, "history must be off again whatever happens"
+
+
+def test_history_of_somebody_elses_is_left_alone(cuda: Cuda, tmp_path: Path) -> None:
+    cuda.history_on = True
+    with pytest.raises(ValueError, match="--profile-tool memory: memory history is already recorded"):
+        MemoryRecorder(config(tmp_path, "memory"), Writer())
+    assert cuda.calls == []
+
+
+def test_a_warm_up_records_no_history(cuda: Cuda, tmp_path: Path) -> None:
+    recorder = MemoryRecorder(config(tmp_path, "memory"), Writer())
+    recorder.start(Window("train_actor", None, 0, COORDS, warmup=True))
+    recorder.discard()
+    assert cuda.calls == []

@@ -1,0 +1,186 @@
+"""Each option of the torch recorder, by what it changes in a real trace."""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof.artifacts import Writer
+from megaprof.config import ProfileConfig
+from megaprof.recorders import Window
+from megaprof.recorders.torch_profiler import TorchRecorder
+from megaprof.topology import ParallelSizes, RankCoords
+
+WINDOW = Window("train_actor", None, 7, RankCoords(rank=0, pp=0, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes()))
+STEM = "train_actor.step000007.pp0-tp0-cp0-ep0-dp0.rank00000"
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x))
+
+
+def config(directory: Path, **fields: Any) -> ProfileConfig:
+    return ProfileConfig(target=("train_actor",), dir=str(directory), **fields)
+
+
+def record(directory: Path, model: Callable[..., Any] | None = None, **fields: Any) -> TorchRecorder:
+    """One window around a forward and a backward; every file is complete afterwards."""
+    writer = Writer()
+    recorder = TorchRecorder(config(directory, **fields), writer)
+    net = Net() if model is None else model
+    recorder.start(WINDOW)
+    with torch.profiler.record_function("megaprof/forward mb=0 chunk=0"):
+        net(torch.randn(4, 8)).sum().backward()
+    recorder.stop(WINDOW, {"target": "train_actor", "steps": [7, 7], "coords": {"rank": 0}})
+    assert writer.close(60)
+    return recorder
+
+
+def trace(directory: Path) -> dict[str, Any]:
+    with gzip.open(directory / f"{STEM}.pt.trace.json.gz") as file:
+        loaded: dict[str, Any] = json.load(file)
+    return loaded
+
+
+def arguments(loaded: dict[str, Any]) -> set[str]:
+    """Names of the arguments of operators."""
+    return {name for e in loaded["traceEvents"] if e.get("cat") == "cpu_op" for name in e["args"]}
+
+
+def categories(loaded: dict[str, Any]) -> set[str]:
+    return {e.get("cat") for e in loaded["traceEvents"]}
+
+
+COSTLY = {"Input Dims", "Module Hierarchy", "cpu_instant_event", "python_function"}
+
+
+def test_nothing_that_costs_memory_is_on_by_default(tmp_path: Path) -> None:
+    record(tmp_path)
+    loaded = trace(tmp_path)
+    assert not COSTLY & (arguments(loaded) | categories(loaded))
+    assert {"cpu_op", "user_annotation"} <= categories(loaded)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{STEM}.pt.trace.json.gz"]
+
+
+@pytest.mark.parametrize(
+    ("option", "adds"),
+    [
+        ("record_shapes", {"Input Dims"}),
+        ("profile_memory", {"cpu_instant_event"}),
+        ("with_stack", {"python_function"}),
+        ("with_flops", {"Input Dims"}),
+        ("with_modules", {"Module Hierarchy"}),
+    ],
+)
+def test_each_option_changes_the_trace_and_nothing_else(option: str, adds: set[str], tmp_path: Path) -> None:
+    model = torch.jit.script(Net()) if option == "with_modules" else None
+    record(tmp_path, model, **{option: True})
+    loaded = trace(tmp_path)
+    assert COSTLY & (arguments(loaded) | categories(loaded)) == adds
+    assert loaded[option] == 1
+
+
+def test_an_execution_trace_is_written_beside_each_window(tmp_path: Path) -> None:
+    for _ in range(2):  # the observer is the process's only one, so it must be free again
+        record(tmp_path, execution_trace=True)
+        written = json.loads((tmp_path / f"{STEM}.et.json").read_text())
+        assert written["schema"].endswith("chakra.0.0.4")
+        assert {"aten::linear", "megaprof/forward mb=0 chunk=0"} <= {node["name"] for node in written["nodes"]}
+        (tmp_path / f"{STEM}.et.json").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{STEM}.pt.trace.json.gz"]
+
+
+def test_an_execution_trace_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:
+    theirs = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "theirs.json"))
+    recorder = TorchRecorder(config(tmp_path, execution_trace=True), Writer())
+    try:
+        with pytest.raises(RuntimeError, match="another execution trace observer"):
+            recorder.start(WINDOW)
+        recorder.discard()
+        assert theirs.is_registered
+    finally:
+        theirs.unregister_callback()
+    assert not torch._C._autograd._profiler_enabled()
+
+
+@pytest.mark.parametrize("execution_trace", [False, True])
+def test_a_discarded_window_leaves_nothing(execution_trace: bool, tmp_path: Path) -> None:
+    writer = Writer()
+    recorder = TorchRecorder(config(tmp_path, execution_trace=execution_trace), writer)
+    recorder.start(WINDOW)
+    recorder.discard()
+    recorder.discard()
+    recorder.stop(WINDOW, {})  # stop before start is a no-op
+    assert writer.close(60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_warm_up_writes_no_execution_trace(tmp_path: Path) -> None:
+    recorder = TorchRecorder(config(tmp_path, execution_trace=True), Writer())
+    recorder.start(Window("train_actor", None, 7, WINDOW.coords, warmup=True))
+    assert list(tmp_path.iterdir()) == []
+    recorder.discard()
+
+
+def test_stacks_are_exported_with_or_instead_of_the_trace(tmp_path: Path) -> None:
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        return Net()(x)
+
+    record(tmp_path, traced, with_stack=True, export=("stacks", "trace"))
+    assert {path.name for path in tmp_path.iterdir()} == {f"{STEM}.pt.trace.json.gz", f"{STEM}.stacks.txt"}
+    record(tmp_path / "alone", traced, with_stack=True, export=("stacks",))
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == [f"{STEM}.stacks.txt"]
+    for lines in ((d / f"{STEM}.stacks.txt").read_text().splitlines() for d in (tmp_path, tmp_path / "alone")):
+        stacks = {stack: int(time) for stack, _, time in (line.rpartition(" ") for line in lines)}
+        assert all(time > 0 for time in stacks.values())
+        deepest = max(stacks, key=lambda stack: ("aten::addmm" in stack, stack.count(";"))).split(";")
+        position = [next(i for i, frame in enumerate(deepest) if name in frame) for name in (": traced", ": forward")]
+        assert position == sorted(position)
+        assert deepest.index("aten::addmm") > position[-1]
+
+
+@pytest.mark.parametrize("option", ["record_shapes", "with_stack", "with_flops"])
+def test_a_closed_window_holds_no_memory_and_no_tensor(option: str, tmp_path: Path) -> None:
+    """Without a garbage collection, which Megatron may have switched off: parameters can be swapped again."""
+    net = Net()
+    gc.disable()
+    try:
+        recorder = record(tmp_path, net, **{option: True})
+        net.zero_grad()
+        torch.utils.swap_tensors(net.linear.weight, torch.nn.Parameter(torch.randn(8, 8)))
+        recorder.start(WINDOW)
+        net(torch.randn(4, 8)).sum().backward()
+        recorder.discard()
+        net.zero_grad()
+        torch.utils.swap_tensors(net.linear.weight, torch.nn.Parameter(torch.randn(8, 8)))
+    finally:
+        gc.enable()
+
+
+@pytest.fixture
+def _unwritable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def export(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    yield
+
+
+@pytest.mark.usefixtures("_unwritable")
+def test_a_failed_export_leaves_no_half_file_and_no_running_profiler(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        record(tmp_path, kernels=True, execution_trace=True)
+    assert list(tmp_path.iterdir()) == []
+    assert not torch._C._autograd._profiler_enabled()
