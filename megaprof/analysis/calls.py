@@ -7,17 +7,23 @@ several of them.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from megaprof import ranges
-from megaprof.analysis.intervals import Intervals, covered, difference, intervals, total, union
+from megaprof.analysis.attribution import Attribution, attribute, busy_in, owners
+from megaprof.analysis.intervals import Intervals, covered, difference, intersection, intervals, total, union
 from megaprof.analysis.traces import Collective, Metadata, Range, Trace
 
 #: The groups whose communication is split apart, in the order of the report's ``exposed_ms``.
 GROUPS = ("tp", "ep", "cp", "pp", "dp")
 WHOLE_STEP = "train_overall"
+RECOMPUTE = "recompute"
+#: Communication that cannot be given to a group is told from this fraction of the call on.
+_UNNAMED = 0.01
 
 _PHASES = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)
 _FORWARD_ONLY = ("train_log_probs", "evaluate")
@@ -31,7 +37,8 @@ _ANY_USER = ("tp", "ep", "cp", "dp")
 class Phase:
     """One microbatch's forward, backward or combined pass on one model chunk; times in nanoseconds.
 
-    ``exposed_ns`` is the part in which a collective ran and no operator did.
+    ``start`` and ``end`` are the host's. ``exposed_ns`` is the part in which a collective ran and nothing computed. On
+    a GPU trace ``gpu_ns`` is how long the GPU computed for it, and ``gpu`` when: from its first to its last kernel.
     """
 
     kind: str
@@ -40,23 +47,53 @@ class Phase:
     start: int
     end: int
     exposed_ns: int
+    gpu_ns: int | None = None
+    gpu: tuple[int, int] | None = None
 
     @property
     def duration_ns(self) -> int:
+        """The host's time."""
         return self.end - self.start
 
     @property
     def compute_ns(self) -> int:
-        return self.duration_ns - self.exposed_ns
+        return self.duration_ns - self.exposed_ns if self.gpu_ns is None else self.gpu_ns
+
+    @property
+    def pass_ns(self) -> int:
+        """What ``forward_ms`` and ``backward_ms`` report: the whole pass on a CPU, computation on a GPU."""
+        return self.duration_ns if self.gpu_ns is None else self.gpu_ns
+
+    @property
+    def occupied_ns(self) -> int:
+        """How long it keeps its stage: computation and exposed communication of anything but the pipeline."""
+        return self.compute_ns + self.exposed_ns
+
+    @property
+    def when(self) -> tuple[int, int]:
+        """When it ran: on the GPU, if that was captured."""
+        return self.gpu or (self.start, self.end)
+
+
+class ModuleKey(NamedTuple):
+    """Whose time it is: the module's label (`ranges.MODULES`), its layer, and the layer's MTP layer. ``kind`` is
+    ``forward``, ``backward``, or ``recompute`` for a forward inside a backward pass."""
+
+    label: str
+    number: int | None
+    mtp: int | None
+    kind: str
 
 
 @dataclass(frozen=True)
 class Call:
     """One schedule call on one rank.
 
-    ``index`` counts the calls of one step and label (RL trains several times per step). ``busy_ns`` is the union of
-    phases and gradient finalisation, what is not waiting for another stage. ``exposed_ns`` by group, None where the
-    trace cannot tell, with the reason in ``reasons``. ``incomplete``: why its sums are no whole step's, or None.
+    ``index`` counts the calls of one step and label (RL trains several times per step). ``start`` and ``end`` are the
+    host's. ``busy`` is when it ran passes and gradient finalisation, what is not waiting for another stage.
+    ``exposed_ns`` by group, None where the trace cannot tell, with the reason in ``reasons``. ``incomplete``: why its
+    sums are no whole step's, or None. ``finalize``: gradient finalisation, and in it on CPU traces ``collectives``
+    that nothing hid. ``modules``: nanoseconds of every pass through a module. ``gpu``: what ran on the GPU.
     """
 
     label: str
@@ -67,11 +104,24 @@ class Call:
     start: int
     end: int
     phases: tuple[Phase, ...]
-    busy_ns: int
+    busy: Intervals = field(compare=False)
     exposed_ns: dict[str, int | None]
     incomplete: str | None
     has_kernels: bool
     reasons: tuple[str, ...]
+    finalize: Intervals = field(compare=False)
+    collectives: Intervals = field(compare=False)
+    modules: dict[ModuleKey, tuple[int, ...]]
+    gpu: Attribution | None = field(compare=False, default=None)
+
+    @property
+    def busy_ns(self) -> int:
+        return total(self.busy)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """When it ran: on the GPU, if that was captured."""
+        return (self.gpu.start, self.gpu.end) if self.gpu else (self.start, self.end)
 
     @property
     def forward_only(self) -> bool:
@@ -99,23 +149,20 @@ def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals)
     metadata, label = trace.metadata, outer.name.label
     inside = [r for r in trace.ranges if outer.start <= r.start and r.end <= outer.end]
     passes = [r for r in inside if r.name.label in _PHASES]
-    finalize = union(_times([r for r in inside if r.name.label == ranges.FINALIZE_GRADS]))
-    phases = tuple(
-        Phase(
-            kind=r.name.label,
-            microbatch=r.name.fields.get("mb"),
-            chunk=_chunk(r, metadata),
-            start=r.start,
-            end=r.end,
-            exposed_ns=waited,
-        )
-        for r, waited in zip(passes, covered(exposed, _times(passes)).tolist(), strict=True)
-    )
-    busy = total(union(_times([r for r in inside if r.name.label in (*_PHASES, ranges.FINALIZE_GRADS)])))
-    if metadata.sizes.dp == 1:
-        # No data-parallel group to wait for: what is waited for here is another stage (tied embeddings).
-        busy -= int(covered(exposed, finalize).sum())
-    split, reasons = _split(trace, passes, finalize)
+    finalizing = [r for r in inside if r.name.label == ranges.FINALIZE_GRADS]
+    finalize = union(_times(finalizing))
+    gpu = None
+    if trace.gpu is not None:
+        gpu = attribute(trace.gpu, outer, passes, [r for r in inside if r.name.is_p2p] + finalizing)
+    if gpu is not None:
+        phases = tuple(_phase(r, metadata, *of_gpu) for r, *of_gpu in _gpu_times(passes, gpu))
+        busy = gpu.busy
+        split, reasons = _split_gpu(metadata, gpu)
+    else:
+        waited = covered(exposed, _times(passes)).tolist()
+        phases = tuple(_phase(r, metadata, ns) for r, ns in zip(passes, waited, strict=True))
+        busy = union(_times(passes + finalizing))
+        split, reasons = _split(trace, passes, finalize)
     return Call(
         label=label,
         step=step,
@@ -125,12 +172,67 @@ def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals)
         start=outer.start,
         end=outer.end,
         phases=phases,
-        busy_ns=busy,
+        busy=busy,
         exposed_ns=split,
         incomplete=_incomplete(label, metadata, phases),
         has_kernels=trace.has_kernels,
         reasons=tuple(reasons),
+        finalize=finalize,
+        collectives=intersection(exposed, finalize),
+        modules=_modules(inside, passes, trace),
+        gpu=gpu,
     )
+
+
+def _phase(
+    r: Range, metadata: Metadata, exposed_ns: int, gpu_ns: int | None = None, gpu: tuple[int, int] | None = None
+) -> Phase:
+    return Phase(
+        kind=r.name.label,
+        microbatch=r.name.fields.get("mb"),
+        chunk=_chunk(r, metadata),
+        start=r.start,
+        end=r.end,
+        exposed_ns=exposed_ns,
+        gpu_ns=gpu_ns,
+        gpu=gpu,
+    )
+
+
+def _gpu_times(passes: list[Range], gpu: Attribution) -> Iterator[tuple[Range, int, int, tuple[int, int] | None]]:
+    for r, exposed, compute, (start, end) in zip(passes, gpu.exposed, gpu.compute, gpu.extents.tolist(), strict=True):
+        yield r, exposed, compute, (start, end) if end > start else None
+
+
+def _modules(inside: list[Range], passes: list[Range], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
+    """Every pass through a module: the GPU's computation for it, the CPU's whole time."""
+    by_label: dict[str, list[Range]] = {}
+    for r in inside:
+        if r.name.module is not None:
+            by_label.setdefault(r.name.label, []).append(r)
+    found: dict[ModuleKey, list[int]] = {}
+    for opened in by_label.values():
+        within = owners(np.array([r.start for r in opened], dtype=np.int64), passes).tolist()
+        times = [r.end - r.start for r in opened] if trace.gpu is None else busy_in(trace.gpu, opened)
+        for r, which, ns in zip(opened, within, times, strict=True):
+            again = which >= 0 and passes[which].name.label == ranges.BACKWARD
+            kind = ranges.BACKWARD if r.name.is_module_backward else RECOMPUTE if again else ranges.FORWARD
+            key = ModuleKey(r.name.module or "", r.name.fields.get("n"), r.name.fields.get("mtp"), kind)
+            found.setdefault(key, []).append(ns)
+    return {key: tuple(each) for key, each in found.items()}
+
+
+def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | None], list[str]]:
+    """Exposed communication by group; the pipeline's is left to those who see both ends of it."""
+    split: dict[str, int | None] = {group: gpu.exposed_by[group] for group in GROUPS}
+    reasons: list[str] = []
+    if metadata.sizes.pp > 1:
+        split["pp"] = None
+    if gpu.exposed_by["other"] > _UNNAMED * (gpu.end - gpu.start):
+        reasons.append(
+            "communication of process groups that bear none of Megatron's names took time and is counted for no group"
+        )
+    return split, reasons
 
 
 def _split(trace: Trace, passes: list[Range], finalize: Intervals) -> tuple[dict[str, int | None], list[str]]:
@@ -147,10 +249,8 @@ def _split(trace: Trace, passes: list[Range], finalize: Intervals) -> tuple[dict
             "so both are in the bubble"
         )
     if trace.has_kernels:
-        for group in ("tp", "ep", "cp", "dp"):
-            if getattr(sizes, group) > 1:
-                split[group] = None
-        reasons.append("exposed communication is not measured: it runs in GPU kernels, which are not read")
+        split.update({group: None for group in GROUPS if getattr(sizes, group) > 1})
+        reasons.append("exposed communication is not measured: the trace does not say who launched its GPU kernels")
         return split, reasons
     passing = union(_times(passes))
     within = [c for c, part in zip(trace.collectives, _overlaps(trace.collectives, passing), strict=True) if part]

@@ -81,8 +81,8 @@ class CostFit:
     def model(self, p2p_ms: float = 0.0) -> CostModel:
         """The costs as :func:`~megaprof.analysis.layout_search.search` takes them."""
         each = tuple(self.by_kind[kind] for kind in self.kinds)
-        extras = (self.by_kind.get(name, _FREE) for name in (_EMBEDDING, _LOSS, _MTP))
-        return CostModel(each[0] if len(set(each)) == 1 else each, *extras, p2p_ms=p2p_ms)
+        embedding, loss, mtp = (self.by_kind.get(name, _FREE) for name in (_EMBEDDING, _LOSS, _MTP))
+        return CostModel(each[0] if len(set(each)) == 1 else each, embedding, loss, mtp, p2p_ms)
 
 
 def fit_costs(chunks: Sequence[ChunkCost]) -> CostFit:
@@ -108,7 +108,7 @@ def fit_costs(chunks: Sequence[ChunkCost]) -> CostFit:
     if best.residual > MOST_RESIDUAL:
         chunk, off = best.worst(chunks)
         raise NoCostModel(
-            f"no cost per layer explains the stages: stage {chunk.stage} takes {off:+.0%} of what its layers take elsewhere"
+            f"no cost per layer explains the stages: stage {chunk.stage} is {off:+.0%} off what fits all of them best"
         )
     return CostFit(best.by_kind(), kinds, best.residual, STAGE_TIMES, tuple(_assumptions(best, chunks)))
 
@@ -208,7 +208,9 @@ def _from_layer_ranges(chunks: Sequence[ChunkCost], kinds: tuple[str, ...]) -> C
         total = sum(count for count, _ in with_mtp)
         sums = [sum(cost[i] for _, cost in with_mtp if cost is not None) / total for i in (0, 1)]
         by_kind[_MTP] = Cost(*sums)
-    known = [Cost(*(sum(chunk.count(name) * cost[i] for name, cost in by_kind.items()) for i in (0, 1))) for chunk in chunks]
+    known = [
+        Cost(*(sum(chunk.count(name) * cost[i] for name, cost in by_kind.items()) for i in (0, 1))) for chunk in chunks
+    ]
     extras = [name for name in _EXTRAS if name not in by_kind and any(chunk.count(name) for chunk in chunks)]
     for count in range(len(extras), -1, -1):
         for chosen in combinations(reversed(extras), count):

@@ -18,7 +18,6 @@ from isal import isal_zlib
 
 from megaprof.hostmemory import find_bounds
 
-
 _ARGUMENTS = {"description": "Process Group Description", "collective": "Collective name"}
 
 
@@ -26,7 +25,7 @@ class Undecodable(Exception):
     """The bytes of a file are no JSON object with a list of trace events; the message says what they are instead."""
 
 
-class Args(msgspec.Struct, gc=False, rename=_ARGUMENTS.get):
+class Args(msgspec.Struct, gc=False, frozen=True, rename=_ARGUMENTS):
     """What is read of an event's ``args``.
 
     ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it (0: none). The others

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ _PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
 _FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
 _BATCH = 4096
 _INSIDE_NS = 10  # an arrow that ends with a slice would belong to what comes behind it
+_LONGEST = 1 << 53  # microseconds
 _OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
 
 
@@ -262,7 +263,7 @@ def _write(
         for position, rank in enumerate(ranks):
             try:
                 base, events = _events(rank.path)
-            except (OSError, ValueError) as fault:
+            except (OSError, EOFError, ValueError, zlib.error) as fault:
                 # It could be read a moment ago.
                 raise NothingToMerge(f"{rank.path} changed while it was read: {fault}") from None
             if position == 0:
@@ -369,11 +370,13 @@ def _time(event: Any) -> int | None:
     """An event's ``ts`` in nanoseconds; None where it has none, or a duration that is no duration."""
     if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
         return None
-    ts, duration = event.get("ts", 0 if event["ph"] == "M" else None), event.get("dur", 0)
+    ts: Any = event.get("ts", 0 if event["ph"] == "M" else None)
+    duration = event.get("dur", 0)
     for number in (ts, duration):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < 1 << 53:
+        # A comparison with NaN is false.
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < _LONGEST:
             return None
-    return round(ts * 1000) if duration >= 0 and math.isfinite(ts) else None
+    return round(float(ts) * 1000) if duration >= 0 else None
 
 
 def _refuse_to_lose(out: Path) -> None:

@@ -41,7 +41,7 @@ class Message(NamedTuple):
 
     label: str
     step: int
-    index: int
+    call: int
     stage: int
     kind: str
     chunk: int

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 
 from megaprof import ranges
 from megaprof.analysis.decoding import Document, Event, Undecodable, load
+from megaprof.analysis.gpu import ACTIVITIES, KERNEL, LAUNCHES, Activities, activities_of, spans_of
 from megaprof.analysis.intervals import Intervals, intervals, leaves, union
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
@@ -139,7 +141,7 @@ class Trace:
     """One readable file. ``ranges`` are sorted by start, an enclosing one before what it encloses.
 
     ``compute`` is when the CPU ran an operator that is not communication (a disjoint set; only filled in when there are
-    collectives to hide). ``has_kernels``: GPU kernels ran, so the ranges are host time.
+    collectives to hide). ``has_kernels``: GPU kernels ran, so the ranges are host time, ``gpu`` what it did.
     """
 
     path: Path
@@ -148,6 +150,7 @@ class Trace:
     collectives: tuple[Collective, ...] = ()
     compute: Intervals = field(default_factory=lambda: intervals(()))
     has_kernels: bool = False
+    gpu: Activities | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -190,20 +193,40 @@ def _metadata(document: Document) -> Metadata:
 
 
 def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
-    base, events = document.baseTimeNanoseconds, document.traceEvents
-    names = _Names()
+    base = document.baseTimeNanoseconds
+    by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
+    for event in document.traceEvents:
+        by_category[event.cat].append(event)
+    document.traceEvents.clear()
+    has_kernels = bool(by_category[KERNEL])
+    found, collectives, broken = _ranges_and_collectives(
+        # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
+        base,
+        by_category["user_annotation"] + ([] if has_kernels else by_category["cpu_op"]),
+    )
+    warnings = list(_name_warnings(path, metadata.coords))
+    if unusable := broken + document.unreadable_events:
+        warnings.append(f"{path.name}: {unusable} events with impossible times or types were left out")
+    activities = [event for category in ACTIVITIES for event in by_category[category] if event.ph == "X"]
+    launches = [event for category in LAUNCHES for event in by_category[category]]
+    return Trace(
+        path=path,
+        metadata=metadata,
+        ranges=tuple(found),
+        collectives=tuple(collectives),
+        compute=_compute(base, by_category["cpu_op"]) if collectives and not has_kernels else intervals(()),
+        has_kernels=has_kernels,
+        gpu=activities_of(base, activities, launches, metadata.sizes) if has_kernels else None,
+        warnings=tuple(warnings),
+    )
+
+
+def _ranges_and_collectives(base: int, events: list[Event]) -> tuple[list[Range], list[Collective], int]:
+    """Both in order of time, and how many had impossible times."""
+    names, broken = _Names(), 0
     found: list[Range] = []
     collectives: list[Collective] = []
-    operators: list[Event] = []
-    broken, has_kernels = 0, False
     for event in events:
-        category = event.cat
-        if category == "cpu_op":
-            operators.append(event)
-        elif category != "user_annotation":
-            # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
-            has_kernels = has_kernels or category == "kernel"
-            continue
         meaning = names[event.name]
         if meaning is None or event.ph != "X":
             continue
@@ -215,18 +238,7 @@ def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
             collectives.append(Collective(meaning, *span))
     found.sort(key=lambda r: (r.start, -r.end))
     collectives.sort(key=lambda c: c.start)
-    warnings = list(_name_warnings(path, metadata.coords))
-    if unusable := broken + document.unreadable_events:
-        warnings.append(f"{path.name}: {unusable} events with impossible times or types were left out")
-    return Trace(
-        path=path,
-        metadata=metadata,
-        ranges=tuple(found),
-        collectives=tuple(collectives),
-        compute=_compute(base, operators) if collectives else intervals(()),
-        has_kernels=has_kernels,
-        warnings=tuple(warnings),
-    )
+    return found, collectives, broken
 
 
 class _Names(dict[str, "ranges.RangeName | str | None"]):
@@ -283,13 +295,7 @@ def _compute(base: int, operators: list[Event]) -> Intervals:
     }
     threads = np.array([numbers[op.tid] for op in operators], dtype=np.int64)
     own = np.array([op.name not in communicating for op in operators], dtype=np.bool_)
-    with np.errstate(over="ignore", invalid="ignore"):
-        start = np.array([op.ts for op in operators]) * 1000
-        duration = np.array([op.dur for op in operators]) * 1000
-    # A comparison with NaN is false, so this also drops what is not a number.
-    usable = (np.abs(start) < _LONGEST) & (duration >= 0) & (duration < _LONGEST)
-    begin = base + np.rint(start[usable]).astype(np.int64)
-    spans = np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64)))
+    spans, usable = spans_of(base, operators)
     return union(spans[leaves(threads[usable], spans) & own[usable]])
 
 

@@ -21,6 +21,7 @@ _COMMANDS = {
     "merge": "put all captured ranks of a step on one Perfetto timeline",
     "nsys": "print the nsys command line that goes before a training command",
     "report": "say from captured traces which pipeline stage is slow, and why",
+    "run": "run a training command with profiling, without an edit of it",
 }
 #: Packages that come with an extra, and the extra.
 _EXTRAS = {"msgspec": "report", "rich": "report", "plotly": "report"}

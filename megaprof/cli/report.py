@@ -1,4 +1,4 @@
-"""``megaprof report DIR``: the stage report of a directory of traces, on the terminal and as JSON."""
+"""``megaprof report DIR``: the stage report of a directory of traces, on the terminal, as JSON and as HTML."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,34 +23,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", metavar="FILE", help="also write the report as JSON; '-': to standard output, and nothing else there"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", type=Path, help="also write it as one HTML file to send, with the pipeline's timeline"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json == "-":
-        sys.stdout.write(_json(_analyze(arguments.dir)))
+        _refuse_to_lose("--html", arguments.html, _is_html_report)
+        report = _analyze(arguments.dir)
+        sys.stdout.write(_json(report))
+        _write("--html", arguments.html, lambda: _html(report))
         return 0
-    return report_directory(arguments.dir, json_file=Path(arguments.json) if arguments.json else None)
+    json_file = Path(arguments.json) if arguments.json else None
+    return report_directory(arguments.dir, json_file=json_file, html_file=arguments.html)
 
 
-def report_directory(directory: Path, *, json_file: Path | None = None) -> int:
-    """Print the report on ``directory``, and write it to ``json_file``; returns the exit code 0.
+def report_directory(directory: Path, *, json_file: Path | None = None, html_file: Path | None = None) -> int:
+    """Print the report on ``directory``, and write it to ``json_file`` and ``html_file``; returns the exit code 0.
 
-    Raises CommandError when there is nothing to report on or ``json_file`` cannot be written.
+    Raises CommandError when there is nothing to report on or a file cannot be written.
     """
     from rich.console import Console
 
     from megaprof.analysis.terminal import show
 
-    if json_file is not None:
-        _refuse_to_lose(json_file)
+    _refuse_to_lose("--json", json_file, _is_json_report)
+    _refuse_to_lose("--html", html_file, _is_html_report)
     report = _analyze(directory)
     show(report, Console(highlight=False))
-    if json_file is not None:
-        try:
-            _write(json_file, _json(report))
-        except OSError as fault:
-            raise CommandError(f"--json {json_file} cannot be written: {fault.strerror or fault}") from None
+    if _write("--json", json_file, lambda: _json(report)):
         print(f"The same as JSON: {json_file}")
+    if _write("--html", html_file, lambda: _html(report)):
+        print(f"The same to send: {html_file}")
     return 0
 
 
@@ -66,22 +72,49 @@ def _json(report: Report) -> str:
     return json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
 
 
-def _refuse_to_lose(path: Path) -> None:
+def _html(report: Report) -> str:
+    from megaprof.analysis.html import page, timelines
+
+    return page(report.to_json(), timelines(report), name=report.source.absolute().name)
+
+
+def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], bool]) -> None:
     """An older report may be replaced; a trace, or any other file, would be lost."""
+    if path is None:
+        return
     if path.is_dir():
-        raise UsageError(f"--json {path} is a directory, not a file")
+        raise UsageError(f"{option} {path} is a directory, not a file")
     if not path.is_file() or path.stat().st_size == 0:
         return
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        is_report = isinstance(found, dict) and {"version", "targets"} <= found.keys()
+        older = is_report(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        is_report = False
-    if not is_report:
-        raise UsageError(f"--json {path} exists and is no report of megaprof's: it is not overwritten")
+        older = False
+    if not older:
+        raise UsageError(f"{option} {path} exists and is no report of megaprof's: it is not overwritten")
 
 
-def _write(path: Path, text: str) -> None:
+def _is_json_report(text: str) -> bool:
+    found = json.loads(text)
+    return isinstance(found, dict) and {"version", "targets"} <= found.keys()
+
+
+def _is_html_report(text: str) -> bool:
+    return text.startswith("<!DOCTYPE html>") and "<title>megaprof: " in text
+
+
+def _write(option: str, path: Path | None, text: Callable[[], str]) -> bool:
+    """False for no path. Raises CommandError."""
+    if path is None:
+        return False
+    try:
+        _write_whole(path, text())
+    except OSError as fault:
+        raise CommandError(f"{option} {path} cannot be written: {fault.strerror or fault}") from None
+    return True
+
+
+def _write_whole(path: Path, text: str) -> None:
     """The file appears whole or not at all; a device or a pipe is written to as it is."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")

@@ -81,8 +81,8 @@ def parameters(gpt: Any) -> Iterator[torch.nn.Parameter]:
 def numbers(gpt: Any) -> tuple[Any, ...]:
     result = gpt.train_step(), gpt.gradient_digest(), gpt.parameter_digest()
     gc.collect()
-    tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-    return *result, tensors
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor))
+    return *result, sum(tensor.grad_fn is not None for tensor in tensors)  # graphs that the step left alive
 
 
 def spans(directory: Path, rank: int) -> list[tuple[float, float, str]]:

@@ -117,9 +117,32 @@ def test_names_are_checked_and_never_taken_over() -> None:
             register_recorder(name, NoteTaker)
 
 
-def test_stopping_starts_with_the_innermost_tool(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = []
-    for name in ("nsys", "memory", "torch"):
-        monkeypatch.setitem(recorders._registered, name, lambda config, writer, name=name: order.append(name))
-    build_recorders(on(tool=("torch", "nsys", "memory"), activities=("cpu",)), Writer())
-    assert order == ["nsys", "memory", "torch"]
+class Noting:
+    """Notes what it is told; one per name."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self._name, self._said = name, said
+
+    def start(self, window: Window) -> None:
+        self._said.append(f"{self._name} starts{' warm-up' * window.warmup}")
+
+    def stop(self, window: Window, metadata: dict[str, Any]) -> None:
+        self._said.append(f"{self._name} stops")
+
+    def discard(self) -> None:
+        self._said.append(f"{self._name} discards")
+
+
+@pytest.mark.usefixtures("_clean_registry")
+def test_the_last_tool_to_start_is_the_first_to_stop(one_rank: Any, tmp_path: Path) -> None:
+    said: list[str] = []
+    for name in ("inner", "outer"):
+        register_recorder(name, lambda config, writer, name=name: Noting(name, said))
+    config = on(dir=str(tmp_path), tool=("outer", "inner"), skip_first=0, warmup=1)
+    with install_hooks(one_rank.chunks, config):
+        one_rank.train_step()
+        one_rank.train_step()
+    assert said == [
+        *("outer starts warm-up", "inner starts warm-up", "inner discards", "outer discards"),
+        *("outer starts", "inner starts", "inner stops", "outer stops"),
+    ]

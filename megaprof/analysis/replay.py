@@ -1,0 +1,266 @@
+"""A captured run as the simulation takes it: its schedule, its measured times, and how well a replay reproduces it.
+
+What is replayed is the pipeline: from the start of the first microbatch to the end of the last. What lies outside it in
+a step (stages that enter the step at different times, the gradient finalisation) is kept as measured.
+
+Exchanges are replayed as a rendezvous unless they overlap with compute (``overlap_p2p_comm``, which the interleaved
+schedule heeds except in forward-only passes): Megatron waits for its sends, and neither NCCL nor gloo completes a send
+before the receiver has asked for it. With 2 stages Megatron only runs the interleaved schedule with overlap.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megaprof import ranges
+from megaprof.analysis.calls import Call
+from megaprof.analysis.consistency import comparable
+from megaprof.analysis.layouts import Layout
+from megaprof.analysis.orders import Schedule, phase_order
+from megaprof.analysis.simulation import Simulation, simulate
+
+__all__ = ["CapturedStep", "Run", "Times", "Withheld", "captured_run", "in_flight_layers", "run_schedule"]
+
+Times = list[list[list[float]]]
+"""Milliseconds as ``[stage][chunk][microbatch]``."""
+
+
+class Withheld(Exception):
+    """This run cannot be replayed, or not well enough to predict from; the message says why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all steps of a run have in common. ``p2p_ms``: one transfer between stages, where nobody waited."""
+
+    schedule: str
+    stages: int
+    chunks: int
+    group_size: int | None
+    forward_only: bool
+    rendezvous: bool
+    p2p_ms: float
+
+    def simulate(self, forward_ms: Times, backward_ms: Times | None) -> Simulation:
+        """Replay one step of this run's schedule with other times, or with another number of microbatches."""
+        return simulate(
+            forward_ms,
+            backward_ms,
+            len(forward_ms[0][0]),
+            schedule=self.schedule,
+            p2p_ms=self.p2p_ms,
+            microbatch_group_size=self.group_size,
+            rendezvous=self.rendezvous,
+        )
+
+    def checked(self, microbatches: int) -> Schedule:
+        """The schedule that determines the order of phases. Raises ValueError where Megatron refuses it."""
+        return Schedule.checked(
+            self.stages,
+            self.chunks,
+            microbatches,
+            name=self.schedule,
+            group_size=self.group_size,
+            forward_only=self.forward_only,
+        )
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """One captured step: the times of its slowest pipeline (of several data-parallel ones), and what it took.
+
+    ``peers_forward_ms``, ``peers_backward_ms``: of several captured pipelines the times of the median one at every
+    stage, None with one. ``pipeline_ms``: measured, from the first microbatch's start to the last one's end;
+    ``outside_ms``: the rest of the step; ``replay_ms``: the replayed pipeline.
+    """
+
+    step: int
+    forward_ms: Times
+    backward_ms: Times | None
+    peers_forward_ms: Times | None
+    peers_backward_ms: Times | None
+    pipeline_ms: float
+    outside_ms: float
+    replay_ms: float
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.forward_ms[0][0])
+
+
+def run_schedule(calls: Sequence[Call], stages: int) -> Run:
+    """What the calls' metadata say about the schedule. Raises Withheld when they do not, or when it is not known."""
+    metadata = calls[0].metadata
+    name, chunks = metadata.schedule, len(metadata.chunks)
+    if any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases):
+        raise Withheld("forward and backward run combined: their own times are not known")
+    if not chunks or name is None:
+        raise Withheld("the traces do not say which schedule ran, or on which model chunks")
+    forward_only = calls[0].forward_only
+    overlap = bool((metadata.p2p or {}).get("overlap_p2p_comm")) and name == "interleaved" and not forward_only
+    rendezvous = stages > 1 and not overlap and not (name == "interleaved" and stages == 2)
+    run = Run(name, stages, chunks, metadata.microbatch_group_size, forward_only, rendezvous, 0.0)
+    try:
+        run.checked(metadata.microbatches or 0)
+    except ValueError as fault:
+        raise Withheld(f"the schedule of the traces cannot be rebuilt: {fault}") from None
+    return run
+
+
+def captured_run(calls: Sequence[Call], stages: int) -> tuple[Run, list[CapturedStep]]:
+    """The run that some calls of one target belong to, and every step that can be replayed.
+
+    Raises:
+        Withheld: no step can be.
+    """
+    run = run_schedule(calls, stages)
+    by_step: dict[tuple[int, int], list[Call]] = {}
+    for call in calls:
+        by_step.setdefault((call.step, call.index), []).append(call)
+    transfers: list[float] = []
+    for step in by_step.values():
+        if comparable(step).one_clock:
+            for pipeline in _pipelines(step, stages):
+                transfers += _transfers(pipeline, run)
+    p2p_ms = statistics.median(transfers) if transfers else 0.0
+    run = Run(**{**run.__dict__, "p2p_ms": p2p_ms})
+    return run, [_captured_step(number, step, run) for (number, _), step in sorted(by_step.items())]
+
+
+def in_flight_layers(pieces: Layout, schedule: Schedule) -> list[float]:
+    """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
+    forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
+    most = [0.0] * schedule.stages
+    if schedule.forward_only:
+        return most
+    for stage in range(schedule.stages):
+        layers = [sum(piece.count(letter) for letter in "tm") for piece in pieces[stage :: schedule.stages]]
+        held = 0
+        for phase in phase_order(schedule, stage):
+            held += layers[phase.chunk] if phase.kind == "forward" else -layers[phase.chunk]
+            most[stage] = max(most[stage], held)
+    return most
+
+
+def _pipelines(step: Sequence[Call], stages: int) -> list[list[list[Call]]]:
+    """The calls of one step by pipeline and stage.
+
+    Ranks that differ in their stage alone form a pipeline. Where no such set was captured whole, all calls of a stage
+    are taken together.
+    """
+    by_place: dict[tuple[int, int, int, int], dict[int, Call]] = {}
+    by_stage: dict[int, list[Call]] = {}
+    for call in step:
+        c = call.metadata.coords
+        by_place.setdefault((c.tp, c.cp, c.ep, c.dp), {})[c.pp] = call
+        by_stage.setdefault(c.pp, []).append(call)
+    whole = [[[own[stage]] for stage in range(stages)] for _, own in sorted(by_place.items()) if len(own) == stages]
+    if whole:
+        return whole
+    if len(by_stage) < stages:
+        raise Withheld("a stage was not captured")
+    return [[by_stage[stage] for stage in range(stages)]]
+
+
+def _captured_step(number: int, step: list[Call], run: Run) -> CapturedStep:
+    replays = []
+    for pipeline in _pipelines(step, run.stages):
+        forward = _times(pipeline, ranges.FORWARD)
+        backward = None if run.forward_only else _times(pipeline, ranges.BACKWARD)
+        try:
+            replays.append((run.simulate(forward, backward).step_ms, forward, backward))
+        except ValueError as fault:
+            raise Withheld(f"the schedule of step {number} cannot be rebuilt: {fault}") from None
+    replay_ms, forward, backward = max(replays, key=lambda each: each[0])
+    several = len(replays) > 1
+    pipeline_ms, outside_ms = _measured(number, step, run)
+    return CapturedStep(
+        step=number,
+        forward_ms=forward,
+        backward_ms=backward,
+        peers_forward_ms=_peers([each[1] for each in replays]) if several else None,
+        peers_backward_ms=_peers([each[2] for each in replays if each[2] is not None])
+        if several and backward
+        else None,
+        pipeline_ms=pipeline_ms,
+        outside_ms=outside_ms,
+        replay_ms=replay_ms,
+    )
+
+
+def _measured(number: int, step: list[Call], run: Run) -> tuple[float, float]:
+    """Milliseconds of a step's pipeline, and of what is outside it.
+
+    Without a common clock the first stage's own times count: training begins and ends there.
+    """
+    clocks = comparable(step)
+    if clocks.different_runs:
+        raise Withheld("the stages' traces are of different runs")
+    if not clocks.one_clock:
+        if run.forward_only:
+            raise Withheld(
+                "the hosts' clocks are not aligned, and a forward-only pass begins and ends on different stages"
+            )
+        step = [call for call in step if call.metadata.coords.pp == 0][:1]
+    phases = [phase for call in step for phase in call.phases]
+    pipeline = max(phase.end for phase in phases) - min(phase.start for phase in phases)
+    whole = max(call.end for call in step) - min(call.start for call in step)
+    if pipeline <= 0:
+        raise Withheld(f"the pipeline of step {number} took no time")
+    return pipeline / 1e6, (whole - pipeline) / 1e6
+
+
+def _times(pipeline: list[list[Call]], kind: str) -> Times:
+    """The passes of one kind, averaged over the ranks of a stage where there are several."""
+    return [_mean([_own_times(call, kind) for call in stage]) for stage in pipeline]
+
+
+def _own_times(call: Call, kind: str) -> list[list[float]]:
+    count, chunks = call.metadata.microbatches or 0, len(call.metadata.chunks)
+    phases = [phase for phase in call.phases if phase.kind == kind]
+    if len(phases) != count * chunks or not phases:
+        raise Withheld(f"{call.source} holds {len(phases)} {kind} ranges where {count * chunks} belong")
+    own = {(phase.chunk, phase.microbatch): phase.duration_ns / 1e6 for phase in phases}
+    try:
+        return [[own[chunk, microbatch] for microbatch in range(count)] for chunk in range(chunks)]
+    except KeyError:
+        raise Withheld(f"{call.source} holds a {kind} whose microbatch or model chunk is not known") from None
+
+
+def _mean(ranks: list[list[list[float]]]) -> list[list[float]]:
+    return [[statistics.fmean(same) for same in zip(*rows, strict=True)] for rows in zip(*ranks, strict=True)]
+
+
+def _peers(pipelines: list[Times]) -> Times:
+    """Of every pass the lower median over the pipelines: with two, the quicker one."""
+    return [
+        [[statistics.median_low(same) for same in zip(*rows, strict=True)] for rows in zip(*stages, strict=True)]
+        for stages in zip(*pipelines, strict=True)
+    ]
+
+
+def _transfers(pipeline: list[list[Call]], run: Run) -> Iterator[float]:
+    """How long each input was under way for which a stage was already waiting, in milliseconds.
+
+    Only the first rank of a stage is looked at.
+    """
+    ends = {
+        (stage, phase.kind, phase.chunk, phase.microbatch): phase.end
+        for stage, ranks in enumerate(pipeline)
+        for phase in ranks[0].phases
+    }
+    last = run.stages - 1
+    for stage, ranks in enumerate(pipeline):
+        free = ranks[0].start
+        for phase in sorted(ranks[0].phases, key=lambda each: each.start):
+            towards = -1 if phase.kind == ranges.FORWARD else 1
+            chunk = phase.chunk or 0
+            source = stage + towards
+            if not 0 <= source <= last:
+                source, chunk = source % run.stages, chunk + towards
+            produced = ends.get((source, phase.kind, chunk, phase.microbatch))
+            if source != stage and produced is not None and free <= produced <= phase.start:
+                yield (phase.start - produced) / 1e6
+            free = phase.end
