@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-matrix lint format bench clean
+.PHONY: demo test test-matrix lint format bench-report bench-whatif clean
 
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
@@ -46,6 +46,17 @@ format: .venv/ready
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	.venv/mcore-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
 	    "megatron-core==$*" $(if $(filter 0.17.% 0.18.% 0.19.%,$*),einops triton)
+	touch $@
+
+# Figures that the documentation gives, each from one command; the last line of output is JSON.
+bench-report: .venv/bench
+	$(BIN)/python benchmarks/report.py $(ARGS)
+
+bench-whatif: .venv/ready
+	$(BIN)/python benchmarks/whatif.py $(ARGS)
+
+.venv/bench: .venv/ready
+	$(PIP) --editable ".[bench]" "$(TORCH)"
 	touch $@
 
 clean:

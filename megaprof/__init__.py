@@ -18,9 +18,11 @@ from megaprof.version import __version__
 if TYPE_CHECKING:
     from megaprof.analysis import analyze
     from megaprof.analysis.simulation import Simulation, simulate
+    from megaprof.annotations import annotate
     from megaprof.arguments import add_profile_args, config_from_args
     from megaprof.config import ProfileConfig
     from megaprof.hooks.install import Handle, evaluation, install_hooks
+    from megaprof.roles import role
     from megaprof.topology import ParallelSizes, RankCoords, WorldLayout
 
 _HOME = {
@@ -32,9 +34,11 @@ _HOME = {
     "WorldLayout": "megaprof.topology",
     "add_profile_args": "megaprof.arguments",
     "analyze": "megaprof.analysis",
+    "annotate": "megaprof.annotations",
     "config_from_args": "megaprof.arguments",
     "evaluation": "megaprof.hooks.install",
     "install_hooks": "megaprof.hooks.install",
+    "role": "megaprof.roles",
     "simulate": "megaprof.analysis.simulation",
 }
 
@@ -48,9 +52,11 @@ __all__ = [
     "__version__",
     "add_profile_args",
     "analyze",
+    "annotate",
     "config_from_args",
     "evaluation",
     "install_hooks",
+    "role",
     "simulate",
 ]
 

@@ -3,8 +3,9 @@
 FSDP2 keeps its parameters in DTensors, so ``model.to("cpu")``, the manual way of offloading, exchanges them with
 ``torch.utils.swap_tensors``, and that fails on a tensor with weak references: "_apply(): Couldn't swap ...". While a
 window is open, torch.profiler holds such references to every tensor that an operator saw, if it records shapes or
-FLOPs, and to every parameter of a module, if it records stacks (torch 2.13). Frameworks offload that way inside their
-loop when models share a GPU. FSDP2's own offload swaps nothing, and neither does Megatron, which moves flat buffers.
+FLOPs. With stacks it holds the parameters of ordinary modules; a DTensor was not seen to be held (torch 2.13), but
+nothing promises that. Frameworks offload that way inside their loop when models share a GPU. FSDP2's own offload swaps
+nothing, and neither does Megatron, which moves flat buffers.
 After a window nothing is held any more.
 """
 

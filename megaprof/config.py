@@ -14,8 +14,19 @@ from typing import Any
 from megaprof.artifacts.remote import check_remote, is_remote
 from megaprof.hostmemory import parse_limit
 from megaprof.recorders import known_tools
+from megaprof.roles import parse_per_role
 from megaprof.selectors import Selector, parse_selector
-from megaprof.windows import TARGETS, Plan, Schedule, parse_steps
+from megaprof.windows import (
+    ANNOTATED,
+    NONE,
+    TARGETS,
+    TRAIN_OVERALL,
+    Plan,
+    Schedule,
+    StepList,
+    parse_step_list,
+    parse_steps,
+)
 
 ENV_PREFIX = "MEGAPROF_"
 ACTIVITIES = ("cpu", "cuda")
@@ -23,6 +34,8 @@ EXPORTS = ("trace", "stacks")
 RANGE_LEVELS = ("step", "microbatch", "layer", "module")
 #: Fields that make up the schedule, the alternative to ``steps``.
 SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat")
+#: The value of ``steps`` that leaves it to them. Not None: None and [] are no steps at all, as hosts' configs have it.
+BY_SCHEDULE = "schedule"
 #: Options of the torch profiler alone, and those among them that it ignores without CPU activity.
 TORCH_ONLY = ("activities", "record_shapes", "with_flops", "with_modules", "export", "execution_trace", "kernels")
 NEED_CPU = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
@@ -84,6 +97,31 @@ def _memory_limit(name: str, value: Any) -> str:
     return text
 
 
+def _numbers(name: str, value: Any) -> str:
+    """Text of a step or rank list: ``[1, 2]`` and ``"1,2"`` are the same, None and ``[]`` are ``none``."""
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return NONE
+    items = value if isinstance(value, list | tuple) else [value]
+    if len(items) == 1 and isinstance(items[0], str):
+        return _text(name, items[0])
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise ValueError(f"{name}: {item!r} in {value!r} is not valid; valid: whole numbers of at least 0, or none")
+    return ",".join(map(str, items))
+
+
+def _per_name(name: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = ";".join(f"{key}={_numbers(name, numbers)}" for key, numbers in value.items())
+    return _numbers(name, value)
+
+
+def _per_role(name: str, value: Any) -> str:
+    text = _per_name(name, value)
+    parse_per_role(text, name)
+    return text
+
+
 def _word(known: tuple[str, ...]) -> Callable[[str, Any], str]:
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str) or value.strip().lower() not in known:
@@ -119,11 +157,25 @@ class ProfileConfig:
         _text,
     )
     all_ranks: bool = _option(False, "capture on every rank", _boolean)
-    steps: str | None = _option(
+    role_select: str | None = _option(
         None,
-        "steps to capture, in the host's own iteration numbers: 10 | 1,2,5 | 20:30 | 20:30:5 (end excluded), or per "
-        "target: 'train_actor=10:12;train_log_probs=0'; instead of the schedule below",
-        _text,
+        "ranks per role, in the place of the above: 'actor=0,1;ref=none;critic=all;rollout=per-stage'",
+        _per_role,
+    )
+    steps: str = _option(
+        BY_SCHEDULE,
+        "steps to capture, in the host's own iteration numbers: 10 | 1,2,5 | 20:30 | 20:30:5 (end excluded) | none, or "
+        "per target: 'train_actor=10:12;train_log_probs=0'; instead of the schedule below",
+        _per_name,
+    )
+    role_steps: str | None = _option(
+        None, "steps per role, in the place of the above: 'actor=1,2,5;ref=none'", _per_role
+    )
+    discrete: bool = _option(
+        False,
+        "annotated work of each role in a file of its own; without it, annotations are ranges in whatever window is "
+        "open (train_overall: one file a step, with all roles in it)",
+        _boolean,
     )
     skip_first: int = _option(3, "schedule: calls of a target to skip before the first cycle", _count(0))
     wait: int = _option(0, "schedule: idle calls at the start of each cycle", _count(0))
@@ -192,16 +244,48 @@ class ProfileConfig:
     def enabled(self) -> bool:
         return bool(self.target)
 
-    def selector(self) -> Selector:
-        """The ranks that capture. Neither --profile-all-ranks nor --profile-select: rank 0."""
+    @property
+    def never(self) -> bool:
+        """True when the configuration itself asks for no step at all."""
+        targets = (*self.target, ANNOTATED) if self.discrete else self.target
+        plans = (self.plan(target, role) for target in targets for role in (None, *self.roles))
+        return self.enabled and all(plan == StepList(()) for plan in plans)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that have ranks or steps of their own."""
+        return tuple(dict.fromkeys((*self._role_ranks, *self._role_steps)))
+
+    def selector(self, role: str | None = None) -> Selector | None:
+        """The ranks that capture ``role``, None for no rank.
+
+        Neither --profile-all-ranks nor --profile-select, and nothing for the role: rank 0.
+        """
+        if role is not None and (ranks := self._role_ranks.get(role)) is not None:
+            if ranks.lower() in (NONE, "null", "[]"):
+                return None
+            try:
+                return parse_selector(ranks.strip("[]"))
+            except ValueError as mistake:
+                raise ValueError(str(mistake).replace(flag("select"), f"{flag('role_select')} {role}", 1)) from None
         return parse_selector("all" if self.all_ranks else "0" if self.select is None else self.select)
 
-    def plan(self, target: str) -> Plan:
-        """The steps of ``target`` that are captured."""
-        if self.steps is None:
+    def plan(self, target: str, role: str | None = None) -> Plan:
+        """The steps of ``target`` that are captured when ``role`` runs it."""
+        if role is not None and (steps := self._role_steps.get(role)) is not None:
+            return parse_step_list(steps, str(self.role_steps), flag("role_steps"))
+        if self.steps == BY_SCHEDULE:
             return Schedule(self.skip_first, self.wait, self.warmup, self.active, self.repeat)
         lists = parse_steps(self.steps, flag("steps"))
-        return lists[target] if target in lists else lists[None]
+        return lists.get(target) or lists.get(None) or StepList(())
+
+    @property
+    def _role_ranks(self) -> dict[str, str]:
+        return {} if self.role_select is None else parse_per_role(self.role_select, flag("role_select"))
+
+    @property
+    def _role_steps(self) -> dict[str, str]:
+        return {} if self.role_steps is None else parse_per_role(self.role_steps, flag("role_steps"))
 
     def _check(self) -> None:
         if self.dir is None:
@@ -214,9 +298,16 @@ class ProfileConfig:
             )
         if self.all_ranks and self.select is not None:
             raise ValueError(f"{flag('all_ranks')} and {flag('select')} {self.select} contradict each other: give one")
-        self.selector()
+        for role in (None, *self.roles):
+            self.selector(role)
+            self.plan(self.target[0], role)
+        if self.discrete and TRAIN_OVERALL in self.target:
+            raise ValueError(
+                f"{flag('discrete')} and {flag('target')} {TRAIN_OVERALL} contradict each other: a file per role, or "
+                f"one a step with all roles in it. Drop one, or give {flag('target')} train_actor train_log_probs"
+            )
         self._check_tools()
-        if self.steps is not None:
+        if self.steps != BY_SCHEDULE:
             self._check_steps(self.steps)
 
     def _check_tools(self) -> None:

@@ -1,7 +1,7 @@
 """Files that are computed from a finished raw trace: the kernel summary and collapsed stacks.
 
 The computing is done by a child process: in a thread of this one it would hold the interpreter lock, which the training
-thread needs. The child runs at the lowest priority, on the standard library alone, and reads the trace through a file
+thread needs. The child runs at a lower priority, on the standard library alone, and reads the trace through a file
 that was opened for it, so it does not matter when the trace is compressed and its raw file removed.
 """
 
@@ -125,7 +125,7 @@ class DerivedFiles:
 
 def main(order: str) -> None:
     """The child: reads a raw trace on standard input and writes the files that ``order`` (JSON) names."""
-    os.nice(19)
+    os.nice(5)
     wanted = json.loads(order)
     files: dict[str, str] = wanted["files"]
     summary, stacks = KernelSummary(), CollapsedStacks()

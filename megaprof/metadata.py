@@ -98,6 +98,8 @@ def _ranges(call: Call, config: ProfileConfig) -> dict[str, Any]:
         return {"microbatch": False, "reason": "the step was replayed from a full-iteration CUDA graph"}
     if config.ranges == "step":
         return {"microbatch": False, "reason": "captured with --profile-ranges step"}
+    if call.facts.schedule is None:
+        return {"microbatch": False, "reason": "no schedule ran in this window"}
     return {"microbatch": False, "reason": "no microbatch passed through megatron-core's forward_step"}
 
 

@@ -23,7 +23,10 @@ _PLAIN_PATH = re.compile(r"[\w./%{}=@:+,-]+")
 
 
 def windows(config: ProfileConfig) -> int | None:
-    """The most windows that one process captures for one model; None when the schedule goes on for the whole run."""
+    """The most windows that one process captures for one model; None where the configuration does not bound them:
+    a schedule for the whole run, steps per role, or a window for each role's work."""
+    if config.roles or config.discrete:
+        return None
     total = 0
     for target in config.target:
         plan = config.plan(target)
@@ -76,8 +79,8 @@ def controller_options(config: ProfileConfig, *, output: str | None = None) -> d
 
 
 def _check(config: ProfileConfig) -> None:
-    if not config.enabled:
-        raise ValueError(f"{flag('target')} is not set: there is nothing to capture; valid: e.g. train_actor")
+    if not config.enabled or config.never:
+        raise ValueError(f"there is nothing to capture: set {flag('target')}, e.g. to train_actor, and steps")
     if "nsys" not in config.tool:
         raise ValueError(f"{flag('tool')} {' '.join(config.tool)} opens no capture range: use {flag('tool')} nsys")
 
@@ -91,8 +94,8 @@ def _options(config: ProfileConfig, shutdown: bool, models: int) -> dict[str, st
         count = windows(config)
         if count is None:
             raise ValueError(
-                f"shutdown: {flag('repeat')} 0 captures the whole run, so there is no last window; "
-                f"set {flag('repeat')} or {flag('steps')}, or leave shutdown out"
+                f"shutdown: the number of windows is not known with {flag('repeat')} 0, {flag('role_steps')} or "
+                f"{flag('discrete')}; set {flag('repeat')} or {flag('steps')} alone, or leave shutdown out"
             )
         end = f"repeat-shutdown:{count * models}"
     options = {

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaprof import ranges
+from megaprof import ranges, roles
 from megaprof.config import ProfileConfig
 from megaprof.emit import Range
 from megaprof.hostmemory import HostMemoryGuard, parse_limit
@@ -16,7 +19,7 @@ from megaprof.isolation import Contained
 from megaprof.metadata import describe
 from megaprof.recorders import Recorder, Window
 from megaprof.topology import RankCoords
-from megaprof.windows import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Phase
+from megaprof.windows import ANNOTATED, EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Phase, Plan
 
 logger = logging.getLogger("megaprof")
 
@@ -28,8 +31,8 @@ Position = tuple[int | None, int | None]
 class CallFacts:
     """What the arguments of one ``forward_backward_func`` call say about it."""
 
-    schedule: str
-    """``no_pipelining``, ``1f1b`` or ``interleaved``."""
+    schedule: str | None
+    """``no_pipelining``, ``1f1b`` or ``interleaved``; None: no schedule ran."""
     forward_only: bool
     evaluation: bool
     microbatches: int | None
@@ -56,7 +59,7 @@ class Call:
     """
 
     facts: CallFacts
-    outermost: Range
+    outermost: AbstractContextManager[object]
     forwards: int = 0  # forward ranges written
     _positions: dict[int, Position] = field(default_factory=dict)
 
@@ -74,6 +77,10 @@ class Call:
         return self._positions.pop(_identity(output), (None, None))
 
 
+def _no_call() -> Call:
+    return Call(CallFacts(None, False, False, None, None, None, ()), ExitStack())
+
+
 def _identity(output: object) -> int:
     """Identity of the first tensor in what ``forward_step`` returned: a tensor, or a list, tuple or dict of them."""
     while isinstance(output, list | tuple | dict) and output:
@@ -85,8 +92,9 @@ def _identity(output: object) -> int:
 class _OpenWindow:
     window: Window
     keep: bool  # False for a warm-up, which is recorded and thrown away
-    overall: Range | None  # the range of a train_overall window, which outlives the call that opened it
-    call: Call | None = None  # the call that opened the window: what the metadata describes
+    opener: str | None  # the role whose call, or annotated work, opened it
+    overall: Range | None = None  # the range of a window that outlives the call that opened it, or had none
+    call: Call | None = None  # the window's first call: what the metadata describes
 
 
 class Session:
@@ -116,9 +124,10 @@ class Session:
         self.role = role
         self._recorders = tuple(recorders)
         self._iteration = iteration
-        self._plans = {target: config.plan(target) for target in config.target}
-        self._counts = {target: itertools.count() for target in (TRAIN_ACTOR, TRAIN_LOG_PROBS, EVALUATE)}
-        self._captured: dict[str, int] = {}
+        self._plans: dict[tuple[str, str | None], Plan | None] = {}
+        self._counts: defaultdict[tuple[str, str | None], Iterator[int]] = defaultdict(itertools.count)
+        self._captured: dict[tuple[str, str | None], int] = {}
+        self._thread = threading.get_ident()
         self._open_window: _OpenWindow | None = None
         self._guard = HostMemoryGuard(parse_limit("max_host_memory", config.max_host_memory), self._memory_ran_out)
 
@@ -140,6 +149,26 @@ class Session:
             elif opened is not None and opened.overall is None:
                 self._close(None)
 
+    def begin_work(self, role: str) -> bool:
+        """Annotated work of ``role`` starts, outside any other of that role. True: it has a window of its own, and
+        ``end_work`` must follow. Only on the thread that installed the hooks: recorders follow one thread's work."""
+        opened = False
+        if not self.disabled and self.config.discrete and threading.get_ident() == self._thread:
+            with Contained("opening a window", self.abandon):
+                opened = self._begin_work(role)
+        return opened
+
+    def end_work(self, *, failed: bool) -> None:
+        """The work that ``begin_work`` answered with True is over, or raised an exception of the host's."""
+        with Contained("closing a window", self.abandon):
+            if self._open_window is not None and self._open_window.window.target == ANNOTATED:
+                self._close("the host raised an exception" if failed else None)
+
+    @staticmethod
+    def open_window() -> object:
+        """The window that is open in this process, None when there is none. Only its identity means something."""
+        return Session._holder._open_window if Session._holder is not None else None
+
     def finish(self, reason: str) -> None:
         """Close an open window early; what it has is kept and marked truncated. A no-op without one."""
         with Contained("closing the last window", self.abandon):
@@ -160,11 +189,13 @@ class Session:
             recorder.discard()
 
     def _begin(self, facts: CallFacts) -> Call | None:
-        target = facts.target
-        index = next(self._counts[target])
+        target, scope = facts.target, roles.current()
+        role = self.role if scope.role is None else scope.role
+        index = next(self._counts[target, role])
         step = self._number(target, index)
-        if target == TRAIN_ACTOR:
-            self._close(None)  # a train_overall window lasts until the next step starts
+        last = self._open_window
+        if last is not None and (last.window.target, last.opener, target) == (TRAIN_OVERALL, role, TRAIN_ACTOR):
+            self._close(None)  # such a window lasts until the next step of its role starts
         due = None
         if (
             Session._holder is None and facts.graph != "capture"
@@ -173,47 +204,72 @@ class Session:
                 (
                     (candidate, phase)
                     for candidate in ((TRAIN_OVERALL, target) if target == TRAIN_ACTOR else (target,))
-                    if (phase := self._phase(candidate, step, index)) is not Phase.OFF
+                    if (phase := self._phase(candidate, role, step, index)) is not Phase.OFF
                 ),
                 None,
             )
         if due is not None:
             warmup = due[1] is Phase.WARMUP
-            self._open(Window(due[0], self.role, step, self.coords, warmup), keep=not warmup)
-        if Session._holder is None:
+            # A train_overall window holds the work of all roles, so it has the role of its session.
+            named = self.role if due[0] == TRAIN_OVERALL else role
+            self._open(Window(due[0], named, step, self.coords, warmup), role, keep=not warmup)
+        holder = Session._holder
+        if holder is None or holder._open_window is None:
             return None
-        outermost = Range(ranges.step_range(target, step, self.coords))
-        outermost.__enter__()
+        outermost = ExitStack()
+        if role not in (None, holder._open_window.window.role) and scope.window is not holder._open_window:
+            outermost.enter_context(Range(ranges.role_range(str(role))))
+        outermost.enter_context(Range(ranges.step_range(target, step, self.coords)))
         call = Call(facts, outermost)
-        if due is not None and self._open_window is not None:
+        if self._open_window is not None and self._open_window.call is None:
             self._open_window.call = call
         return call
 
+    def _begin_work(self, role: str) -> bool:
+        index = next(self._counts[ANNOTATED, role])
+        step = self._number(ANNOTATED, index)
+        phase = self._phase(ANNOTATED, role, step, index)
+        if phase is Phase.OFF or Session._holder is not None:
+            return False
+        warmup = phase is Phase.WARMUP
+        self._open(Window(ANNOTATED, role, step, self.coords, warmup), role, keep=not warmup)
+        return True
+
     def _number(self, target: str, index: int) -> int:
-        """The step's number: the host's iteration for training steps where it has one, else counted per target.
+        """The step's number: the host's iteration for training steps and annotated work where it has one, else counted
+        per target and role.
 
         A host numbers its iterations, not its forward-only passes: several log-prob passes share one.
         """
-        iteration = self._iteration() if self._iteration is not None and target == TRAIN_ACTOR else None
+        numbered = self._iteration is not None and target in (TRAIN_ACTOR, ANNOTATED)
+        iteration = self._iteration() if numbered and self._iteration is not None else None
         return index if iteration is None or iteration < 0 else int(iteration)
 
-    def _phase(self, target: str, step: int, index: int) -> Phase:
-        if target not in self._plans:
-            return Phase.OFF
-        phase = self._plans[target].phase(step, index)
+    def _phase(self, target: str, role: str | None, step: int, index: int) -> Phase:
+        plan = self._plan(target, role)
+        phase = Phase.OFF if plan is None else plan.phase(step, index)
         # A host may run one iteration twice (Megatron's rerun machinery); its first run is the one that is kept.
-        if phase is Phase.ACTIVE and self._captured.get(target) == step:
+        if phase is Phase.ACTIVE and self._captured.get((target, role)) == step:
             return Phase.OFF
         return phase
+
+    def _plan(self, target: str, role: str | None) -> Plan | None:
+        """The captured steps of a target and role; None when this rank captures none of them. Looked up once."""
+        if (target, role) not in self._plans:
+            selector = self.config.selector(role)
+            wanted = target == ANNOTATED or target in self.config.target
+            chosen = wanted and selector is not None and selector.selects(self.coords)
+            self._plans[target, role] = self.config.plan(target, role) if chosen else None
+        return self._plans[target, role]
 
     def _memory_ran_out(self, reason: str) -> None:
         if Session._holder is self:
             Session.memory_full = reason
 
-    def _open(self, window: Window, *, keep: bool) -> None:
+    def _open(self, window: Window, opener: str | None, *, keep: bool) -> None:
         Session._holder = self
-        spans_calls = window.target == TRAIN_OVERALL and keep
-        self._open_window = opened = _OpenWindow(window, keep, None)
+        spans_calls = window.target == ANNOTATED or (window.target == TRAIN_OVERALL and keep)
+        self._open_window = opened = _OpenWindow(window, keep, opener)
         self._guard.start()
         for recorder in reversed(self._recorders):
             recorder.start(window)
@@ -230,9 +286,9 @@ class Session:
         if not opened.keep:
             for recorder in self._recorders:
                 recorder.discard()
-        elif opened.call is not None:
-            self._captured[opened.window.target] = opened.window.step
-            metadata = describe(opened.window, opened.call, self.config, truncated)
+        elif opened.call is not None or opened.window.target == ANNOTATED:
+            self._captured[opened.window.target, opened.opener] = opened.window.step
+            metadata = describe(opened.window, opened.call or _no_call(), self.config, truncated)
             for recorder in self._recorders:
                 recorder.stop(opened.window, metadata)
         self._release()

@@ -15,6 +15,9 @@ EVALUATE = "evaluate"
 #: passes and evaluation between them included.
 TRAIN_OVERALL = "train_overall"
 
+#: One window = one run of annotated work of a role, with ``--profile-discrete``. Not a target to ask for.
+ANNOTATED = "annotated"
+
 TARGETS = (TRAIN_ACTOR, TRAIN_LOG_PROBS, EVALUATE, TRAIN_OVERALL)
 
 
@@ -60,10 +63,11 @@ class Schedule:
 
 
 Plan = StepList | Schedule
+NONE = "none"
 
 
 def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
-    """Read ``10``, ``1,2,5``, ``20:30``, ``20:30:5`` (end excluded), or the same per target.
+    """Read ``10``, ``1,2,5``, ``20:30``, ``20:30:5`` (end excluded), ``none``, or the same per target.
 
     Per target: ``train_actor=10:12;train_log_probs=0``. The key ``None`` holds the steps of all targets that are not
     named. Raises ValueError that names ``option``, the value and what would be valid.
@@ -76,15 +80,25 @@ def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
             raise ValueError(f"{option}: unknown target {key!r} in {text!r}; known: {', '.join(TARGETS)}")
         if key in lists:
             raise ValueError(f"{option}: {key or 'steps without a target'} given twice in {text!r}")
-        lists[key] = StepList(tuple(_parse_range(item, text, option) for item in steps.split(",")))
+        lists[key] = parse_step_list(steps, text, option)
     return lists
+
+
+def parse_step_list(steps: str, text: str, option: str) -> StepList:
+    """Read the steps of one target or role, a part of ``text``. ``[1, 2]`` is ``1,2``; ``[]``, ``null``: ``none``."""
+    inner = steps.strip()
+    if inner.startswith("[") and inner.endswith("]"):
+        inner = inner[1:-1].strip() or NONE
+    if inner.lower() in (NONE, "null"):
+        return StepList(())
+    return StepList(tuple(_parse_range(item, text, option) for item in inner.split(",")))
 
 
 def _parse_range(item: str, text: str, option: str) -> range:
     numbers = [part.strip() for part in item.split(":")]
     if not 1 <= len(numbers) <= 3 or not all(n.isascii() and n.isdigit() for n in numbers):
         raise ValueError(
-            f"{option}: {item.strip()!r} in {text!r} is not a step; valid: non-negative 10, 1,2,5, 20:30 or 20:30:5"
+            f"{option}: {item.strip()!r} in {text!r} is not a step; valid: 10, 1,2,5, 20:30, 20:30:5 (from 0 on), none"
         )
     first, *rest = map(int, numbers)
     if not rest:

@@ -50,11 +50,16 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         "dir": (["/t"], "/t"),
         "select": (["per-stage"], "per-stage"),
         "steps": (["1:3"], "1:3"),
+        "role_select": (["actor=0,1;ref=none"], "actor=0,1;ref=none"),
+        "role_steps": (["actor=1,2;ref=none"], "actor=1,2;ref=none"),
         "ranges": (["step"], "step"),
         "activities": (["cpu"], ("cpu",)),
         "tool": (["memory"], ("memory",)),
         "export": (["trace"], ("trace",)),
         "max_host_memory": (["64GiB"], "64GiB"),
+        "on_finish": (["ls"], "ls"),
+        "on_finish_when": (["end", "--profile-on-finish", "ls"], "end"),
+        "flush_seconds": (["5"], 5),
         **{name: (["7"], 7) for name in ("skip_first", "wait", "warmup", "active", "repeat")},
     }
     for option in options():
@@ -115,7 +120,7 @@ def test_a_default_of_the_hosts_ranks_below_the_environment_and_what_was_typed_a
     env = {"MEGAPROF_STEPS": "7"}
     assert parse(ON, env, megatron_lm).steps == "7"
     assert parse([*ON, "--profile-step-end", "20"], env, megatron_lm).steps == "10:20"
-    assert parse([*ON, "--profile-active", "2"], host=megatron_lm).steps is None
+    assert parse([*ON, "--profile-active", "2"], host=megatron_lm).steps == "schedule"
 
 
 def test_slimes_target_is_honoured_and_its_default_alone_turns_nothing_on() -> None:

@@ -51,7 +51,7 @@ def test_limits(text: str, limit: MemoryLimit) -> None:
 
 @pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0%", "101%", "0", "64XB", "GiB", "1e3", "80%%"])
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="--x: .* valid: a size such as 64GiB"):
+    with pytest.raises(ValueError, match=r"--x: .* valid: a size such as 64GiB"):
         parse_limit("--x", text)
 
 
@@ -59,7 +59,8 @@ def test_anything_else_is_refused(text: str) -> None:
 def test_reading_a_limit_fails_with_a_value_error_only(text: str) -> None:
     with contextlib.suppress(ValueError):
         limit = parse_limit("--x", text)
-        assert (limit.size is None or limit.size > 0) and 0 < limit.share <= 1
+        assert limit.size is None or limit.size > 0
+        assert 0 < limit.share <= 1
 
 
 def proc(directory: Path, cgroup: str, mounts: str) -> Path:

@@ -20,7 +20,16 @@ from megaprof.kernels import nanoseconds, read_events, self_times, summarise, un
 
 def kernel(name: str, start: float, duration: float, stream: int = 7, device: int = 0) -> dict[str, Any]:
     args = {"device": device, "stream": stream, "correlation": 1}
-    return {"ph": "X", "cat": "kernel", "name": name, "pid": device, "tid": stream, "ts": start, "dur": duration, "args": args}
+    return {
+        "ph": "X",
+        "cat": "kernel",
+        "name": name,
+        "pid": device,
+        "tid": stream,
+        "ts": start,
+        "dur": duration,
+        "args": args,
+    }
 
 
 def op(name: str, start: float, duration: float, thread: int = 1, category: str = "cpu_op") -> dict[str, Any]:
@@ -37,7 +46,10 @@ def times(result: dict[str, Any]) -> dict[str, tuple[int, float, float]]:
 
 def test_kernels_on_two_streams_at_once() -> None:
     result = summary(
-        kernel("gemm", 100, 10), kernel("gemm", 105, 10, stream=8), kernel("nccl", 112, 1.5, stream=9), op("aten::mm", 0, 500)
+        kernel("gemm", 100, 10),
+        kernel("gemm", 105, 10, stream=8),
+        kernel("nccl", 112, 1.5, stream=9),
+        op("aten::mm", 0, 500),
     )
     assert times(result) == {"gemm": (2, 20.0, 15.0), "nccl": (1, 1.5, 1.5)}
     assert result["activity"] == "cuda"
@@ -104,7 +116,7 @@ def test_times_are_exact() -> None:
 @pytest.mark.parametrize("cut", [0, 1, 30, 200])
 def test_a_trace_that_is_cut_off_is_no_summary(cut: int) -> None:
     text = json.dumps({"traceEvents": [op("aten::add", 0, 1)] * 3})
-    with pytest.raises(ValueError, match="trace ends in the middle|no traceEvents"):
+    with pytest.raises(ValueError, match=r"trace ends in the middle|no traceEvents"):
         list(read_events(io.StringIO(text[: min(cut, len(text) - 3)])))
 
 
@@ -154,7 +166,9 @@ def test_a_controller_gets_the_last_windows_summary(one_rank: Any, tmp_path: Pat
 
 
 def test_without_the_option_there_is_no_summary(one_rank: Any, tmp_path: Path) -> None:
-    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0)) as handle:
+    with install_hooks(
+        one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0)
+    ) as handle:
         one_rank.train_step()
         assert handle.kernel_summary(timeout=60) is None
     assert install_hooks(one_rank.chunks, ProfileConfig()).kernel_summary() is None

@@ -57,6 +57,7 @@ def test_shutting_down_after_the_last_window_leaves_the_training_alone() -> None
         ({"repeat": 0}, None),
         ({"steps": "1,2,5"}, 3),
         ({"steps": "0:10:2,4"}, 5),
+        ({"role_steps": "actor=1,2"}, None),
         ({"target": ("train_actor", "train_log_probs"), "steps": "train_actor=1:4;train_log_probs=0"}, 4),
     ],
 )
@@ -112,9 +113,11 @@ def test_rays_shell_finds_nothing_to_interpret() -> None:
 @pytest.mark.parametrize(
     ("config", "arguments", "said"),
     [
-        (ProfileConfig(), {}, "--profile-target is not set"),
+        (ProfileConfig(), {}, "there is nothing to capture: set --profile-target"),
         (ProfileConfig(target=("train_actor",), dir="/t"), {}, "--profile-tool torch opens no capture range"),
-        (on(repeat=0), {"shutdown": True}, "--profile-repeat 0 captures the whole run"),
+        (on(steps="none"), {}, "there is nothing to capture"),
+        (on(repeat=0), {"shutdown": True}, "number of windows is not known with --profile-repeat 0"),
+        (on(discrete=True), {"shutdown": True}, "number of windows is not known"),
         (on(), {"models": 0}, "models=0 is not valid"),
     ],
 )

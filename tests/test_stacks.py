@@ -8,7 +8,16 @@ from megaprof.stacks import CollapsedStacks
 
 
 def event(category: str, name: str, start: float, duration: float, thread: int = 1, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "pid": 9, "tid": thread, "ts": start, "dur": duration, "args": args}
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 9,
+        "tid": thread,
+        "ts": start,
+        "dur": duration,
+        "args": args,
+    }
 
 
 def collapsed(*events: dict[str, Any]) -> tuple[list[str], list[str]]:

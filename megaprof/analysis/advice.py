@@ -14,33 +14,15 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megaprof import ranges
+from megaprof.analysis.causes import pipeline_causes, slow_ranks
 from megaprof.analysis.consistency import name_stages
-from megaprof.analysis.stages import ChunkTimes, Stage, TargetStages
+from megaprof.analysis.loads import EXCESS, FEWEST, NOISE, Cause, Load, extras_of, slowest
+from megaprof.analysis.stages import TargetStages
 
-#: By how much a slow stage must exceed the mean stage, as a fraction of the mean stage's compute per microbatch.
-EXCESS = 0.10
-#: And by how many standard errors.
-NOISE = 2.0
+__all__ = ["EXCESS", "PER_LAYER", "Cause", "Verdict", "judge"]
+
 #: How far apart the times per layer of different stages may lie for "more layers" to explain a slow stage.
 PER_LAYER = 0.25
-#: Fewer samples of a pass than this say nothing about noise.
-FEWEST = 3
-
-# Standard error of a median of n normal samples is 1.2533 sigma / sqrt(n), and sigma is 1.4826 times their median
-# absolute deviation (both asymptotic; Rousseeuw & Croux 1993).
-_MEDIAN_ERROR = 1.2533 * 1.4826
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One reason for a slow stage. ``excess_ms``: what it adds per microbatch, over the mean stage."""
-
-    kind: str
-    stage: int
-    evidence: str
-    threshold: str
-    excess_ms: float
 
 
 @dataclass(frozen=True)
@@ -57,44 +39,42 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class _Load:
-    """Compute of one microbatch on one stage in milliseconds: median, its standard error, and the quickest one's.
+class _Comparison:
+    """The slowest stage against the mean stage: whether it is slow, and the sentence that says so."""
 
-    ``quick_by_chunk`` is the quickest forward and backward on every model chunk; ``quick`` their sum.
-    """
-
-    stage: Stage
-    median: float
-    error: float
-    quick_by_chunk: dict[int, float]
-
-    @property
-    def quick(self) -> float:
-        return sum(self.quick_by_chunk.values())
-
-    @property
-    def layers(self) -> int | None:
-        held = [chunk.holds.layers if chunk.holds else None for chunk in self.stage.chunks]
-        return sum(n for n in held if n is not None) if None not in held else None
-
-    @property
-    def extras(self) -> list[str]:
-        return [extra for chunk in self.stage.chunks for extra in _extras(chunk)]
+    slow: Load | None
+    note: str
+    mean_quick: float = 0.0
 
 
 def judge(target: TargetStages) -> Verdict:
     """The verdict on one target's stages."""
-    if target.sizes.pp == 1:
-        return Verdict(None, None, (), ("no pipeline (pp=1): there are no stages to compare",))
     if target.unjudgeable:
         return Verdict(None, None, (), (f"no stage is called slow: {target.unjudgeable}",))
-    loads = [load for stage in target.stages if (load := _load(stage)) is not None]
+    ranks = slow_ranks(target.stages)
+    found = [*ranks, *pipeline_causes(target)]
+    if target.sizes.pp == 1:
+        return Verdict(None, None, tuple(found), ("no pipeline (pp=1): there are no stages to compare",))
     compute = [stage.compute_ms.mean for stage in target.stages if stage.compute_ms]
     mean_compute = statistics.fmean(compute) if compute else 0.0
     imbalance = max(compute) / mean_compute if len(compute) == target.sizes.pp and mean_compute > 0 else None
+    loads = [load for stage in target.stages if (load := slowest(stage)) is not None]
     if len(loads) < target.sizes.pp:
         few = f"fewer than {FEWEST} passes of known chunk on a stage: too few to tell a slow stage from noise"
-        return Verdict(imbalance, None, (), (f"no stage is called slow: {few}",))
+        return Verdict(imbalance, None, tuple(found), (f"no stage is called slow: {few}",))
+    comparison = _compare(loads)
+    of_stage: tuple[Cause, ...] = ()
+    # What slow ranks cost is told already: without them, is a stage still slow, and why?
+    aside = {cause.rank for cause in ranks if cause.rank is not None}
+    others = [load for stage in target.stages if (load := slowest(stage, without=aside)) is not None]
+    without = _compare(others) if ranks and len(others) == len(loads) else comparison
+    if without.slow is not None:
+        of_stage = _causes(without.slow, others if ranks else loads, without.mean_quick)
+    slow = comparison.slow.stage.pp if comparison.slow is not None else None
+    return Verdict(imbalance, slow, (*of_stage, *found), (comparison.note,))
+
+
+def _compare(loads: list[Load]) -> _Comparison:
     slow = max(loads, key=lambda load: load.median)
     mean = statistics.fmean(load.median for load in loads)
     excess = slow.median - mean
@@ -104,7 +84,7 @@ def judge(target: TargetStages) -> Verdict:
     error = math.sqrt(((1 - 1 / n) * slow.error) ** 2 + others / n**2)
     mean_quick = statistics.fmean(load.quick for load in loads)
     if mean <= 0 or mean_quick <= 0:
-        return Verdict(imbalance, None, (), ("no stage is called slow: nothing was computed",))
+        return _Comparison(None, "no stage is called slow: nothing was computed")
     found = (
         f"it computes {slow.median:.4g} ms per microbatch (median), {excess / mean:.1%} more than the mean stage's "
         f"{mean:.4g} ms"
@@ -112,55 +92,21 @@ def judge(target: TargetStages) -> Verdict:
     stage = slow.stage.pp
     if excess <= EXCESS * mean:
         note = f"no stage is slow: stage {stage} is the slowest, and {found}; above {EXCESS:.0%} it would be slow"
-        return Verdict(imbalance, None, (), (note,))
+        return _Comparison(None, note)
     undecided = f"no stage is called slow: stage {stage} is the slowest, and {found}, but "
     if excess <= NOISE * error:
         vary = f"microbatches vary so much that it may be chance (standard error {error:.2g} ms)"
-        return Verdict(imbalance, None, (), (undecided + vary,))
+        return _Comparison(None, undecided + vary)
     if slow.quick - mean_quick <= EXCESS * mean_quick:
         quickest = (
             f"its quickest one took {slow.quick:.4g} ms against {mean_quick:.4g} ms on the mean stage: it is "
             "slower in some microbatches only"
         )
-        return Verdict(imbalance, None, (), (undecided + quickest,))
-    note = f"stage {stage} is slow: {found} (standard error {error:.2g} ms)"
-    return Verdict(imbalance, stage, _causes(slow, loads, mean_quick), (note,))
+        return _Comparison(None, undecided + quickest)
+    return _Comparison(slow, f"stage {stage} is slow: {found} (standard error {error:.2g} ms)", mean_quick)
 
 
-def _load(stage: Stage) -> _Load | None:
-    """None when there are too few samples of a pass, or passes whose chunk is unknown."""
-    quick: dict[int, float] = {}
-    median = squared_error = 0.0
-    for chunk in stage.chunks:
-        combined = chunk.compute_ms[ranges.COMBINED]
-        separate = [chunk.compute_ms[kind] for kind in (ranges.FORWARD, ranges.BACKWARD)]
-        # A combined pass is a forward and a backward at once; the few separate ones beside it are its warm-up.
-        passes: list[Sequence[float]] = [combined] if combined else [each for each in separate if each]
-        if not passes or any(len(each) < FEWEST for each in passes):
-            return None
-        median += sum(statistics.median(each) for each in passes)
-        quick[chunk.chunk] = sum(min(each) for each in passes)
-        squared_error += sum(_error(each) ** 2 for each in passes)
-    if not quick or (stage.chunks[0].holds is not None and None in {chunk.holds for chunk in stage.chunks}):
-        return None
-    return _Load(stage, median, math.sqrt(squared_error), quick)
-
-
-def _error(samples: Sequence[float]) -> float:
-    middle = statistics.median(samples)
-    deviation = statistics.median(abs(sample - middle) for sample in samples)
-    return _MEDIAN_ERROR * deviation / math.sqrt(len(samples))
-
-
-def _extras(chunk: ChunkTimes) -> list[str]:
-    """What a chunk holds beside decoder layers."""
-    if chunk.holds is None:
-        return []
-    held = {"the embedding": chunk.holds.embedding, "MTP layers": chunk.holds.mtp, "the loss": chunk.holds.loss}
-    return [name for name, present in held.items() if present]
-
-
-def _causes(slow: _Load, loads: list[_Load], mean: float) -> tuple[Cause, ...]:
+def _causes(slow: Load, loads: list[Load], mean: float) -> tuple[Cause, ...]:
     others = [load for load in loads if load is not slow]
     excess = slow.quick - mean
     unknown = [load for load in loads if not load.layers]
@@ -177,7 +123,7 @@ def _causes(slow: _Load, loads: list[_Load], mean: float) -> tuple[Cause, ...]:
     return _explained_by_count(slow, others, excess)
 
 
-def _explained_by_count(slow: _Load, others: list[_Load], excess: float) -> tuple[Cause, ...]:
+def _explained_by_count(slow: Load, others: list[Load], excess: float) -> tuple[Cause, ...]:
     """Every other stage holds an embedding or a loss, so that its time per layer is only an upper bound.
 
     More layers explain the slow stage when its own time per layer does not exceed any such bound.
@@ -194,7 +140,7 @@ def _explained_by_count(slow: _Load, others: list[_Load], excess: float) -> tupl
 
 
 def _explained_by_plain_layers(
-    slow: _Load, loads: list[_Load], plain: dict[int, float], excess: float, mean: float
+    slow: Load, loads: list[Load], plain: dict[int, float], excess: float, mean: float
 ) -> tuple[Cause, ...]:
     """Chunks of nothing but layers on other stages (``plain``) give the time of one layer to compare with."""
     others = [load for load in loads if load is not slow]
@@ -223,7 +169,7 @@ def _explained_by_plain_layers(
     return tuple(causes) or (_unexplained(slow, excess, _layer_facts(slow, others)),)
 
 
-def _more_layers(slow: _Load, others: list[_Load], part: float) -> Cause:
+def _more_layers(slow: Load, others: list[Load], part: float) -> Cause:
     return Cause(
         kind="layers",
         stage=slow.stage.pp,
@@ -233,7 +179,7 @@ def _more_layers(slow: _Load, others: list[_Load], part: float) -> Cause:
     )
 
 
-def _unexplained(slow: _Load, excess: float, evidence: str) -> Cause:
+def _unexplained(slow: Load, excess: float, evidence: str) -> Cause:
     return Cause(
         kind="unexplained",
         stage=slow.stage.pp,
@@ -243,30 +189,30 @@ def _unexplained(slow: _Load, excess: float, evidence: str) -> Cause:
     )
 
 
-def _plain_layer_times(loads: list[_Load]) -> dict[int, float]:
+def _plain_layer_times(loads: list[Load]) -> dict[int, float]:
     """Milliseconds per layer of the chunks that hold nothing but layers, by stage; only stages with such chunks."""
     times = {}
     for load in loads:
-        plain = [c for c in load.stage.chunks if c.holds and c.holds.layers and not _extras(c)]
+        plain = [c for c in load.stage.chunks if c.holds and c.holds.layers and not extras_of(c)]
         if plain:
             layers = sum(c.holds.layers or 0 for c in plain if c.holds)
             times[load.stage.pp] = sum(load.quick_by_chunk[c.chunk] for c in plain) / layers
     return times
 
 
-def _layers(load: _Load) -> int:
+def _layers(load: Load) -> int:
     return load.layers or 0
 
 
-def _per_layer(load: _Load) -> float:
+def _per_layer(load: Load) -> float:
     return load.quick / _layers(load)
 
 
-def _mean_layers(loads: list[_Load]) -> float:
+def _mean_layers(loads: list[Load]) -> float:
     return statistics.fmean(_layers(load) for load in loads)
 
 
-def _layer_facts(slow: _Load, others: list[_Load]) -> str:
+def _layer_facts(slow: Load, others: list[Load]) -> str:
     plain = [load for load in others if not load.extras] or others
     times = _interval([_per_layer(load) for load in plain], ".3g")
     own = f"{_per_layer(slow):.3g}"
@@ -282,7 +228,7 @@ def _interval(values: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _count(load: _Load) -> str:
+def _count(load: Load) -> str:
     return f"{_layers(load)} layer" + ("" if _layers(load) == 1 else "s")
 
 

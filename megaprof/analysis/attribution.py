@@ -19,6 +19,8 @@ from megaprof.analysis.traces import Range
 
 _Rows = npt.NDArray[np.bool_]
 _NOBODY = -1
+#: Communication without which a pass cannot go on; gradients are reduced beside it, and exchanges come between passes.
+_IN_PASSES = [USES.index(group) for group in ("tp", "ep", "cp")]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Attribution:
 
     ``start`` to ``end``: from when the GPU was free for it to the end of its last activity. Per pass, in the order of
     the passes given: ``compute`` (busy with anything but communication), ``exposed`` (communication, not of the
-    pipeline, while nothing computed) and ``extents`` (from its first to its last kernel, shape ``[passes, 2]``).
+    pipeline, while nothing computed) and ``extents`` (from its first kernel to its last, shape ``[passes, 2]``).
     ``exposed_by`` group, ``other`` included; ``tail``: the data-parallel part after the last computation. ``busy``:
     when this rank did not wait for another stage, gaps inside passes included. ``host_bound``: when it idled in a pass
     because nothing was launched. ``pipeline``: exposed time of the pipeline group. ``lost``: activities whose launch
@@ -70,12 +72,10 @@ def attribute(gpu: Activities, outer: Range, passes: Sequence[Range], others: Se
     owner[~own] = _NOBODY
     alone = own & (use != COMPUTE) & (use != PP)
     compute = own & (use == COMPUTE)
-    exposed_by = {
-        name: _exposed(gpu.spans[own & (use == index)], computing)
-        for index, name in enumerate(USES)
-        if index != COMPUTE
-    }
-    extents = _extents(gpu, owner, compute & gpu.kernel, len(passes))
+    communication = {name: gpu.spans[own & (use == index)] for index, name in enumerate(USES) if index != COMPUTE}
+    exposed_by = {name: total(difference(union(spans), computing)) for name, spans in communication.items()}
+    inside = compute & gpu.kernel | own & np.isin(use, _IN_PASSES)
+    extents = _extents(gpu, owner, inside, len(passes))
     everything = union(gpu.spans)
     rows = extents[extents[:, 1] > extents[:, 0]]
     work = union(np.concatenate((gpu.spans[compute | alone], rows)))

@@ -66,8 +66,8 @@ class Phase:
 
     @property
     def occupied_ns(self) -> int:
-        """How long it keeps its stage: computation and exposed communication of anything but the pipeline."""
-        return self.compute_ns + self.exposed_ns
+        """How long it keeps its stage: the whole pass on a CPU, from its first kernel to its last on a GPU."""
+        return self.duration_ns if self.gpu_ns is None else self.gpu[1] - self.gpu[0] if self.gpu else 0
 
     @property
     def when(self) -> tuple[int, int]:
@@ -155,7 +155,7 @@ def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals)
     if trace.gpu is not None:
         gpu = attribute(trace.gpu, outer, passes, [r for r in inside if r.name.is_p2p] + finalizing)
     if gpu is not None:
-        phases = tuple(_phase(r, metadata, *of_gpu) for r, *of_gpu in _gpu_times(passes, gpu))
+        phases = tuple(_phase(r, metadata, *times) for r, times in zip(passes, _gpu_times(gpu), strict=True))
         busy = gpu.busy
         split, reasons = _split_gpu(metadata, gpu)
     else:
@@ -199,9 +199,9 @@ def _phase(
     )
 
 
-def _gpu_times(passes: list[Range], gpu: Attribution) -> Iterator[tuple[Range, int, int, tuple[int, int] | None]]:
-    for r, exposed, compute, (start, end) in zip(passes, gpu.exposed, gpu.compute, gpu.extents.tolist(), strict=True):
-        yield r, exposed, compute, (start, end) if end > start else None
+def _gpu_times(gpu: Attribution) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
+    for exposed, compute, (start, end) in zip(gpu.exposed, gpu.compute, gpu.extents.tolist(), strict=True):
+        yield exposed, compute, (start, end) if end > start else None
 
 
 def _modules(inside: list[Range], passes: list[Range], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:

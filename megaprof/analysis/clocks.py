@@ -105,6 +105,11 @@ class _Bounds:
         return 0 if self.low is None or self.high is None else max(0, self.low - self.high)
 
     @property
+    def contradiction_of_zero(self) -> int:
+        """By how many nanoseconds the bounds exclude that both clocks are one."""
+        return max(0, self.low or 0, -(self.high or 0))
+
+    @property
     def estimate(self) -> tuple[int, int]:
         """The difference and its uncertainty."""
         if self.low is not None and self.high is not None:
@@ -141,13 +146,7 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
     graph = _Graph()
     for link in links:
         _add(graph, clock_of[link.sender], clock_of[link.receiver], link)
-    for (a, b), bounds in graph.edges.items():
-        if bounds.contradiction > TOLERANCE_NS:
-            warnings.append(
-                f"messages between {_clock_name(a)} and {_clock_name(b)} contradict each other by "
-                f"{bounds.contradiction / 1e6:.3g} ms, whatever their clocks' offset: a clock was adjusted meanwhile, "
-                "or the traces are of different runs"
-            )
+    warnings += _contradictions(graph)
     reference = min(hosts)
     reached = _shortest(graph, clock_of[reference])
     warnings += _disagreements(graph, reached)
@@ -178,22 +177,28 @@ def waiting_and_transfer(send: Interval, receive: Interval) -> Split:
 
 
 def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[str]) -> dict[int, _Clock]:
-    """The clock of every rank: its host's, or its own where the host is unknown or its name proves to be shared."""
-    shared: dict[str, int] = {}
+    """The clock of every rank: its host's, or its own where the host is unknown or its name proves to be shared.
+
+    It proves so where messages contradict one clock, and a clock for each rank resolves that.
+    """
+    within: dict[str, _Graph] = {}
     for link in links:
         host = hosts[link.sender]
         if host is not None and host == hosts[link.receiver]:
-            low, high = _bounds(link)
-            shared[host] = max(shared.get(host, 0), low, -high if high is not None else 0)
-    for host, contradiction in shared.items():
-        if contradiction > TOLERANCE_NS:
-            warnings.append(
-                f"ranks of host {host} do not share a clock: a receive ends {contradiction / 1e6:.3g} ms before its "
-                "send began. Several machines bear this name, or the traces are of different runs"
-            )
+            _add(within.setdefault(host, _Graph()), (host, link.sender), (host, link.receiver), link)
+    shared = set()
+    for host, graph in within.items():
+        off = max(bounds.contradiction_of_zero for bounds in graph.edges.values())
+        if off <= TOLERANCE_NS:
+            continue
+        found = f"ranks of host {host} contradict its clock: a receive ends {off / 1e6:.3g} ms before its send began"
+        if any(bounds.contradiction > TOLERANCE_NS for bounds in graph.edges.values()):
+            warnings.append(f"{found}, and no other clocks would explain that: the traces are of different runs")
+        else:
+            shared.add(host)
+            warnings.append(f"{found}. Several machines bear this name, so each rank's clock is taken for its own")
     return {
-        rank: ("", rank) if host is None else (host, rank if shared.get(host, 0) > TOLERANCE_NS else -1)
-        for rank, host in hosts.items()
+        rank: ("", rank) if host is None else (host, rank if host in shared else -1) for rank, host in hosts.items()
     }
 
 
@@ -240,6 +245,18 @@ def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
             if other not in reached:
                 heapq.heappush(waiting, (uncertainty + more, offset + difference, other, count))
     return reached
+
+
+def _contradictions(graph: _Graph) -> Iterator[str]:
+    """One sentence for all pairs of clocks whose messages exclude each other, about the worst of them."""
+    pairs = [(b.contradiction, pair) for pair, b in graph.edges.items() if b.contradiction > TOLERANCE_NS]
+    if pairs:
+        worst, (a, b) = max(pairs)
+        more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
+        yield (
+            f"messages between {_clock_name(a)} and {_clock_name(b)}{more} contradict each other by {worst / 1e6:.3g} "
+            "ms, whatever their clocks' offset: a clock was adjusted meanwhile, or the traces are of different runs"
+        )
 
 
 def _disagreements(graph: _Graph, reached: dict[_Clock, Clock]) -> Iterator[str]:

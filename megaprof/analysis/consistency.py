@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megaprof.analysis.calls import Call
+from megaprof.analysis.exchanges import MOST_UNCERTAIN, offsets, uncertainty
 from megaprof.analysis.traces import Metadata, Sizes
 
 
@@ -38,11 +39,20 @@ class Findings:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Whether the calls of one step can be laid on one time axis, and what stands against it."""
+    """Whether the calls of one step can be laid on one time axis, and what must be known about it.
+
+    ``offset``: nanoseconds to add to a rank's times, where clocks had to be aligned.
+    """
 
     one_clock: bool
-    problem: str | None = None
+    problems: tuple[str, ...] = ()
     different_runs: bool = False
+    offset: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> str | None:
+        """What stands against one time axis."""
+        return self.problems[0] if self.problems and not self.one_clock else None
 
 
 def examine(calls: list[Call], sizes: Sizes, findings: Findings) -> list[Call]:
@@ -66,25 +76,47 @@ def comparable(step: list[Call]) -> Clocks:
     if len(step) == 1:
         return Clocks(one_clock=True)
     hosts = sorted({call.metadata.host or "an unnamed host" for call in step})
+    offset: dict[int, int] = {}
+    aligned: tuple[str, ...] = ()
     if len(hosts) > 1 or None in {call.metadata.host for call in step}:
-        where = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
-        shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
-        return Clocks(
-            one_clock=False,
-            problem=f"the stages ran on {where} ({shown}), whose clocks are not aligned: "
-            "the step time is the longest stage's own range",
-        )
-    reach = None
-    for call in sorted(step, key=lambda c: c.start):
-        if reach is not None and call.start >= reach:
-            return Clocks(
-                one_clock=False,
-                problem=f"the stages of step {call.step} do not overlap in time, so their traces are of different "
-                "runs: the step time is the longest stage's own range",
-                different_runs=True,
+        found = _aligned(step)
+        if found is None:
+            where = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+            shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+            problem = (
+                f"the stages ran on {where} ({shown}), whose clocks are not aligned: "
+                "the step time is the longest stage's own range"
             )
-        reach = call.end if reach is None else max(reach, call.end)
-    return Clocks(one_clock=True)
+            return Clocks(one_clock=False, problems=(problem,))
+        offset, aligned = found
+    reach = None
+    for begin, end in sorted(_shifted(call, offset) for call in step):
+        if reach is not None and begin >= reach:
+            problem = (
+                f"the stages of step {step[0].step} do not overlap in time, so their traces are of different "
+                "runs: the step time is the longest stage's own range"
+            )
+            return Clocks(one_clock=False, problems=(problem,), different_runs=True)
+        reach = end if reach is None else max(reach, end)
+    return Clocks(one_clock=True, problems=aligned, offset=offset)
+
+
+def _shifted(call: Call, offset: dict[int, int]) -> tuple[int, int]:
+    begin, end = call.extent
+    by = offset.get(call.metadata.coords.rank, 0)
+    return begin + by, end + by
+
+
+def _aligned(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
+    """Offsets between hosts from GPU exchanges, with what must be told; None where they are not known well enough."""
+    alignment = offsets(step)
+    worst = uncertainty(alignment) if alignment else None
+    if alignment is None or worst is None:
+        return None
+    if worst > MOST_UNCERTAIN * max(end - begin for begin, end in (call.extent for call in step)):
+        return None
+    told = f"the clocks of the stages' hosts were aligned by their send-receive kernels, to {worst / 1e6:.2g} ms"
+    return {rank: alignment.offset(rank) for rank in alignment.hosts}, (told, *alignment.warnings)
 
 
 def name_stages(stages: Iterable[int]) -> str:
@@ -128,6 +160,9 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
     if len({(call.metadata.schedule, call.forward_only) for call in calls}) > 1:
         findings.warn("the traces are of different schedules")
         findings.block("the traces are of different schedules")
+    if len({call.has_kernels for call in calls}) > 1:
+        findings.warn("some traces hold GPU kernels and some do not: their times are not comparable")
+        findings.block("some traces hold GPU kernels and some do not")
     counts: dict[tuple[int, int], set[int | None]] = {}
     for call in calls:
         counts.setdefault((call.step, call.index), set()).add(call.metadata.microbatches)

@@ -22,7 +22,7 @@ from megaprof.analysis.layout_search import Cost, CostModel
 __all__ = ["EXPLAINED", "MOST_RESIDUAL", "ChunkCost", "CostFit", "NoCostModel", "fit_costs"]
 
 #: How far a model may be from a chunk's measured time to count as explaining it.
-EXPLAINED = 0.03
+EXPLAINED = 0.01
 #: And how far it may be to be used at all.
 MOST_RESIDUAL = 0.10
 

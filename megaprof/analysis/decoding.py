@@ -116,7 +116,7 @@ def _decompress(data: bytes) -> bytes | bytearray:
                 if len(text) > most:
                     raise Undecodable(f"it unpacks to more than {most >> 20} MiB: more than a trace of its size can")
             data = stream.unused_data.lstrip(b"\0")
-    except (OSError, zlib.error, isal_zlib.error) as fault:
+    except (OSError, zlib.error, isal_zlib.error) as fault:  # type: ignore[misc]  # its stub types a class as an instance
         raise Undecodable(f"its gzip stream is damaged: {fault}") from None
     return text
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +18,12 @@ from megaprof.analysis.decoding import Event
 from megaprof.analysis.intervals import Intervals
 
 KERNEL = "kernel"
-ACTIVITIES = (KERNEL, "gpu_memcpy", "gpu_memset")
+COPIES = ("gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 #: What an activity is for: its index here in `Activities.use`. ``other``: communication of a group without a name.
 USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other")
+_AXES = USES[1:-1]
 COMPUTE, PP, OTHER = USES.index("compute"), USES.index("pp"), USES.index("other")
 
 #: Axes of Megatron's process groups by the description it gives them (``megatron.core.parallel_state``, 0.12 to 0.19),
@@ -51,7 +53,10 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 }
 #: Communication kernels that bring no metadata: DeepEP's dispatch and combine, Transformer Engine's user buffers.
 _NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "userbuffers": "tp"}
+_BY_GROUP = -1
 _LONGEST = 1 << 61
+_NAME, _START, _DURATION = attrgetter("name"), attrgetter("ts"), attrgetter("dur")
+_CORRELATION = attrgetter("args.correlation")
 
 
 @dataclass(frozen=True)
@@ -72,22 +77,25 @@ class Activities:
 def spans_of(base: int, events: Sequence[Event]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
     """Times in nanoseconds of those events whose times are possible, and which ones these are."""
     with np.errstate(over="ignore", invalid="ignore"):
-        start = np.array([event.ts for event in events], dtype=np.float64) * 1000
-        duration = np.array([event.dur for event in events], dtype=np.float64) * 1000
+        start = np.array(list(map(_START, events)), dtype=np.float64) * 1000
+        duration = np.array(list(map(_DURATION, events)), dtype=np.float64) * 1000
     # A comparison with NaN is false, so this also drops what is not a number.
     usable = (np.abs(start) < _LONGEST) & (duration >= 0) & (duration < _LONGEST)
     begin = base + np.rint(start[usable]).astype(np.int64)
     return np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64))), usable
 
 
-def activities_of(base: int, events: Sequence[Event], launches: Sequence[Event], sizes: object) -> Activities:
+def activities_of(
+    base: int, kernels: Sequence[Event], copies: Sequence[Event], launches: Sequence[Event], sizes: object
+) -> Activities:
     """Read GPU activities and the calls that launched them; ``sizes`` has the number of ranks of every axis."""
+    events = [*kernels, *copies]
     spans, usable = spans_of(base, events)
-    uses = _Uses(sizes)
-    use = np.array([uses[event.name, event.args.description] for event in events], dtype=np.int8)[usable]
-    kernel = np.array([event.cat == KERNEL for event in events], dtype=np.bool_)[usable]
-    launched, known = _launches(base, [e.args.correlation for e in events], launches)
-    launched, known = launched[usable], known[usable]
+    use = np.zeros(len(events), dtype=np.int8)
+    use[: len(kernels)] = _uses(kernels, sizes)
+    launched, known = _launches(base, list(map(_CORRELATION, events)), launches)
+    kernel = (np.arange(len(events)) < len(kernels))[usable]
+    use, launched, known = use[usable], launched[usable], known[usable]
     order = np.argsort(spans[:, 0], kind="stable")
     launched = np.where(known, np.minimum(launched, spans[:, 0]), spans[:, 0])
     return Activities(spans[order], launched[order], known[order], use[order], kernel[order])
@@ -98,7 +106,7 @@ def _launches(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
     wanted = _numbers(correlations)
     spans, usable = spans_of(base, launches)
-    numbers = _numbers([event.args.correlation for event in launches])[usable]
+    numbers = _numbers(list(map(_CORRELATION, launches)))[usable]
     order = np.argsort(numbers, kind="stable")
     numbers, starts = numbers[order], spans[order, 0]
     if not len(numbers):
@@ -114,24 +122,34 @@ def _numbers(values: list[int]) -> npt.NDArray[np.int64]:
         return np.array([value if abs(value) < _LONGEST else 0 for value in values], dtype=np.int64)
 
 
-class _Uses(dict[tuple[str, "str | None"], int]):
-    """Index into `USES` by kernel name and description of the process group, found once for each pair."""
+def _uses(kernels: Sequence[Event], sizes: object) -> list[int]:
+    by_name = _ByName()
+    uses = [by_name[name] for name in map(_NAME, kernels)]
+    by_group: dict[str | None, int] = {}
+    for number, use in enumerate(uses):
+        if use == _BY_GROUP:
+            group = kernels[number].args.description
+            if group not in by_group:
+                by_group[group] = USES.index(_axis(group, sizes))
+            uses[number] = by_group[group]
+    return uses
 
-    def __init__(self, sizes: object) -> None:
-        super().__init__()
-        self.sizes = sizes
 
-    def __missing__(self, key: tuple[str, str | None]) -> int:
-        name, description = key
-        self[key] = found = USES.index(self._use(name, description))
-        return found
+class _ByName(dict[str, int]):
+    """Index into `USES` by a kernel's name, `_BY_GROUP` for NCCL's; found once for each name."""
 
-    def _use(self, name: str, description: str | None) -> str:
-        if description is None and not name.startswith("nccl"):
-            return next((use for part, use in _NAMES.items() if part in name), "compute")
-        axes: tuple[str, ...] = ()
-        for known in sorted(_GROUPS, key=len):
-            if description is not None and description.startswith(known):
-                axes = _GROUPS[known]
-        parallel = [axis for axis in axes if (getattr(self.sizes, axis, 1) or 1) > 1]
-        return parallel[0] if parallel else axes[0] if axes else "other"
+    def __missing__(self, name: str) -> int:
+        use = next((use for part, use in _NAMES.items() if part in name), "compute")
+        self[name] = index = _BY_GROUP if name.startswith("nccl") else USES.index(use)
+        return index
+
+
+def _axis(description: str | None, sizes: object) -> str:
+    axes: tuple[str, ...] = ()
+    for known in sorted(_GROUPS, key=len):
+        if description is not None and description.startswith(known):
+            axes = _GROUPS[known]
+    parallel = [axis for axis in axes or _AXES if (getattr(sizes, axis, 1) or 1) > 1]
+    if axes:
+        return parallel[0] if parallel else axes[0]
+    return parallel[0] if len(parallel) == 1 else "other"  # with one kind of parallelism there is no other

@@ -28,6 +28,8 @@ from megaprof.analysis.timelines import EXCHANGE, Ends, Timeline, capture_of, en
 from megaprof.analysis.traces import UnreadableTrace, read_trace
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, EXCHANGE)
+#: Predictions that gain less than this are in the JSON only.
+_WORTH_SHOWING = 1.01
 _GROUPS = ("tp", "ep", "cp", "pp", "dp")
 
 _Key = tuple[str, str | None]  # target and role
@@ -81,7 +83,7 @@ def _aligned(step: int, stages: list[tuple[Timeline, Ends]]) -> StepTimeline:
     hosts = {rank: each.metadata.host for rank, each in ends.items()}
     alignment = align(hosts, [link for link, _ in links_between(ends)])
     notes = [*alignment.sentences(), *alignment.warnings] if len(set(hosts.values())) > 1 else list(alignment.warnings)
-    if any(timeline.has_kernels for timeline, _ in stages):
+    if any(timeline.host_time for timeline, _ in stages):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
     rows = tuple(Row(timeline, alignment.offset(timeline.metadata.coords.rank)) for timeline, _ in stages)
     return StepTimeline(step, rows, tuple(notes))
@@ -135,17 +137,18 @@ def _section(number: int, target: Mapping[str, Any], step: StepTimeline | None) 
 
 
 def _verdict(target: Mapping[str, Any]) -> str:
-    kind = "slow" if target["slowest_stage"] is not None else "fine" if target["imbalance"] is not None else "open"
+    fine = any(note.startswith("no stage is slow") for note in target["notes"])
+    kind = "slow" if target["slowest_stage"] is not None else "fine" if fine else "open"
     lines = [f"<p class=lead>{_text(words.sentence(note))}</p>" for note in target["notes"]]
     for cause in target["causes"]:
-        why = f"{words.sentence(cause['evidence'])} It costs {words.number(cause['excess_ms'])} ms per microbatch."
+        why = f"{words.sentence(cause['evidence'])} It costs {words.number(cause['excess_ms'])} ms {cause['basis']}."
         lines.append(f"<p><b>Why: {_text(cause['kind'].replace('_', ' '))}.</b> {_text(why)}</p>")
-    best = _best(target)
-    if best is not None:
-        before = (target["what_if"] or {}).get("replay_ms") or target["step_time_ms"]
-        gain = f", {words.percent(best['step_time_ms'] / before - 1, sign=True)}" if before else ""
-        told = f"{words.number(best['step_time_ms'])} ms a step{gain}, predicted."
-        lines.append(f"<p><b>Try:</b> <code>{_text(_flags(best))}</code> {_text(told)}</p>")
+    what_if = target["what_if"] or {}
+    if what_if.get("advice"):
+        lines.append(f"<p><b>What if.</b> {_text(words.sentence(what_if['advice']))}</p>")
+    if best := what_if.get("best"):
+        lines.append(f"<p><code>{_text(best['flags'])}</code></p>")
+        lines += [f"<p>{_text(words.sentence(best['memory']))}</p>"] if best.get("memory") else []
     return f'<div class="verdict {kind}">{"".join(lines)}</div>\n' if lines else ""
 
 
@@ -177,11 +180,13 @@ def _timeline(number: int, target: Mapping[str, Any], step: StepTimeline | None)
     legend = [(kind, kind.replace("_", " ")) for kind in _KINDS if kind in kinds]
     legend.append(("bubble", "nothing computed" if target["sizes"].get("pp", 1) > 1 else "between passes"))
     keys = "".join(f'<span><i class="k {kind}"></i>{_text(label)}</span>' for kind, label in legend)
-    notes = "".join(f"<p class=hint>{_text(words.sentence(note))}</p>" for note in step.notes)
+    shades = any(len(row.timeline.metadata.chunks) > 1 for row in step.rows)
+    shown = [*(["the later a model chunk, the paler its colour"] if shades else []), *step.notes]
+    notes = "".join(f"<p class=hint>{_text(words.sentence(note))}</p>" for note in shown)
     return f"""<h3>Who computes what, and when: step {step.step}</h3>
 <div class="timeline" data-target="{number}">
 <div class="bar"><div class="legend">{keys}</div><div class="tools">\
-<button data-do="out" title="zoom out (-)">−</button><button data-do="in" title="zoom in (+)">+</button>\
+<button data-do="out" title="zoom out (-)">&minus;</button><button data-do="in" title="zoom in (+)">+</button>\
 <button data-do="fit" title="the whole step (0)">fit</button></div></div>
 <canvas tabindex="0" role="img" aria-label="Timeline of the pipeline: one row per stage, one box per microbatch; \
 the table below has the numbers"></canvas>
@@ -205,14 +210,19 @@ def _bars(target: Mapping[str, Any]) -> str:
     rows = []
     for stage, row in zip(stages, parts, strict=True):
         pieces = [*row, ("bubble", stage["bubble_ms"])]
+        split = ", ".join(f"{part} {words.number(ms)}" for part, ms in (stage.get("bubble_split") or {}).items() if ms)
+        hints = {"bubble": f" ({split})" if split else ""}
         bar = "".join(
-            f'<i class="k {kind}" style="width:{100 * value / longest:.2f}%" title="{kind} {words.number(value)} ms"></i>'
-            for kind, value in pieces
-            if value
+            f'<i class="k {kind}" style="width:{100 * ms / longest:.2f}%" '
+            f'title="{kind} {words.number(ms)} ms{_text(hints.get(kind, ""))}"></i>'
+            for kind, ms in pieces
+            if ms
         )
         numbers = [stage[f"{p}_ms"] for p in passes] + [stage["compute_ms"]] + [stage["exposed_ms"][g] for g in shown]
         cells = "".join(f"<td>{words.number(value)}</td>" for value in numbers)
-        fraction = "" if stage["bubble_fraction"] is None else f" ({words.percent(stage['bubble_fraction'])})"
+        fraction = (
+            "" if stage["bubble_fraction"] is None else f" <small>({words.percent(stage['bubble_fraction'])})</small>"
+        )
         strong = ' class="most"' if len(stages) > 1 and stage["compute_ms"] == slowest else ""
         rows.append(
             f"<tr{strong}>{_stage_cells(stage)}<td class=wide><div class=stack>{bar}</div></td>{cells}"
@@ -255,50 +265,42 @@ def _spreads(target: Mapping[str, Any]) -> str:
 
 
 def _what_if(target: Mapping[str, Any]) -> str:
-    """Before and after: the measured step, its replay, and the candidates."""
-    what_if = target["what_if"]
-    candidates = _candidates(target)
-    if not what_if or not candidates:
-        return ""
-    measured, replayed = target["step_time_ms"], what_if.get("replay_ms")
-    longest = max([measured or 0, replayed or 0, *(c["step_time_ms"] for c in candidates)])
-    rows = []
-    for name, code, ms in (
-        ("measured", "", measured),
-        ("replayed", f"off by {words.percent(what_if.get('replay_error'))}", replayed),
-        *(("predicted", _flags(candidate), candidate["step_time_ms"]) for candidate in candidates),
-    ):
-        if ms is None:
+    """Before and after: the measured step, its replay, and what was predicted."""
+    what_if = target["what_if"] or {}
+    measured, replayed = what_if.get("measured_ms"), what_if.get("replay_ms")
+    warnings = "".join(
+        f"<p class=hint>{_text(words.sentence(warning))}</p>" for warning in what_if.get("warnings") or ()
+    )
+    if measured is None or replayed is None:
+        return f"<h3>What if</h3>\n{warnings}" if warnings else ""
+    best = what_if.get("best")
+    off = f"off by {words.percent(what_if['replay_error'], sign=True)} in the pipeline"
+    now = f"as captured{': ' + what_if['layout'] if what_if.get('layout') else ''}"
+    rows = [("before", now, measured, None, ""), ("before", f"replayed, {off}", replayed, None, "")]
+    for each in what_if.get("candidates") or ():
+        if each["speedup"] < _WORTH_SHOWING and each != best:
             continue
-        change = words.percent(ms / replayed - 1, sign=True) if name == "predicted" and replayed else ""
-        kind = "after" if name == "predicted" else "before"
-        what = f"<code>{_text(code)}</code>" if name == "predicted" else _text(code)
-        bar = f'<div class=stack><i class="k {kind}" style="width:{100 * ms / longest:.2f}%"></i></div>'
+        remarks = [f"assumes that {each['assumes']}"] * bool(each.get("assumes")) + [each.get("memory") or ""]
+        words_ = "; ".join([each["what"], *filter(None, remarks)])
         rows.append(
-            f"<tr><td>{name}</td><td class=wide>{bar}</td><td>{words.number(ms)}</td><td>{change}</td>"
-            f"<td class=left>{what}</td></tr>"
+            ("best" if each == best else "after", words_, each["step_time_ms"], each["uncertainty_ms"], each["flags"])
         )
-    return f"""<h3>Before and after</h3>
-<div class="scroll"><table><thead><tr><th></th><th class=wide></th><th>step, ms</th><th></th><th class=left>layout</th>\
-</tr></thead><tbody>{"".join(rows)}</tbody></table></div>
-"""
-
-
-def _candidates(target: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = (target["what_if"] or {}).get("candidates") or ()
-    return sorted((c for c in found if c.get("step_time_ms")), key=lambda c: float(c["step_time_ms"]))[:5]
-
-
-def _best(target: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quickest candidate that has flags to set and beats the step as replayed."""
-    before = (target["what_if"] or {}).get("replay_ms") or target["step_time_ms"]
-    better = [c for c in _candidates(target) if _flags(c) and before and c["step_time_ms"] < before]
-    return better[0] if better else None
-
-
-def _flags(candidate: Mapping[str, Any]) -> str:
-    flags = candidate.get("flags") or candidate.get("layout") or ""
-    return flags if isinstance(flags, str) else " ".join(map(str, flags))
+    longest = max(ms for _, _, ms, _, _ in rows)
+    body = []
+    for kind, what, ms, uncertainty, flags in rows:
+        bar = f'<div class=stack><i class="k {kind}" style="width:{100 * ms / longest:.2f}%"></i></div>'
+        spread = "" if uncertainty is None else f" ±{words.number(uncertainty)}"
+        change = words.percent(ms / measured - 1, sign=True) if uncertainty is not None and measured else ""
+        code = f"<br><code>{_text(flags)}</code>" if flags else ""
+        strong = ' class="most"' if kind == "best" else ""
+        body.append(
+            f"<tr{strong}><td class=left>{_text(what)}{code}</td><td class=wide>{bar}</td>"
+            f"<td>{words.number(ms)}{spread}</td><td>{change}</td></tr>"
+        )
+    return f"""<h3>What if: before and after</h3>
+<div class="scroll"><table class="what"><thead><tr><th></th><th class=wide></th><th>step, ms</th><th></th></tr></thead>
+<tbody>{"".join(body)}</tbody></table></div>
+{warnings}"""
 
 
 def _stage_cells(stage: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from isal import igzip
 
 from megaprof import ranges
 from megaprof.analysis.clocks import Alignment, align
+from megaprof.analysis.gpu import KERNEL
 from megaprof.analysis.timelines import Capture, End, Ends, capture_in, capture_of, ends_of, links_between
 from megaprof.analysis.traces import Coords, UnreadableTrace, find_traces, read_trace
 from megaprof.artifacts.files import appearing
@@ -356,7 +357,7 @@ def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base:
         except (ValueError, TypeError, RecursionError, OverflowError):
             writer.dropped += 1
             continue
-        if event["ph"] != "X" or not str(event.get("name")).startswith(ranges.PREFIX):
+        if event["ph"] != "X" or not _may_have_arrows(event):
             continue
         start = base + time
         for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
@@ -364,6 +365,10 @@ def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base:
             moment = (arrow.time - base + shift) / 1000
             about = {"cat": "p2p", "name": arrow.name, "id": arrow.number}
             writer.add({"ph": arrow.phase, **more, **about, "pid": pid, "tid": tid, "ts": moment})
+
+
+def _may_have_arrows(event: dict[str, Any]) -> bool:
+    return event.get("cat") == KERNEL or str(event.get("name")).startswith(ranges.PREFIX)
 
 
 def _time(event: Any) -> int | None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from megaprof import ranges
 from megaprof.analysis.calls import Call
@@ -25,6 +26,11 @@ __all__ = ["CapturedStep", "Run", "Times", "Withheld", "captured_run", "in_fligh
 
 Times = list[list[list[float]]]
 """Milliseconds as ``[stage][chunk][microbatch]``."""
+_Pass = tuple[float, float]
+
+
+#: Fewer transfers than this say nothing about their time.
+_FEWEST = 3
 
 
 class Withheld(Exception):
@@ -71,8 +77,8 @@ class Run:
 class CapturedStep:
     """One captured step: the times of its slowest pipeline (of several data-parallel ones), and what it took.
 
-    ``peers_forward_ms``, ``peers_backward_ms``: of several captured pipelines the times of the median one at every
-    stage, None with one. ``pipeline_ms``: measured, from the first microbatch's start to the last one's end;
+    ``peers_forward_ms``, ``peers_backward_ms``: where a stage has several captured ranks, the times that they have in
+    common, else None. ``pipeline_ms``: measured, from the first microbatch's start to the last one's end;
     ``outside_ms``: the rest of the step; ``replay_ms``: the replayed pipeline.
     """
 
@@ -84,6 +90,11 @@ class CapturedStep:
     pipeline_ms: float
     outside_ms: float
     replay_ms: float
+
+    @property
+    def replay_error(self) -> float:
+        """(replayed - measured pipeline) / measured pipeline."""
+        return self.replay_ms / self.pipeline_ms - 1.0
 
     @property
     def microbatches(self) -> int:
@@ -99,8 +110,11 @@ def run_schedule(calls: Sequence[Call], stages: int) -> Run:
     if not chunks or name is None:
         raise Withheld("the traces do not say which schedule ran, or on which model chunks")
     forward_only = calls[0].forward_only
-    overlap = bool((metadata.p2p or {}).get("overlap_p2p_comm")) and name == "interleaved" and not forward_only
-    rendezvous = stages > 1 and not overlap and not (name == "interleaved" and stages == 2)
+    rendezvous = stages > 1
+    if name == "interleaved":
+        overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
+        # Megatron-LM overlaps unless told otherwise.
+        rendezvous = stages > 2 and (forward_only or overlap is False)
     run = Run(name, stages, chunks, metadata.microbatch_group_size, forward_only, rendezvous, 0.0)
     try:
         run.checked(metadata.microbatches or 0)
@@ -121,18 +135,26 @@ def captured_run(calls: Sequence[Call], stages: int) -> tuple[Run, list[Captured
         by_step.setdefault((call.step, call.index), []).append(call)
     transfers: list[float] = []
     for step in by_step.values():
-        if comparable(step).one_clock:
-            for pipeline in _pipelines(step, stages):
-                transfers += _transfers(pipeline, run)
-    p2p_ms = statistics.median(transfers) if transfers else 0.0
-    run = Run(**{**run.__dict__, "p2p_ms": p2p_ms})
-    return run, [_captured_step(number, step, run) for (number, _), step in sorted(by_step.items())]
+        clocks = comparable(step)
+        for pipeline in _pipelines(step, stages) if clocks.one_clock else ():
+            transfers += _transfers(pipeline, run, clocks.offset)
+    p2p_ms = statistics.median(transfers) if len(transfers) >= _FEWEST else 0.0
+    run = replace(run, p2p_ms=p2p_ms)
+    captured, reason = [], Withheld("no step was captured")
+    for (number, _), step in sorted(by_step.items()):
+        try:
+            captured.append(_captured_step(number, step, run))
+        except Withheld as fault:
+            reason = fault
+    if not captured:
+        raise reason
+    return run, captured
 
 
-def in_flight_layers(pieces: Layout, schedule: Schedule) -> list[float]:
+def in_flight_layers(pieces: Layout, schedule: Schedule) -> list[int]:
     """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
     forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
-    most = [0.0] * schedule.stages
+    most = [0] * schedule.stages
     if schedule.forward_only:
         return most
     for stage in range(schedule.stages):
@@ -174,16 +196,13 @@ def _captured_step(number: int, step: list[Call], run: Run) -> CapturedStep:
         except ValueError as fault:
             raise Withheld(f"the schedule of step {number} cannot be rebuilt: {fault}") from None
     replay_ms, forward, backward = max(replays, key=lambda each: each[0])
-    several = len(replays) > 1
     pipeline_ms, outside_ms = _measured(number, step, run)
     return CapturedStep(
         step=number,
         forward_ms=forward,
         backward_ms=backward,
-        peers_forward_ms=_peers([each[1] for each in replays]) if several else None,
-        peers_backward_ms=_peers([each[2] for each in replays if each[2] is not None])
-        if several and backward
-        else None,
+        peers_forward_ms=_as_peers(step, ranges.FORWARD, run.stages),
+        peers_backward_ms=None if run.forward_only else _as_peers(step, ranges.BACKWARD, run.stages),
         pipeline_ms=pipeline_ms,
         outside_ms=outside_ms,
         replay_ms=replay_ms,
@@ -204,9 +223,13 @@ def _measured(number: int, step: list[Call], run: Run) -> tuple[float, float]:
                 "the hosts' clocks are not aligned, and a forward-only pass begins and ends on different stages"
             )
         step = [call for call in step if call.metadata.coords.pp == 0][:1]
-    phases = [phase for call in step for phase in call.phases]
-    pipeline = max(phase.end for phase in phases) - min(phase.start for phase in phases)
-    whole = max(call.end for call in step) - min(call.start for call in step)
+    passes, extents = [], []
+    for call in step:
+        offset = clocks.offset.get(call.metadata.coords.rank, 0)
+        passes += [tuple(ns + offset for ns in phase.when) for phase in call.phases]
+        extents.append(tuple(ns + offset for ns in call.extent))
+    pipeline = max(end for _, end in passes) - min(start for start, _ in passes)
+    whole = max(end for _, end in extents) - min(start for start, _ in extents)
     if pipeline <= 0:
         raise Withheld(f"the pipeline of step {number} took no time")
     return pipeline / 1e6, (whole - pipeline) / 1e6
@@ -214,15 +237,18 @@ def _measured(number: int, step: list[Call], run: Run) -> tuple[float, float]:
 
 def _times(pipeline: list[list[Call]], kind: str) -> Times:
     """The passes of one kind, averaged over the ranks of a stage where there are several."""
-    return [_mean([_own_times(call, kind) for call in stage]) for stage in pipeline]
+    return [
+        _mean([[[sum(each) for each in row] for row in _passes(call, kind)] for call in stage]) for stage in pipeline
+    ]
 
 
-def _own_times(call: Call, kind: str) -> list[list[float]]:
+def _passes(call: Call, kind: str) -> list[list[_Pass]]:
+    """Computation and exposed communication of every pass of one kind, ``[chunk][microbatch]`` in milliseconds."""
     count, chunks = call.metadata.microbatches or 0, len(call.metadata.chunks)
     phases = [phase for phase in call.phases if phase.kind == kind]
     if len(phases) != count * chunks or not phases:
         raise Withheld(f"{call.source} holds {len(phases)} {kind} ranges where {count * chunks} belong")
-    own = {(phase.chunk, phase.microbatch): phase.duration_ns / 1e6 for phase in phases}
+    own = {(phase.chunk, phase.microbatch): (phase.compute_ns / 1e6, phase.exposed_ns / 1e6) for phase in phases}
     try:
         return [[own[chunk, microbatch] for microbatch in range(count)] for chunk in range(chunks)]
     except KeyError:
@@ -233,34 +259,52 @@ def _mean(ranks: list[list[list[float]]]) -> list[list[float]]:
     return [[statistics.fmean(same) for same in zip(*rows, strict=True)] for rows in zip(*ranks, strict=True)]
 
 
-def _peers(pipelines: list[Times]) -> Times:
-    """Of every pass the lower median over the pipelines: with two, the quicker one."""
+def _as_peers(step: list[Call], kind: str, stages: int) -> Times | None:
+    """Every pass as its stage's ranks have it in common; None where no stage has two ranks.
+
+    That is the lower median of their computation (of two the quicker one's), with the least exposed communication of
+    them: the others' holds the waiting for the slowest.
+    """
+    by_stage: list[list[Call]] = [[] for _ in range(stages)]
+    for call in step:
+        by_stage[call.metadata.coords.pp].append(call)
+    if all(len(ranks) < 2 for ranks in by_stage):
+        return None
+
+    def common(times: tuple[_Pass, ...]) -> float:
+        return statistics.median_low(compute for compute, _ in times) + min(exposed for _, exposed in times)
+
     return [
-        [[statistics.median_low(same) for same in zip(*rows, strict=True)] for rows in zip(*stages, strict=True)]
-        for stages in zip(*pipelines, strict=True)
+        [
+            [common(same) for same in zip(*rows, strict=True)]
+            for rows in zip(*(_passes(c, kind) for c in own), strict=True)
+        ]
+        for own in by_stage
     ]
 
 
-def _transfers(pipeline: list[list[Call]], run: Run) -> Iterator[float]:
+def _transfers(pipeline: list[list[Call]], run: Run, offset: dict[int, int]) -> Iterator[float]:
     """How long each input was under way for which a stage was already waiting, in milliseconds.
 
-    Only the first rank of a stage is looked at.
+    Only the first rank of a stage is looked at. ``offset``: nanoseconds to add to a rank's times.
     """
-    ends = {
-        (stage, phase.kind, phase.chunk, phase.microbatch): phase.end
-        for stage, ranks in enumerate(pipeline)
-        for phase in ranks[0].phases
-    }
-    last = run.stages - 1
+    passes = []
+    ends = {}
     for stage, ranks in enumerate(pipeline):
-        free = ranks[0].start
-        for phase in sorted(ranks[0].phases, key=lambda each: each.start):
+        call = ranks[0]
+        by = offset.get(call.metadata.coords.rank, 0)
+        passes.append(
+            sorted(((phase.when[0] + by, phase.when[1] + by, phase) for phase in call.phases), key=itemgetter(0))
+        )
+        ends.update({(stage, phase.kind, phase.chunk, phase.microbatch): end for _, end, phase in passes[-1]})
+    for stage, own in enumerate(passes):
+        free = None
+        for start, end, phase in own:
             towards = -1 if phase.kind == ranges.FORWARD else 1
-            chunk = phase.chunk or 0
-            source = stage + towards
-            if not 0 <= source <= last:
+            source, chunk = stage + towards, phase.chunk or 0
+            if not 0 <= source < run.stages:
                 source, chunk = source % run.stages, chunk + towards
             produced = ends.get((source, phase.kind, chunk, phase.microbatch))
-            if source != stage and produced is not None and free <= produced <= phase.start:
-                yield (phase.start - produced) / 1e6
-            free = phase.end
+            if source != stage and produced is not None and (free is None or free <= produced) and produced <= start:
+                yield (start - produced) / 1e6
+            free = end

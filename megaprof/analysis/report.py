@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.advice import Verdict, judge
-from megaprof.analysis.calls import GROUPS, Call, calls_of
+from megaprof.analysis.calls import GROUPS, Call
+from megaprof.analysis.reading import Progress, read_all
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.stages import Stage, TargetStages, measure
-from megaprof.analysis.traces import UnreadableTrace, find_traces, read_trace
+from megaprof.analysis.traces import find_traces
+from megaprof.analysis.what_if import WhatIf, what_if
 from megaprof.version import __version__
 
 #: A directory without files of ours is searched for renamed ones, up to this many.
@@ -29,10 +31,11 @@ class NothingToReport(Exception):
 
 @dataclass(frozen=True)
 class TargetReport:
-    """One target and role: its stages as measured (with warnings), and which of them is slow and why."""
+    """One target and role: its stages as measured (with warnings), which is slow and why, and what to change."""
 
     measured: TargetStages
     verdict: Verdict
+    what_if: WhatIf
 
     def to_json(self) -> dict[str, Any]:
         measured, verdict = self.measured, self.verdict
@@ -52,7 +55,7 @@ class TargetReport:
             "slowest_stage": verdict.slowest_stage,
             "causes": [asdict(cause) for cause in verdict.causes],
             "notes": list(verdict.notes),
-            "what_if": None,
+            "what_if": self.what_if.to_json(),
             "warnings": list(measured.warnings),
         }
 
@@ -75,10 +78,12 @@ class Report:
         }
 
 
-def analyze(source: str | os.PathLike[str]) -> Report:
-    """Report on every trace under a directory (or on one file), one trace in memory at a time.
+def analyze(source: str | os.PathLike[str], *, workers: int = 1, progress: Progress | None = None) -> Report:
+    """Report on every trace under a directory (or on one file).
 
-    A file that cannot be used becomes a warning of the report. Raises NothingToReport when no file can be.
+    ``workers``: processes that read traces, each one at a time (see `reading.read_all`); ``progress(done, files)`` is
+    called after each. A file that cannot be used becomes a warning of the report. Raises NothingToReport when no file
+    can be.
     """
     path = Path(source)
     if path.is_file():
@@ -92,22 +97,14 @@ def analyze(source: str | os.PathLike[str]) -> Report:
     calls: list[Call] = []
     read: list[Path] = []
     warnings: list[str] = []
-    for candidate in candidates:
-        try:
-            trace = read_trace(candidate)
-        except UnreadableTrace as fault:
-            warnings.append(f"{candidate.name} was skipped: {fault.reason}")
-            continue
-        found = calls_of(trace)
-        warnings += trace.warnings
-        if not found:
-            warnings.append(f"{candidate.name} was skipped: it holds no range of a whole step (megaprof/... step=...)")
-            continue
-        read.append(candidate)
-        calls += found
+    for reading in read_all(candidates, workers, progress):
+        warnings += reading.warnings
+        if reading.calls:
+            read.append(reading.path)
+            calls += reading.calls
     if not calls:
         raise NothingToReport(f"{path} holds no trace of megaprof's. " + " ".join(_sentences(warnings)))
-    targets = tuple(TargetReport(measured, judge(measured)) for measured in measure(calls))
+    targets = tuple(TargetReport(measured, judge(measured), what_if(measured, calls)) for measured in measure(calls))
     return Report(path, tuple(read), targets, tuple(warnings))
 
 
@@ -138,6 +135,9 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "backward_ms": stage.backward_ms,
         "compute_ms": stage.compute_ms,
         "bubble_ms": stage.bubble_ms,
+        "host_bound_ms": stage.host_bound_ms,
+        "dp_tail_ms": stage.dp_tail_ms,
+        "pp_waiting_ms": stage.pp_waiting_ms,
     }
     return {
         "pp": stage.pp,
@@ -145,7 +145,10 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "chunks": [asdict(chunk.holds) if chunk.holds else None for chunk in stage.chunks],
         **{name: _mean(spread) for name, spread in per_step.items()},
         "bubble_fraction": stage.bubble_fraction,
+        "bubble_split": {part: _mean(spread) for part, spread in stage.bubble_split.items()},
         "exposed_ms": {group: _mean(stage.exposed_ms[group]) for group in GROUPS},
+        "host_ms": {kind: _mean(spread) for kind, spread in stage.host_ms.items()},
+        "modules_ms": {name: _spread(spread) for name, spread in stage.modules_ms.items()},
         "per_microbatch": {
             "forward_ms": _spread(stage.forward_per_microbatch_ms),
             "backward_ms": _spread(stage.backward_per_microbatch_ms),

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from megaprof import ranges
 from megaprof.analysis.calls import GROUPS, WHOLE_STEP, Call, Phase
-from megaprof.analysis.consistency import Findings, comparable, examine
+from megaprof.analysis.consistency import Findings, examine
+from megaprof.analysis.intervals import total
 from megaprof.analysis.samples import Spread
+from megaprof.analysis.steps import UNMET, Step, lay_out
 from megaprof.analysis.traces import Chunk, Sizes
 
 ONE_CLOCK = "from the first stage's start to the last stage's end"
@@ -25,8 +27,8 @@ _StepKey = tuple[int, int]  # step, and which of its calls
 class ChunkTimes:
     """One model chunk of a stage: what it holds, and one sample per microbatch, step and rank.
 
-    ``forward_ms`` and ``backward_ms`` are whole passes; ``compute_ms`` holds the same samples by kind of pass
-    (``forward``, ``backward``, ``combined``) without exposed communication.
+    ``forward_ms`` and ``backward_ms`` are whole passes (on a GPU what it computed for them); ``compute_ms`` holds the
+    same samples by kind of pass (``forward``, ``backward``, ``combined``) without exposed communication.
     """
 
     chunk: int
@@ -41,8 +43,13 @@ class Stage:
     """One pipeline stage. The `Spread` of a quantity per step is over steps and the stage's captured ranks.
 
     ``compute_ms`` is the time in forward, backward and combined passes without exposed communication; ``bubble_ms``
-    what is left of the step after it, exposed communication and gradient finalisation. Per microbatch, the passes on
-    all chunks of the stage are added up.
+    what is left of the step after it, exposed communication, gradient finalisation and ``host_bound_ms`` (the GPU
+    idled in a pass because nothing was launched; None on a CPU). ``bubble_split``: its warm-up, steady and cool-down
+    parts. ``dp_tail_ms``: data-parallel communication after the last pass. ``pp_waiting_ms``: of the time in exchanges,
+    what was waiting for the neighbour; it is in the bubble. Per microbatch, the passes on all chunks of the stage are
+    added up: ``microbatch_ms`` is their computation by step, call and microbatch, the slowest rank's. ``host_ms``: on a
+    GPU trace the host's time in forward and backward. ``modules_ms``: every pass through a module, by label and kind
+    of pass. ``by_rank``: the chunks of each rank alone; ``exposed_by_rank``: mean milliseconds by group.
     """
 
     pp: int
@@ -56,6 +63,15 @@ class Stage:
     bubble_fraction: float | None
     forward_per_microbatch_ms: Spread | None
     backward_per_microbatch_ms: Spread | None
+    bubble_split: dict[str, Spread | None]
+    dp_tail_ms: Spread | None
+    pp_waiting_ms: Spread | None
+    host_bound_ms: Spread | None
+    host_ms: dict[str, Spread | None]
+    microbatch_ms: dict[tuple[int, int, int], float]
+    modules_ms: dict[str, Spread]
+    by_rank: dict[int, tuple[ChunkTimes, ...]]
+    exposed_by_rank: dict[int, dict[str, float | None]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,7 @@ def _measure(sizes: Sizes, calls: list[Call], findings: Findings) -> TargetStage
     for call in calls:
         by_step.setdefault((call.step, call.index), []).append(call)
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
-    spans = {key: _span(step, findings) for key, step in by_step.items()}
+    steps = {key: lay_out(step, findings) for key, step in by_step.items()}
     first = calls[0]
     counts = {call.metadata.microbatches for call in calls}
     return TargetStages(
@@ -112,39 +128,15 @@ def _measure(sizes: Sizes, calls: list[Call], findings: Findings) -> TargetStage
         forward_only=first.forward_only,
         microbatches=counts.pop() if len(counts) == 1 and first.label == first.metadata.target else None,
         steps=tuple(sorted({call.step for call in calls})),
-        step_time_ms=Spread.of([span.ms for span in spans.values() if span.ms is not None]),
-        step_time_basis=ONE_CLOCK if all(span.one_clock for span in spans.values()) else LONGEST,
-        stages=tuple(_stage(pp, by_stage[pp], spans, findings) for pp in sorted(by_stage)),
+        step_time_ms=Spread.of([step.ms for step in steps.values() if step.ms is not None]),
+        step_time_basis=ONE_CLOCK if all(step.one_clock for step in steps.values()) else LONGEST,
+        stages=tuple(_stage(pp, by_stage[pp], steps, findings) for pp in sorted(by_stage)),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
     )
 
 
-@dataclass(frozen=True)
-class _Span:
-    """How long a step took, None when a rank's part is incomplete; ``waits``: its stages waited for each other."""
-
-    ms: float | None
-    one_clock: bool
-    waits: bool
-
-
-def _span(step: list[Call], findings: Findings) -> _Span:
-    clocks = comparable(step)
-    if clocks.problem:
-        findings.warn(clocks.problem)
-    if clocks.different_runs:
-        findings.block("the stages' traces are of different runs")
-    if any(call.incomplete for call in step):
-        return _Span(None, clocks.one_clock, waits=False)
-    if clocks.one_clock:
-        nanoseconds = max(call.end for call in step) - min(call.start for call in step)
-    else:
-        nanoseconds = max(call.end - call.start for call in step)
-    return _Span(nanoseconds / 1e6, clocks.one_clock, waits=not clocks.different_runs)
-
-
-def _stage(pp: int, calls: list[Call], spans: dict[_StepKey, _Span], findings: Findings) -> Stage:
+def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Findings) -> Stage:
     for call in calls:
         _explain(call, pp, findings)
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
@@ -152,23 +144,49 @@ def _stage(pp: int, calls: list[Call], spans: dict[_StepKey, _Span], findings: F
         findings.note("forward and backward run combined: only their sum, compute, is known", pp)
     whole = [call for call in calls if call.phases and not call.incomplete]
     separate = [] if combined else whole
-    on_cpu = [call for call in whole if not call.has_kernels]
+    measured = [call for call in whole if call.gpu is not None or not call.has_kernels]
+    on_gpu = [call for call in measured if call.gpu is not None]
     of_one_pass = [] if calls[0].label == WHOLE_STEP else [call for call in calls if call.phases]
-    bubbles, fractions = _bubbles(on_cpu, spans)
     apart = [] if combined else of_one_pass
+    bubbles = [(bubble, step) for call in measured for step in [_step(steps, call)] if (bubble := step.bubble(call))]
+    fractions = [bubble.total / 1e6 / step.ms if step.ms else 0.0 for bubble, step in bubbles]
+    met = [step.met[c.metadata.coords.rank] for c in on_gpu for step in [_step(steps, c)] if _is_met(c, step)]
+    if on_gpu and calls[0].metadata.sizes.pp > 1 and len(met) < len(on_gpu):
+        findings.note(UNMET, pp)
     return Stage(
         pp=pp,
         ranks=tuple(sorted({call.metadata.coords.rank for call in calls})),
         chunks=_chunks(of_one_pass),
         forward_ms=Spread.of([_milliseconds(call, ranges.FORWARD) for call in separate]),
         backward_ms=Spread.of([_milliseconds(call, ranges.BACKWARD) for call in separate]),
-        compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in on_cpu]),
-        exposed_ms={group: _exposed(whole, group) for group in GROUPS},
-        bubble_ms=Spread.of(bubbles),
+        compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in measured]),
+        exposed_ms={group: _spread([_step(steps, call).exposed_ns(call, group) for call in whole]) for group in GROUPS},
+        bubble_ms=Spread.of([bubble.total / 1e6 for bubble, _ in bubbles]),
         bubble_fraction=sum(fractions) / len(fractions) if fractions else None,
         forward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.FORWARD)),
         backward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.BACKWARD)),
+        bubble_split={
+            "warmup_ms": _spread([bubble.warmup for bubble, _ in bubbles]),
+            "steady_ms": _spread([bubble.steady for bubble, _ in bubbles]),
+            "cooldown_ms": _spread([bubble.cooldown for bubble, _ in bubbles]),
+        },
+        dp_tail_ms=_spread([_step(steps, call).tail_ns(call) for call in whole]),
+        pp_waiting_ms=_spread([each.waiting_ns for each in met]) if len(met) == len(on_gpu) else None,
+        host_bound_ms=_spread([total(call.gpu.host_bound) for call in on_gpu if call.gpu]),
+        host_ms={kind: _host(on_gpu if not combined else [], kind) for kind in (ranges.FORWARD, ranges.BACKWARD)},
+        microbatch_ms=_microbatches(of_one_pass),
+        modules_ms=_modules(calls),
+        by_rank=_by_rank(of_one_pass),
+        exposed_by_rank=_exposed_by_rank(whole, steps),
     )
+
+
+def _step(steps: dict[_StepKey, Step], call: Call) -> Step:
+    return steps[call.step, call.index]
+
+
+def _is_met(call: Call, step: Step) -> bool:
+    return call.metadata.coords.rank in step.met
 
 
 def _explain(call: Call, pp: int, findings: Findings) -> None:
@@ -179,9 +197,13 @@ def _explain(call: Call, pp: int, findings: Findings) -> None:
         findings.block("there are no microbatch ranges")
     if call.incomplete:
         findings.note(f"{call.source} is left out of the times per step: {call.incomplete}", pp)
-    if call.has_kernels:
-        findings.note("GPU kernels are not read: forward and backward are the host's time, not the GPU's", pp)
-        findings.block("GPU traces are not judged, because their ranges are the host's time")
+    if call.has_kernels and call.gpu is None:
+        findings.note(
+            "nothing in the trace says who launched its GPU kernels: forward and backward are the host's time", pp
+        )
+        findings.block("the traces do not say who launched the GPU's kernels")
+    elif call.gpu is not None and call.gpu.lost:
+        findings.note("GPU activities without a launch in the trace belong to no range and are not counted", pp)
     if call.label == WHOLE_STEP:
         findings.warn("a whole step is more than its pipeline: microbatches and bubbles stand with the calls inside it")
         findings.block("a whole step is more than its pipeline")
@@ -189,28 +211,58 @@ def _explain(call: Call, pp: int, findings: Findings) -> None:
         findings.note(reason, pp)
 
 
-def _bubbles(calls: list[Call], spans: dict[_StepKey, _Span]) -> tuple[list[float], list[float]]:
-    """Bubble of every call in milliseconds, and as a fraction of its step."""
-    bubbles, fractions = [], []
-    for call in calls:
-        span = spans[call.step, call.index]
-        if call.metadata.sizes.pp == 1:
-            bubbles.append(0.0)  # nobody to wait for
-            fractions.append(0.0)
-        elif span.ms and span.waits and call.label != WHOLE_STEP:
-            bubbles.append(max(0.0, span.ms - call.busy_ns / 1e6))
-            fractions.append(bubbles[-1] / span.ms)
-    return bubbles, fractions
-
-
 def _milliseconds(call: Call, kind: str) -> float:
-    return sum(phase.duration_ns for phase in call.phases if phase.kind == kind) / 1e6
+    return sum(phase.pass_ns for phase in call.phases if phase.kind == kind) / 1e6
 
 
-def _exposed(calls: list[Call], group: str) -> Spread | None:
-    """None as soon as one call cannot tell: an average of the others would be of something else."""
-    samples = [call.exposed_ns[group] for call in calls]
-    return Spread.of([ns / 1e6 for ns in samples if ns is not None]) if None not in samples else None
+def _host(calls: list[Call], kind: str) -> Spread | None:
+    return Spread.of([sum(p.duration_ns for p in call.phases if p.kind == kind) / 1e6 for call in calls])
+
+
+def _spread(nanoseconds: list[int | None]) -> Spread | None:
+    """None as soon as one sample is not known: an average of the others would be of something else."""
+    return Spread.of([ns / 1e6 for ns in nanoseconds if ns is not None]) if None not in nanoseconds else None
+
+
+def _by_rank(calls: list[Call]) -> dict[int, tuple[ChunkTimes, ...]]:
+    by_rank: dict[int, list[Call]] = {}
+    for call in calls:
+        by_rank.setdefault(call.metadata.coords.rank, []).append(call)
+    return {rank: _chunks(each) for rank, each in sorted(by_rank.items())}
+
+
+def _exposed_by_rank(calls: list[Call], steps: dict[_StepKey, Step]) -> dict[int, dict[str, float | None]]:
+    samples: dict[int, dict[str, list[int | None]]] = {}
+    for call in calls:
+        own = samples.setdefault(call.metadata.coords.rank, {group: [] for group in GROUPS})
+        for group in GROUPS:
+            own[group].append(_step(steps, call).exposed_ns(call, group))
+    spreads = {rank: {group: _spread(each) for group, each in own.items()} for rank, own in samples.items()}
+    return {rank: {group: s.mean if s else None for group, s in own.items()} for rank, own in sorted(spreads.items())}
+
+
+def _microbatches(calls: list[Call]) -> dict[tuple[int, int, int], float]:
+    """Computation of every microbatch on all chunks of the stage, where it is complete."""
+    found: dict[tuple[int, int, int], float] = {}
+    for call in calls:
+        parts: dict[int, list[int]] = {}
+        for phase in call.phases:
+            if phase.microbatch is not None and phase.kind != ranges.COMBINED:
+                parts.setdefault(phase.microbatch, []).append(phase.compute_ns)
+        complete = max(map(len, parts.values()), default=0)
+        for microbatch, each in parts.items():
+            if len(each) == complete:
+                key = (call.step, call.index, microbatch)
+                found[key] = max(found.get(key, 0.0), sum(each) / 1e6)
+    return found
+
+
+def _modules(calls: list[Call]) -> dict[str, Spread]:
+    samples: dict[str, list[float]] = {}
+    for call in calls:
+        for key, each in call.modules.items():
+            samples.setdefault(f"{key.label} {key.kind}", []).extend(ns / 1e6 for ns in each)
+    return {name: spread for name, each in sorted(samples.items()) if (spread := Spread.of(each))}
 
 
 def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
@@ -224,8 +276,8 @@ def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
         ChunkTimes(
             chunk=chunk,
             holds=holds[chunk] if chunk < len(holds) else None,
-            forward_ms=Spread.of([p.duration_ns / 1e6 for p in phases if p.kind == ranges.FORWARD]),
-            backward_ms=Spread.of([p.duration_ns / 1e6 for p in phases if p.kind == ranges.BACKWARD]),
+            forward_ms=Spread.of([p.pass_ns / 1e6 for p in phases if p.kind == ranges.FORWARD]),
+            backward_ms=Spread.of([p.pass_ns / 1e6 for p in phases if p.kind == ranges.BACKWARD]),
             compute_ms={
                 kind: tuple(p.compute_ns / 1e6 for p in phases if p.kind == kind)
                 for kind in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)
@@ -245,12 +297,12 @@ def _per_microbatch(calls: list[Call], kind: str) -> list[float]:
     for call in calls:
         passes = [phase for phase in call.phases if phase.kind == kind]
         if len(call.metadata.chunks) == 1:
-            samples += [phase.duration_ns / 1e6 for phase in passes]
+            samples += [phase.pass_ns / 1e6 for phase in passes]
             continue
         parts: dict[int, list[int]] = {}
         for phase in passes:
             if phase.microbatch is not None:
-                parts.setdefault(phase.microbatch, []).append(phase.duration_ns)
+                parts.setdefault(phase.microbatch, []).append(phase.pass_ns)
         complete = len(call.metadata.chunks) or max(map(len, parts.values()), default=0)
         samples += [sum(each) / 1e6 for each in parts.values() if len(each) == complete]
     return samples

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,13 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megaprof.analysis.calls import GROUPS
 from megaprof.analysis.report import Report, TargetReport
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.stages import Stage, TargetStages
 from megaprof.analysis.traces import Chunk
+from megaprof.analysis.what_if import WhatIf
 
 _MOST_TRACES = 8
 _ABSENT = "-"
+# Predictions that gain less than this are in the JSON only.
+_WORTH_SHOWING = 1.01
 
 
 def show(report: Report, console: Console) -> None:
@@ -46,8 +51,13 @@ def _show_target(target: TargetReport, console: Console) -> None:
     if console.measure(per_step, options=unbounded).maximum > console.width:
         per_step = _per_step_table(measured, spread=False)
     console.print(per_step)
+    if (waiting := _waiting_table(measured)) is not None:
+        console.print(waiting)
     if any(s.forward_per_microbatch_ms or s.backward_per_microbatch_ms for s in measured.stages):
         console.print(_per_microbatch_table(measured))
+    with_modules = [stage for stage in measured.stages if stage.modules_ms]
+    if with_modules:
+        console.print(_modules_table(max(with_modules, key=lambda s: s.compute_ms.mean if s.compute_ms else 0.0)))
     if verdict.imbalance is not None:
         console.print(_text(f"imbalance {verdict.imbalance:.2f} (slowest stage / mean stage, compute only)"))
     style = "bold red" if verdict.slowest_stage is not None else "green" if verdict.imbalance else ""
@@ -55,9 +65,44 @@ def _show_target(target: TargetReport, console: Console) -> None:
         console.print(_text(note[:1].upper() + note[1:], style))
     for cause in verdict.causes:
         why = f"Why ({cause.kind.replace('_', ' ')}): {cause.evidence}. "
-        costs = f"It costs {_number(cause.excess_ms)} ms per microbatch over the mean stage."
+        costs = f"It costs {_number(cause.excess_ms)} ms {cause.basis}."
         console.print(_text(why + costs))
+    _show_what_if(target.what_if, console)
     _show_lines(console, "!", "yellow", measured.warnings)
+
+
+def _show_what_if(found: WhatIf, console: Console) -> None:
+    if found.replay_error is None or found.measured_ms is None or found.replay_ms is None:
+        return
+    console.print()
+    error = f"{found.replay_error.mean:+.1%}"
+    if found.replay_error.count > 1:
+        error += f" ± {found.replay_error.stdev:.1%}"
+    replay = f"What if: the replayed step takes {_number(found.replay_ms)} ms, {_number(found.measured_ms)} ms measured"
+    console.print(_text(f"{replay} ({error} in the pipeline)"))
+    shown = [each for each in found.candidates if each.speedup >= _WORTH_SHOWING]
+    if shown:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+        table.add_column("predicted")
+        table.add_column("step, ms", justify="right", no_wrap=True)
+        table.add_column("speedup", justify="right", no_wrap=True)
+        for each in shown:
+            uncertainty = f"{each.uncertainty_ms:.0f}" if each.step_ms >= 100 else _number(each.uncertainty_ms)
+            step = f"{_number(each.step_ms)} ±{uncertainty}"
+            remarks = [f"assumes that {each.assumes}"] * bool(each.assumes) + [each.memory] * bool(each.memory)
+            table.add_row(_text("; ".join([each.what, *map(str, remarks)])), step, f"{each.speedup:.2f}")
+        console.print(table)
+    if found.advice:
+        console.print(_text(found.advice[:1].upper() + found.advice[1:], "bold green" if found.best else ""))
+    if found.best:
+        console.print(_text("  " + shlex.join(found.best.flags)), soft_wrap=True)
+        if found.best.memory:
+            console.print(_text(f"! {found.best.memory}", "yellow"))
+    if found.costs:
+        costs = ", ".join(f"{kind} {_number(sum(cost))} ms" for kind, cost in found.costs.by_kind.items())
+        assumptions = "".join(f"; {each}" for each in found.costs.assumptions)
+        console.print(_text(f"Costs per microbatch, from {found.costs.source}: {costs}{assumptions}", "dim"))
+    _show_lines(console, "!", "yellow", found.warnings)
 
 
 def _summary(measured: TargetStages) -> list[str]:
@@ -81,7 +126,11 @@ def _per_step_table(measured: TargetStages, *, spread: bool) -> Table:
     title = "per step, ms (mean ± standard deviation)" if spread and _several(measured) else "per step, ms"
     cell = _with_spread if spread else _mean
     table = _table(title)
-    exposed = [g for g in ("tp", "ep", "cp", "dp") if getattr(measured.sizes, g) > 1]
+    exposed = [
+        group
+        for group in GROUPS
+        if getattr(measured.sizes, group) > 1 and (group != "pp" or any(s.exposed_ms[group] for s in measured.stages))
+    ]
     passes = ["forward"] if measured.forward_only else ["forward", "backward"]
     for name in (*passes, "compute", *(f"exposed\n{group}" for group in exposed), "bubble"):
         table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
@@ -96,6 +145,44 @@ def _per_step_table(measured: TargetStages, *, spread: bool) -> Table:
             *(cell(stage.exposed_ms[group]) for group in exposed),
             cell(stage.bubble_ms) + ("" if stage.bubble_fraction is None else f" ({stage.bubble_fraction:.0%})"),
         )
+    return table
+
+
+def _waiting_table(measured: TargetStages) -> Table | None:
+    """Where the rest of the step went, as far as it is known; None where nothing is."""
+    columns = {
+        "bubble:\nwarm-up": [stage.bubble_split["warmup_ms"] for stage in measured.stages],
+        "\nsteady": [stage.bubble_split["steady_ms"] for stage in measured.stages],
+        "\ncool-down": [stage.bubble_split["cooldown_ms"] for stage in measured.stages],
+        "gradient\ntail": [stage.dp_tail_ms for stage in measured.stages],
+        "waiting for\nthe host": [stage.host_bound_ms for stage in measured.stages],
+    }
+    shown = {name: spreads for name, spreads in columns.items() if any(s and s.mean > 0 for s in spreads)}
+    if not shown:
+        return None
+    table = _table("waiting per step, ms")
+    for name in shown:
+        table.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+    for number, stage in enumerate(measured.stages):
+        table.add_row(*_stage_cells(stage), *(_mean(spreads[number]) for spreads in shown.values()))
+    return table
+
+
+def _modules_table(stage: Stage) -> Table:
+    """Passes through the modules of one stage, where the capture held their ranges."""
+    table = Table(
+        title=f"modules of stage {stage.pp}, ms per pass (median, and fastest to slowest)",
+        title_justify="left",
+        title_style="dim",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("module", no_wrap=True)
+    table.add_column("passes", justify="right")
+    table.add_column("time", justify="right", no_wrap=True)
+    for name, spread in stage.modules_ms.items():
+        table.add_row(_text(name), str(spread.count), _range(spread))
     return table
 
 

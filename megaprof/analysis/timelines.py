@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from megaprof import ranges
-from megaprof.analysis.calls import calls_of
+from megaprof.analysis.calls import Call, calls_of
 from megaprof.analysis.clocks import Interval, Link
 from megaprof.analysis.traces import Metadata, Range, Trace
 from megaprof.artifacts.names import sanitise
@@ -50,8 +51,9 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Box:
-    """Something that took a rank's time, in wall-clock nanoseconds of its host. ``kind``: ``forward``, ``backward``,
-    ``combined``, ``finalize_grads`` or ``exchange``; ``name`` as in the trace, without the prefix."""
+    """Something that took a rank's time, in wall-clock nanoseconds of its host (when the GPU did it, where that was
+    captured). ``kind``: ``forward``, ``backward``, ``combined``, ``finalize_grads`` or ``exchange``; ``name`` as in the
+    trace, without the prefix."""
 
     kind: str
     name: str
@@ -63,7 +65,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One schedule call on one rank: boxes in order of time, exchanges beside the others."""
+    """One schedule call on one rank: boxes in order of time, exchanges beside the others.
+
+    ``host_time``: kernels ran on a GPU, and the trace does not say for which box.
+    """
 
     metadata: Metadata
     label: str
@@ -72,7 +77,7 @@ class Timeline:
     start: int
     end: int
     boxes: tuple[Box, ...]
-    has_kernels: bool
+    host_time: bool
 
 
 class End(NamedTuple):
@@ -84,11 +89,12 @@ class End(NamedTuple):
 
 @dataclass(frozen=True)
 class Ends:
-    """One rank's ends of messages. ``unknown``: why there are none that clocks could be aligned by, or None."""
+    """One rank's ends of messages. ``kernels``: they are NCCL's, which meet. ``unknown``: why there are none."""
 
     metadata: Metadata
     sends: dict[Message, End]
     receives: dict[Message, End]
+    kernels: bool = False
     unknown: str | None = None
 
 
@@ -108,52 +114,57 @@ def timelines_of(trace: Trace) -> list[Timeline]:
     others = [r for r in trace.ranges if r.name.is_p2p or r.name.label == ranges.FINALIZE_GRADS]
     found = []
     for call in calls_of(trace):
-        boxes = [Box(p.kind, p.kind, p.microbatch, p.chunk, p.start, p.end) for p in call.phases]
-        for r in others:
-            if call.start <= r.start and r.end <= call.end:
-                boxes.append(Box(EXCHANGE if r.name.is_p2p else r.name.label, r.name.label, None, None, r.start, r.end))
+        boxes = [Box(p.kind, p.kind, p.microbatch, p.chunk, *p.when) for p in call.phases]
+        if call.gpu is not None:
+            boxes += (Box(EXCHANGE, e.label, None, None, e.start, e.end) for e in call.gpu.exchanges)
+        else:
+            for r in others:
+                if call.start <= r.start and r.end <= call.end:
+                    kind = EXCHANGE if r.name.is_p2p else r.name.label
+                    boxes.append(Box(kind, r.name.label, None, None, r.start, r.end))
         boxes.sort(key=lambda box: (box.start, -box.end))
-        found.append(
-            Timeline(
-                call.metadata, call.label, call.step, call.index, call.start, call.end, tuple(boxes), trace.has_kernels
-            )
-        )
+        host_time = call.has_kernels and call.gpu is None
+        place = call.metadata, call.label, call.step, call.index
+        found.append(Timeline(*place, *call.extent, tuple(boxes), host_time))
     return found
 
 
 def ends_of(trace: Trace) -> Ends:
-    """The messages that ``trace`` sent to and received from neighbouring stages.
+    """The messages that ``trace`` sent to and received from neighbouring stages, as kernels where they are captured.
 
-    A send's interval starts no later than its send did, and a receive's ends no earlier, so that bounds from them hold.
+    On the host, a send's interval starts no later than its send did, and a receive's ends no earlier, so that bounds
+    from them hold.
     """
-    metadata = trace.metadata
+    metadata, calls = trace.metadata, calls_of(trace)
     if metadata.sizes.pp == 1:
-        return Ends(metadata, {}, {}, "there is no pipeline to send along")
+        return Ends(metadata, {}, {}, unknown="there is no pipeline to send along")
+    kernels = any(call.gpu is not None and call.gpu.exchanges for call in calls)
     settings = metadata.p2p or {}
-    if trace.has_kernels and not (settings.get("batch_p2p_comm") and settings.get("batch_p2p_sync")):
+    if trace.has_kernels and not kernels and not (settings.get("batch_p2p_comm") and settings.get("batch_p2p_sync")):
         # The host returns before the GPU has received: its ranges bound nothing.
-        return Ends(metadata, {}, {}, "its exchanges run on the GPU without the host waiting for them")
+        unknown = "its exchanges run on the GPU without the host waiting for them, and no kernels of theirs are known"
+        return Ends(metadata, {}, {}, unknown=unknown)
     sends: dict[Message, End] = {}
     receives: dict[Message, End] = {}
-    overlapped = bool(settings.get("overlap_p2p_comm"))
-    for call in calls_of(trace):
+    for call in calls:
         inside = [r for r in trace.ranges if call.start <= r.start and r.end <= call.end]
-        exchanges = [(r, *_carries(r.name.label, overlapped)) for r in inside if r.name.is_p2p]
+        exchanges = list(_exchanges(call, inside, kernels, overlapped=bool(settings.get("overlap_p2p_comm"))))
         for kind in (ranges.FORWARD, ranges.BACKWARD):
             phases = _phases(inside, kind)
-            leaving = [(r.start, r.end) for r, sent, _ in exchanges if kind in sent]
-            arriving = sorted((r.end, r.start) for r, _, received in exchanges if kind in received)
+            leaving = sorted((e for e in exchanges if kind in e.sends), key=attrgetter("posted"))
+            arriving = sorted((e for e in exchanges if kind in e.receives), key=attrgetter("done"))
             for number, phase in enumerate(phases):
+                before = phases[number - 1].start if number else call.start
                 following = phases[number + 1].start if number + 1 < len(phases) else call.end
                 if (target := _consumer(metadata, kind, phase.chunk)) is not None:
                     message = Message(call.label, call.step, call.index, target[0], kind, target[1], phase.microbatch)
-                    sends[message] = _send(phase, leaving, following)
+                    if (end := _send(phase, leaving, following, kernels)) is not None:
+                        sends[message] = end
                 if _consumer(metadata, _OTHER[kind], phase.chunk) is not None:
-                    message = Message(
-                        call.label, call.step, call.index, metadata.coords.pp, kind, phase.chunk, phase.microbatch
-                    )
-                    receives[message] = _receive(phase, arriving)
-    return Ends(metadata, sends, receives)
+                    place = metadata.coords.pp, kind, phase.chunk, phase.microbatch
+                    if (end := _receive(phase, arriving, before, kernels)) is not None:
+                        receives[Message(call.label, call.step, call.index, *place)] = end
+    return Ends(metadata, sends, receives, kernels)
 
 
 def links_between(ends: Mapping[int, Ends]) -> list[tuple[Link, tuple[Message, ...]]]:
@@ -169,9 +180,20 @@ def links_between(ends: Mapping[int, Ends]) -> list[tuple[Link, tuple[Message, .
                 by_receiver.setdefault(receiver, []).append(message)
         for receiver, messages in sorted(by_receiver.items()):
             received = ends[receiver].receives
-            link = Link(sender, receiver, [end.sends[m].time for m in messages], [received[m].time for m in messages])
+            sent, got = [end.sends[m].time for m in messages], [received[m].time for m in messages]
+            link = Link(sender, receiver, sent, got, rendezvous=end.kernels and ends[receiver].kernels)
             links.append((link, tuple(messages)))
     return links
+
+
+class _Exchange(NamedTuple):
+    """What one exchange carries, when the host ``posted`` it and was ``done`` with it, and how long it took."""
+
+    sends: frozenset[str]
+    receives: frozenset[str]
+    posted: int
+    done: int
+    time: Interval
 
 
 class _Phase(NamedTuple):
@@ -184,6 +206,16 @@ class _Phase(NamedTuple):
 
 _OTHER = {ranges.FORWARD: ranges.BACKWARD, ranges.BACKWARD: ranges.FORWARD}
 _WAITED = {"wait_recv_prev": ranges.FORWARD, "wait_recv_next": ranges.BACKWARD}
+
+
+def _exchanges(call: Call, inside: Iterable[Range], kernels: bool, overlapped: bool) -> Iterator[_Exchange]:
+    if kernels:
+        for e in call.gpu.exchanges if call.gpu else ():
+            yield _Exchange(*_carries(e.label, False), e.launched, e.launched, (e.start, e.end))
+        return
+    for r in inside:
+        if r.name.is_p2p:
+            yield _Exchange(*_carries(r.name.label, overlapped), r.start, r.end, (r.start, r.end))
 
 
 def _carries(label: str, overlapped: bool) -> tuple[frozenset[str], frozenset[str]]:
@@ -224,24 +256,25 @@ def _consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | No
     return (last, chunk - 1) if chunk > 0 else None
 
 
-def _send(phase: _Phase, leaving: list[Interval], following: int) -> End:
-    """The exchange that took the result of ``phase`` away, before the next phase of its kind; else the phase itself."""
+def _send(phase: _Phase, leaving: list[_Exchange], following: int, kernels: bool) -> End | None:
+    """The exchange that took the result of ``phase`` away, before the next phase of its kind; else the phase itself,
+    unless kernels are wanted."""
     own = phase.start, phase.end
-    if phase.combined:
-        return End(own, own)  # sent somewhere inside
-    index = bisect_left(leaving, (phase.end, 0))
-    if index < len(leaving) and leaving[index][0] <= following:
-        return End(leaving[index], leaving[index])
-    return End((phase.end, phase.end), own)
+    index = bisect_left(leaving, phase.end, key=attrgetter("posted"))
+    if not phase.combined and index < len(leaving) and leaving[index].posted <= following:
+        return End(leaving[index].time, leaving[index].time)
+    if kernels:
+        return None
+    return End(own if phase.combined else (phase.end, phase.end), own)  # of a combined one: somewhere inside
 
 
-def _receive(phase: _Phase, arriving: list[tuple[int, int]]) -> End:
-    """The last exchange before ``phase`` that may have brought its input; ``arriving`` holds (end, start) in order."""
+def _receive(phase: _Phase, arriving: list[_Exchange], before: int, kernels: bool) -> End | None:
+    """The last exchange before ``phase`` that may have brought its input, behind the start of the last phase of its
+    kind; else the phase itself, unless kernels are wanted."""
     own = phase.start, phase.end
-    if phase.combined:
-        return End(own, own)
-    index = bisect_right(arriving, (phase.start, phase.start)) - 1
-    if index >= 0:
-        end, start = arriving[index]
-        return End((start, end), (start, end))
-    return End((phase.start, phase.start), own)
+    index = bisect_right(arriving, phase.start, key=attrgetter("done")) - 1
+    if not phase.combined and index >= 0 and arriving[index].done > before:
+        return End(arriving[index].time, arriving[index].time)
+    if kernels:
+        return None
+    return End(own if phase.combined else (phase.start, phase.start), own)

@@ -20,7 +20,7 @@ import numpy as np
 
 from megaprof import ranges
 from megaprof.analysis.decoding import Document, Event, Undecodable, load
-from megaprof.analysis.gpu import ACTIVITIES, KERNEL, LAUNCHES, Activities, activities_of, spans_of
+from megaprof.analysis.gpu import COPIES, KERNEL, LAUNCHES, Activities, activities_of, spans_of
 from megaprof.analysis.intervals import Intervals, intervals, leaves, union
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
@@ -180,7 +180,7 @@ def read_trace(path: Path) -> Trace:
 
 def _metadata(document: Document) -> Metadata:
     if not bytes(document.megaprof):
-        raise Undecodable("it was not written by megaprof (a trace without `megaprof` metadata)")
+        raise Undecodable("it was not written by megaprof (no `megaprof` metadata): nothing in it tells a stage")
     try:
         metadata = msgspec.json.decode(document.megaprof, type=Metadata)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
@@ -207,7 +207,7 @@ def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
     warnings = list(_name_warnings(path, metadata.coords))
     if unusable := broken + document.unreadable_events:
         warnings.append(f"{path.name}: {unusable} events with impossible times or types were left out")
-    activities = [event for category in ACTIVITIES for event in by_category[category] if event.ph == "X"]
+    copies = [event for category in COPIES for event in by_category[category]]
     launches = [event for category in LAUNCHES for event in by_category[category]]
     return Trace(
         path=path,
@@ -216,7 +216,7 @@ def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
         collectives=tuple(collectives),
         compute=_compute(base, by_category["cpu_op"]) if collectives and not has_kernels else intervals(()),
         has_kernels=has_kernels,
-        gpu=activities_of(base, activities, launches, metadata.sizes) if has_kernels else None,
+        gpu=activities_of(base, by_category[KERNEL], copies, launches, metadata.sizes) if has_kernels else None,
         warnings=tuple(warnings),
     )
 

@@ -60,10 +60,20 @@ def report_directory(directory: Path, *, json_file: Path | None = None, html_fil
 
 
 def _analyze(directory: Path) -> Report:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     from megaprof.analysis.report import NothingToReport, analyze
 
+    columns = (TextColumn("reading traces"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    errors = Console(stderr=True)
     try:
-        return analyze(directory)
+        with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+            bar = progress.add_task("traces", total=None)
+            workers = os.cpu_count() or 1
+            return analyze(
+                directory, workers=workers, progress=lambda done, of: progress.update(bar, completed=done, total=of)
+            )
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None
 

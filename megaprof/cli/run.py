@@ -7,10 +7,10 @@ What it needs to profile itself is in its environment, and so in that of every p
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
-from typing import NoReturn
 
 from megaprof.arguments import add_profile_args, config_from_args
 from megaprof.autoload import environment
@@ -25,20 +25,32 @@ that happens. Under torchrun itself: torchrun ... -m megaprof run --profile-targ
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.usage = "megaprof run [--profile-... VALUE] -- COMMAND [ARGUMENT ...]"
+    parser.add_argument(
+        "--ray-runtime-env",
+        action="store_true",
+        help="run nothing: print the runtime_env that does the same in every worker of a Ray cluster, as JSON",
+    )
     add_profile_args(parser)
     parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
 
 
-def run(args: argparse.Namespace) -> NoReturn:
-    """Become the command. Raises UsageError for a configuration or a command that makes no sense."""
-    command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
-    if not command:
-        raise UsageError("no command; put it behind '--', e.g. megaprof run --profile-target train_actor "
-                         "--profile-dir /data/traces -- torchrun ... pretrain_gpt.py ...")  # fmt: skip
+def run(args: argparse.Namespace) -> int:
+    """Become the command, and so never return. Raises UsageError for what makes no sense."""
     try:
         config = config_from_args(args)
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
+    if args.ray_runtime_env:
+        from megaprof.hosts.ray import runtime_env
+
+        print(json.dumps(runtime_env(config)))
+        return 0
+    command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    if not command:
+        raise UsageError(
+            f"no command; put it behind '--', e.g. megaprof run {flag('target')} train_actor {flag('dir')} /data/traces "
+            "-- torchrun ... pretrain_gpt.py ..."
+        )
     if not config.enabled:
         print(f"megaprof run: no {flag('target')}, so nothing is profiled", file=sys.stderr)
     program, arguments = resolve(command)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from megaprof import roles
 from megaprof.arguments import config_from_args
 from megaprof.artifacts import Writer
 from megaprof.artifacts.finish import FinishHook, WindowEnd
@@ -51,7 +52,17 @@ class Handle:
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
-        return self._writer is None or self._writer.flush(timeout)
+        deadline = time.monotonic() + timeout
+        derived = self._flush_recorders(timeout)
+        written = self._writer is None or self._writer.flush(max(0.0, deadline - time.monotonic()))
+        return derived and written
+
+    def _flush_recorders(self, timeout: float) -> bool:
+        """Wait for files that a recorder makes itself in the background until the writer has them."""
+        deadline = time.monotonic() + timeout
+        flushes = [flush for recorder in self._recorders if (flush := getattr(recorder, "flush", None)) is not None]
+        finished = [flush(max(0.0, deadline - time.monotonic())) for flush in flushes]  # each one, also after a False
+        return all(finished)
 
     def kernel_summary(self, timeout: float = 0.0) -> dict[str, Any] | None:
         """The kernel summary of the last closed window, as plain data (see docs: ``.kernels.json``), picklable.
@@ -83,8 +94,11 @@ class Handle:
         if session is not None:
             with _process.termination.held():
                 session.finish(reason)
+        deadline = time.monotonic() + seconds
+        if not self._flush_recorders(seconds):
+            logger.error("megaprof: files derived from traces were not finished within %.0f s", seconds)
         if self._writer is not None:
-            self._writer.close(seconds)
+            self._writer.close(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Handle:
         return self
@@ -115,9 +129,11 @@ class _Process:
             patch_p2p(self._patches, self._dispatcher)
         self.handles.append(handle)
         self._dispatcher.add(session, models)
+        roles.attach(session, self.termination.held)
 
     def release(self, handle: Handle, session: Session) -> None:
         with self.termination.held():
+            roles.detach(session)
             self._dispatcher.remove(session)
             self.handles.remove(handle)
             if not self.handles:
@@ -141,9 +157,11 @@ class _Process:
         for handle in self.handles:
             not_at_exit(handle.remove)
             handle._session = handle._writer = None
+            handle._recorders = ()
         self.handles.clear()
         self._patches.restore()
         self._dispatcher.forget()
+        roles.sessions.clear()
         in_forked_child(recording=Session._holder is not None)
         Session._holder = None
         self.termination.reset()
@@ -164,7 +182,8 @@ def install_hooks(
     Call it after ``initialize_model_parallel`` and before the training loop asks for ``get_forward_backward_func()``
     (Megatron-LM asks once). ``model`` is one module, the list of model chunks, or None for any model that no other
     handle owns. ``config`` is a ProfileConfig or a parsed namespace; without one, Megatron-LM's global arguments where
-    it is loaded, else the ``MEGAPROF_*`` environment. ``role`` names the model (actor, ref, critic, ...) in file names.
+    it is loaded, else the ``MEGAPROF_*`` environment. ``role`` is whose model it is (actor, ref, critic, ...), in
+    file names and for the steps and ranks that the configuration has per role; ``megaprof.role`` scopes override it.
     ``iteration`` returns the host's current iteration number, or None; Megatron-LM's is found by itself.
 
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
@@ -175,7 +194,9 @@ def install_hooks(
     settled = _settle(config)
     models = _models(model)
     handle = Handle(settled, models, role)
-    if not settled.enabled:
+    if role is not None:
+        handle.role = role = roles.checked(role, "install_hooks: role")
+    if not settled.enabled or settled.never:
         return handle
     for existing in _process.handles:
         if existing._models == handle._models:
@@ -186,10 +207,12 @@ def install_hooks(
             return existing
     chunks = None if models is None else len(models)
     coords = coords_from_parallel_state(chunks)
-    selector = settled.selector()
-    selector.check(coords.sizes, layout_from_parallel_state(chunks))
+    # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
+    selectors = [s for r in (role, *settled.roles) if (s := settled.selector(r)) is not None]
+    for selector in selectors:
+        selector.check(coords.sizes, layout_from_parallel_state(chunks))
     check_model(settled, models or ())
-    if not selector.selects(coords):
+    if not any(selector.selects(coords) for selector in selectors):
         return handle
     try:
         remote = Remote(str(settled.dir)) if is_remote(str(settled.dir)) else None

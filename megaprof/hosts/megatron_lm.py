@@ -1,9 +1,17 @@
-"""Megatron-LM: its global arguments and its iteration number. Imports nothing: it only looks at what is loaded."""
+"""Megatron-LM: its global arguments, its iteration number, and its RL log-prob passes.
+
+Imports nothing of it: it only looks at what is loaded. Evaluation needs no adapter: ``evaluate`` is known by its name.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
+
+from megaprof.hosts.adapter import Facts, Hook
+
+_RL = "megatron.rl.rl_utils"
 
 
 def global_args() -> Any | None:
@@ -19,3 +27,27 @@ def iteration() -> int | None:
     """
     value = getattr(global_args(), "curr_iteration", None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+class _LogProbs:
+    """``prepare_data_for_update`` computes log-probs twice with the same model: the policy's own, then, with other
+    weights loaded, the reference's (0.16 to the head of August 2026). Nothing in the calls tells them apart."""
+
+    passes = 0
+
+    def prepare(self, arguments: Mapping[str, Any]) -> Facts:
+        self.passes = 0
+        return Facts()
+
+    def compute(self, arguments: Mapping[str, Any]) -> Facts:
+        self.passes += 1
+        return Facts(role="actor" if self.passes == 1 else "ref")
+
+
+_log_probs = _LogProbs()
+
+HOOKS = (
+    Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
+    Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
+    Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
+)

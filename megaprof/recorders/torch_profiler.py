@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
+from megaprof import emit
 from megaprof.artifacts import TRACE_SUFFIX, Job, Writer, artifact_name, raw_path
 from megaprof.artifacts.names import kineto_temporary
 from megaprof.config import ProfileConfig, flag
 from megaprof.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
 from megaprof.recorders import Window
+from megaprof.recorders.host_ranges import add_ranges
 
 EXECUTION_TRACE_SUFFIX = ".et.json"
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
@@ -65,17 +67,21 @@ class TorchRecorder:
         )
         recording.start()
         self._profile = recording
+        emit.log = None if ProfilerActivity.CPU in self._activities else []
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
         recording, self._profile = self._profile, None
         observer, self._observer = self._observer, None
         if recording is None:
             return
+        logged, emit.log = emit.log, None
         raw = raw_path(self._final(window, TRACE_SUFFIX))
         recording.add_metadata_json("megaprof", json.dumps(metadata))
         try:
             recording.stop()
             recording.export_chrome_trace(str(raw))
+            if logged and raw.exists():  # it does not when the disk is full
+                add_ranges(raw, logged)
         except BaseException:
             for unfinished in (raw, kineto_temporary(raw)):
                 unfinished.unlink(missing_ok=True)
@@ -99,6 +105,8 @@ class TorchRecorder:
     def discard(self) -> None:
         recording, self._profile = self._profile, None
         observer, self._observer = self._observer, None
+        if recording is not None:
+            emit.log = None
         try:
             if recording is not None:
                 recording.stop()

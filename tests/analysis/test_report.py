@@ -40,8 +40,10 @@ def test_json_has_the_shape_that_tools_rely_on(tmp_path):
     } <= target.keys()
     assert (target["target"], target["role"], target["steps"]) == ("train_actor", None, [5])
     assert (target["schedule"], target["step_time_ms"]) == ("1f1b", 720)
-    assert (target["imbalance"], target["slowest_stage"], target["what_if"]) == (1.5, 0, None)
-    assert target["causes"][0].keys() == {"kind", "stage", "evidence", "threshold", "excess_ms"}
+    assert (target["imbalance"], target["slowest_stage"]) == (1.5, 0)
+    assert {"replay_ms", "replay_error", "candidates"} <= target["what_if"].keys()
+    cause = {"kind", "stage", "rank", "group", "evidence", "threshold", "excess_ms", "basis"}
+    assert target["causes"][0].keys() == cause
     stage = target["stages"][1]
     assert (stage["pp"], stage["ranks"]) == (1, [1])
     assert (stage["forward_ms"], stage["backward_ms"], stage["compute_ms"]) == (80, 160, 240)

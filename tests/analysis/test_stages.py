@@ -89,16 +89,30 @@ class TestNumbers:
         stage = only(tmp_path).stages[0]
         assert (stage.exposed_ms["dp"].mean, stage.bubble_ms.mean) == (15, 5)
 
-    def test_waiting_for_another_stage_in_the_finalisation_is_bubble(self, tmp_path):
-        for pp in range(2):
-            trace = plain_stage(pp, 2, 10, 20)
+    @pytest.mark.parametrize("dp", [1, 2])
+    def test_waiting_for_another_stage_in_the_finalisation_is_bubble(self, tmp_path, dp):
+        # Stage 0 enters at 120, stage 1 at 130: what is open at 130 waited for it, and then takes 10 of its own.
+        for pp, entered in ((0, 120), (1, 130)):
+            trace = plain_stage(pp, 2, 10, 20, sizes={"dp": dp})
             trace.call(0, 140)
             del trace.events[-2]
-            trace.event("megaprof/finalize_grads", 120, 20)
-            trace.event("gloo:all_reduce", 125, 15, tid=2)
+            trace.event("megaprof/finalize_grads", entered, 140 - entered)
+            trace.event("gloo:all_reduce", 121, 2, tid=2)
+            trace.event("gloo:all_reduce", 125 if pp == 0 else 130, 15 if pp == 0 else 10, tid=2)
             trace.write(tmp_path)
-        stage = only(tmp_path).stages[0]
-        assert (stage.exposed_ms["dp"].mean, stage.bubble_ms.mean) == (0, 15)
+        first, second = only(tmp_path).stages
+        assert (first.exposed_ms["dp"].mean, first.bubble_ms.mean) == ((0, 5) if dp == 1 else (15, 5))
+        assert (second.exposed_ms["dp"].mean, second.bubble_ms.mean) == ((0, 10) if dp == 1 else (10, 10))
+        assert first.bubble_split["cooldown_ms"].mean == 5
+
+    def test_a_stage_alone_without_data_parallelism_waits_in_the_finalisation_for_others(self, tmp_path):
+        trace = plain_stage(0, 2, 10, 20)
+        trace.call(0, 140)
+        del trace.events[-2]
+        trace.event("megaprof/finalize_grads", 120, 20)
+        trace.event("gloo:all_reduce", 125, 15, tid=2)
+        trace.write(tmp_path)
+        assert only(tmp_path).stages[0].bubble_ms.mean == 15
 
     def test_without_a_pipeline_there_is_no_bubble(self, tmp_path):
         trace = plain_stage(0, 1, 10, 20)
@@ -232,7 +246,7 @@ class TestWhatTheTracesDoNotAllow:
         assert target.stages[0].compute_ms is None
         assert says(target, "3 forward ranges where 4 belong")
 
-    def test_gpu_traces_are_not_judged(self, tmp_path):
+    def test_gpu_traces_without_launches_are_not_judged(self, tmp_path):
         for pp, forward in ((0, 60), (1, 20)):
             trace = plain_stage(pp, 2, forward, 20)
             trace.event("gemm", 1, 2, cat="kernel")
@@ -240,6 +254,15 @@ class TestWhatTheTracesDoNotAllow:
         target = only(tmp_path)
         assert says(target, "host's time")
         assert target.stages[0].compute_ms is None
+        assert judge(target).slowest_stage is None
+
+    def test_gpu_and_cpu_traces_are_not_compared(self, tmp_path):
+        first, _ = pipeline(tmp_path, [6, 2])
+        trace = plain_stage(0, 2, 60, 120, chunks=[chunk(6, embedding=True)])
+        trace.event("gemm", 1, 2, cat="kernel")
+        trace.write(tmp_path, first.name)
+        target = only(tmp_path)
+        assert says(target, "not comparable")
         assert judge(target).slowest_stage is None
 
     def test_a_whole_step_is_no_pipeline(self, tmp_path):
@@ -270,7 +293,7 @@ class TestVerdict:
 
     @pytest.mark.parametrize("layers", [[2, 6], [2, 6, 2, 2], [2, 2, 2, 6]])
     def test_more_layers_elsewhere(self, tmp_path, layers):
-        verdict = self.judge(tmp_path, layers, loss=2.0)
+        verdict = self.judge(tmp_path, layers, loss=2.0, microbatches=16)
         assert verdict.slowest_stage == layers.index(6)
         assert [cause.kind for cause in verdict.causes] == ["layers"]
 
@@ -280,20 +303,20 @@ class TestVerdict:
         assert "no stage is slow" in verdict.notes[0]
 
     def test_the_loss(self, tmp_path):
-        verdict = self.judge(tmp_path, [4, 4, 4, 4], loss=20.0)
+        verdict = self.judge(tmp_path, [4, 4, 4, 4], loss=20.0, microbatches=16)
         (cause,) = verdict.causes
         assert (cause.kind, cause.stage) == ("embedding_or_loss", 3)
         assert "60 ms" in cause.evidence
         assert "the loss" in cause.evidence
 
     def test_layers_and_loss_together(self, tmp_path):
-        verdict = self.judge(tmp_path, [4, 4, 4, 6], loss=20.0)
+        verdict = self.judge(tmp_path, [4, 4, 4, 6], loss=20.0, microbatches=16)
         assert [cause.kind for cause in verdict.causes] == ["layers", "embedding_or_loss"]
 
     def test_a_slow_stage_with_ordinary_layers_is_unexplained(self, tmp_path):
         for pp in range(4):
             slow = 2.0 if pp == 1 else 1.0
-            plain_stage(pp, 4, 40 * slow, 80 * slow, start=pp).write(tmp_path)
+            plain_stage(pp, 4, 40 * slow, 80 * slow, start=pp, microbatches=16).write(tmp_path)
         verdict = judge(only(tmp_path))
         assert verdict.slowest_stage == 1
         assert [cause.kind for cause in verdict.causes] == ["unexplained"]

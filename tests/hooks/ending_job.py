@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -32,7 +33,10 @@ def ready() -> None:
 
 
 def in_forward(gpt: BuiltGPT, act: Any) -> None:
-    gpt.chunks[0].register_forward_pre_hook(lambda *_: act())
+    def hook(module: object, inputs: object) -> None:  # what a hook returns would become the inputs
+        act()
+
+    gpt.chunks[0].register_forward_pre_hook(hook)
 
 
 def returns(gpt: BuiltGPT, directory: str) -> None:
@@ -111,7 +115,8 @@ def forks(gpt: BuiltGPT, directory: str) -> None:
         assert not handle.active
         assert handle.flush(0)
         torch.ones(2).sum()
-        sys.exit(7)  # past the parent's frames, through the parent's exit functions
+        atexit._run_exitfuncs()
+        os._exit(7)  # as multiprocessing does: torch itself hangs in a child that leaves a window by sys.exit
 
     handle = install(gpt, directory, skip_first=0)
     in_forward(gpt, fork)
@@ -121,17 +126,18 @@ def forks(gpt: BuiltGPT, directory: str) -> None:
     assert sum(int(batch) for batch in loader) == 28
 
 
-def is_forked_itself(gpt: BuiltGPT, directory: str) -> None:
-    """A rank that multiprocessing forked: it leaves by os._exit, past atexit."""
-    rank = multiprocessing.get_context("fork").Process(target=returns, args=(gpt, directory))
-    rank.start()
-    rank.join(120)
-    assert rank.exitcode == 0
+def train(what: str, directory: str) -> None:
+    torch.set_num_threads(1)
+    store = Path(f"{directory}.store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    with cpu_megatron():
+        globals()[what](build(WORKLOAD), directory)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    store = Path(sys.argv[2] + ".store")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    with cpu_megatron():
-        globals()[sys.argv[1]](build(WORKLOAD), sys.argv[2])
+    if sys.argv[1] == "forked":  # a rank that multiprocessing forked: it leaves by os._exit, past atexit
+        rank = multiprocessing.get_context("fork").Process(target=train, args=("returns", sys.argv[2]))
+        rank.start()
+        rank.join(120)
+        sys.exit(rank.exitcode)
+    train(*sys.argv[1:])

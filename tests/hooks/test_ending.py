@@ -39,8 +39,8 @@ def run(what: str, directory: Path, send: signal.Signals | None = None) -> subpr
 def traces(directory: Path) -> list[dict[str, Any]]:
     """Every file with a final name, parsed; anything half-written would not be."""
     found = [path for path in sorted(directory.iterdir()) if not path.name.startswith(".")]
-    opened = [gzip.open(path).read() if path.suffix == ".gz" else path.read_bytes() for path in found]
-    return [json.loads(content) for content in opened]
+    contents = [gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes() for path in found]
+    return [json.loads(content) for content in contents]
 
 
 def hidden(directory: Path) -> list[Path]:
@@ -52,7 +52,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "traces"
 
 
-@pytest.mark.parametrize("what", ["returns", "is_forked_itself"])
+@pytest.mark.parametrize("what", ["returns", "forked"])
 def test_the_end_of_the_program_finishes_the_files(what: str, directory: Path) -> None:
     job = run(what, directory)
     assert job.returncode == 0, job.stderr

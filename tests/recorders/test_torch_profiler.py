@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megaprof import emit
 from megaprof.artifacts import Writer
 from megaprof.config import ProfileConfig
 from megaprof.recorders import Window
+from megaprof.recorders.host_ranges import add_ranges
 from megaprof.recorders.torch_profiler import TorchRecorder
 from megaprof.topology import ParallelSizes, RankCoords
 
@@ -115,6 +117,46 @@ def test_an_execution_trace_of_somebody_elses_is_left_alone(tmp_path: Path) -> N
     assert not torch._C._autograd._profiler_enabled()
 
 
+def test_ranges_that_the_host_timed_are_in_a_trace_without_user_annotations(tmp_path: Path) -> None:
+    """CUDA activity alone needs a GPU; the ranges that the host times are added to any Kineto trace."""
+    writer = Writer()
+    recorder = TorchRecorder(config(tmp_path), writer)
+    recorder.start(WINDOW)
+    emit.log = []  # as with CUDA activity alone
+    with emit.Range("megaprof/forward mb=0 chunk=0"), emit.Range("megaprof/forward mb=1 chunk=0"):
+        Net()(torch.randn(4, 8))
+    recorder.stop(WINDOW, {})
+    assert emit.log is None
+    assert writer.close(60)
+    loaded = trace(tmp_path)
+    found = [e for e in loaded["traceEvents"] if e.get("cat") == "user_annotation"]
+    kinetos = {e["name"]: e for e in found if e["args"].get("clock") != "host"}
+    ours = {e["name"]: e for e in found if e["args"].get("clock") == "host"}
+    assert kinetos.keys() == ours.keys() == {f"megaprof/forward mb={n} chunk=0" for n in range(2)}
+    for name, theirs in kinetos.items():
+        assert (ours[name]["pid"], ours[name]["tid"]) == (theirs["pid"], theirs["tid"])
+        assert ours[name]["ts"] == pytest.approx(theirs["ts"], abs=1e5), "the same clock, to 0.1 s"
+        assert 0 < ours[name]["dur"] < 1e8
+    first, second = (ours[f"megaprof/forward mb={n} chunk=0"] for n in range(2))
+    assert first["ts"] <= second["ts"] <= second["ts"] + second["dur"] <= first["ts"] + first["dur"]
+
+
+def test_ranges_are_not_added_to_what_is_no_trace(tmp_path: Path) -> None:
+    logged = [emit.LoggedRange("megaprof/x", 5000, 6000, 1)]
+    for text in ("", '{"traceEvents": [', '{"other": 1}'):
+        (tmp_path / "t").write_text(text)
+        with pytest.raises(ValueError, match=r"no end of Kineto's|no events"):
+            add_ranges(tmp_path / "t", logged)
+        assert (tmp_path / "t").read_text() == text
+    empty = '{"baseTimeNanoseconds": 4000,"traceEvents": [\n  ],"traceName": "t" }'
+    (tmp_path / "t").write_text(empty)
+    add_ranges(tmp_path / "t", [])
+    assert (tmp_path / "t").read_text() == empty
+    add_ranges(tmp_path / "t", logged)
+    (event,) = json.loads((tmp_path / "t").read_text())["traceEvents"]
+    assert (event["name"], event["ts"], event["dur"]) == ("megaprof/x", 1.0, 1.0)
+
+
 @pytest.mark.parametrize("execution_trace", [False, True])
 def test_a_discarded_window_leaves_nothing(execution_trace: bool, tmp_path: Path) -> None:
     writer = Writer()
@@ -170,12 +212,11 @@ def test_a_closed_window_holds_no_memory_and_no_tensor(option: str, tmp_path: Pa
 
 
 @pytest.fixture
-def _unwritable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _unwritable(monkeypatch: pytest.MonkeyPatch) -> None:
     def export(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
-    yield
 
 
 @pytest.mark.usefixtures("_unwritable")

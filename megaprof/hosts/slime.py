@@ -1,0 +1,80 @@
+"""slime: its roles, its training step, and its own profiling options.
+
+Shortest way in, no edit: ``--custom-megatron-init-path megaprof.hosts.slime.init`` and ``MEGAPROF_DIR``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megaprof.hosts.adapter import Facts, Hook
+
+_MODEL = "slime.backends.megatron_utils.model"
+
+#: Defaults of slime's parser for options that mean the same as ours. Whoever reads the parsed arguments needs them, to
+#: tell a default from a wish.
+DEFAULTS = {
+    "profile_target": ["train_overall"],
+    "profile_ranks": [0],
+    "profile_step_start": 10,
+    "profile_step_end": 12,
+}
+
+
+def init(args: argparse.Namespace) -> None:
+    """For ``--custom-megatron-init-path``: slime calls it on every training rank before the model is built.
+
+    slime's ``--profile-target``, ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` mean what they
+    mean in slime, with windows of one step each. Everything else comes from the ``MEGAPROF_*`` environment, and without
+    ``MEGAPROF_DIR`` there nothing is profiled. Raises ValueError for what cannot be honoured.
+    """
+    from megaprof.arguments import config_from_args
+    from megaprof.autoload import arm
+
+    if "MEGAPROF_DIR" not in os.environ:
+        return
+    own = {name: getattr(args, name, default) for name, default in DEFAULTS.items()}
+    named = argparse.Namespace(
+        **own, profile_dir=os.environ["MEGAPROF_DIR"], megaprof_host_defaults=DEFAULTS, profile=False
+    )
+    named.use_pytorch_profiler = getattr(args, "use_pytorch_profiler", False)
+    config = config_from_args(named)
+    if config.enabled:
+        arm(config)
+
+
+def _train(arguments: Mapping[str, Any]) -> Facts:
+    """``train(rollout_id, model, ..., num_microbatches, ...)``: a step for each entry of ``num_microbatches``."""
+    _Rollout.steps = len(arguments["num_microbatches"])
+    return Facts(role=_role(arguments))
+
+
+class _Rollout:
+    steps = 1  # training steps in the running rollout
+
+
+def _train_one_step(arguments: Mapping[str, Any]) -> Facts:
+    """Numbered as slime logs them in ``train/step``."""
+    return Facts(iteration=arguments["rollout_id"] * _Rollout.steps + arguments["step_id"])
+
+
+def _forward_only(arguments: Mapping[str, Any]) -> Facts:
+    """``store_prefix`` says whose weights are loaded: ``ref_``, ``teacher_``; empty for the model's own role."""
+    return Facts(role=arguments.get("store_prefix", "").rstrip("_") or _role(arguments))
+
+
+def _role(arguments: Mapping[str, Any]) -> str:
+    return str(getattr(arguments["model"][0], "role", "actor"))
+
+
+HOOKS = (
+    Hook(_MODEL, "train", _train),
+    Hook(_MODEL, "train_one_step", _train_one_step),
+    Hook(_MODEL, "forward_only", _forward_only),
+    # Where they were imported by name before megaprof was armed.
+    Hook("slime.backends.megatron_utils.actor", "train", _train),
+    Hook("slime.backends.megatron_utils.actor", "forward_only", _forward_only),
+)

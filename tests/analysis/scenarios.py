@@ -1,0 +1,315 @@
+"""Runs with a known answer, written as the traces that a GPU (or a CPU) job would have left.
+
+The timeline of a step comes from the schedule simulator; what is put into it (slow layers, slow ranks, waiting, idle
+GPUs) is known, and so is what the report must say. A phase becomes a host range, launches in it (a backward's on
+another thread, as autograd's are), kernels on the compute stream, communication on streams of its own with the metadata
+of NCCL, and send-receive kernels that last until both ends are there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from synthetic import MS, TraceBuilder, chunk
+
+from megaprof.analysis.simulation import simulate
+
+GROUPS = {
+    "tp": "TENSOR_MODEL_PARALLEL_GROUP",
+    "ep": "EXPERT_MODEL_PARALLEL_GROUP",
+    "cp": "CONTEXT_PARALLEL_GROUP",
+    "pp": "PIPELINE_MODEL_PARALLEL_GROUP",
+    "dp": "DATA_PARALLEL_GROUP_WITH_CP",
+}
+COLLECTIVES = {
+    "tp": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ep": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+    "cp": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "dp": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+}
+SEND_RECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+COMPUTE_STREAM, NCCL_STREAM, RECEIVE_STREAM, SEND_STREAM = 7, 20, 24, 28
+AUTOGRAD = 99
+GAP = 0.004
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One run. ``expected``: the causes that must be named, as ``kind``, ``kind:stage`` or ``kind:group``; nothing else
+    may be. Times in milliseconds; a backward takes twice a forward.
+
+    ``layers``: per stage, or per stage and chunk. ``slow``: factor by stage, on its rank with tp=1 where ``peers`` of
+    them are captured. ``uneven``: microbatches take 1 - uneven to 1 + uneven times the mean. ``exposed``: communication
+    that nothing hides, as a fraction of a pass, by group. ``idle``: of every pass the fraction in which the GPU waits
+    for the host. ``transfer``: milliseconds between two stages. ``tail``: of gradient reduction behind the passes.
+    ``apart``: every stage on a host of its own, with a clock of its own.
+    """
+
+    name: str
+    expected: tuple[str, ...] = ()
+    layers: tuple[Any, ...] = (4, 4, 4, 4)
+    layer: float = 5.0
+    loss: float = 0.0
+    embedding: float = 0.0
+    mtp: float = 0.0
+    microbatches: int = 16
+    peers: int = 1
+    slow: dict[int, float] = field(default_factory=dict)
+    uneven: float = 0.0
+    exposed: dict[str, float] = field(default_factory=dict)
+    idle: float = 0.0
+    transfer: float = 0.05
+    tail: float = 0.0
+    dp: int = 1
+    noise: float = 0.02
+    target: str = "train_actor"
+    gpu: bool = True
+    apart: bool = False
+    steps: int = 1
+    seed: int = 0
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def held(self) -> list[tuple[int, ...]]:
+        """Layers per stage and chunk."""
+        return [each if isinstance(each, tuple) else (each,) for each in self.layers]
+
+    @property
+    def chunks(self) -> int:
+        return len(self.held[0])
+
+
+def write(scenario: Scenario, directory: Path) -> None:
+    """The traces of every captured rank."""
+    for step in range(scenario.steps):
+        rng = random.Random(f"{scenario.name} {scenario.seed} {step}")
+        works = _work(scenario, rng)
+        # Stages run at the pace of their slowest rank; peers wait for it in a tensor-parallel collective.
+        pace = [[[max(w) for w in zip(*ranks, strict=True)] for ranks in zip(*stage, strict=True)] for stage in works]
+        whole = 1.0 - sum(scenario.exposed.values()) - scenario.idle
+        forward = [[[ms / whole for ms in c] for c in stage] for stage in pace]
+        backward = None if scenario.target != "train_actor" else [[[2 * ms for ms in c] for c in s] for s in forward]
+        run = simulate(forward, backward, scenario.microbatches, p2p_ms=scenario.transfer)
+        schedules = [[e for e in run.events if e.stage == pp] for pp in range(scenario.stages)]
+        for pp, peer in itertools.product(range(scenario.stages), range(scenario.peers)):
+            share = [
+                [own / slowest for own, slowest in zip(works[pp][peer][c], pace[pp][c], strict=True)]
+                for c in range(scenario.chunks)
+            ]
+            _rank(scenario, pp, peer, step, schedules, share, run.step_ms, rng).write(directory)
+
+
+def _work(scenario: Scenario, rng: random.Random) -> list[list[list[list[float]]]]:
+    """Milliseconds that a forward computes: [stage][peer][chunk][microbatch]."""
+    size = [1.0] * scenario.microbatches
+    if scenario.uneven:
+        size = [1 + scenario.uneven * (2 * mb / (scenario.microbatches - 1) - 1) for mb in range(scenario.microbatches)]
+        rng.shuffle(size)
+    works = []
+    for pp, held in enumerate(scenario.held):
+        ranks = []
+        for peer in range(scenario.peers):
+            factor = scenario.slow.get(pp, 1.0) if peer == scenario.peers - 1 else 1.0
+            chunks = []
+            for c, layers in enumerate(held):
+                beside = scenario.embedding * (pp == 0 and c == 0)
+                if pp == scenario.stages - 1 and c == scenario.chunks - 1:
+                    beside += scenario.loss + scenario.mtp
+                once = (layers * scenario.layer + beside) * factor
+                chunks.append([once * s * (1 + abs(rng.gauss(0, scenario.noise))) for s in size])
+            ranks.append(chunks)
+        works.append(ranks)
+    return works
+
+
+def _rank(
+    scenario: Scenario,
+    pp: int,
+    peer: int,
+    step: int,
+    schedules: list[list[Any]],
+    share: list[list[float]],
+    length: float,
+    rng: random.Random,
+) -> TraceBuilder:
+    last = scenario.stages - 1
+    held = [
+        chunk(n, embedding=pp == 0 and c == 0, loss=pp == last and c == scenario.chunks - 1)
+        | {"mtp": int(bool(scenario.mtp) and pp == last and c == scenario.chunks - 1)}
+        for c, n in enumerate(scenario.held[pp])
+    ]
+    tp = max(scenario.peers, 2 if "tp" in scenario.exposed else 1)
+    sizes = {"tp": tp, "dp": scenario.dp} | {axis: 2 for axis in ("cp", "ep") if axis in scenario.exposed}
+    host = f"node-{pp}" if scenario.apart else "node-1"
+    schedule = "no_pipelining" if last == 0 else "interleaved" if scenario.chunks > 1 else "1f1b"
+    trace = TraceBuilder(
+        pp=pp,
+        pp_size=scenario.stages,
+        step=5 + step,
+        target=scenario.target,
+        microbatches=scenario.microbatches,
+        chunks=held,
+        sizes=sizes,
+        coords={"rank": pp * tp + peer, "tp": peer},
+        metadata={"host": host, "schedule": schedule, "microbatch_group_size": scenario.stages},
+    )
+    # The clock of every host is off by some seconds; nothing in a trace says by how many.
+    origin = 1000.0 * step + 10.0 + (1700.0 * pp if scenario.apart else 0.0)
+    rank = _Gpu(trace, origin) if scenario.gpu else _Cpu(trace, origin)
+    end = 0.0
+    for event in schedules[pp]:
+        rank.phase(scenario, event, share[event.chunk][event.microbatch], rng)
+        end = event.end_ms
+    if scenario.gpu and last:
+        _exchanges(trace, origin, pp, schedules, scenario)
+    if scenario.tail:
+        rank.finalize(length, scenario.tail)
+    trace.call(origin - 0.5, length + scenario.tail + 1.0 if not scenario.gpu else max(end, length) + scenario.tail + 1)
+    return trace
+
+
+@dataclass
+class _Gpu:
+    """Writes passes as host ranges, launches and kernels."""
+
+    trace: TraceBuilder
+    origin: float
+    correlation: int = 0
+
+    def phase(self, scenario: Scenario, event: Any, share: float, rng: random.Random) -> None:
+        start, end, backward = self.origin + event.start_ms, self.origin + event.end_ms, event.phase == "backward"
+        length = end - start
+        hosted = length * (0.95 if scenario.idle else 0.6)
+        name = f"megaprof/{event.phase} mb={event.microbatch} chunk={event.chunk}"
+        self.trace.event(name, start - 2 * GAP, hosted)
+        pieces = 4
+        thread = AUTOGRAD if backward else 1
+        piece, now = length / pieces, start
+        for number in range(pieces):
+            compute = piece * (1 - sum(scenario.exposed.values()) - scenario.idle)
+            # With an idle GPU the host launches each kernel when the one before it has long ended.
+            launch = now - GAP if scenario.idle else start - GAP + number * hosted * 0.9 / pieces
+            busy = compute * share
+            split = rng.uniform(0.3, 0.7) * busy
+            self.kernel(f"gemm_{number % 2}", now, split, launch, thread)
+            self.kernel("void at::native::elementwise_kernel", now + split, busy - split, launch, thread)
+            now += compute
+            waited = compute - busy
+            for group, fraction in scenario.exposed.items():
+                self.collective(group, now - waited, waited + fraction * piece, launch, thread)
+                now, waited = now + fraction * piece, 0.0
+            if waited > 0:
+                self.collective("tp", now - waited, waited, launch, thread)
+            now += scenario.idle * piece
+
+    def finalize(self, after: float, length: float) -> None:
+        start = self.origin + after
+        self.trace.event("megaprof/finalize_grads", start - GAP, length)
+        self.collective("dp", start, length, start - GAP / 2, 1)
+
+    def collective(self, group: str, start: float, duration: float, launch: float, thread: int) -> None:
+        self.kernel(COLLECTIVES[group], start, duration, launch, thread, group=group)
+
+    def kernel(
+        self, name: str, start: float, duration: float, launch: float, thread: int, *, group: str | None = None
+    ) -> None:
+        self.correlation += 1
+        stream = COMPUTE_STREAM if group is None else NCCL_STREAM
+        launched(self.trace, self.correlation, name, start, duration, launch, thread, stream, group)
+
+
+@dataclass
+class _Cpu:
+    """Writes passes as ranges that take the whole time, with gloo's collectives in them."""
+
+    trace: TraceBuilder
+    origin: float
+
+    def phase(self, scenario: Scenario, event: Any, share: float, rng: random.Random) -> None:
+        start, length = self.origin + event.start_ms, event.end_ms - event.start_ms
+        name = f"megaprof/{event.phase} mb={event.microbatch} chunk={event.chunk}"
+        self.trace.event(name, start, length)
+        compute = length * (1 - sum(scenario.exposed.values()))
+        now = start + compute * share
+        self.trace.event("aten::mm", start, compute * share, cat="cpu_op")
+        if share < 1:
+            self.trace.event("gloo:all_reduce", now, compute * (1 - share), tid=2)
+        now = start + compute
+        for group, fraction in scenario.exposed.items():
+            operation = "all_to_all" if group == "ep" else "all_reduce"
+            self.trace.event(f"gloo:{operation}", now, fraction * length, tid=2)
+            now += fraction * length
+
+    def finalize(self, after: float, length: float) -> None:
+        self.trace.event("megaprof/finalize_grads", self.origin + after, length)
+        self.trace.event("gloo:all_reduce", self.origin + after, length, tid=2)
+
+
+def launched(
+    trace: TraceBuilder,
+    correlation: int,
+    name: str,
+    start: float,
+    duration: float,
+    launch: float,
+    thread: int,
+    stream: int,
+    group: str | None,
+) -> None:
+    """A kernel and the call that launched it, tied by their correlation as Kineto does."""
+    call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 7, "tid": thread}
+    args: dict[str, Any] = {"External id": correlation, "cbid": 211, "correlation": correlation}
+    trace.events.append({**call, "ts": launch * MS, "dur": 2.0, "args": args})
+    args = {"External id": correlation, "device": 0, "stream": stream, "correlation": correlation, "grid": [64, 1, 1]}
+    if group is not None:
+        args |= {
+            "Collective name": "allreduce",
+            "Process Group Name": "12",
+            "Process Group Description": GROUPS[group],
+            "Group size": 2,
+            "In msg nelems": 1024,
+            "dtype": "BFloat16",
+        }
+    kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream}
+    trace.events.append({**kernel, "ts": start * MS, "dur": duration * MS, "args": args})
+
+
+def _exchanges(trace: TraceBuilder, origin: float, pp: int, schedules: list[list[Any]], scenario: Scenario) -> None:
+    """Send-receive kernels of one rank: a receive is posted when its stage has nothing else to do, and each end lasts
+    until the other is there and the bytes have gone over."""
+    by_phase = {
+        (e.stage, e.phase, e.chunk, e.microbatch): (e, before)
+        for own in schedules
+        for before, e in zip([None, *own], own, strict=False)
+    }
+    correlation = 1_000_000
+    for (stage, kind, part, microbatch), (event, before) in by_phase.items():
+        source = _producer(scenario, stage, kind, part)
+        if source is None or pp not in (stage, source[0]):
+            continue
+        produced = by_phase[source[0], kind, source[1], microbatch][0].end_ms
+        posted = before.end_ms if before else 0.0
+        arrived = max(event.start_ms, posted + 0.001) - 0.0005
+        if stage == pp:
+            name, start, stream, at = f"recv_{kind}", posted, RECEIVE_STREAM, origin + posted - 3 * GAP
+        else:
+            name, start, stream, at = f"send_{kind}", produced, SEND_STREAM, origin + produced - 4 * GAP
+        correlation += 1
+        trace.event(f"megaprof/{name}", at - GAP / 4, GAP / 2)
+        launched(
+            trace, correlation, SEND_RECV, origin + start, max(arrived, start + 0.0001) - start, at, 1, stream, "pp"
+        )
+
+
+def _producer(scenario: Scenario, stage: int, kind: str, part: int) -> tuple[int, int] | None:
+    last, last_chunk = scenario.stages - 1, scenario.chunks - 1
+    if kind == "forward":
+        return (stage - 1, part) if stage else (last, part - 1) if part else None
+    return (stage + 1, part) if stage < last else (0, part + 1) if part < last_chunk else None

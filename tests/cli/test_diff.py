@@ -1,0 +1,67 @@
+"""``megaprof diff`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
+from running import megaprof
+from synthetic import pipeline
+
+
+@pytest.fixture
+def captures(tmp_path):
+    for name, layers in (("a", [6, 2]), ("b", [4, 4])):
+        pipeline(tmp_path / name, layers)
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_stages_are_shown_side_by_side(captures):
+    run = megaprof("diff", *captures, COLUMNS="80")
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "emb+6 → emb+4" in run.stdout
+    assert "-33 % *" in run.stdout
+    assert "slow stage: stage 0 → none" in run.stdout
+    assert "step time 720 → 481 ms -33 % ?" in run.stdout
+    assert max(map(len, run.stdout.splitlines())) <= 80
+    assert "…" not in run.stdout
+
+
+def test_a_report_file_stands_for_its_directory(captures, tmp_path):
+    saved = tmp_path / "a.json"
+    assert megaprof("report", captures[0], "--json", saved).returncode == 0
+    direct = megaprof("diff", *captures, "--json")
+    assert direct.returncode == 0
+    assert json.loads(direct.stdout)["targets"][0]["slowest_before"] == 0
+    assert megaprof("diff", saved, captures[1], "--json").stdout == direct.stdout
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "NaN", '{"version": 1, "targets": []}', "[" * 100_000])
+def test_what_is_no_report_is_one_line(captures, tmp_path, content):
+    path = tmp_path / "x.json"
+    path.write_text(content)
+    run = megaprof("diff", captures[0], path)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.count("\n") == 1
+    assert "x.json" in run.stderr
+
+
+def test_a_directory_without_traces_is_one_line(captures, tmp_path):
+    run = megaprof("diff", captures[0], tmp_path / "nowhere")
+    assert run.returncode == 1
+    assert "does not exist" in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_names_from_files_cannot_speak_to_the_terminal(tmp_path):
+    for name in ("a", "b"):
+        pipeline(tmp_path / name, [6, 2], role="x\x1b]0;owned\x07[bold red]")
+    run = megaprof("diff", tmp_path / "a", tmp_path / "b")
+    assert run.returncode == 0
+    assert "\x1b" not in run.stdout
+    assert "[bold red]" in run.stdout

@@ -1,0 +1,73 @@
+"""``megaprof merge`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
+from exchanging import exchanging, write
+from running import megaprof
+
+
+@pytest.fixture
+def traces(tmp_path):
+    directory = tmp_path / "traces"
+    write(exchanging([0.0, 40.0]), directory)
+    return directory
+
+
+def test_what_was_merged_and_how_far_clocks_were_off_is_printed(traces, tmp_path):
+    write(exchanging([0.0, 0.0], target="evaluate", step=2), traces)
+    out = tmp_path / "step.json"
+    run = megaprof("merge", traces, "-o", out)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "train_actor step 5: 2 ranks" in run.stdout
+    assert "6 arrows from a send to its receive" in run.stdout
+    assert "host node-1: clock 40.0" in run.stdout
+    assert "Not merged (see --target, --role, --step): evaluate step 2" in run.stdout
+    assert len({e["pid"] for e in json.loads(out.read_text())["traceEvents"]}) == 2
+    assert megaprof("merge", traces, "-o", out, "--target", "evaluate").stdout.startswith("evaluate step 2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--step", "9"], 1, "no such step, but: train_actor step 5"),
+        (["--step", "x"], 2, "invalid int value"),
+        (["--target", "evil\nname"], 1, "no such step"),
+    ],
+)
+def test_what_cannot_be_merged_is_one_line(traces, tmp_path, arguments, code, says):
+    run = megaprof("merge", traces, "-o", tmp_path / "out.json", *arguments)
+    assert run.returncode == code
+    assert says in run.stderr
+    assert "Traceback" not in run.stderr
+    assert code == 2 or run.stderr.count("\n") == 1
+    assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.parametrize("place", ["traces/../nowhere/out.json", "traces"])
+def test_an_output_that_cannot_be_is_one_line(traces, tmp_path, place):
+    run = megaprof("merge", traces, "-o", tmp_path / place)
+    assert run.returncode in (1, 2)
+    assert run.stderr.count("\n") == 1
+    assert run.stderr.startswith("megaprof merge: -o ")
+
+
+def test_no_trace_is_overwritten(traces):
+    path = sorted(traces.iterdir())[0]
+    before = path.read_bytes()
+    run = megaprof("merge", traces, "-o", path)
+    assert (run.returncode, path.read_bytes()) == (2, before)
+    assert "not overwritten" in run.stderr
+
+
+def test_an_empty_directory_is_one_line(tmp_path):
+    run = megaprof("merge", tmp_path, "-o", tmp_path / "out.json")
+    assert run.returncode == 1
+    assert "holds no trace" in run.stderr

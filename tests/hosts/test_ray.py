@@ -1,0 +1,120 @@
+"""A real local Ray whose actors run megatron-core ranks: every worker process profiles itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig
+from megaprof.autoload import environment
+from megaprof.hosts.ray import HOOK, runtime_env
+
+ROOT = Path(__file__).parents[2]
+
+#: A trainer as the Ray hosts have them: the driver makes actors, each is one rank. It knows nothing of megaprof.
+DRIVER = """
+import json, sys
+import ray
+
+@ray.remote(num_cpus=0)
+class Rank:
+    def __init__(self, rank, store):
+        import torch.distributed as dist
+        dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+
+    def train(self):
+        import os
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megaprof.testing import GPTWorkload, build, cpu_megatron
+        with cpu_megatron():
+            gpt = build(GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, seq_length=16, heads=2))
+            for _ in range(2):
+                gpt.train_step(get_forward_backward_func())
+            gpt.log_probs_pass(get_forward_backward_func())
+        return os.getcwd()
+
+store, env = sys.argv[1], json.loads(sys.argv[2])
+ray.init(num_cpus=2, include_dashboard=False, runtime_env=env, log_to_driver=True, _temp_dir=sys.argv[3])
+ranks = [Rank.remote(i, store) for i in range(2)]
+print(ray.get([rank.train.remote() for rank in ranks], timeout=150))
+ray.shutdown()
+"""
+
+
+def config(directory: Path) -> ProfileConfig:
+    return ProfileConfig(
+        target=("train_actor", "train_log_probs"),
+        dir=str(directory),
+        select="per-stage",
+        steps="train_actor=1;train_log_probs=0",
+    )
+
+
+def drive(tmp_path: Path, env: dict[str, str], given: dict[str, Any], short: Path) -> None:
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER)
+    command = [sys.executable, str(driver), str(tmp_path / "store"), json.dumps(given), str(short)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+
+
+@pytest.mark.parametrize("way", ["runtime_env", "inherited"])
+def test_every_actor_writes_its_traces(way: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'megaprof[hosts]'")
+    import tempfile
+
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "KINETO_LOG_LEVEL": "6"}
+    out = tmp_path / "out"
+    if way == "runtime_env":
+        given = runtime_env(config(out), {"env_vars": {"MINE": "1"}})
+    else:
+        given, env = {}, environment(config(out), env)
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names
+        drive(tmp_path, env, given, Path(short))
+    found = sorted(path.name.split(".pt.")[0] for path in out.iterdir())
+    assert found == [
+        f"{target}.pp{pp}-tp0-cp0-ep0-dp0.rank0000{pp}"
+        for target in ("train_actor.step000001", "train_log_probs.step000000")
+        for pp in (0, 1)
+    ]
+
+
+def test_a_runtime_env_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = {"env_vars": {"MINE": "1"}, "pip": ["x"]}
+    merged = runtime_env(ProfileConfig(target=("train_actor",), dir="traces"), base)
+    assert merged["pip"] == ["x"]
+    assert merged["env_vars"] == {
+        "MINE": "1",
+        "MEGAPROF_TARGET": "train_actor",
+        "MEGAPROF_DIR": str(tmp_path / "traces"),
+    }
+    assert base == {"env_vars": {"MINE": "1"}, "pip": ["x"]}
+    assert runtime_env(ProfileConfig(), base) == base
+
+
+def test_a_set_up_hook_of_the_hosts_own_is_not_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"mine\.setup"):
+        runtime_env(config(tmp_path), {HOOK: "mine.setup"})
+
+
+def test_the_command_prints_what_ray_job_submit_takes(tmp_path: Path) -> None:
+    arguments = ["--profile-target", "train_actor", "--profile-dir", "traces", "--ray-runtime-env"]
+    run = subprocess.run(
+        [sys.executable, "-m", "megaprof", "run", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+    assert json.loads(run.stdout) == runtime_env(
+        ProfileConfig(target=("train_actor",), dir=str(tmp_path / "traces"))
+    )
