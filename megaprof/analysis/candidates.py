@@ -35,8 +35,9 @@ class Prediction:
     ``kind``: ``layout``, ``balanced``, ``no_straggler``, ``microbatches`` or ``chunks``; ``what``: the change in words.
     ``flags``: Megatron's arguments for it, in the place of all arguments that place layers now; empty where no argument
     does it. ``step_ms``: the predicted step; ``speedup``: measured step / predicted step; ``uncertainty_ms``: plus or
-    minus, from the spread of the measured times, the cost model's residual and the replay error. ``memory``: why some
-    stage may need more activation memory than any was measured to hold, or None. ``assumes``: what else it rests on.
+    minus, from the spread of the measured times and steps, the cost model's residual and the replay error. ``memory``:
+    why some stage may need more activation memory than any was measured to hold, or None. ``assumes``: what else it
+    rests on.
     """
 
     kind: str
@@ -65,7 +66,7 @@ class Baseline:
         self.measured_ms = statistics.fmean(step.pipeline_ms + step.outside_ms for step in steps)
         self.microbatches = steps[0].microbatches
         replay_error = statistics.fmean(abs(step.replay_error) for step in steps)
-        self._error = math.hypot(ERRORS * _noise(steps), replay_error)
+        self._error = math.hypot(ERRORS * _noise(steps), ERRORS * _drift(steps), replay_error)
 
     def replay(self, run: Run, typical: _Typical, step: CapturedStep) -> float:
         """Milliseconds of one captured step's pipeline with other typical times, each varying over the microbatches as
@@ -282,6 +283,14 @@ def _noise(steps: Sequence[CapturedStep]) -> float:
         deviation = statistics.median(abs(share - middle) for share in own)
         worst = max(worst, _MEDIAN_ERROR * deviation / math.sqrt(len(own)) / middle if middle > 0 else 0.0)
     return worst
+
+
+def _drift(steps: Sequence[CapturedStep]) -> float:
+    """Relative standard error of the mean pipeline over the captured steps; 0 for one step, which cannot say."""
+    times = [step.pipeline_ms for step in steps]
+    if len(times) < 2:
+        return 0.0
+    return statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
 
 
 def _said_aloud(pieces: Layout, stages: int, flags: tuple[str, ...]) -> tuple[str, ...]:

@@ -2,7 +2,8 @@
 
 ``arm()`` waits for ``megatron.core.pipeline_parallel.schedules`` to be imported and wraps ``get_forward_backward_func``
 there, before any host can import the name. The first time the host asks, its ranks are laid out and its arguments are
-parsed, so ``install_hooks()`` runs then, with the ``MEGAPROF_*`` environment, for whatever model the calls carry.
+parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. The functions of a host that say more
+about a call (``megaprof.hosts``) are wrapped when their modules are imported.
 
 `environment` is what a process must be started with to arm itself: the directory ``path`` beside this file goes on
 ``PYTHONPATH``, and Python runs the ``sitecustomize.py`` in it at start-up. Children inherit it, however they start.
@@ -10,6 +11,7 @@ parsed, so ``install_hooks()`` runs then, with the ``MEGAPROF_*`` environment, f
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import logging
 import os
@@ -28,6 +30,10 @@ logger = logging.getLogger("megaprof")
 PATH = str(Path(__file__).resolve().parent / "path")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ASKED = "get_forward_backward_func"
+#: Packages that have a module to watch: all else passes the finder at the cost of one look-up.
+_ROOTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
+
+_settled: ProfileConfig | None = None
 
 
 def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]:
@@ -47,33 +53,34 @@ def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]
     return child
 
 
-def arm() -> None:
-    """Wait for megatron-core and install then. Idempotent; imports neither torch nor Megatron by itself.
+def arm(config: ProfileConfig | None = None) -> None:
+    """Wait for megatron-core, and install then with ``config`` or, without one, with the ``MEGAPROF_*`` environment.
 
-    Where megatron-core is loaded already, modules that took ``get_forward_backward_func`` from it before are out of
-    reach: call ``install_hooks`` there.
+    Idempotent; the first configuration counts. Imports neither torch nor Megatron by itself.
     """
-    loaded = sys.modules.get(_SCHEDULES)
-    if loaded is not None:
-        _watch(loaded)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    global _settled
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    _settled = config
+    sys.meta_path.insert(0, _Finder())
+    for name in [name for name in sys.modules if name.partition(".")[0] in _ROOTS]:
+        _loaded(name)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and is told when the schedules have been loaded."""
+    """Finds what the other finders find, and is told when a watched module has been loaded."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _SCHEDULES:
+        if fullname.partition(".")[0] not in _ROOTS or not _watched(fullname):
             return None
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
             spec = None if finder is self or find is None else find(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self)
+                    spec.loader = _Loader(spec.loader)
                 return spec  # type: ignore[no-any-return]
         return None
 
@@ -81,9 +88,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.Loader):
     """The module's own loader, and a call when it is done. The module keeps no sign of it."""
 
-    def __init__(self, own: Any, finder: _Finder) -> None:
+    def __init__(self, own: Any) -> None:
         self._own = own
-        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._own.create_module(spec)  # type: ignore[no-any-return]
@@ -93,9 +99,26 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
         self._own.exec_module(module)
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-        _watch(module)
+        _loaded(module.__name__)
+
+
+def _watched(name: str) -> bool:
+    from megaprof.hosts.table import MODULES
+
+    return name == _SCHEDULES or name in MODULES
+
+
+def _loaded(name: str) -> None:
+    try:
+        if name == _SCHEDULES:
+            _watch(sys.modules[name])
+        elif _watched(name):
+            from megaprof.hooks.patching import Patches
+            from megaprof.hosts.table import adapt
+
+            adapt(Patches(), name)
+    except Exception as fault:
+        logger.error("megaprof: %s cannot be hooked: %s: %s", name, type(fault).__name__, fault)
 
 
 def _watch(schedules: ModuleType) -> None:
@@ -103,15 +126,13 @@ def _watch(schedules: ModuleType) -> None:
     if original is None or hasattr(original, "_megaprof"):
         return
     asked = _asked(original)
-    setattr(schedules, _ASKED, asked)
-    package = sys.modules.get(_SCHEDULES.rpartition(".")[0])
-    if getattr(package, _ASKED, None) is original:  # loaded before we were armed
-        setattr(package, _ASKED, asked)
+    for module in list(sys.modules.values()):  # those who took it by name before we were armed
+        names = getattr(module, "__dict__", {})
+        if names.get(_ASKED) is original:
+            names[_ASKED] = asked
 
 
 def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
-    import functools
-
     pending = True
 
     @functools.wraps(original)
@@ -135,7 +156,7 @@ def _install() -> bool:
         from megaprof.config import ProfileConfig
         from megaprof.hooks.install import install_hooks
 
-        install_hooks(None, ProfileConfig.from_env())
+        install_hooks(None, _settled or ProfileConfig.from_env())
     except ValueError:
         raise
     except Exception as fault:

@@ -20,6 +20,7 @@ _COMMANDS = {
     "diff": "compare two captures stage by stage",
     "merge": "put all captured ranks of a step on one Perfetto timeline",
     "nsys": "print the nsys command line that goes before a training command",
+    "patch": "put the options and the hooks into a host's source, or take them out again",
     "report": "say from captured traces which pipeline stage is slow, and why",
     "run": "run a training command with profiling, without an edit of it",
 }

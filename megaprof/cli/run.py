@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     command = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
     if not command:
         raise UsageError(
-            f"no command; put it behind '--', e.g. megaprof run {flag('target')} train_actor {flag('dir')} /data/traces "
+            f"no command; put it behind '--', e.g. megaprof run {flag('target')} train_actor {flag('dir')} traces "
             "-- torchrun ... pretrain_gpt.py ..."
         )
     if not config.enabled:

@@ -25,7 +25,7 @@ from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
-from megaprof.hosts import megatron_lm
+from megaprof.hosts import megatron_lm, table
 from megaprof.metadata import innermost
 from megaprof.recorders import Recorder, build_recorders
 from megaprof.session import Session
@@ -127,6 +127,7 @@ class _Process:
             patch_schedules(self._patches, self._dispatcher, lambda: self.evaluations > 0)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
+            table.adapt(self._patches)
         self.handles.append(handle)
         self._dispatcher.add(session, models)
         roles.attach(session, self.termination.held)
@@ -184,7 +185,7 @@ def install_hooks(
     handle owns. ``config`` is a ProfileConfig or a parsed namespace; without one, Megatron-LM's global arguments where
     it is loaded, else the ``MEGAPROF_*`` environment. ``role`` is whose model it is (actor, ref, critic, ...), in
     file names and for the steps and ranks that the configuration has per role; ``megaprof.role`` scopes override it.
-    ``iteration`` returns the host's current iteration number, or None; Megatron-LM's is found by itself.
+    ``iteration`` returns the host's current iteration number, or None; those of known hosts are found by themselves.
 
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
     same model again with the same configuration returns the first handle.
@@ -230,7 +231,7 @@ def install_hooks(
         coords,
         [*handle._recorders, WindowEnd(handle._writer)],
         role=role,
-        iteration=iteration or megatron_lm.iteration,
+        iteration=iteration or table.iteration,
     )
     handle._session = session
     _process.acquire(handle, session, models)

@@ -9,10 +9,13 @@ Shortest way in, no edit: ``--external_plugins`` with the file of ``megaprof.aut
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaprof import roles
 from megaprof.hosts.adapter import Facts, Hook
+
+if TYPE_CHECKING:
+    from megaprof.config import ProfileConfig
 
 _TRAINERS = "swift.megatron.trainers"
 
@@ -31,3 +34,33 @@ HOOKS = (
     Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.compute_per_token_logps", _log_probs),
     Hook(f"{_TRAINERS}.grpo_trainer", "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher")),
 )
+
+#: What ``--profiler_contents`` names, in the terms of ProfileConfig.
+_CONTENTS = {"stack": "with_stack", "memory": "profile_memory", "shapes": "record_shapes", "flops": "with_flops"}
+
+
+def config_of(args: Any) -> ProfileConfig:
+    """The ProfileConfig of ms-swift's arguments with the patch: ``--enable_profiler``, ``--profiler_save_path``,
+    ``--profiler_ranks``, ``--profiler_contents``, ``--profiler_steps``, ``--profiler_target``.
+
+    ``--profiler_ranks`` is what --profile-select takes, ``--profiler_steps`` what --profile-steps takes, in the
+    trainer's own iterations (the first is 0). Without ``--enable_profiler`` the ``MEGAPROF_*`` environment decides.
+    Raises ValueError for what cannot be honoured.
+    """
+    from megaprof.config import ACTIVITIES, ProfileConfig
+
+    if not args.enable_profiler:
+        return ProfileConfig.from_env()
+    contents = [word.lower() for word in args.profiler_contents]
+    for word in contents:
+        if word not in (*ACTIVITIES, *_CONTENTS):
+            raise ValueError(f"--profiler_contents: unknown {word!r}; valid: {', '.join((*ACTIVITIES, *_CONTENTS))}")
+    given: dict[str, Any] = {"target": list(args.profiler_target), **{_CONTENTS[w]: True for w in contents if w in _CONTENTS}}
+    activities = [word for word in contents if word in ACTIVITIES]
+    optional = {
+        "activities": activities,
+        "dir": args.profiler_save_path,
+        "select": args.profiler_ranks,
+        "steps": args.profiler_steps,
+    }
+    return ProfileConfig.from_values(given | {name: value for name, value in optional.items() if value})

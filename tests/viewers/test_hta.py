@@ -1,4 +1,9 @@
-"""Holistic Trace Analysis loads what we write. Its analyses are about GPU kernels: those get a trace of known times."""
+"""Holistic Trace Analysis loads what we write.
+
+Of a directory it takes every ``.json`` and ``.gz`` file, and one per rank: of a save directory with several windows, or
+with kernel summaries and timelines beside the traces, it has to be told the files of one window. Its analyses are about
+GPU kernels, which no CPU trace has: those get traces of known times.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,9 @@ from typing import Any
 
 import pytest
 
-analysis = pytest.importorskip("hta.trace_analysis", reason="`make test-viewers` installs it")
+pytest.importorskip("hta", reason="`make test-viewers` installs it")
 
+from hta.trace_analysis import TraceAnalysis
 from job import RANKS, TARGETS, SaveDirectory, our_ranges, read
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
@@ -25,7 +31,7 @@ def ranges_in(trace: Any, rank: int) -> Counter[str]:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_one_window_of_a_save_directory(saved: SaveDirectory, timeline: Path, target: str) -> None:
-    loaded = analysis.TraceAnalysis(trace_files=glob(saved.pattern(target))).t
+    loaded = TraceAnalysis(trace_files=glob(saved.pattern(target))).t
     assert loaded.trace_files == {rank: str(saved.trace(target, rank)) for rank in RANKS}
     loaded.decode_symbol_ids(use_shorten_name=False)
     for rank in RANKS:
@@ -37,7 +43,7 @@ def test_one_window_of_a_save_directory(saved: SaveDirectory, timeline: Path, ta
 def test_a_directory_of_one_window(saved: SaveDirectory, tmp_path: Path) -> None:
     for path in glob(saved.pattern("train_actor")):
         shutil.copy(path, tmp_path)
-    loaded = analysis.TraceAnalysis(trace_dir=str(tmp_path)).t
+    loaded = TraceAnalysis(trace_dir=str(tmp_path)).t
     assert {rank: Path(path).name for rank, path in loaded.trace_files.items()} == {
         rank: saved.trace("train_actor", rank).name for rank in RANKS
     }
@@ -51,7 +57,7 @@ def test_gpu_times_are_those_of_the_report(tmp_path: Path) -> None:
     write(Scenario("uneven", layers=(4, 2), microbatches=4, exposed={"tp": 0.1}, idle=0.1), tmp_path)
     (target,) = analyze(tmp_path).to_json()["targets"]
     traces = dict(enumerate(sorted(map(str, tmp_path.iterdir()))))
-    found = analysis.TraceAnalysis(trace_files=traces)
+    found = TraceAnalysis(trace_files=traces)
     breakdown = found.get_temporal_breakdown(visualize=False).set_index("rank")
     kinds = found.get_gpu_kernel_breakdown(visualize=False)[1]
     for stage in target["stages"]:

@@ -39,8 +39,8 @@ def dropped(slices: list[dict[str, Any]], shown: int) -> dict[str, int]:
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_trace(saved: SaveDirectory, target: str, rank: int) -> None:
     path = saved.trace(target, rank)
-    inside = "from slice s, ancestor_slice(s.id) step where step.name glob 'megaprof/{} step={} pp={} *' and s.name glob"
-    inside = "select count(*) as n " + inside.format(target, TARGETS[target], rank)
+    step = f"megaprof/{target} step={TARGETS[target]} pp={rank} *"
+    inside = f"select count(*) as n from slice s, ancestor_slice(s.id) a where a.name glob '{step}' and s.name glob"
     errors, ranges, gloo, forwards, backwards = query(
         path, ERRORS, RANGES, GLOO, f"{inside} 'megaprof/forward mb=*'", f"{inside} 'megaprof/backward mb=*'"
     )
@@ -68,9 +68,9 @@ def test_a_merged_timeline(saved: SaveDirectory, timeline: Path) -> None:
         ERRORS,
         RANGES,
         GLOO,
-        """select process.name, count(*) as n
-           from thread_track join thread using (utid) join process using (upid) join slice on track_id = thread_track.id
-           where slice.name glob 'megaprof/forward mb=*' group by upid""",
+        """include perfetto module slices.with_context;
+           select process_name as name, count(*) as n from thread_slice
+           where name glob 'megaprof/forward mb=*' group by upid""",
         """select extract_arg(flow.arg_set_id, 'name') as name, sender.pid as sender, receiver.pid as receiver
            from flow join thread_slice start on slice_out = start.id join thread_slice finish on slice_in = finish.id
            join process sender on start.upid = sender.upid join process receiver on finish.upid = receiver.upid

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-loader = pytest.importorskip("torch_tb_profiler.profiler.loader", reason="`make test-viewers` installs it")
+pytest.importorskip("torch_tb_profiler", reason="`make test-viewers` installs it")
 
 from job import RANKS, TARGETS, SaveDirectory, read
+from torch_tb_profiler import io
+from torch_tb_profiler.profiler.loader import RunLoader
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
 
 
 def load(directory: Path) -> dict[str, Any]:
     """Profiles by the plugin's word for a trace, worker: the file name before ``.pt.trace.json.gz``."""
-    from torch_tb_profiler import io
-
-    run = loader.RunLoader("run", str(directory), io.Cache()).load()
+    run = RunLoader("run", str(directory), io.Cache()).load()
     return {worker: profile for (worker, _), profile in run.profiles.items()}
 
 

@@ -5,6 +5,7 @@ A ``sitecustomize`` of the environment's own, which this one stands in front of,
 
 import os
 import sys
+from importlib import import_module
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -33,7 +34,7 @@ def _run_the_next_one() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]
     ours = sys.modules.pop("sitecustomize")
     try:
-        import sitecustomize  # noqa: F401
+        import_module("sitecustomize")
     except ModuleNotFoundError as missing:
         if missing.name != "sitecustomize":
             raise

@@ -1,0 +1,74 @@
+"""``megaprof patch``: put megaprof's options and its hooks into a host's source, or take them out again."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from pathlib import Path
+
+from megaprof.cli import CommandError, UsageError
+from megaprof.hosts.patch_files import MISSING, ORIGINAL, OTHER, PATCHED, Patch, known_hosts, patches_of
+
+DESCRIPTION = """Add --profile-target and its friends, and the install_hooks call, to a host's own source: only added
+lines, and only in a version that is known by its checksums. Most hosts need no patch: see megaprof run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.add_argument("host", metavar="HOST", help=", ".join(known_hosts()))
+    parser.add_argument("directory", metavar="DIR", type=Path, help="its checkout, or the site-packages it is in")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="change nothing: say which version it is, and if patched")
+    what.add_argument("--revert", action="store_true", help="take the patch out again, to the byte")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises UsageError for an unknown host, CommandError, with nothing touched, for a version that is not known."""
+    if args.host not in known_hosts():
+        raise UsageError(f"{args.host}: no such host; known: {', '.join(known_hosts())}")
+    if not args.directory.is_dir():
+        raise CommandError(f"{args.directory}: is not a directory")
+    patch, root = find(args.host, args.directory)
+    states = set(patch.states(root).values())
+    name = f"{patch.host} {patch.version} in {root}"
+    try:
+        if args.check:
+            print(f"{name}: {'patched' if states == {PATCHED} else 'half patched' if PATCHED in states else 'unpatched'}")
+        elif args.revert:
+            _say(name, "reverted", patch.revert(root), "it is not patched")
+        else:
+            _say(name, "patched", patch.apply(root), "it is patched already")
+    except OSError as fault:
+        raise CommandError(f"{fault.filename or root}: {fault.strerror}; nothing was changed") from None
+    return 0
+
+
+def find(host: str, directory: Path) -> tuple[Patch, Path]:
+    """The patch that knows every one of its files in ``directory``, or in ``src`` below it.
+
+    Raises CommandError that says what the nearest one does not know.
+    """
+    patches = patches_of(host)
+    places = [(patch, root) for root in (directory, directory / "src") for patch in patches]
+    for patch, root in places:
+        if set(patch.states(root).values()) <= {ORIGINAL, PATCHED}:
+            return patch, root
+
+    def unknown(place: tuple[Patch, Path]) -> tuple[int, int]:
+        count = Counter(place[0].states(place[1]).values())
+        return count[MISSING], count[OTHER]
+
+    nearest, root = min(places, key=unknown)
+    strange = [f"{path} is {_WORDS[s]}" for path, s in nearest.states(root).items() if s in _WORDS]
+    versions = ", ".join(patch.version for patch in patches)
+    raise CommandError(
+        f"{directory} is no version of {host} that is known ({versions}); next to {nearest.version}, "
+        f"{'; '.join(strange)}. Nothing was changed"
+    )
+
+
+_WORDS = {MISSING: "missing", OTHER: "not the file that was released"}
+
+
+def _say(name: str, done: str, paths: list[str], nothing: str) -> None:
+    print(f"{name}: {done} {', '.join(paths)}" if paths else f"{name}: {nothing}, nothing to do")
