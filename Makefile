@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-matrix lint format bench-report bench-whatif clean
+.PHONY: demo test test-matrix test-viewers lint format bench bench-capture bench-overhead bench-report bench-whatif clean
 
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
@@ -21,6 +21,10 @@ test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
 	.venv/mcore-$*/bin/python -m pytest $(ARGS) -m "not slow" --ignore=tests/analysis --ignore=tests/cli
+
+# HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
+test-viewers: .venv/viewers/ready
+	.venv/viewers/bin/python -m pytest $(ARGS) tests/viewers
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -48,7 +52,24 @@ format: .venv/ready
 	    "megatron-core==$*" $(if $(filter 0.17.% 0.18.% 0.19.%,$*),einops triton)
 	touch $@
 
+# One for the viewers, which bring half of Jupyter along.
+.venv/viewers/ready: .venv/ready
+	$(BIN)/python -m venv .venv/viewers
+	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
+	own=$$(.venv/viewers/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
+	.venv/viewers/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[viewers]" "$(TORCH)"
+	touch $@
+
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
+bench: bench-capture bench-overhead bench-report bench-whatif
+
+bench-capture: .venv/ready
+	$(BIN)/python benchmarks/capture.py $(or $(ARGS),--pairs 5)
+
+bench-overhead: .venv/ready
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+
 bench-report: .venv/bench
 	$(BIN)/python benchmarks/report.py $(ARGS)
 

@@ -37,6 +37,7 @@ _PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
 _FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
 _BATCH = 4096
 _INSIDE_NS = 10  # an arrow that ends with a slice would belong to what comes behind it
+_ARRIVAL_NS = 5  # what an arrow ends in; shorter than _INSIDE_NS, so it lies inside its receive
 _LONGEST = 1 << 53  # microseconds
 _OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
 
@@ -344,7 +345,7 @@ def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base:
         tid = tids.get(place)
         if tid is None:
             tid = tids[place] = next(threads)
-            if isinstance(place[1], str):
+            if isinstance(place[1], str) and place[1]:  # Kineto gives its window's end a thread without a name
                 name = {"name": place[1]}
                 writer.add({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": name})
         event["pid"], event["tid"], event["ts"] = pid, tid, (time + shift) / 1000
@@ -362,9 +363,13 @@ def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base:
         start = base + time
         for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
             more = {"bp": "e"} if arrow.phase == "f" else {}
-            moment = (arrow.time - base + shift) / 1000
-            about = {"cat": "p2p", "name": arrow.name, "id": arrow.number}
-            writer.add({"ph": arrow.phase, **more, **about, "pid": pid, "tid": tid, "ts": moment})
+            about = {"cat": "p2p", "name": arrow.name}
+            at = {"pid": pid, "tid": tid, "ts": (arrow.time - base + shift) / 1000}
+            if arrow.phase == "f":
+                # Perfetto turns an arrow around that ends in a slice older than the one it starts in, and a receive
+                # that waits for a late neighbour began before the send: so it ends in a slice of its own.
+                writer.add({"ph": "X", **about, **at, "dur": _ARRIVAL_NS / 1000})
+            writer.add({"ph": arrow.phase, **more, **about, "id": arrow.number, **at})
 
 
 def _may_have_arrows(event: dict[str, Any]) -> bool:

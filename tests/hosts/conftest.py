@@ -1,0 +1,42 @@
+"""The hosts' released wheels, downloaded once per run of the tests; a missing registry skips, and says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+#: Host and the distribution that the patch of its name is made for.
+WHEELS = {
+    "megatron-bridge": "megatron-bridge==0.6.2",
+    "ms-swift": "ms-swift==4.6.0",
+    "skyrl": "skyrl==0.4.0",
+    "verl": "verl==0.9.1",
+}
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``wheel(host)``: a directory with its unpacked wheel, which the caller may change: each call unpacks anew."""
+    downloads = tmp_path_factory.mktemp("wheels")
+    failures: dict[str, str] = {}
+
+    def unpacked(host: str) -> Path:
+        directory = downloads / host
+        if not directory.exists() and host not in failures:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--ignore-requires-python", "-q", WHEELS[host]]
+            run = subprocess.run([*command, "-d", str(directory)], capture_output=True, text=True, timeout=600)
+            if run.returncode:
+                failures[host] = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        if host in failures:
+            pytest.skip(f"{WHEELS[host]} cannot be downloaded: {failures[host]}")
+        target = tmp_path_factory.mktemp(host)
+        with zipfile.ZipFile(next(directory.glob("*.whl"))) as archive:
+            archive.extractall(target)
+        return target
+
+    return unpacked
