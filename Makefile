@@ -8,19 +8,23 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-matrix test-viewers lint format bench bench-capture bench-overhead bench-report bench-whatif clean
+.PHONY: demo test test-slow test-matrix test-viewers lint format bench bench-capture bench-overhead bench-report bench-whatif clean
 
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
 
+# Under five minutes on two cores; what takes longer is in test-slow.
 test: .venv/ready
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
-# Hooks, capture and testing support on other megatron-core versions: what does not touch megatron-core runs once, above.
+test-slow: .venv/ready
+	$(PYTEST) -m slow $(ARGS)
+
+# Everything that touches megatron-core, slow or not, on other versions of it.
 test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
-	.venv/mcore-$*/bin/python -m pytest $(ARGS) -m "not slow" --ignore=tests/analysis --ignore=tests/cli
+	.venv/mcore-$*/bin/python -m pytest $(ARGS) $(foreach d,analysis artifacts cli recorders viewers,--ignore=tests/$(d))
 
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready

@@ -44,7 +44,7 @@ def test_every_make_target_in_the_documents_exists() -> None:
 
 
 def test_every_command_in_the_readme_exists() -> None:
-    named = {m for m in re.findall(r"(?:`|^\$ )megaprof ([a-z]+)", README, re.M)}
+    named = set(re.findall(r"(?:`|^\$ )megaprof ([a-z]+)", README, re.M))
     assert named <= set(_COMMANDS), named - set(_COMMANDS)
 
 

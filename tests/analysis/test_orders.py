@@ -129,7 +129,7 @@ def real_schedules():
     return list(zip(*run_ranks(record_real_schedules, 4, timeout=120), strict=True))
 
 
-@pytest.mark.ranks
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(REAL_CASES)), ids=[str(case) for case in REAL_CASES])
 def test_order_and_exchanges_are_those_of_the_real_schedules(real_schedules, number):
     pp, chunks, microbatches, group_size, forward_only, overlap = REAL_CASES[number]

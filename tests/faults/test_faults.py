@@ -14,6 +14,8 @@ import pytest
 from megaprof.testing import RanksFailed, run_ranks
 from tests.faults import jobs
 
+pytestmark = pytest.mark.slow
+
 #: Fault -> (words of an error line, or None where there is none; whether hooks stay; traces that must exist).
 EXPECTED: dict[str, tuple[str | None, bool, int]] = {
     "save directory unwritable": ("cannot be created", False, 0),

@@ -16,6 +16,8 @@ import pytest
 from megaprof.artifacts.names import is_leftover
 from megaprof.hooks.ending import Termination
 
+pytestmark = pytest.mark.slow
+
 JOB = Path(__file__).with_name("ending_job.py")
 LIMIT = 240
 

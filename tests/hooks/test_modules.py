@@ -28,6 +28,7 @@ WORKLOADS = {
     "tp2-ep2": GPTWorkload(tp=2, ep=2, **{**SMALL, "layers": 2}),
     "ep2-pp2": GPTWorkload(ep=2, pp=2, **SMALL),
 }
+EVERY = [pytest.param(n, marks=pytest.mark.slow) if w.world_size > 2 else n for n, w in WORKLOADS.items()]
 
 
 def surface(chunks: list[Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -106,7 +107,7 @@ def parents(found: list[tuple[float, float, str]]) -> list[tuple[str, str | None
     return result
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_module_of_every_microbatch_forward_and_backward(name: str, tmp_path: Path) -> None:
     workload = WORKLOADS[name]
     moe = workload.experts is not None

@@ -10,13 +10,8 @@ from pathlib import Path
 
 import pytest
 
-#: Host and the distribution that the patch of its name is made for.
-WHEELS = {
-    "megatron-bridge": "megatron-bridge==0.6.2",
-    "ms-swift": "ms-swift==4.6.0",
-    "skyrl": "skyrl==0.4.0",
-    "verl": "verl==0.9.1",
-}
+sys.path.insert(0, str(Path(__file__).parent))
+from wheels import WHEELS
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +23,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def unpacked(host: str) -> Path:
         directory = downloads / host
         if not directory.exists() and host not in failures:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--ignore-requires-python", "-q", WHEELS[host]]
-            run = subprocess.run([*command, "-d", str(directory)], capture_output=True, text=True, timeout=600)
+            options = ["--no-deps", "--ignore-requires-python", "--quiet", "--dest", str(directory)]
+            command = [sys.executable, "-m", "pip", "download", *options, WHEELS[host]]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=600)
             if run.returncode:
                 failures[host] = (run.stderr.strip().splitlines() or ["no message"])[-1]
         if host in failures:

@@ -24,6 +24,7 @@ WORKLOADS = {
     "tp2-pp2": GPTWorkload(tp=2, pp=2, **SMALL),
     "ep2-pp2": GPTWorkload(ep=2, pp=2, **SMALL),
 }
+EVERY = [pytest.param(n, marks=pytest.mark.slow) if w.world_size > 2 else n for n, w in WORKLOADS.items()]
 SCHEDULES = {"pp1": "no_pipelining", "pp2-vpp2": "interleaved", "pp2-vpp2-overlap": "interleaved"}
 STEPS = 3
 
@@ -74,7 +75,7 @@ def ours(trace: dict[str, Any]) -> list[Any]:
     return [name for name in map(parse, names) if name is not None]
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", EVERY)
 def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path) -> None:
     workload = WORKLOADS[name]
     flags = [*profile_flags(tmp_path, STEPS), "--profile-all-ranks"]
@@ -133,6 +134,7 @@ def test_capture_changes_no_bit(tmp_path: Path) -> None:
     assert captured[1]["numbers"][0][0] != captured[1]["numbers"][0][1], "the model did not learn: nothing was compared"
 
 
+@pytest.mark.slow
 def test_one_rank_per_stage(tmp_path: Path) -> None:
     workload = WORKLOADS["tp2-pp2"]
     ranks = run_ranks(train, 4, workload, profile_flags(tmp_path, STEPS), timeout=180)
@@ -141,10 +143,16 @@ def test_one_rank_per_stage(tmp_path: Path) -> None:
     assert len(expected) == 2
 
 
-@pytest.mark.parametrize("workload", [
-    GPTWorkload(ep=2, combined_1f1b=True, dtype="bfloat16", **SMALL),
-    GPTWorkload(pp=2, vpp=2, ep=2, combined_1f1b=True, dtype="bfloat16", **SMALL),
-], ids=["ep2", "pp2-vpp2-ep2"])  # fmt: skip
+COMBINED: dict[str, Any] = {"ep": 2, "combined_1f1b": True, "dtype": "bfloat16", **SMALL}
+
+
+@pytest.mark.parametrize(
+    "workload",
+    [
+        pytest.param(GPTWorkload(**COMBINED), id="ep2"),
+        pytest.param(GPTWorkload(pp=2, vpp=2, **COMBINED), id="pp2-vpp2-ep2", marks=pytest.mark.slow),
+    ],
+)
 def test_combined_1f1b_names_both_microbatches(workload: GPTWorkload, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b", reason="megatron-core 0.14 brought it")
     ranks = run_ranks(train, workload.world_size, workload, profile_flags(tmp_path, STEPS), timeout=180)

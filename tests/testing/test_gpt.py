@@ -167,6 +167,7 @@ def four_ranks() -> dict[str, Any]:
     return results
 
 
+@pytest.mark.slow
 def test_layouts_and_groups_of_four_ranks() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -1,0 +1,84 @@
+"""What the tests share that drive a host's real functions on real megatron-core, over gloo, on the CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig
+from megaprof.autoload import environment
+from megaprof.ranges import parse
+
+ROOT = Path(__file__).parents[2]
+#: Imported by hosts at their top, and either CUDA's or of no concern to what is driven.
+EDGES = (
+    "apex",
+    "flash_attn",
+    "mbridge",
+    "megatron.energon",
+    "modelopt",
+    "nvidia_resiliency_ext",
+    "nvdlfw_inspect",
+    "ring_flash_attn",
+    "sglang",
+    "sglang_router",
+    "torch_memory_saver",
+    "transformer_engine",
+    "vllm",
+    "wandb",
+)
+
+
+def host_environment(host: Path, config: ProfileConfig | None) -> dict[str, str]:
+    """The environment of ``megaprof run`` for a process that imports ``host`` from its directory."""
+    paths = [str(ROOT), str(Path(__file__).parent), str(host), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "KINETO_LOG_LEVEL": "6"}
+    return environment(config or ProfileConfig(), env)
+
+
+def skip_unless_importable(module: str, env: dict[str, str]) -> None:
+    """Skip, naming it, where a package that the host itself needs is not installed. Any other failure is one."""
+    code = f"import driving; driving.prepare(); import {module}"
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    last = (run.stderr.strip().splitlines() or [""])[-1]
+    if run.returncode and last.startswith("ModuleNotFoundError"):
+        pytest.skip(f"{module} cannot be imported here: {last}")
+    assert run.returncode == 0, run.stderr
+
+
+def prepare(host: str | None = None) -> None:
+    """Megatron-core first, as it is here; then nothing in the place of what a host imports and this machine lacks.
+
+    ``host`` goes on the path: a rank of ``run_ranks`` has the path of the test that started it.
+    """
+    import importlib.metadata
+
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+    from edges import replace_missing
+
+    if host is not None:
+        sys.path.append(host)
+    if "transformer_engine" in replace_missing(*EDGES):  # hosts ask for its version, and compare it
+        version = importlib.metadata.version
+        importlib.metadata.version = lambda name: "2.0" if name == "transformer-engine" else version(name)
+
+
+def traces(directory: Path) -> dict[str, Any]:
+    """Captured traces by target, role, step and pipeline rank, as in their names."""
+    found = {}
+    for path in sorted(directory.glob("*.pt.trace.json.gz")):
+        with gzip.open(path) as file:
+            found[path.name.partition("-tp")[0]] = json.load(file)
+    return found
+
+
+def labels(trace: Any) -> list[str]:
+    names = (parse(str(event.get("name", ""))) for event in trace["traceEvents"])
+    return [name.label for name in names if name is not None]

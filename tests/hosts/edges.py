@@ -1,0 +1,52 @@
+"""What a host imports and this machine lacks (CUDA kernels, inference engines, web servers): names without behaviour.
+
+A test that drives a host's real function replaces these, and only these, at the edge of what it drives.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+
+class _Nothing(ModuleType):
+    """A module whose every attribute exists and does nothing."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = type(name, (), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
+        setattr(self, name, value)
+        return value
+
+
+class _Edges(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, roots: frozenset[str]) -> None:
+        self.roots = roots
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not any(fullname == root or fullname.startswith(f"{root}.") for root in self.roots):
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        return _Nothing(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def replace_missing(*names: str) -> list[str]:
+    """Put nothing in the place of each package that is not installed; returns those names."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    sys.meta_path.append(_Edges(frozenset(missing)))
+    return missing
