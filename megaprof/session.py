@@ -7,7 +7,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,7 +186,8 @@ class Session:
         self.disabled = True
         self._release()
         for recorder in self._recorders:
-            recorder.discard()
+            with suppress(Exception):  # one that cannot stop must not keep the others running
+                recorder.discard()
 
     def _begin(self, facts: CallFacts) -> Call | None:
         target, scope = facts.target, roles.current()
@@ -197,9 +198,8 @@ class Session:
         if last is not None and (last.window.target, last.opener, target) == (TRAIN_OVERALL, role, TRAIN_ACTOR):
             self._close(None)  # such a window lasts until the next step of its role starts
         due = None
-        if (
-            Session._holder is None and facts.graph != "capture"
-        ):  # nothing may be synchronised while a graph is captured
+        # Nothing may be synchronised while a CUDA graph is captured.
+        if Session._holder is None and facts.graph != "capture":
             due = next(
                 (
                     (candidate, phase)

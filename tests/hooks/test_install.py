@@ -342,11 +342,11 @@ def test_a_fault_inside_a_range_is_contained(one_rank: Any, tmp_path: Path, monk
 
 
 def test_another_profiler_that_is_already_active_is_left_alone(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
-    with install_hooks(one_rank.chunks, on(tmp_path)) as handle:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
-            one_rank.train_step()
-            assert not handle.active
-            assert torch._C._autograd._profiler_enabled()
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with install_hooks(one_rank.chunks, on(tmp_path)) as handle, torch.profiler.profile(activities=activities) as theirs:
+        one_rank.train_step()
+        assert not handle.active
+        assert torch._C._autograd._profiler_enabled()
     assert "already active" in caplog.text
     assert theirs.events()
     assert traces(tmp_path) == {}

@@ -30,7 +30,6 @@ EDGES = (
     "sglang",
     "sglang_router",
     "torch_memory_saver",
-    "transformer_engine",
     "vllm",
     "wandb",
 )
@@ -58,16 +57,12 @@ def prepare(host: str | None = None) -> None:
 
     ``host`` goes on the path: a rank of ``run_ranks`` has the path of the test that started it.
     """
-    import importlib.metadata
-
     import megatron.core.models.gpt.gpt_model  # noqa: F401
     from edges import replace_missing
 
     if host is not None:
         sys.path.append(host)
-    if "transformer_engine" in replace_missing(*EDGES):  # hosts ask for its version, and compare it
-        version = importlib.metadata.version
-        importlib.metadata.version = lambda name: "2.0" if name == "transformer-engine" else version(name)
+    replace_missing(*EDGES)
 
 
 def traces(directory: Path) -> dict[str, Any]:

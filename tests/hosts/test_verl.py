@@ -26,6 +26,7 @@ WORKLOAD = GPTWorkload(
 def worker(gpt: Any) -> Any:
     """An actor and its reference in one process, as verl colocates them."""
     import torch
+    from verl.utils.profiler import DistProfiler
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
     from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
@@ -66,26 +67,29 @@ def worker(gpt: Any) -> Any:
             positions = torch.arange(tokens.shape[1])[None]
             mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1]).triu(1).bool()
             output = model(tokens, positions, mask)
-            return output, lambda logits: postprocess_micro_batch_func(
-                {"log_probs": logits.float().logsumexp(-1)[..., 0]}, data=batch
-            )
+
+            def finish(logits: Any) -> Any:
+                log_probs = torch.nested.as_nested_tensor(list(-logits.logsumexp(-1)), layout=torch.jagged)
+                return postprocess_micro_batch_func({"log_probs": log_probs}, data=batch)
+
+            return output, finish
 
     def training_worker() -> Any:
         made = TrainingWorker.__new__(TrainingWorker)
         made.engine = Engine()
         made.engine_config, made.model_config = made.engine.engine_config, made.engine.model_config
         made.config = SimpleNamespace(model_type="language_model")
-        made.loss_fn = lambda model_output, data, dp_group: (model_output["log_probs"].mean(), {})
+        made.loss_fn = lambda model_output, data, dp_group: (model_output["log_probs"].values().mean(), {})
         made.device_name = "cpu"
         made.flops_counter = None
-        made.profiler = SimpleNamespace(check_enable=lambda: False)
+        made.profiler = DistProfiler(rank=0, config=None)
         return made
 
     made = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
     made.actor, made.ref = training_worker(), training_worker()
     made.actor.train_mini_batch = made.actor.train_batch
     made.enable_routing_replay = False
-    made.profiler = SimpleNamespace(check_enable=lambda: False)
+    made.profiler = DistProfiler(rank=0, config=None)
     return made
 
 
