@@ -342,8 +342,8 @@ def test_a_fault_inside_a_range_is_contained(one_rank: Any, tmp_path: Path, monk
 
 
 def test_another_profiler_that_is_already_active_is_left_alone(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with install_hooks(one_rank.chunks, on(tmp_path)) as handle, torch.profiler.profile(activities=activities) as theirs:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with install_hooks(one_rank.chunks, on(tmp_path)) as handle, profiler as theirs:
         one_rank.train_step()
         assert not handle.active
         assert torch._C._autograd._profiler_enabled()
