@@ -24,7 +24,7 @@ test-slow: .venv/ready
 test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
-	.venv/mcore-$*/bin/python -m pytest $(ARGS) $(foreach d,analysis artifacts cli recorders viewers,--ignore=tests/$(d))
+	.venv/mcore-$*/bin/python -m pytest $(ARGS) $(foreach d,analysis artifacts cli hosts recorders viewers,--ignore=tests/$(d))
 
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready

@@ -19,6 +19,7 @@ class _Nothing(ModuleType):
     """A module whose every attribute exists and does nothing."""
 
     __path__: list[str] = []
+    __version__ = "2.9.0"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

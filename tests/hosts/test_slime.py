@@ -40,7 +40,17 @@ def train(slime: str, megatron_lm: str) -> None:
     from slime.utils import accelerator
     from slime.utils.accelerator.cuda import CUDAAccelerator
 
-    accelerator._ACCELERATOR = CUDAAccelerator()  # cpu_megatron answers for the device
+    class OnCpu(CUDAAccelerator):
+        def current_device(self) -> int:
+            return 0
+
+        def device(self, index: int | None = None) -> torch.device:
+            return torch.device("cpu")
+
+        def device_name(self, index: int | None = None) -> str:
+            return "cpu"
+
+    accelerator._ACCELERATOR = OnCpu()
     from slime.backends.megatron_utils import model as slime_model
     from slime.backends.megatron_utils.data import get_data_iterator
     from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
