@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     name = f"{patch.host} {patch.version} in {root}"
     try:
         if args.check:
-            print(f"{name}: {'patched' if states == {PATCHED} else 'half patched' if PATCHED in states else 'unpatched'}")
+            state = "patched" if states == {PATCHED} else "half patched" if PATCHED in states else "unpatched"
+            print(f"{name}: {state}")
         elif args.revert:
             _say(name, "reverted", patch.revert(root), "it is not patched")
         else:

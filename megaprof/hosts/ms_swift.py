@@ -55,10 +55,10 @@ def config_of(args: Any) -> ProfileConfig:
     for word in contents:
         if word not in (*ACTIVITIES, *_CONTENTS):
             raise ValueError(f"--profiler_contents: unknown {word!r}; valid: {', '.join((*ACTIVITIES, *_CONTENTS))}")
-    given: dict[str, Any] = {"target": list(args.profiler_target), **{_CONTENTS[w]: True for w in contents if w in _CONTENTS}}
-    activities = [word for word in contents if word in ACTIVITIES]
+    given: dict[str, Any] = {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
     optional = {
-        "activities": activities,
+        "target": args.profiler_target,
+        "activities": [word for word in contents if word in ACTIVITIES],
         "dir": args.profiler_save_path,
         "select": args.profiler_ranks,
         "steps": args.profiler_steps,

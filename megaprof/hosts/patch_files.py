@@ -80,7 +80,7 @@ class Patch:
         return self._write(root, {file: content for file, content in reverted.items() if content is not None})
 
     def _write(self, root: Path, contents: dict[FilePatch, bytes]) -> list[str]:
-        """All of them or none. Files are replaced, not written into: an installed file may be a hard link to a cache."""
+        """All of them or none. Files are replaced, not written into: an installed one may be a hard link to a cache."""
         before = {file: _read(root, file) for file in contents}
         staged: list[tuple[str, Path]] = []
         done: list[FilePatch] = []
@@ -129,7 +129,7 @@ def parse(content: bytes, name: str) -> Patch:
             header[key] = value
     hunks = _hunks(lines[start:], name)
     if {"host", "repository", "version"} - header.keys() or checksums.keys() != hunks.keys() or not hunks:
-        raise ValueError(f"{name}: its header must name host, repository, version and the sha256 of each file it adds to")
+        raise ValueError(f"{name}: its header must name host, repository, version and the sha256 of each file")
     files = tuple(FilePatch(path, checksums[path], tuple(found)) for path, found in hunks.items())
     return Patch(header["host"], header["repository"], header["version"], files)
 

@@ -28,8 +28,8 @@ def init(args: argparse.Namespace) -> None:
     """For ``--custom-megatron-init-path``: slime calls it on every training rank before the model is built.
 
     slime's ``--profile-target``, ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` mean what
-    they mean in slime, with windows of one step each. Everything else comes from the ``MEGAPROF_*`` environment, and without
-    ``MEGAPROF_DIR`` there nothing is profiled. Raises ValueError for what cannot be honoured.
+    they mean in slime, with windows of one step each. Everything else comes from the ``MEGAPROF_*`` environment, and
+    without ``MEGAPROF_DIR`` there nothing is profiled. Raises ValueError for what cannot be honoured.
     """
     from megaprof.arguments import config_from_args
     from megaprof.autoload import arm

@@ -18,7 +18,7 @@ from unittest.mock import MagicMock
 class _Nothing(ModuleType):
     """A module whose every attribute exists and does nothing."""
 
-    __path__: list[str] = []
+    __path__ = ()
     __version__ = "2.9.0"
 
     def __getattr__(self, name: str) -> Any:

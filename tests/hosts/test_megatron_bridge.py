@@ -43,7 +43,7 @@ class Timers:
 def train(host: str) -> None:
     init_distributed()
     with cpu_megatron():
-        gpt = build(WORKLOAD)  # while Transformer Engine is missing: megatron-core, too, would use what stands in for it
+        gpt = build(WORKLOAD)  # before something stands in for Transformer Engine: megatron-core would use it, too
         prepare(host, "transformer_engine")
         drive(gpt)
 
@@ -83,9 +83,7 @@ def drive(gpt: Any) -> None:
     schedule = get_forward_backward_func()
     for _ in range(2):
         data = gpt.data_iterator(state.train_state.step)
-        bridge.train_step(
-            gpt.forward_step, data, gpt.chunks, optimizer, scheduler, state, groups, schedule, exchange
-        )
+        bridge.train_step(gpt.forward_step, data, gpt.chunks, optimizer, scheduler, state, groups, schedule, exchange)
         state.train_state.step += 1
     bridge_eval.evaluate(
         state,

@@ -95,7 +95,8 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         header = [f"sha256: {hashlib.sha256(text).hexdigest()}  {name}" for name, text in contents.items()]
         (patches / f"{version}.patch").write_text(
             "\n".join(["host: acme", "repository: https://example.org", f"version: {version}", *header])
-            + "\ndiff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -0,0 +1 @@\n+top = 0\n@@ -1,0 +3,2 @@\n+x = 1\n+y = 2\n"
+            + "\ndiff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -0,0 +1 @@\n+top = 0\n"
+            "@@ -1,0 +3,2 @@\n+x = 1\n+y = 2\n"
             "diff --git a/sub/b.py b/sub/b.py\n--- a/sub/b.py\n+++ b/sub/b.py\n@@ -1,0 +2 @@\n+z = 3\n"
         )
     monkeypatch.setattr(patch_files, "directory", lambda: tmp_path / "patches")

@@ -115,6 +115,4 @@ def test_the_command_prints_what_ray_job_submit_takes(tmp_path: Path) -> None:
         timeout=60,
     )
     assert (run.returncode, run.stderr) == (0, "")
-    assert json.loads(run.stdout) == runtime_env(
-        ProfileConfig(target=("train_actor",), dir=str(tmp_path / "traces"))
-    )
+    assert json.loads(run.stdout) == runtime_env(ProfileConfig(target=("train_actor",), dir=str(tmp_path / "traces")))

@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from driving import host_environment, labels, prepare, skip_unless_importable, traces
 
 from megaprof import ProfileConfig
