@@ -25,7 +25,7 @@ _COMMANDS = {
     "run": "run a training command with profiling, without an edit of it",
 }
 #: Packages that come with an extra, and the extra.
-_EXTRAS = {"msgspec": "report", "rich": "report", "plotly": "report"}
+_EXTRAS = {"msgspec": "report", "numpy": "report", "rich": "report"}
 
 
 class CommandError(Exception):

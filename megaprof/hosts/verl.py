@@ -1,6 +1,6 @@
 """verl: whose work a worker does. Its workers are not told the trainer's step, so steps are counted per role.
 
-Shortest way in, no edit: ``+actor_rollout_ref.model.external_lib=megaprof.autoload.plugin``, or Ray's set-up hook.
+Shortest way in, no edit: ``actor_rollout_ref.model.external_lib=megaprof.autoload.plugin``, or Ray's set-up hook.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """slime's own ``train`` and ``forward_only``, from a checkout, on real megatron-core: roles and steps in the traces.
 
 Needs ``SLIME_CHECKOUT`` and ``MEGATRON_LM_CHECKOUT`` (slime uses Megatron-LM's trainer). Real: both functions, with
-their data iterator, packing, log-probs and loss. Replaced: attention over packed sequences, which only CUDA kernels compute
-(each microbatch is one sequence here), the optimizer, and slime's logger.
+their data iterator, packing, log-probs and loss. Replaced: attention over packed sequences, which only CUDA kernels
+compute (each microbatch is one sequence here), the optimizer, and slime's logger.
 """
 
 from __future__ import annotations
