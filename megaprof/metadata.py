@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ def describe(window: Window, call: Call, config: ProfileConfig, truncated: str |
     facts = call.facts
     coords = window.coords.as_dict()
     sizes = coords.pop("sizes")
+    if facts.chunks:
+        sizes["vpp"] = len(facts.chunks)  # hooks that were installed without a model did not know
     model_config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
     group = (
         getattr(model_config, "microbatch_group_size_per_vp_stage", None) if facts.schedule == "interleaved" else None
@@ -43,7 +46,8 @@ def describe(window: Window, call: Call, config: ProfileConfig, truncated: str |
         },
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "megatron_core": _version("megatron-core"),
+        # A checkout on the path is not what is installed.
+        "megatron_core": getattr(sys.modules.get("megatron.core"), "__version__", None) or _version("megatron-core"),
         "torch": _version("torch"),
         "ranges": _ranges(call, config),
         "truncated": truncated is not None,
