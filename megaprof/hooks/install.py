@@ -52,17 +52,7 @@ class Handle:
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        derived = self._flush_recorders(timeout)
-        written = self._writer is None or self._writer.flush(max(0.0, deadline - time.monotonic()))
-        return derived and written
-
-    def _flush_recorders(self, timeout: float) -> bool:
-        """Wait for files that a recorder makes itself in the background until the writer has them."""
-        deadline = time.monotonic() + timeout
-        flushes = [flush for recorder in self._recorders if (flush := getattr(recorder, "flush", None)) is not None]
-        finished = [flush(max(0.0, deadline - time.monotonic())) for flush in flushes]  # each one, also after a False
-        return all(finished)
+        return self._writer is None or self._writer.flush(timeout)
 
     def kernel_summary(self, timeout: float = 0.0) -> dict[str, Any] | None:
         """The kernel summary of the last closed window, as plain data (see docs: ``.kernels.json``), picklable.
@@ -94,11 +84,8 @@ class Handle:
         if session is not None:
             with _process.termination.held():
                 session.finish(reason)
-        deadline = time.monotonic() + seconds
-        if not self._flush_recorders(seconds):
-            logger.error("megaprof: files derived from traces were not finished within %.0f s", seconds)
         if self._writer is not None:
-            self._writer.close(max(0.0, deadline - time.monotonic()))
+            self._writer.close(seconds)
 
     def __enter__(self) -> Handle:
         return self
