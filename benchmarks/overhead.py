@@ -22,7 +22,7 @@ from unittest import mock
 from megaprof import ProfileConfig, emit, install_hooks
 from megaprof.emit import Range
 from megaprof.hooks import install
-from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 WAYS = ("off", "armed", "ranges", "window")
@@ -89,7 +89,7 @@ def _unit_costs() -> dict[str, float]:
 
     def nothing() -> None: ...
 
-    hooked = ranged(nothing, Dispatcher(), lambda *_: "megaprof/nothing")
+    hooked = ranged(nothing, Dispatcher(), always("megaprof/nothing", 0))
 
     def one_range() -> None:
         with Range("megaprof/forward mb=0 chunk=0"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from megaprof.artifacts.remote import check_remote, is_remote
 from megaprof.hostmemory import parse_limit
-from megaprof.recorders import known_tools
+from megaprof.recorders import TIMELINE, known_tools
 from megaprof.roles import parse_per_role
 from megaprof.selectors import Selector, parse_selector
 from megaprof.windows import (
@@ -185,9 +185,16 @@ class ProfileConfig:
     ranges: str = _option("microbatch", f"finest ranges to write: {' | '.join(RANGE_LEVELS)}", _word(RANGE_LEVELS))
     tool: tuple[str, ...] = _option(
         ("torch",),
-        "what records a window: torch (profiler trace) | nsys (cudaProfilerStart/Stop for 'megaprof nsys') | memory "
-        "(CUDA memory history); several at once where they can coexist",
+        "what records: torch (profiler trace of a window) | nsys (cudaProfilerStart/Stop for 'megaprof nsys') | memory "
+        "(CUDA memory history) | timeline (every step on every rank, cheap enough to leave on); several at once where "
+        "they can coexist",
         _tools,
+    )
+    timeline_select: str = _option(
+        "all", "ranks that keep a timeline, as in --profile-select; the report names slow ranks only among these", _text
+    )
+    timeline_megabytes: int = _option(
+        64, "size of a rank's timeline, in MiB; beyond it the oldest quarter is removed", _count(1)
     )
     activities: tuple[str, ...] = _option(
         ACTIVITIES,
@@ -245,8 +252,20 @@ class ProfileConfig:
         return bool(self.target)
 
     @property
+    def windowed(self) -> bool:
+        """False when nothing but the timeline records."""
+        return self.tool != (TIMELINE,)
+
+    @property
+    def timed(self) -> bool:
+        """True when every step goes into a timeline."""
+        return TIMELINE in self.tool
+
+    @property
     def never(self) -> bool:
         """True when the configuration itself asks for no step at all."""
+        if self.timed:
+            return False
         targets = (*self.target, ANNOTATED) if self.discrete else self.target
         plans = (self.plan(target, role) for target in targets for role in (None, *self.roles))
         return self.enabled and all(plan == StepList(()) for plan in plans)
@@ -269,6 +288,16 @@ class ProfileConfig:
             except ValueError as mistake:
                 raise ValueError(str(mistake).replace(flag("select"), f"{flag('role_select')} {role}", 1)) from None
         return parse_selector("all" if self.all_ranks else "0" if self.select is None else self.select)
+
+    @property
+    def timeline_selector(self) -> Selector | None:
+        """The ranks that keep a timeline, None for no rank."""
+        if not self.timed:
+            return None
+        try:
+            return parse_selector(self.timeline_select)
+        except ValueError as mistake:
+            raise ValueError(str(mistake).replace(flag("select"), flag("timeline_select"), 1)) from None
 
     def plan(self, target: str, role: str | None = None) -> Plan:
         """The steps of ``target`` that are captured when ``role`` runs it."""
@@ -312,6 +341,16 @@ class ProfileConfig:
 
     def _check_tools(self) -> None:
         tools = f"{flag('tool')} {' '.join(self.tool)}"
+        for name in ("timeline_select", "timeline_megabytes"):
+            default = next(f.default for f in fields(self) if f.name == name)
+            if not self.timed and getattr(self, name) != default:
+                raise ValueError(f"{flag(name)} has no effect with {tools}: add {TIMELINE}, or drop {flag(name)}")
+        if self.timed and is_remote(str(self.dir)):
+            raise ValueError(
+                f"{flag('tool')} {TIMELINE} and {flag('dir')} {self.dir} exclude each other: a timeline grows while "
+                "the job runs, which no object store lets a file do. Give a directory"
+            )
+        _ = self.timeline_selector
         activities = f"{flag('activities')} {' '.join(self.activities)}"
         if {"torch", "nsys"} <= set(self.tool) and "cuda" in self.activities:
             raise ValueError(

@@ -29,17 +29,23 @@ class Contained:
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> bool:
         if not isinstance(fault, Exception):
             return False
-        where = traceback.extract_tb(tb)[-1] if tb is not None else None
-        place = f"{where.filename}:{where.lineno}" if where is not None else "unknown place"
-        logger.error(
-            "megaprof: %s failed, profiling is off for the rest of this run and training goes on: %s: %s (%s)",
-            self._doing,
-            type(fault).__name__,
-            fault,
-            place,
-        )
-        try:
-            self._on_fault()
-        except Exception:  # the cleanup of a fault must not become the next one
-            logger.debug("megaprof: cleaning up after the fault failed too", exc_info=True)
+        contain(self._doing, self._on_fault, fault)
         return True
+
+
+def contain(doing: str, on_fault: Callable[[], None], fault: Exception) -> None:
+    """The same for an ``except Exception as fault:``, which costs nothing where nothing fails."""
+    tb = fault.__traceback__
+    where = traceback.extract_tb(tb)[-1] if tb is not None else None
+    place = f"{where.filename}:{where.lineno}" if where is not None else "unknown place"
+    logger.error(
+        "megaprof: %s failed, profiling is off for the rest of this run and training goes on: %s: %s (%s)",
+        doing,
+        type(fault).__name__,
+        fault,
+        place,
+    )
+    try:
+        on_fault()
+    except Exception:  # the cleanup of a fault must not become the next one
+        logger.debug("megaprof: cleaning up after the fault failed too", exc_info=True)

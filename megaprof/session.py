@@ -7,9 +7,9 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaprof import ranges, roles
 from megaprof.config import ProfileConfig
@@ -21,7 +21,12 @@ from megaprof.recorders import Recorder, Window
 from megaprof.topology import RankCoords
 from megaprof.windows import ANNOTATED, EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Phase, Plan
 
+if TYPE_CHECKING:
+    from megaprof.recorders.timeline import Line, Timeline
+
 logger = logging.getLogger("megaprof")
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
 
 Position = tuple[int | None, int | None]
 """Microbatch and model chunk, each None where it is not known."""
@@ -60,11 +65,16 @@ class Call:
 
     facts: CallFacts
     outermost: AbstractContextManager[object]
-    forwards: int = 0  # forward ranges written
+    ranged: bool = False  # a window is open that wants ranges of what the schedule calls
+    line: Line | None = None  # where the timeline keeps this call
+    forwards: int = 0  # that were seen
     _positions: dict[int, Position] = field(default_factory=dict)
 
     def chunk_of(self, model: object) -> int | None:
-        return next((i for i, chunk in enumerate(self.facts.chunks) if chunk is model), None)
+        for index, chunk in enumerate(self.facts.chunks):
+            if chunk is model:
+                return index
+        return None
 
     def produced(self, output: object, position: Position) -> None:
         """``output`` came out of the forward at ``position``."""
@@ -81,9 +91,12 @@ def _no_call() -> Call:
     return Call(CallFacts(None, False, False, None, None, None, ()), ExitStack())
 
 
+_CONTAINERS = (list, tuple, dict)
+
+
 def _identity(output: object) -> int:
     """Identity of the first tensor in what ``forward_step`` returned: a tensor, or a list, tuple or dict of them."""
-    while isinstance(output, list | tuple | dict) and output:
+    while isinstance(output, _CONTAINERS) and output:
         output = next(iter(output.values())) if isinstance(output, dict) else output[0]
     return id(output)
 
@@ -117,13 +130,18 @@ class Session:
         *,
         role: str | None = None,
         iteration: Callable[[], int | None] | None = None,
+        pass_iteration: Callable[[], int | None] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.disabled = False
+        self.timeline = timeline
         self.config = config
         self.coords = coords
         self.role = role
         self._recorders = tuple(recorders)
+        self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
         self._iteration = iteration
+        self._pass_iteration = pass_iteration
         self._plans: dict[tuple[str, str | None], Plan | None] = {}
         self._counts: defaultdict[tuple[str, str | None], Iterator[int]] = defaultdict(itertools.count)
         self._captured: dict[tuple[str, str | None], int] = {}
@@ -142,6 +160,8 @@ class Session:
     def end(self, call: Call, *, failed: bool) -> None:
         """The call that ``begin`` answered with ``call`` returned, or raised an exception of the host's."""
         with Contained("closing a window", self.abandon):
+            if call.line is not None and self.timeline is not None:
+                self.timeline.end(call.line, failed=failed)
             call.outermost.__exit__(None, None, None)
             opened = self._open_window
             if opened is not None and failed:
@@ -177,6 +197,8 @@ class Session:
     def interrupt(self, call: Call, reason: str) -> None:
         """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
         with Contained("closing a window early", self.abandon):
+            if call.line is not None and self.timeline is not None:
+                self.timeline.end(call.line, failed=False)
             call.outermost.__exit__(None, None, None)
             if Session._holder is not None:
                 Session._holder.finish(reason)
@@ -184,6 +206,8 @@ class Session:
     def abandon(self) -> None:
         """After a fault: record nothing more in this run and leave no recorder running."""
         self.disabled = True
+        if self.timeline is not None:
+            self.timeline.abandon()
         self._release()
         for recorder in self._recorders:
             with suppress(Exception):  # one that cannot stop must not keep the others running
@@ -214,16 +238,20 @@ class Session:
             named = self.role if due[0] == TRAIN_OVERALL else role
             self._open(Window(due[0], named, step, self.coords, warmup), role, keep=not warmup)
         holder = Session._holder
-        if holder is None or holder._open_window is None:
-            return None
-        outermost = ExitStack()
-        if role not in (None, holder._open_window.window.role) and scope.window is not holder._open_window:
-            outermost.enter_context(Range(ranges.role_range(str(role))))
-        outermost.enter_context(Range(ranges.step_range(target, step, self.coords)))
-        call = Call(facts, outermost)
-        if self._open_window is not None and self._open_window.call is None:
-            self._open_window.call = call
-        return call
+        window = holder._open_window if holder is not None else None
+        call = Call(facts, _NOTHING)
+        if window is not None:
+            call.outermost = outermost = ExitStack()
+            call.ranged = self.config.ranges != "step"
+            if role not in (None, window.window.role) and scope.window is not window:
+                outermost.enter_context(Range(ranges.role_range(str(role))))
+            outermost.enter_context(Range(ranges.step_range(target, step, self.coords)))
+            if self._open_window is not None and self._open_window.call is None:
+                self._open_window.call = call
+        # Nothing may be timed while a CUDA graph is captured.
+        if self.timeline is not None and target in self._timed and facts.graph != "capture":
+            call.line = self.timeline.begin(call, target, role, step, captured=window is not None)
+        return call if window is not None or call.line is not None else None
 
     def _begin_work(self, role: str) -> bool:
         index = next(self._counts[ANNOTATED, role])
@@ -239,10 +267,14 @@ class Session:
         """The step's number: the host's iteration for training steps and annotated work where it has one, else counted
         per target and role.
 
-        A host numbers its iterations, not its forward-only passes: several log-prob passes share one.
+        A host numbers its iterations, not its forward-only passes: several log-prob passes share one. Where it says
+        of the pass itself which iteration it belongs to, the first of them is the one that can be captured.
         """
-        numbered = self._iteration is not None and target in (TRAIN_ACTOR, ANNOTATED)
-        iteration = self._iteration() if numbered and self._iteration is not None else None
+        if target == TRAIN_LOG_PROBS:
+            numbered = self._pass_iteration
+        else:
+            numbered = self._iteration if target in (TRAIN_ACTOR, ANNOTATED) else None
+        iteration = None if numbered is None else numbered()
         return index if iteration is None or iteration < 0 else int(iteration)
 
     def _phase(self, target: str, role: str | None, step: int, index: int) -> Phase:
@@ -257,7 +289,7 @@ class Session:
         """The captured steps of a target and role; None when this rank captures none of them. Looked up once."""
         if (target, role) not in self._plans:
             selector = self.config.selector(role)
-            wanted = target == ANNOTATED or target in self.config.target
+            wanted = self.config.windowed and (target == ANNOTATED or target in self.config.target)
             chosen = wanted and selector is not None and selector.selects(self.coords)
             self._plans[target, role] = self.config.plan(target, role) if chosen else None
         return self._plans[target, role]

@@ -57,6 +57,8 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         "tool": (["memory"], ("memory",)),
         "export": (["trace"], ("trace",)),
         "max_host_memory": (["64GiB"], "64GiB"),
+        "timeline_select": (["per-stage", "--profile-tool", "timeline"], "per-stage"),
+        "timeline_megabytes": (["7", "--profile-tool", "timeline"], 7),
         "on_finish": (["ls"], "ls"),
         "on_finish_when": (["end", "--profile-on-finish", "ls"], "end"),
         "flush_seconds": (["5"], 5),

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 TRACE_SUFFIX = ".pt.trace.json.gz"
 _LONGEST_PART = 40
+#: Ranks whose files share a directory. A larger world has several, so that none ever holds 100,000 files.
+SHARD_RANKS = 1024
 #: ``.{final name}.{writer's host}.{writer's pid}.{kind}``; Kineto itself writes ``{path}.tmp`` before ``{path}``.
 _UNFINISHED = re.compile(r"\..+\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.(?:raw|tmp|raw\.tmp|json)", re.ASCII)
 
@@ -32,6 +34,21 @@ def artifact_name(target: str, role: str | None, step: int, coords: RankCoords, 
     parts.append(f"pp{c.pp}-tp{c.tp}-cp{c.cp}-ep{c.ep}-dp{c.dp}")
     parts.append(f"rank{c.rank:05d}")
     return ".".join(parts) + suffix
+
+
+def shard(coords: RankCoords) -> str:
+    """The directory of a rank's files below the save path: empty up to 1,024 ranks, then ``ranks001024-002047``."""
+    if coords.sizes.world <= SHARD_RANKS:
+        return ""
+    first = coords.rank // SHARD_RANKS * SHARD_RANKS
+    return f"ranks{first:06d}-{first + SHARD_RANKS - 1:06d}"
+
+
+def artifact_path(
+    directory: str | os.PathLike[str], target: str, role: str | None, step: int, coords: RankCoords, suffix: str
+) -> Path:
+    """Where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
+    return Path(directory, shard(coords), artifact_name(target, role, step, coords, suffix))
 
 
 def sanitise(part: str) -> str:

@@ -52,21 +52,25 @@ class Remote:
         self.staging = Path(tempfile.mkdtemp(prefix="megaprof-"))
         self._filesystem: Any = None
         self._root = ""
+        self._made: set[str] = set()
 
     def upload(self, local: Path) -> str:
         """Copy ``local`` and return its address. Raises whatever the file system raises; ``local`` stays."""
         # Here and not up front: it may ask the network for credentials, which is nothing for the training thread.
         if self._filesystem is None:
             self._filesystem, self._root = importlib.import_module("fsspec.core").url_to_fs(self.uri)
-            self._filesystem.makedirs(self._root, exist_ok=True)
-        target = f"{self._root.rstrip('/')}/{local.name}"
+        place = local.relative_to(self.staging).as_posix()  # with its shard
+        target = f"{self._root.rstrip('/')}/{place}"
+        if (folder := target.rpartition("/")[0]) not in self._made:
+            self._filesystem.makedirs(folder, exist_ok=True)
+            self._made.add(folder)
         protocols = self._filesystem.protocol
         protocols = {protocols} if isinstance(protocols, str) else set(protocols)
         if protocols & _SHOWN_WHEN_COMPLETE:
             self._filesystem.put_file(str(local), target)
         else:
             self._put_and_rename(local, target)
-        return f"{self.uri}/{local.name}"
+        return f"{self.uri}/{place}"
 
     def _put_and_rename(self, local: Path, target: str) -> None:
         folder, _, name = target.rpartition("/")
@@ -82,4 +86,5 @@ class Remote:
     def close(self) -> None:
         """Remove the staging directory, unless it still holds a file that was not uploaded."""
         with contextlib.suppress(OSError):
-            self.staging.rmdir()
+            for folder in (*self.staging.iterdir(), self.staging):
+                folder.rmdir()

@@ -6,10 +6,11 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from megaprof.emit import Range
-from megaprof.isolation import Contained
+from megaprof.isolation import contain
 from megaprof.metadata import innermost
 from megaprof.session import Call, CallFacts, Session
 
@@ -45,7 +46,8 @@ class Dispatcher:
     @property
     def level(self) -> str:
         """The finest ranges that the call being recorded is to have."""
-        return self._recording[0].config.ranges if self._recording is not None else "step"
+        recording = self._recording
+        return recording[0].config.ranges if recording is not None and recording[1].ranged else "step"
 
     def begin(self, facts: CallFacts) -> bool:
         """True when the call is recorded; ``end`` must then follow."""
@@ -59,7 +61,7 @@ class Dispatcher:
         if call is None:
             return False
         self._recording = session, call
-        self.call = None if session.config.ranges == "step" else call
+        self.call = call if call.ranged or call.line is not None else None
         return True
 
     def end(self, *, failed: bool) -> None:
@@ -105,18 +107,32 @@ class Dispatcher:
         return fallback
 
 
-Before = Callable[[Call, tuple[Any, ...], dict[str, Any]], str]
-After = Callable[[Call, tuple[Any, ...], dict[str, Any], Any], Any]
+@dataclass(frozen=True)
+class Event:
+    """What a hooked function is, to a trace and to the timeline.
 
-
-def ranged(
-    original: Callable[..., Any], dispatcher: Dispatcher, before: Before, after: After | None = None
-) -> Callable[..., Any]:
-    """``original`` inside a range while a call is recorded, and nothing but ``original`` otherwise.
-
-    ``before(call, args, kwargs)`` names the range; ``after(call, args, kwargs, result)`` returns what the caller gets.
-    A fault in either is contained; an exception of ``original`` passes unchanged.
+    ``what(call, args, kwargs)`` finds out once which event this call of it is; ``name`` makes a range of that, ``code``
+    a timeline's number. ``after(call, what, kwargs, result)`` returns what the caller gets.
     """
+
+    what: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
+    name: Callable[[Any], str]
+    code: Callable[[Any], int]
+    after: Callable[[Call, Any, dict[str, Any], Any], Any] | None = None
+
+
+def always(name: str, code: int, after: Callable[..., Any] | None = None) -> Event:
+    """The event of a function that is the same one every time."""
+    return Event(lambda call, args, kwargs: None, lambda _: name, lambda _: code, after)
+
+
+def ranged(original: Callable[..., Any], dispatcher: Dispatcher, event: Event) -> Callable[..., Any]:
+    """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
+
+    A fault of ours is contained; an exception of ``original`` passes unchanged. The timeline's part is what every
+    microbatch of an always-on run pays, so it is written out here rather than composed.
+    """
+    what_is, name_of, code_of, after = event.what, event.name, event.code, event.after
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         if Session.memory_full is not None:
@@ -124,20 +140,34 @@ def ranged(
         call = dispatcher.call
         if call is None:
             return original(*args, **kwargs)
-        opened: Range | None = None
-        with Contained("opening a range", dispatcher.drop):
-            entering = Range(before(call, args, kwargs))
-            entering.__enter__()
-            opened = entering
+        line, opened, began, code, what = call.line, None, None, 0, None
+        try:
+            what = what_is(call, args, kwargs)
+            if call.ranged:
+                entering = Range(name_of(what))
+                entering.__enter__()
+                opened = entering
+            if line is not None:
+                line.now = code = code_of(what)
+                began = line.mark()
+        except Exception as fault:
+            contain("opening a range", dispatcher.drop, fault)
         try:
             result = original(*args, **kwargs)
         finally:
-            if opened is not None:
-                with Contained("closing a range", dispatcher.drop):
+            try:
+                if began is not None and line is not None:
+                    line.events += (code, began, line.mark())
+                    line.now = 0
+                if opened is not None:
                     opened.__exit__(None, None, None)
+            except Exception as fault:
+                contain("closing a range", dispatcher.drop, fault)
         if after is not None:
-            with Contained("matching a microbatch", dispatcher.drop):
-                return after(call, args, kwargs, result)
+            try:
+                return after(call, what, kwargs, result)
+            except Exception as fault:
+                contain("matching a microbatch", dispatcher.drop, fault)
         return result
 
     return hooked

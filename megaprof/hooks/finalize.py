@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megaprof import ranges
-from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
 from megaprof.metadata import innermost
+from megaprof.timeline import codes
 
 
 def patch_finalize(patches: Patches, dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
@@ -17,8 +18,6 @@ def patch_finalize(patches: Patches, dispatcher: Dispatcher, chunks: tuple[Any, 
     from there at the end of a step (0.12 to 0.19): so it is hooked per recorded call, and put back when the call ends.
     """
     config = getattr(innermost(chunks[0]), "config", None) if chunks else None
-    name = ranges.operation_range(ranges.FINALIZE_GRADS)
+    event = always(ranges.operation_range(ranges.FINALIZE_GRADS), codes.FINALIZE)
     if config is not None and hasattr(config, "__dict__"):
-        patches.apply(
-            config, "finalize_model_grads_func", lambda original: ranged(original, dispatcher, lambda *_: name)
-        )
+        patches.apply(config, "finalize_model_grads_func", lambda original: ranged(original, dispatcher, event))

@@ -17,17 +17,19 @@ from megaprof.arguments import config_from_args
 from megaprof.artifacts import Writer
 from megaprof.artifacts.finish import FinishHook, WindowEnd
 from megaprof.artifacts.remote import Remote, is_remote
+from megaprof.background import Background
 from megaprof.compat import check_model
 from megaprof.config import ProfileConfig
 from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
-from megaprof.hooks.microbatches import patch_microbatches
+from megaprof.hooks.microbatches import patch_microbatches, probe
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
-from megaprof.hosts import megatron_lm, table
+from megaprof.hosts import adapter, megatron_lm, table
 from megaprof.metadata import innermost
 from megaprof.recorders import Recorder, build_recorders
+from megaprof.recorders.timeline import Timeline
 from megaprof.session import Session
 from megaprof.topology import coords_from_parallel_state, layout_from_parallel_state
 
@@ -44,6 +46,7 @@ class Handle:
         self._session: Session | None = None
         self._writer: Writer | None = None
         self._recorders: tuple[Recorder, ...] = ()
+        self._timeline: Timeline | None = None
 
     @property
     def active(self) -> bool:
@@ -84,6 +87,8 @@ class Handle:
         if session is not None:
             with _process.termination.held():
                 session.finish(reason)
+        if self._timeline is not None:
+            self._timeline.close()
         if self._writer is not None:
             self._writer.close(seconds)
 
@@ -104,6 +109,7 @@ class _Process:
         self._dispatcher = Dispatcher(self.termination.held)
         self._patches = Patches()
         self._forks_watched = False
+        self.background = Background()
 
     def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None) -> None:
         if not self._forks_watched:
@@ -144,7 +150,7 @@ class _Process:
         """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
         for handle in self.handles:
             not_at_exit(handle.remove)
-            handle._session = handle._writer = None
+            handle._session = handle._writer = handle._timeline = None
             handle._recorders = ()
         self.handles.clear()
         self._patches.restore()
@@ -200,7 +206,11 @@ def install_hooks(
     for selector in selectors:
         selector.check(coords.sizes, layout_from_parallel_state(chunks))
     check_model(settled, models or ())
-    if not any(selector.selects(coords) for selector in selectors):
+    windowed = settled.windowed and any(selector.selects(coords) for selector in selectors)
+    timed = settled.timeline_selector
+    if timed is not None:
+        timed.check(coords.sizes, layout_from_parallel_state(chunks))
+    if not windowed and (timed is None or not timed.selects(coords)):
         return handle
     try:
         remote = Remote(str(settled.dir)) if is_remote(str(settled.dir)) else None
@@ -212,13 +222,18 @@ def install_hooks(
         return handle
     hook = FinishHook(settled.on_finish, str(settled.dir), settled.on_finish_when) if settled.on_finish else None
     handle._writer = Writer(remote=remote, hook=hook)
-    handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
+    if windowed:
+        handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
+    if timed is not None and timed.selects(coords):
+        handle._timeline = Timeline(settled, coords, role, _process.background, probe)
     session = Session(
         settled,
         coords,
         [*handle._recorders, WindowEnd(handle._writer)],
         role=role,
         iteration=iteration or table.iteration,
+        pass_iteration=adapter.iteration,
+        timeline=handle._timeline,
     )
     handle._session = session
     _process.acquire(handle, session, models)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from megaprof import ranges
-from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.dispatch import Dispatcher, Event, ranged
 from megaprof.hooks.patching import Patches
-from megaprof.session import Call, Position
+from megaprof.recorders.timeline import Line
+from megaprof.session import Call, CallFacts, Position
+from megaprof.timeline import codes
 
 
 def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
@@ -30,23 +33,20 @@ def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
 def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     position = _position(original, "model")
 
-    def name(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        return ranges.phase_range(ranges.FORWARD, *position(call, args, kwargs))
-
-    def match(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        call.produced(_output(result), position(call, args, kwargs))
+    def match(call: Call, where: Position, kwargs: dict[str, Any], result: Any) -> Any:
+        call.produced(_output(result), where)
         return result
 
-    return ranged(original, dispatcher, name, match)
+    return ranged(original, dispatcher, Event(position, *_phase(ranges.FORWARD, codes.FORWARD), match))
 
 
 def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     output = _argument(original, "output_tensor")
 
-    def name(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        return ranges.phase_range(ranges.BACKWARD, *call.consumed(output(args, kwargs)))
+    def position(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Position:
+        return call.consumed(output(args, kwargs))
 
-    return ranged(original, dispatcher, name)
+    return ranged(original, dispatcher, Event(position, *_phase(ranges.BACKWARD, codes.BACKWARD)))
 
 
 def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
@@ -54,20 +54,48 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
     forward_model, backward_model = _argument(original, "f_model"), _argument(original, "b_model")
     position, output = _position(original, "f_model"), _argument(original, "b_output_tensor")
 
-    def name(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        if backward_model(args, kwargs) is None:
-            return ranges.phase_range(ranges.FORWARD, *position(call, args, kwargs))
-        backward = call.consumed(output(args, kwargs))
-        if forward_model(args, kwargs) is None:
-            return ranges.phase_range(ranges.BACKWARD, *backward)
-        return ranges.combined_range(position(call, args, kwargs), backward)
+    def halves(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Position | None, Position | None]:
+        forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
+        backward = None if backward_model(args, kwargs) is None else call.consumed(output(args, kwargs))
+        return forward, backward
 
-    def match(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        if forward_model(args, kwargs) is not None:
-            call.produced(_output(result), position(call, args, kwargs))
+    def name(both: tuple[Position | None, Position | None]) -> str:
+        forward, backward = both
+        if backward is None:
+            return ranges.phase_range(ranges.FORWARD, *(forward or (None, None)))
+        if forward is None:
+            return ranges.phase_range(ranges.BACKWARD, *backward)
+        return ranges.combined_range(forward, backward)
+
+    def code(both: tuple[Position | None, Position | None]) -> int:
+        forward, backward = both
+        if backward is None:
+            return codes.phase(codes.FORWARD, forward or (None, None))
+        return codes.phase(codes.BACKWARD, backward) if forward is None else codes.combined(forward, backward)
+
+    def match(call: Call, both: tuple[Position | None, Position | None], kwargs: dict[str, Any], result: Any) -> Any:
+        if both[0] is not None:
+            call.produced(_output(result), both[0])
         return result
 
-    return ranged(original, dispatcher, name, match)
+    return ranged(original, dispatcher, Event(halves, name, code, match))
+
+
+def probe(line: Line, phases: int) -> None:
+    """Record ``phases`` forwards of nothing in ``line``, through the hook that the schedule's go through."""
+    model = object()
+    dispatcher = Dispatcher()
+    dispatcher.call = Call(CallFacts(None, True, False, None, None, None, (model,)), nullcontext(), line=line)
+    forward = _forward(_nothing, dispatcher)
+    for microbatch in range(phases):
+        forward(model, microbatch)
+
+
+def _nothing(model: object, current_microbatch: int) -> None: ...
+
+
+def _phase(label: str, kind: int) -> tuple[Callable[[Position], str], Callable[[Position], int]]:
+    return lambda position: ranges.phase_range(label, *position), lambda position: codes.phase(kind, position)
 
 
 def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from megaprof import ranges
 from megaprof.emit import Range
-from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
 from megaprof.session import Call
+from megaprof.timeline import codes
 
 
 def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
@@ -23,30 +23,42 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
 
     owner = getattr(p2p_communication, "P2PCommunicator", p2p_communication)
     for operation in ranges.P2P_OPERATIONS:
-        patches.apply(owner, operation, partial(_ranged_exchange, ranges.operation_range(operation), dispatcher))
+        event = always(ranges.operation_range(operation), codes.exchange(operation), _range_waits)
+        patches.apply(owner, operation, partial(ranged, dispatcher=dispatcher, event=event))
 
 
-def _ranged_exchange(name: str, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
-    return ranged(original, dispatcher, lambda *_: name, _range_waits)
-
-
-def _range_waits(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+def _range_waits(call: Call, what: None, kwargs: dict[str, Any], result: Any) -> Any:
     """An exchange with ``overlap_p2p_comm`` returns ``(tensors..., {operation: handle})``, and the schedule waits on
     each handle when it needs it (0.12 to 0.19): give each wait a range. Anything else is returned as it came."""
     if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):
         return result
-    return (*result[:-1], {operation: _RangedWait(handle, operation) for operation, handle in result[-1].items()})
+    return (*result[:-1], {operation: _RangedWait(call, handle, operation) for operation, handle in result[-1].items()})
 
 
 class _RangedWait:
     """A ``torch.distributed.Work`` whose ``wait`` is a range. Everything else is the handle's own."""
 
-    def __init__(self, handle: Any, operation: str) -> None:
+    def __init__(self, call: Call, handle: Any, operation: str) -> None:
+        self._call = call
         self._handle = handle
-        self._name = ranges.operation_range(ranges.WAIT + operation)
+        self._operation = operation
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        with Range(self._name):
+        line = self._call.line
+        if line is None:
+            return self._wait(*args, **kwargs)
+        line.now = code = codes.wait(self._operation)
+        began = line.mark()
+        try:
+            return self._wait(*args, **kwargs)
+        finally:
+            line.events += (code, began, line.mark())
+            line.now = 0
+
+    def _wait(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._call.ranged:
+            return self._handle.wait(*args, **kwargs)
+        with Range(ranges.operation_range(ranges.WAIT + self._operation)):
             return self._handle.wait(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

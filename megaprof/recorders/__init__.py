@@ -51,6 +51,8 @@ _BUILTIN = {
     "torch": "megaprof.recorders.torch_profiler:TorchRecorder",
 }
 _registered: dict[str, RecorderFactory] = {}
+#: Records every step rather than windows (`megaprof.recorders.timeline`), so it is no ``Recorder``.
+TIMELINE = "timeline"
 
 
 def register_recorder(name: str, factory: RecorderFactory) -> None:
@@ -60,19 +62,20 @@ def register_recorder(name: str, factory: RecorderFactory) -> None:
     """
     if not isinstance(name, str) or name != name.lower() or [name] != name.replace(",", " ").split():
         raise ValueError(f"register_recorder: {name!r} is not valid; it must be one lower-case word without a comma")
-    if name in _BUILTIN or _registered.get(name, factory) is not factory:
+    if name in (*_BUILTIN, TIMELINE) or _registered.get(name, factory) is not factory:
         raise ValueError(f"register_recorder: {name!r} is taken; known tools: {', '.join(known_tools())}")
     _registered[name] = factory
 
 
 def known_tools() -> tuple[str, ...]:
     """The values that ``--profile-tool`` takes now."""
-    return (*_BUILTIN, *_registered)
+    return (*_BUILTIN, TIMELINE, *_registered)
 
 
 def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:
-    """The recorders of ``config.tool``. Raises ValueError when one of them cannot run in this process."""
-    return tuple(_factory(name)(config, writer) for name in known_tools() if name in config.tool)
+    """The recorders of windows in ``config.tool``. Raises ValueError when one of them cannot run in this process."""
+    windowed = (name for name in known_tools() if name in config.tool and name != TIMELINE)
+    return tuple(_factory(name)(config, writer) for name in windowed)
 
 
 def _factory(name: str) -> RecorderFactory:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megaprof.artifacts import Job, Writer, artifact_name, raw_path
+from megaprof.artifacts import Job, Writer, artifact_path, raw_path
 from megaprof.config import ProfileConfig, flag
 from megaprof.recorders import Window
 
@@ -88,7 +88,7 @@ class MemoryRecorder:
         self._write(self._window, OUT_OF_MEMORY_SUFFIX, {"out_of_memory": facts})
 
     def _write(self, window: Window, suffix: str, metadata: dict[str, Any]) -> None:
-        final = self._directory / artifact_name(window.target, window.role, window.step, window.coords, suffix)
+        final = artifact_path(self._directory, window.target, window.role, window.step, window.coords, suffix)
         raw = raw_path(final)
         snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
         snapshot["megaprof"] = json.dumps(metadata)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megaprof.artifacts import Job, Writer, artifact_name, raw_path
+from megaprof.artifacts import Job, Writer, artifact_path, raw_path
 from megaprof.config import ProfileConfig, flag
 from megaprof.recorders import Window
 
@@ -59,7 +59,7 @@ class NsysRecorder:
         if not self._running:
             return
         self.discard()
-        final = self._directory / artifact_name(window.target, window.role, window.step, window.coords, SUFFIX)
+        final = artifact_path(self._directory, window.target, window.role, window.step, window.coords, SUFFIX)
         raw = raw_path(final)
         raw.write_text(json.dumps({"capture": NsysRecorder._captures, "megaprof": metadata}), encoding="utf-8")
         self._writer.submit(Job(raw, final))

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 
 from megaprof import emit
-from megaprof.artifacts import TRACE_SUFFIX, Job, Writer, artifact_name, raw_path
+from megaprof.artifacts import TRACE_SUFFIX, Job, Writer, artifact_path, raw_path
 from megaprof.artifacts.names import kineto_temporary
 from megaprof.config import ProfileConfig, flag
 from megaprof.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
@@ -120,7 +120,7 @@ class TorchRecorder:
         return self._derived.kernel_summary(timeout)
 
     def _final(self, window: Window, suffix: str) -> Path:
-        return self._directory / artifact_name(window.target, window.role, window.step, window.coords, suffix)
+        return artifact_path(self._directory, window.target, window.role, window.step, window.coords, suffix)
 
     def _raw_execution_trace(self, window: Window) -> Path:
         # The observer warns about a name that does not end in .json.

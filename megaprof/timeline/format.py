@@ -10,6 +10,7 @@ A process that dies leaves a record half-written at the end: reading stops there
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import zlib
@@ -82,6 +83,10 @@ class StepRecord:
     totals: dict[str, int]
     own: int = 0
     flags: int = 0
+
+    def numbered(self, metadata: int, shape: int) -> StepRecord:
+        """The same step with the numbers that its metadata and its shape have in a file."""
+        return dataclasses.replace(self, metadata=metadata, shape=shape)
 
 
 def metadata_record(metadata: dict[str, Any]) -> bytes:

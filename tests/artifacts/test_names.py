@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.artifacts import artifact_name, names, plain_path, raw_path, sanitise
+from megaprof.artifacts import Job, Writer, artifact_name, artifact_path, names, plain_path, raw_path, sanitise, shard
 from megaprof.artifacts.names import host, is_leftover, kineto_temporary, temporary_path
 from megaprof.topology import ParallelSizes, RankCoords, WorldLayout
 
@@ -55,6 +56,49 @@ def test_every_rank_of_a_world_has_its_own_name() -> None:
     layout = WorldLayout(ParallelSizes(tp=2, pp=4, ep=2, dp=4))
     found = {artifact_name("evaluate", None, 0, coords, ".x") for coords in layout}
     assert len(found) == len(layout)
+
+
+def test_a_world_that_fits_one_directory_has_no_other() -> None:
+    layout = WorldLayout(ParallelSizes.of(1024, tp=8, pp=4))
+    assert {shard(coords) for coords in layout} == {""}
+    path = artifact_path("/save", "train_actor", "ref", 12, COORDS, ".x")
+    assert path == Path("/save", artifact_name("train_actor", "ref", 12, COORDS, ".x"))
+
+
+def test_a_larger_world_has_directories_of_1024_ranks() -> None:
+    layout = WorldLayout(ParallelSizes.of(2048, tp=8, pp=16, cp=2, ep=8))
+    assert shard(layout.coords(0)) == shard(layout.coords(1023)) == "ranks000000-001023"
+    assert shard(layout.coords(1024)) == shard(layout.coords(2047)) == "ranks001024-002047"
+    name = artifact_name("timeline", None, 7, layout.coords(1024), ".x")
+    assert artifact_path("/save", "timeline", None, 7, layout.coords(1024), ".x") == Path(
+        "/save/ranks001024-002047", name
+    )
+
+
+def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
+    """Every kind of file that one window can have, on every rank, with the files that are still unfinished."""
+    layout = WorldLayout(ParallelSizes.of(131_072, tp=8, pp=16, cp=2, ep=8))
+    kinds = [".pt.trace.json.gz", ".et.json", ".kernels.json", ".stacks.txt", ".nsys.json", ".memory.pickle"]
+    folders: collections.Counter[Path] = collections.Counter()
+    for coords in layout:
+        for kind in kinds:
+            path = artifact_path("/save", "train_actor", None, 5, coords, kind)
+            folders.update((path.parent, temporary_path(path).parent))
+    assert len(folders) == 128
+    assert max(folders.values()) < 100_000
+    assert len({folder.parent for folder in folders}) == 1
+
+
+def test_leftovers_in_a_shard_are_removed(tmp_path: Path, dead_pid: int) -> None:
+    coords = WorldLayout(ParallelSizes.of(2048, tp=8)).coords(1500)
+    final = artifact_path(tmp_path, "train_actor", None, 5, coords, ".et.json")
+    raw_path(final).write_text("{}")
+    leftover = final.with_name(f".older.{host()}.{dead_pid}.raw")
+    leftover.touch()
+    writer = Writer()
+    writer.submit(Job(raw_path(final), final))
+    assert writer.close(60)
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")] == [Path("ranks001024-002047", final.name)]
 
 
 def test_an_uncompressed_file_is_called_what_it_is() -> None:

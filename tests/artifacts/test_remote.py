@@ -85,6 +85,14 @@ def test_an_upload_arrives_and_leaves_nothing_here() -> None:
     assert [Path(p).name for p in fsspec.filesystem("memory").find("/bucket")] == ["t.bin.gz"]
 
 
+def test_the_shard_of_a_rank_is_part_of_the_address() -> None:
+    remote = Remote("memory://bucket/traces/")
+    background, _ = submit(remote, "ranks001024-002047/t.bin")
+    assert background.close(60)
+    assert fsspec.filesystem("memory").find("/bucket") == ["/bucket/traces/ranks001024-002047/t.bin"]
+    assert not remote.staging.exists()
+
+
 def test_an_upload_that_breaks_half_way_keeps_the_local_file(caplog: pytest.LogCaptureFixture) -> None:
     remote = Remote("halfway://bucket/traces")
     background, final = submit(remote)

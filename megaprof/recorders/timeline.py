@@ -1,0 +1,268 @@
+"""The timeline recorder: every step of every target, without a window. The training thread stores numbers and goes on.
+
+What a phase costs there: two clock reads (two CUDA events on a GPU), a number for what it is, and three stores. The
+background thread does everything else.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaprof.background import Background
+from megaprof.config import ProfileConfig
+from megaprof.metadata import describe
+from megaprof.recorders import Window
+from megaprof.timeline import codes, format
+from megaprof.timeline.device import device_clock
+from megaprof.timeline.files import TimelineFiles
+from megaprof.timeline.progress import Cost, Position, Recent, Tally, Watch, position
+from megaprof.topology import RankCoords
+
+if TYPE_CHECKING:
+    from megaprof.session import Call
+
+logger = logging.getLogger("megaprof")
+
+#: Steps that may wait for the background thread or for the GPU. Beyond that the oldest is dropped, and counted.
+WAITING_STEPS = 64
+#: How long the GPU may take to finish a step before it is written without times.
+GIVE_UP_SECONDS = 300.0
+_RECALIBRATE = 512
+_TRIALS = 32
+
+
+class Line:
+    """One step while it is recorded: ``events`` holds code, start and end in turns; ``now`` is what is open."""
+
+    __slots__ = (
+        "began",
+        "ended",
+        "events",
+        "flags",
+        "index",
+        "key",
+        "mark",
+        "metadata",
+        "now",
+        "own",
+        "start_ns",
+        "step",
+        "target",
+    )
+
+    def __init__(self, target: str, step: int, index: int, mark: Callable[[], Any]) -> None:
+        self.target = target
+        self.step = step
+        self.index = index
+        self.mark = mark
+        self.events: list[Any] = []
+        self.now = 0
+        self.flags = 0
+        self.own = 0  # nanoseconds
+        self.start_ns = 0
+        self.began: Any = None
+        self.ended: Any = None
+        self.key: tuple[Any, ...] = ()
+        self.metadata: dict[str, Any] = {}
+
+
+class Timeline:
+    """Records the steps of one session on one rank.
+
+    ``begin`` and ``end`` run on the training thread, ``calls``, ``position``, ``recent`` and ``cost`` on any other.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        coords: RankCoords,
+        role: str | None,
+        background: Background,
+        probe: Callable[[Line, int], None],
+    ) -> None:
+        """``probe(line, n)`` records ``n`` phases of nothing in ``line``, to measure what that costs."""
+        if config.dir is None:
+            raise ValueError("the timeline needs a directory")
+        self._probe = probe
+        self._config = config
+        self._coords = coords
+        self._files = TimelineFiles(Path(config.dir), role, coords, config.timeline_megabytes << 20)
+        self._background = background
+        self._device = device_clock()
+        self._mark: Callable[[], Any] = time.perf_counter_ns if self._device is None else self._device.mark
+        self._finished: deque[Line] = deque()
+        self._described: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._lengths: dict[tuple[str, str | None], tuple[Any, Any]] = {}
+        self._calls: dict[str, tuple[int, int]] = {}
+        self._last: dict[tuple[str, str | None], tuple[int, int]] = {}
+        self._line: Line | None = None
+        self._tally = Tally()
+        self._watch = Watch()
+        self._until_calibration = 0
+        self._unit_ns = 0.0
+        self.steps_dropped = 0
+        background.add(self.drain, 1.0, woken=True)
+
+    @property
+    def bytes_written(self) -> int:
+        return self._files.bytes_written
+
+    def begin(self, call: Call, target: str, role: str | None, step: int, *, captured: bool) -> Line:
+        """A schedule call starts."""
+        entered = time.perf_counter_ns()
+        last, index = self._last.get((target, role), (None, -1))
+        index = index + 1 if last == step else 0
+        self._last[target, role] = (step, index)
+        if self._until_calibration == 0:
+            self._calibrate()
+        self._until_calibration -= 1
+        line = Line(target, step, min(index, 0xFFFF), self._mark)
+        line.key, line.metadata = self._describe(call, target, role, step)
+        line.flags = (format.CAPTURED if captured else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
+        self._line = line
+        line.start_ns = time.time_ns()
+        line.own = time.perf_counter_ns() - entered
+        line.began = line.mark()
+        return line
+
+    def end(self, line: Line, *, failed: bool) -> None:
+        """The call returned, or raised an exception of the host's."""
+        line.ended = line.mark()
+        entered = time.perf_counter_ns()
+        if failed:
+            line.flags |= format.FAILED
+        self._line = None
+        self._calls[line.target] = (line.step, self._calls.get(line.target, (0, 0))[1] + 1)
+        if len(self._finished) >= WAITING_STEPS:
+            self._finished.popleft()
+            self.steps_dropped += 1
+        self._finished.append(line)
+        self._background.wake()
+        line.own += round(time.perf_counter_ns() - entered + len(line.events) / 3 * self._unit_ns)
+
+    def abandon(self) -> None:
+        """After a fault: the step that was being recorded is not."""
+        self._line = None
+
+    def close(self) -> None:
+        """Write what is finished and end the file. The background thread must not run ``drain`` any more."""
+        self._background.remove(self.drain)
+        self.drain()
+        self._files.close()
+
+    def calls(self) -> dict[str, tuple[int, int]]:
+        """By target: the last finished step, and how many calls are finished."""
+        return dict(self._calls)
+
+    def position(self) -> Position | None:
+        """Where the training thread is now, None outside of a schedule call."""
+        line = self._line
+        state = None if line is None else (id(line), len(line.events), line.now)
+        since = self._watch.since(state)
+        return None if line is None else position(line.target, line.step, codes.name(line.now), since)
+
+    def device_position(self) -> Position | None:
+        """Where the GPU is: the first event of the oldest unfinished step that has not happened yet. None on a CPU,
+        and when the GPU has done all that it was given."""
+        if self._device is None:
+            return None
+        lines = [*self._finished, *([self._line] if self._line is not None else [])]
+        for line in lines:
+            events = list(line.events)
+            for i in range(0, len(events) - 2, 3):
+                if not self._device.finished(events[i + 2]):
+                    began = self._device.finished(events[i + 1])
+                    name = codes.name(events[i]) if began else None
+                    return position(line.target, line.step, name, time.time())
+        return None
+
+    def recent(self, target: str | None = None) -> Recent | None:
+        return self._tally.recent(target)
+
+    def cost(self) -> Cost | None:
+        return self._tally.cost(self._background.seconds)
+
+    def drain(self) -> None:
+        """Write every finished step whose times are known, in order."""
+        while self._finished:
+            try:
+                line = self._finished.popleft()
+            except IndexError:  # the training thread dropped it meanwhile
+                return
+            if self._device is not None and not self._device.finished(line.ended):
+                if time.time_ns() - line.start_ns < GIVE_UP_SECONDS * 1e9:
+                    self._finished.appendleft(line)
+                    return
+                line.flags |= format.INCOMPLETE
+            self._write(line)
+
+    def _write(self, line: Line) -> None:
+        begins, ends = line.events[1::3], line.events[2::3]
+        shape: list[int] = line.events[0::3]
+        if line.flags & format.INCOMPLETE:
+            shape, starts, stops, duration = [], [], [], 0
+        elif self._device is None:
+            zero = line.began
+            starts = [(ns - zero + 500) // 1000 for ns in begins]
+            stops = [(ns - zero + 500) // 1000 for ns in ends]
+            duration = (line.ended - zero + 500) // 1000
+        else:
+            starts = [self._device.microseconds(line.began, event) for event in begins]
+            stops = [self._device.microseconds(line.began, event) for event in ends]
+            duration = self._device.microseconds(line.began, line.ended)
+            self._device.take_back([line.began, *begins, *ends, line.ended])
+        totals = dict.fromkeys(codes.KINDS.values(), 0)
+        for code, start, stop in zip(shape, starts, stops, strict=True):
+            totals[_TOTAL_OF[code & codes.KIND_MASK]] += stop - start
+        own = line.own // 1000
+        record = format.StepRecord(
+            0, 0, line.step, line.index, line.start_ns, duration, starts, stops, totals, own, line.flags
+        )
+        self._files.append(line.key, line.metadata, shape, record)
+        if not line.flags & (format.INCOMPLETE | format.CAPTURED | format.FAILED):
+            milliseconds = {kind: us / 1e3 for kind, us in totals.items()} | {"step": duration / 1e3}
+            if self._device is not None:
+                del milliseconds["p2p"]
+            self._tally.add(line.target, milliseconds, line.own / 1e6)
+
+    def _describe(self, call: Call, target: str, role: str | None, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Metadata of the call, made once for every kind of call. A length that varies from call to call is null."""
+        facts = call.facts
+        lengths = (facts.seq_length, facts.micro_batch_size)
+        same = self._lengths.setdefault((target, role), lengths) == lengths
+        key = (target, role, facts.schedule, facts.microbatches, facts.graph, same)
+        metadata = self._described.get(key)
+        if metadata is None:
+            metadata = describe(Window(target, role, step, self._coords), call, self._config, None)
+            metadata["ranges"] = _ranges(facts.graph)
+            if not same:
+                metadata |= {"seq_length": None, "micro_batch_size": None}
+            clock = "host" if self._device is None else "device"
+            metadata["timeline"] = {"clock": clock, "unit_cost_ns": round(self._unit_ns, 1)}
+            self._described[key] = metadata
+        return key, metadata
+
+    def _calibrate(self) -> None:
+        """Measure, in the running job, what recording one event costs the training thread."""
+        self._until_calibration = _RECALIBRATE
+        line = Line("", 0, 0, self._mark)
+        begin = time.perf_counter_ns()
+        self._probe(line, _TRIALS)
+        self._unit_ns = (time.perf_counter_ns() - begin) / _TRIALS
+        if self._device is not None:
+            self._device.take_back(line.events[1::3] + line.events[2::3])
+
+
+#: A wait for an overlapped exchange counts as an exchange.
+_TOTAL_OF = {**codes.KINDS, codes.WAIT: codes.KINDS[codes.P2P]}
+
+
+def _ranges(graph: str | None) -> dict[str, Any]:
+    if graph is None:
+        return {"microbatch": True}
+    return {"microbatch": False, "reason": "the step was replayed from a full-iteration CUDA graph"}
