@@ -1,0 +1,255 @@
+"""The timeline recorder inside a run: faults of ours and of the host, a slow disk, hangs, and a GPU's events (faked)."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof import ProfileConfig, install_hooks
+from megaprof.hooks.install import Handle
+from megaprof.recorders import timeline as recorder
+from megaprof.recorders.timeline import Timeline
+from megaprof.timeline import device, format
+from megaprof.timeline.format import read_timeline
+
+
+def config(directory: Path, **more: Any) -> ProfileConfig:
+    return ProfileConfig(target=("train_actor", "train_log_probs"), tool=("timeline",), dir=str(directory), **more)
+
+
+def recorded(handle: Handle) -> Timeline:
+    assert handle._timeline is not None
+    return handle._timeline
+
+
+def steps(directory: Path) -> list[tuple[int, int]]:
+    """Number and flags of every step in the directory."""
+    read = [read_timeline(path) for path in sorted(directory.glob("*" + format.SUFFIX))]
+    assert all(timeline.damage is None for timeline in read)
+    return [(int(s["step"]), int(s["flags"])) for timeline in read for s in timeline.steps]
+
+
+def test_a_finished_step_is_on_disk_without_anybody_asking(one_rank: Any, tmp_path: Path) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        one_rank.train_step()
+        deadline = time.monotonic() + 10
+        while not (found := steps(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found == [(0, 0)]
+        assert recorded(handle).calls() == {"train_actor": (0, 1)}
+        assert recorded(handle).position() is None
+    assert "megaprof-background" not in {thread.name for thread in threading.enumerate()} or _ends()
+
+
+def _ends() -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if "megaprof-background" not in {thread.name for thread in threading.enumerate()}:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_it_says_how_fast_and_what_it_costs(one_rank: Any, tmp_path: Path) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        timeline = recorded(handle)
+        assert timeline.recent() is None
+        assert timeline.cost() is None
+        for _ in range(4):
+            one_rank.train_step()
+        one_rank.log_probs_pass()
+    recent, cost = timeline.recent(), timeline.cost()
+    assert recent is not None
+    assert (recent.target, recent.steps) == ("train_actor", 4)
+    assert 0 < recent.forward_ms + recent.backward_ms + recent.finalize_ms <= recent.step_ms
+    log_probs = timeline.recent("train_log_probs")
+    assert log_probs is not None
+    assert (log_probs.steps, log_probs.backward_ms) == (1, 0.0)
+    assert cost is not None
+    assert 0 < cost.step_us < 1e3 * recent.step_ms
+    assert cost.fraction == pytest.approx(cost.step_us / 1e3 / recent.step_ms)
+    assert cost.background_fraction > 0
+
+
+def test_a_rank_that_hangs_is_seen_where_it_hangs(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    forward, calls = one_rank.forward_step, []
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:  # microbatch 2
+            entered.set()
+            leave.wait(20)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(one_rank, "forward_step", hang)
+    seen = []
+
+    def look(timeline: Timeline) -> None:
+        entered.wait(20)
+        seen.append(timeline.position())
+        time.sleep(0.05)
+        seen.append(timeline.position())
+        leave.set()
+
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        observer = threading.Thread(target=look, args=(recorded(handle),))
+        observer.start()
+        one_rank.train_step()
+        observer.join()
+    first, second = seen
+    assert first is not None
+    assert (first.target, first.step, first.phase, first.microbatch, first.chunk) == ("train_actor", 0, "forward", 2, 0)
+    assert second == first, "it has not moved, so it has been there since the first look"
+
+
+def test_an_exception_of_the_host_passes_and_is_marked(one_rank: Any, tmp_path: Path) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("the host's own")
+
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        one_rank.train_step()
+        good, one_rank.forward_step = one_rank.forward_step, fails
+        try:
+            with pytest.raises(ZeroDivisionError, match="the host's own"):
+                one_rank.train_step()
+        finally:
+            one_rank.forward_step = good
+        one_rank.train_step()
+    assert steps(tmp_path) == [(0, 0), (1, format.FAILED), (2, 0)]
+
+
+@pytest.mark.parametrize("place", ["mark", "begin", "end"])
+def test_a_fault_of_ours_never_reaches_training(
+    place: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        one_rank.train_step()
+        timeline = recorded(handle)
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError("the clock is unwell")
+
+        monkeypatch.setattr(timeline, "_mark" if place == "mark" else place, broken)
+        losses = [one_rank.train_step() for _ in range(2)]
+        assert all(losses)
+        assert not handle.active
+        assert timeline.position() is None
+    assert caplog.text.count("the clock is unwell") == 1
+    assert (0, 0) in steps(tmp_path)
+
+
+def test_a_writer_that_fails_leaves_training_and_the_other_hooks_alone(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        monkeypatch.setattr(recorded(handle)._files, "append", lambda *_: 1 / 0)
+        for _ in range(recorder.WAITING_STEPS + 5):
+            one_rank.train_step()
+        assert handle.active
+        assert "a background task failed" in caplog.text
+        assert len(recorded(handle)._finished) <= recorder.WAITING_STEPS
+        assert recorded(handle).steps_dropped > 0
+        monkeypatch.undo()
+
+
+def test_steps_of_ever_new_lengths_do_not_grow_the_metadata(one_rank: Any, tmp_path: Path) -> None:
+    """RL trains on sequences of another length every time."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        inner = get_forward_backward_func()
+        for length in (16, 12, 10, 8):
+            one_rank.train_step(lambda length=length, **kwargs: inner(**(kwargs | {"seq_length": length})))
+    (path,) = tmp_path.iterdir()
+    assert [metadata["seq_length"] for metadata in read_timeline(path).metadata] == [16, None]
+
+
+class FakeEvent:
+    """A CUDA event on a GPU that is `LAG` events behind, and takes a millisecond from each to the next."""
+
+    LAG = 5
+    made: list[FakeEvent] = []
+    recorded: list[FakeEvent] = []
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        FakeEvent.made.append(self)
+        self.number = -1
+
+    def record(self) -> None:
+        self.number = len(FakeEvent.recorded)
+        FakeEvent.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.number < len(FakeEvent.recorded) - FakeEvent.LAG
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.query(), "reading an event that is not finished blocks or raises"
+        assert end.query()
+        return float(end.number - self.number)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    modes: list[int] = []
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            assert name == "libcuda.so.1"
+
+        @staticmethod
+        def cuThreadExchangeStreamCaptureMode(mode: Any) -> int:
+            modes.append(mode._obj.value)
+            return 0
+
+    FakeEvent.made, FakeEvent.recorded, FakeEvent.LAG = [], [], 5
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the timeline synchronised"))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(device.ctypes, "CDLL", Driver)
+    assert device.ctypes is ctypes
+    yield modes
+
+
+def test_on_a_gpu_the_times_are_its_events(one_rank: Any, tmp_path: Path, gpu: list[int]) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        for _ in range(3):
+            one_rank.train_step()
+        assert recorded(handle).device_position() is not None, "the GPU is five events behind"
+        FakeEvent.LAG = 0
+        assert recorded(handle).device_position() is None
+    (path,) = tmp_path.iterdir()
+    timeline = read_timeline(path)
+    assert timeline.metadata[0]["timeline"]["clock"] == "device"
+    assert [int(s["step"]) for s in timeline.steps] == [0, 1, 2]
+    assert {int(s["flags"]) for s in timeline.steps} == {format.DEVICE_CLOCK}
+    events = timeline.events(1)
+    assert events is not None
+    # Three forwards, three backwards and the finalisation, each from one event to the next.
+    assert (events.end - events.start).tolist() == [1000] * len(events.code)
+    assert events.start.tolist() == [1000 + 2000 * n for n in range(len(events.code))]
+    assert gpu == [1], "the querying thread says once that captures elsewhere are not its business"
+    assert len(FakeEvent.made) == 2 * recorder._TRIALS, "three steps got by with the calibration's events"
+
+
+def test_a_step_that_the_gpu_never_finishes_is_written_without_times(
+    one_rank: Any, tmp_path: Path, gpu: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "GIVE_UP_SECONDS", 0.0)
+    FakeEvent.LAG = 10**6
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        one_rank.train_step()
+    assert steps(tmp_path) == [(0, format.DEVICE_CLOCK | format.INCOMPLETE)]
