@@ -20,6 +20,7 @@ from megaprof.artifacts.remote import Remote, is_remote
 from megaprof.background import Background
 from megaprof.compat import check_model
 from megaprof.config import ProfileConfig
+from megaprof.control.listener import Listener, listen
 from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
 from megaprof.hooks.microbatches import patch_microbatches, probe
@@ -47,6 +48,7 @@ class Handle:
         self._writer: Writer | None = None
         self._recorders: tuple[Recorder, ...] = ()
         self._timeline: Timeline | None = None
+        self._listener: Listener | None = None
 
     @property
     def active(self) -> bool:
@@ -91,6 +93,8 @@ class Handle:
             self._timeline.close()
         if self._writer is not None:
             self._writer.close(seconds)
+        if self._listener is not None:
+            self._listener.close()
 
     def __enter__(self) -> Handle:
         return self
@@ -150,7 +154,7 @@ class _Process:
         """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
         for handle in self.handles:
             not_at_exit(handle.remove)
-            handle._session = handle._writer = handle._timeline = None
+            handle._session = handle._writer = handle._timeline = handle._listener = None
             handle._recorders = ()
         self.handles.clear()
         self._patches.restore()
@@ -210,7 +214,7 @@ def install_hooks(
     timed = settled.timeline_selector
     if timed is not None:
         timed.check(coords.sizes, layout_from_parallel_state(chunks))
-    if not windowed and (timed is None or not timed.selects(coords)):
+    if not windowed and not settled.listens and (timed is None or not timed.selects(coords)):
         return handle
     try:
         remote = Remote(str(settled.dir)) if is_remote(str(settled.dir)) else None
@@ -237,6 +241,9 @@ def install_hooks(
     )
     handle._session = session
     _process.acquire(handle, session, models)
+    if settled.listens:
+        layout = layout_from_parallel_state(chunks)
+        handle._listener = listen(session, layout, handle._writer, local, _process.background)
     at_exit(handle.remove)
     staged = "" if remote is None else f" (staged in {local})"
     logger.info("megaprof: rank %d captures %s into %s%s", coords.rank, ", ".join(settled.target), settled.dir, staged)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from megaprof import ranges
-from megaprof.hooks.dispatch import Dispatcher, Event, ranged
+from megaprof.hooks.dispatch import Dispatcher, Event, always, ranged
 from megaprof.hooks.patching import Patches
 from megaprof.recorders.timeline import Line
 from megaprof.session import Call, CallFacts, Position
@@ -82,16 +83,50 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
 
 
 def probe(line: Line, phases: int) -> None:
-    """Record ``phases`` forwards of nothing in ``line``, through the hook that the schedule's go through."""
-    model = object()
+    """Record ``phases`` of nothing in ``line``, through the hooks that the schedule's go through: a forward, a backward
+    and two exchanges in turns, as a stage in the middle of a pipeline has them. A multiple of four."""
     dispatcher = Dispatcher()
-    dispatcher.call = Call(CallFacts(None, True, False, None, None, None, (model,)), nullcontext(), line=line)
-    forward = _forward(_nothing, dispatcher)
-    for microbatch in range(phases):
-        forward(model, microbatch)
+    step = idle_step(dispatcher)
+    dispatcher.call = Call(CallFacts(None, False, False, None, None, None, (step.model,)), nullcontext(), line=line)
+    step.run(phases // 4)
 
 
-def _nothing(model: object, current_microbatch: int) -> None: ...
+@dataclass(frozen=True)
+class IdleStep:
+    """The functions of a schedule, hooked, with nothing inside: what they take is what hooks cost."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    exchange: Callable[..., Any]
+    model: object
+
+    def run(self, microbatches: int) -> None:
+        forward, backward, exchange, model = self.forward, self.backward, self.exchange, self.model
+        for microbatch in range(microbatches):
+            output = forward(_no_forward, None, model, microbatches, current_microbatch=microbatch)
+            exchange()
+            backward(None, output, None)
+            exchange()
+
+
+def idle_step(dispatcher: Dispatcher) -> IdleStep:
+    exchange = always("", codes.exchange("send_forward_recv_backward"))
+    return IdleStep(
+        _forward(_no_forward, dispatcher),
+        _backward(_no_backward, dispatcher),
+        ranged(_no_exchange, dispatcher, exchange),
+        object(),
+    )
+
+
+def _no_forward(step: object, data: object, model: object, microbatches: int, current_microbatch: int) -> object:
+    return step
+
+
+def _no_backward(input_tensor: object, output_tensor: object, gradient: object) -> None: ...
+
+
+def _no_exchange() -> None: ...
 
 
 def _phase(label: str, kind: int) -> tuple[Callable[[Position], str], Callable[[Position], int]]:

@@ -13,6 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from megaprof.background import Background
 from megaprof.config import ProfileConfig
 from megaprof.metadata import describe
@@ -202,33 +205,39 @@ class Timeline:
             self._write(line)
 
     def _write(self, line: Line) -> None:
-        begins, ends = line.events[1::3], line.events[2::3]
-        shape: list[int] = line.events[0::3]
-        if line.flags & format.INCOMPLETE:
-            shape, starts, stops, duration = [], [], [], 0
-        elif self._device is None:
-            zero = line.began
-            starts = [(ns - zero + 500) // 1000 for ns in begins]
-            stops = [(ns - zero + 500) // 1000 for ns in ends]
-            duration = (line.ended - zero + 500) // 1000
-        else:
-            starts = [self._device.microseconds(line.began, event) for event in begins]
-            stops = [self._device.microseconds(line.began, event) for event in ends]
-            duration = self._device.microseconds(line.began, line.ended)
-            self._device.take_back([line.began, *begins, *ends, line.ended])
-        totals = dict.fromkeys(codes.KINDS.values(), 0)
-        for code, start, stop in zip(shape, starts, stops, strict=True):
-            totals[_TOTAL_OF[code & codes.KIND_MASK]] += stop - start
+        events, duration = self._times(line)
+        length = np.bincount(events[:, 0] & codes.KIND_MASK, events[:, 2] - events[:, 1], codes.KIND_MASK + 1)
+        length[codes.P2P] += length[codes.WAIT]  # of an overlapped exchange
+        totals = {name: int(length[kind]) for kind, name in codes.KINDS.items()}
         own = line.own // 1000
         record = format.StepRecord(
-            0, 0, line.step, line.index, line.start_ns, duration, starts, stops, totals, own, line.flags
+            0, 0, line.step, line.index, line.start_ns, duration, events[:, 1], events[:, 2], totals, own, line.flags
         )
-        self._files.append(line.key, line.metadata, shape, record)
+        self._files.append(line.key, line.metadata, events[:, 0].tolist(), record)
         if not line.flags & (format.INCOMPLETE | format.CAPTURED | format.FAILED):
             milliseconds = {kind: us / 1e3 for kind, us in totals.items()} | {"step": duration / 1e3}
             if self._device is not None:
                 del milliseconds["p2p"]
             self._tally.add(line.target, milliseconds, line.own / 1e6)
+
+    def _times(self, line: Line) -> tuple[npt.NDArray[np.int64], int]:
+        """Code, start and end of every event in the order of the starts, and the whole step: microseconds."""
+        if line.flags & format.INCOMPLETE:
+            return np.empty((0, 3), dtype=np.int64), 0
+        if self._device is None:
+            zero, last = line.began, line.ended
+            events = np.array(line.events, dtype=np.int64).reshape(-1, 3)
+        else:
+            zero, last = 0, 1000 * self._device.microseconds(line.began, line.ended)
+            marks = [1000 * self._device.microseconds(line.began, mark) for mark in _marks(line)]
+            events = np.empty((len(marks) // 2, 3), dtype=np.int64)
+            events[:, 0], events[:, 1], events[:, 2] = line.events[0::3], marks[0::2], marks[1::2]
+            self._device.take_back([line.began, *_marks(line), line.ended])
+        # Rounded one by one rather than as lengths, so that errors do not add up.
+        events[:, 1:] = (events[:, 1:] - (zero - 500)) // 1000
+        if len(events) > 1 and (np.diff(events[:, 1]) < 0).any():  # exchanges inside a combined pass end before it
+            events = events[np.lexsort((-events[:, 2], events[:, 1]))]
+        return events, (last - zero + 500) // 1000
 
     def _describe(self, call: Call, target: str, role: str | None, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Metadata of the call, made once for every kind of call. A length that varies from call to call is null."""
@@ -250,16 +259,20 @@ class Timeline:
     def _calibrate(self) -> None:
         """Measure, in the running job, what recording one event costs the training thread."""
         self._until_calibration = _RECALIBRATE
-        line = Line("", 0, 0, self._mark)
-        begin = time.perf_counter_ns()
-        self._probe(line, _TRIALS)
-        self._unit_ns = (time.perf_counter_ns() - begin) / _TRIALS
-        if self._device is not None:
-            self._device.take_back(line.events[1::3] + line.events[2::3])
+        costs = []
+        for _ in range(3):  # the first one is cold, and one may be interrupted
+            line = Line("", 0, 0, self._mark)
+            begin = time.perf_counter_ns()
+            self._probe(line, _TRIALS)
+            costs.append((time.perf_counter_ns() - begin) / _TRIALS)
+            if self._device is not None:
+                self._device.take_back(_marks(line))
+        self._unit_ns = min(costs)
 
 
-#: A wait for an overlapped exchange counts as an exchange.
-_TOTAL_OF = {**codes.KINDS, codes.WAIT: codes.KINDS[codes.P2P]}
+def _marks(line: Line) -> list[Any]:
+    """Start and end of every event, in turns."""
+    return [mark for place, mark in enumerate(line.events) if place % 3]
 
 
 def _ranges(graph: str | None) -> dict[str, Any]:

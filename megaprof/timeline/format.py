@@ -57,6 +57,8 @@ STEP_TYPE = np.dtype(
     ]
 )
 _LONGEST = (1 << 32) - 1
+_LARGEST = (1 << 16) - 1
+_LARGEST_UNIT = 40  # microseconds to the power of two: no step takes longer than years
 #: No record is longer; what claims to be is damage.
 _LONGEST_RECORD = 1 << 26
 MOST_NUMBERS = 1 << 16
@@ -68,7 +70,8 @@ Microseconds = npt.NDArray[np.int64]
 class StepRecord:
     """One schedule call on one rank, as it is written. Times in microseconds since its start, ``start_ns`` excepted.
 
-    ``starts`` and ``ends`` have one entry per event of the shape, or are empty with the flag ``INCOMPLETE``.
+    ``starts`` and ``ends`` have one entry per event of the shape, in the order of the starts, or are empty with the flag
+    ``INCOMPLETE``.
     """
 
     metadata: int
@@ -78,8 +81,8 @@ class StepRecord:
     start_ns: int
     """Wall clock."""
     duration: int
-    starts: Sequence[int]
-    ends: Sequence[int]
+    starts: Sequence[int] | Microseconds
+    ends: Sequence[int] | Microseconds
     totals: dict[str, int]
     own: int = 0
     flags: int = 0
@@ -94,11 +97,12 @@ def metadata_record(metadata: dict[str, Any]) -> bytes:
 
 
 def shape_record(events: Sequence[int]) -> bytes:
-    return _record(SHAPE, encode_numbers(events))
+    """``events``: codes of `megaprof.timeline.codes`, in the order of their starts."""
+    return _record(SHAPE, np.asarray(events, dtype="<i8").tobytes())
 
 
 def step_record(step: StepRecord) -> bytes:
-    """Raises struct.error for a step number or an index that does not fit."""
+    """Raises ValueError or struct.error for what does not fit."""
     fixed = _FIXED.pack(
         step.metadata,
         step.shape,
@@ -111,47 +115,36 @@ def step_record(step: StepRecord) -> bytes:
             for number in (step.duration, *(step.totals.get(kind, 0) for kind in codes.KINDS.values()), step.own)
         ),
     )
-    gaps_and_lengths: list[int] = []
-    last = 0
-    for start, end in zip(step.starts, step.ends, strict=True):
-        gap = start - last  # an event may lie inside the one that is written after it
-        gaps_and_lengths += ((gap << 1) ^ (gap >> 63), max(0, end - start))
-        last = end
-    return _record(STEP, fixed + encode_numbers(gaps_and_lengths))
+    return _record(STEP, fixed + _pack_times(step.starts, step.ends))
 
 
-def encode_numbers(numbers: Sequence[int]) -> bytes:
-    """Whole numbers from 0 on as LEB128: seven bits a byte, the lowest first, the top bit set on all but the last."""
-    out = bytearray()
-    for number in numbers:
-        while number > 0x7F:
-            out.append(number & 0x7F | 0x80)
-            number >>= 7
-        out.append(number)
-    return bytes(out)
+def _pack_times(starts: Sequence[int] | Microseconds, ends: Sequence[int] | Microseconds) -> bytes:
+    """For every event how long after the one before it began, and how long it took, in 16 bits each. Raises ValueError
+    for events that are not in the order of their starts.
 
-
-def decode_numbers(data: bytes) -> Microseconds:
-    """What `encode_numbers` wrote. Raises ValueError for anything else."""
-    stored = np.frombuffer(data, dtype=np.uint8)
-    if not stored.size:
-        return np.empty(0, dtype=np.int64)
-    last = np.flatnonzero(stored < 0x80)
-    if not last.size or last[-1] != stored.size - 1:
-        raise ValueError("a number has no end")
-    first = np.empty_like(last)
-    first[0] = 0
-    first[1:] = last[:-1] + 1
-    lengths = last - first + 1
-    if lengths.max() > 9:
-        raise ValueError("a number has more than 63 bits")
-    places = np.arange(stored.size) - np.repeat(first, lengths)
-    return np.add.reduceat((stored & 0x7F).astype(np.int64) << (7 * places), first)
+    The unit is the first power of two of microseconds in which all fit: a step whose longest phase takes a second is
+    kept to 16 us. Differences are of rounded times, so errors do not add up.
+    """
+    if not len(starts):
+        return b""
+    begin, end = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
+    times = np.empty((len(begin), 2), dtype=np.int64)
+    times[:, 0], times[:, 1] = np.diff(begin, prepend=0), end - begin
+    if int(times.min()) < 0:
+        raise ValueError("events are not in the order of their starts, or end before they start")
+    unit = max(0, int(times.max()).bit_length() - 16)
+    if unit and int(times.max()) >> unit == _LARGEST:  # rounding may add one
+        unit += 1
+    if unit:
+        begin, end = begin >> unit, end >> unit
+        times[:, 0], times[:, 1] = np.diff(begin, prepend=0), end - begin
+    return bytes((unit,)) + times.astype("<u2").tobytes()
 
 
 @dataclass(frozen=True)
 class Events:
-    """The events of one step: ``code[i]`` ran from ``start[i]`` to ``end[i]``, microseconds since the step's start."""
+    """The events of one step: ``code[i]`` ran from ``start[i]`` to ``end[i]``, microseconds since the step's start, in
+    the order of the starts; an enclosing one comes before what it encloses."""
 
     code: npt.NDArray[np.int64]
     start: Microseconds
@@ -178,15 +171,13 @@ class Timeline:
         if fixed["flags"] & INCOMPLETE:
             return None
         code = self.shapes[fixed["shape"]]
-        try:
-            numbers = decode_numbers(self._tails[position])
-        except ValueError:
+        tail = self._tails[position]
+        if len(tail) != (1 + 4 * code.size if code.size else 0) or (tail and tail[0] > _LARGEST_UNIT):
             return None
-        if numbers.size != 2 * code.size:
-            return None
-        gaps, lengths = numbers[0::2], numbers[1::2]
-        start = np.cumsum((gaps >> 1) ^ -(gaps & 1)) + np.cumsum(lengths) - lengths
-        return Events(code, start, start + lengths)
+        times = np.frombuffer(tail, dtype="<u2", offset=min(1, len(tail))).astype(np.int64)
+        unit = tail[0] if tail else 0
+        start = np.cumsum(times[0::2])
+        return Events(code, start << unit, (start + times[1::2]) << unit)
 
 
 class UnreadableTimeline(Exception):
@@ -224,7 +215,9 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
                 if events:
                     tails.append(payload[_FIXED.size :])
             elif kind == SHAPE:
-                shapes.append(decode_numbers(payload))
+                if len(payload) % 8:
+                    raise ValueError("a shape is damaged")
+                shapes.append(np.frombuffer(payload, dtype="<i8"))
             elif kind == METADATA:
                 metadata.append(_object(payload))
             # A record of a kind that a later version added is skipped.

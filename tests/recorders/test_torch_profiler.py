@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, supported_activities
 
 from megaprof import emit
 from megaprof.artifacts import Writer
@@ -225,3 +226,16 @@ def test_a_failed_export_leaves_no_half_file_and_no_running_profiler(tmp_path: P
         record(tmp_path, kernels=True, execution_trace=True)
     assert list(tmp_path.iterdir()) == []
     assert not torch._C._autograd._profiler_enabled()
+
+
+def test_a_cuda_device_that_only_the_host_pretends_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if ProfilerActivity.CUDA in supported_activities():
+        pytest.skip("Kineto can record CUDA activity here, so there is nothing to pretend")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    recorder = record(tmp_path, activities=("cpu", "cuda"))
+    assert recorder._activities == [ProfilerActivity.CPU]
+    assert "Failed to record CUDA event" not in capfd.readouterr().err
+    with pytest.raises(ValueError, match="--profile-activities cuda: there is no CUDA device here"):
+        TorchRecorder(config(tmp_path, activities=("cuda",)), Writer())
