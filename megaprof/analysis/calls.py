@@ -145,6 +145,15 @@ def calls_of(trace: Trace) -> list[Call]:
     return calls
 
 
+def consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | None:
+    """Stage and chunk that the result of a forward or backward goes to, None behind the last one: with interleaving,
+    Megatron goes round the stages once per chunk (``forward_backward_pipelining_with_interleaving``)."""
+    stage, last, last_chunk = metadata.coords.pp, metadata.sizes.pp - 1, max(len(metadata.chunks), 1) - 1
+    if kind == ranges.FORWARD:
+        return (stage + 1, chunk) if stage < last else (0, chunk + 1) if chunk < last_chunk else None
+    return (stage - 1, chunk) if stage > 0 else (last, chunk - 1) if chunk > 0 else None
+
+
 def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals) -> Call:
     metadata, label = trace.metadata, outer.name.label
     inside = [r for r in trace.ranges if outer.start <= r.start and r.end <= outer.end]
@@ -242,6 +251,8 @@ def _split(trace: Trace, passes: list[Range], finalize: Intervals) -> tuple[dict
     reasons: list[str] = []
     if sizes.dp > 1:
         split["dp"] = total(finalize)
+    if trace.timeline is not None:
+        return _split_timeline(trace, split)
     if sizes.pp > 1:
         split["pp"] = None
         reasons.append(
@@ -271,6 +282,22 @@ def _split(trace: Trace, passes: list[Range], finalize: Intervals) -> tuple[dict
             reasons.append(
                 f"exposed {', '.join(users)} are not told apart: the collectives of a CPU trace name no process group"
             )
+    return split, reasons
+
+
+def _split_timeline(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
+    """Of the groups, a timeline knows gradient synchronisation only."""
+    sizes, reasons = trace.metadata.sizes, []
+    if sizes.pp > 1:
+        split["pp"] = None
+        why = "the gaps between phases hold" if trace.timeline == "device" else "an exchange is"
+        reasons.append(f"exposed pp is not measured: in a timeline {why} waiting and transfer in one, both are bubble")
+    inside = [group for group in ("tp", "ep", "cp") if getattr(sizes, group) > 1]
+    if inside:
+        split.update(dict.fromkeys(inside))
+        reasons.append(f"exposed {', '.join(inside)} are in compute: a timeline does not look inside a microbatch")
+    if sizes.dp > 1:
+        reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
     return split, reasons
 
 

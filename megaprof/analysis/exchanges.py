@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from megaprof import ranges
 from megaprof.analysis.attribution import Exchange
-from megaprof.analysis.calls import Call
+from megaprof.analysis.calls import Call, consumer
 from megaprof.analysis.clocks import Alignment, Link, align
 from megaprof.analysis.intervals import Intervals, intersection, intervals, total, union
 
@@ -104,11 +104,11 @@ def _ends(call: Call) -> tuple[dict[_Message, Exchange], dict[_Message, Exchange
             chunk, microbatch = phase.chunk or 0, phase.microbatch or 0
             after = phases[number + 1].start if number + 1 < len(phases) else call.end
             place = bisect_left(departures, phase.end)
-            to = _consumer(call, kind, chunk)
+            to = consumer(call.metadata, kind, chunk)
             if to is not None and place < len(leaving) and departures[place] <= after:
                 sends[_Message(to[0], kind, to[1], microbatch)] = leaving[place]
             place = bisect_right(arrivals, phase.start) - 1
-            if place >= 0 and _consumer(call, _OTHER_KIND[kind], chunk) is not None:
+            if place >= 0 and consumer(call.metadata, _OTHER_KIND[kind], chunk) is not None:
                 receives[_Message(stage, kind, chunk, microbatch)] = arriving[place]
     return sends, receives
 
@@ -119,16 +119,6 @@ def _sent(label: str) -> str:
 
 def _received(label: str) -> str:
     return label.partition("recv_")[2]
-
-
-def _consumer(call: Call, kind: str, chunk: int) -> tuple[int, int] | None:
-    """Stage and chunk that the result of a phase goes to, None behind the last one: Megatron's interleaving goes
-    round the stages once per chunk."""
-    metadata = call.metadata
-    stage, last, last_chunk = metadata.coords.pp, metadata.sizes.pp - 1, max(len(metadata.chunks), 1) - 1
-    if kind == ranges.FORWARD:
-        return (stage + 1, chunk) if stage < last else (0, chunk + 1) if chunk < last_chunk else None
-    return (stage - 1, chunk) if stage > 0 else (last, chunk - 1) if chunk > 0 else None
 
 
 def uncertainty(alignment: Alignment) -> int | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megaprof import ranges
-from megaprof.analysis.calls import Call, calls_of
+from megaprof.analysis.calls import Call, calls_of, consumer
 from megaprof.analysis.clocks import Interval, Link
 from megaprof.analysis.traces import Metadata, Range, Trace
 from megaprof.artifacts.names import sanitise
@@ -156,11 +156,11 @@ def ends_of(trace: Trace) -> Ends:
             for number, phase in enumerate(phases):
                 before = phases[number - 1].start if number else call.start
                 following = phases[number + 1].start if number + 1 < len(phases) else call.end
-                if (target := _consumer(metadata, kind, phase.chunk)) is not None:
+                if (target := consumer(metadata, kind, phase.chunk)) is not None:
                     message = Message(call.label, call.step, call.index, target[0], kind, target[1], phase.microbatch)
                     if (end := _send(phase, leaving, following, kernels)) is not None:
                         sends[message] = end
-                if _consumer(metadata, _OTHER[kind], phase.chunk) is not None:
+                if consumer(metadata, _OTHER[kind], phase.chunk) is not None:
                     place = metadata.coords.pp, kind, phase.chunk, phase.microbatch
                     if (end := _receive(phase, arriving, before, kernels)) is not None:
                         receives[Message(call.label, call.step, call.index, *place)] = end
@@ -241,19 +241,6 @@ def _phases(inside: Iterable[Range], kind: str) -> list[_Phase]:
         if microbatch is not None and chunk is not None:
             found.append(_Phase(r.start, r.end, chunk, microbatch, combined))
     return found
-
-
-def _consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | None:
-    """Stage and chunk that the result of a phase goes to, None behind the last one: Megatron's
-    ``get_forward_backward_func`` with interleaving goes round the stages once per chunk."""
-    stage, last, last_chunk = metadata.coords.pp, metadata.sizes.pp - 1, max(len(metadata.chunks), 1) - 1
-    if kind == ranges.FORWARD:
-        if stage < last:
-            return stage + 1, chunk
-        return (0, chunk + 1) if chunk < last_chunk else None
-    if stage > 0:
-        return stage - 1, chunk
-    return (last, chunk - 1) if chunk > 0 else None
 
 
 def _send(phase: _Phase, leaving: list[_Exchange], following: int, kernels: bool) -> End | None:

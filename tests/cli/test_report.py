@@ -11,20 +11,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
+from running import ROOT, megaprof
 from synthetic import pipeline
-
-ROOT = Path(__file__).parents[2]
-
-
-def megaprof(*arguments, **environment):
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-m", "megaprof", *map(str, arguments)],
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": path, "COLUMNS": "100", **environment},
-        timeout=120,
-        text=True,
-    )
 
 
 @pytest.fixture
