@@ -64,6 +64,11 @@ class Dispatcher:
         self.call = call if call.ranged or call.line is not None else None
         return True
 
+    def spent(self, nanoseconds: int) -> None:
+        """What it took to begin the call that is being recorded."""
+        if self.call is not None and self.call.line is not None:
+            self.call.line.own = nanoseconds
+
     def end(self, *, failed: bool) -> None:
         recording, self._recording, self.call = self._recording, None, None
         if recording is not None:

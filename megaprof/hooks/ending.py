@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import multiprocessing
 import multiprocessing.util
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
+from types import FrameType, TracebackType
 
 logger = logging.getLogger("megaprof")
 
@@ -37,17 +36,19 @@ class Termination:
         self._due = False
         self._ending = False
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Around what must not be interrupted half-way: a SIGTERM acts when the block is left."""
+    def held(self) -> Termination:
+        """``with termination.held():`` around what must not be interrupted half-way: a SIGTERM acts when the block is
+        left. A class rather than a generator: every step of an armed process goes through two of these."""
+        return self
+
+    def __enter__(self) -> None:
         self._holding = True
-        try:
-            yield
-        finally:
-            self._holding = False
-            if self._due:
-                self._end()
-            self._settle()
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        self._holding = False
+        if self._due:
+            self._end()
+        self._settle()
 
     def reset(self) -> None:
         """Take the handler out, in a forked child too: its parent's files are not the child's to save."""

@@ -7,6 +7,7 @@ Every host asks ``megatron.core.pipeline_parallel.get_forward_backward_func``, w
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ def _hooked(
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
         if dispatcher.depth or dispatcher.empty:
             return original(*args, **kwargs)
+        entered = time.perf_counter_ns()
         recorded, of_this_call, modules = False, Patches(), None
         with Contained("looking at a step", dispatcher.drop):
             facts = _facts(label, args[0] if label is None else None, kwargs, evaluating)
@@ -57,6 +59,7 @@ def _hooked(
             if recorded:
                 patch_finalize(of_this_call, dispatcher, facts.chunks)
                 modules = patch_modules(of_this_call, dispatcher, facts.chunks)
+                dispatcher.spent(time.perf_counter_ns() - entered)
         failed = True
         dispatcher.depth += 1
         try:

@@ -117,7 +117,6 @@ class Timeline:
 
     def begin(self, call: Call, target: str, role: str | None, step: int, *, captured: bool) -> Line:
         """A schedule call starts."""
-        entered = time.perf_counter_ns()
         last, index = self._last.get((target, role), (None, -1))
         index = index + 1 if last == step else 0
         self._last[target, role] = (step, index)
@@ -129,7 +128,6 @@ class Timeline:
         line.flags = (format.CAPTURED if captured else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._line = line
         line.start_ns = time.time_ns()
-        line.own = time.perf_counter_ns() - entered
         line.began = line.mark()
         return line
 
@@ -235,7 +233,7 @@ class Timeline:
             self._device.take_back([line.began, *_marks(line), line.ended])
         # Rounded one by one rather than as lengths, so that errors do not add up.
         events[:, 1:] = (events[:, 1:] - (zero - 500)) // 1000
-        if len(events) > 1 and (np.diff(events[:, 1]) < 0).any():  # exchanges inside a combined pass end before it
+        if (events[1:, 1] < events[:-1, 1]).any():  # exchanges inside a combined pass end before it
             events = events[np.lexsort((-events[:, 2], events[:, 1]))]
         return events, (last - zero + 500) // 1000
 

@@ -79,7 +79,7 @@ class TimelineFiles:
         if (shape := self._shapes.get(events)) is None:
             shape = len(self._shapes)
             records.append(format.shape_record(events))
-        records.append(format.step_record(step.numbered(number, shape)))
+        records.append(format.step_record(step, number, shape))
         self._write(b"".join(records))
         self._metadata[key], self._shapes[events] = number, shape
 

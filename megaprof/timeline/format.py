@@ -10,7 +10,6 @@ A process that dies leaves a record half-written at the end: reading stops there
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 import zlib
@@ -87,10 +86,6 @@ class StepRecord:
     own: int = 0
     flags: int = 0
 
-    def numbered(self, metadata: int, shape: int) -> StepRecord:
-        """The same step with the numbers that its metadata and its shape have in a file."""
-        return dataclasses.replace(self, metadata=metadata, shape=shape)
-
 
 def metadata_record(metadata: dict[str, Any]) -> bytes:
     return _record(METADATA, json.dumps(metadata, separators=(",", ":")).encode())
@@ -101,11 +96,12 @@ def shape_record(events: Sequence[int]) -> bytes:
     return _record(SHAPE, np.asarray(events, dtype="<i8").tobytes())
 
 
-def step_record(step: StepRecord) -> bytes:
-    """Raises ValueError or struct.error for what does not fit."""
+def step_record(step: StepRecord, metadata: int | None = None, shape: int | None = None) -> bytes:
+    """``metadata`` and ``shape``: their numbers in this file, where they are not the step's own. Raises ValueError or
+    struct.error for what does not fit."""
     fixed = _FIXED.pack(
-        step.metadata,
-        step.shape,
+        step.metadata if metadata is None else metadata,
+        step.shape if shape is None else shape,
         step.index,
         step.flags,
         step.step,
@@ -129,16 +125,22 @@ def _pack_times(starts: Sequence[int] | Microseconds, ends: Sequence[int] | Micr
         return b""
     begin, end = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
     times = np.empty((len(begin), 2), dtype=np.int64)
-    times[:, 0], times[:, 1] = np.diff(begin, prepend=0), end - begin
+    _differences(times, begin, end)
     if int(times.min()) < 0:
         raise ValueError("events are not in the order of their starts, or end before they start")
-    unit = max(0, int(times.max()).bit_length() - 16)
-    if unit and int(times.max()) >> unit == _LARGEST:  # rounding may add one
+    longest = int(times.max())
+    unit = max(0, longest.bit_length() - 16)
+    if unit and longest >> unit == _LARGEST:  # rounding may add one
         unit += 1
     if unit:
-        begin, end = begin >> unit, end >> unit
-        times[:, 0], times[:, 1] = np.diff(begin, prepend=0), end - begin
+        _differences(times, begin >> unit, end >> unit)
     return bytes((unit,)) + times.astype("<u2").tobytes()
+
+
+def _differences(times: Microseconds, begin: Microseconds, end: Microseconds) -> None:
+    times[0, 0] = begin[0]
+    times[1:, 0] = begin[1:] - begin[:-1]
+    times[:, 1] = end - begin
 
 
 @dataclass(frozen=True)
