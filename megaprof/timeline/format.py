@@ -69,8 +69,8 @@ Microseconds = npt.NDArray[np.int64]
 class StepRecord:
     """One schedule call on one rank, as it is written. Times in microseconds since its start, ``start_ns`` excepted.
 
-    ``starts`` and ``ends`` have one entry per event of the shape, in the order of the starts, or are empty with the flag
-    ``INCOMPLETE``.
+    ``starts`` and ``ends`` have one entry per event of the shape, in the order of the starts, or are empty with
+    the flag ``INCOMPLETE``.
     """
 
     metadata: int
