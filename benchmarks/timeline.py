@@ -2,10 +2,11 @@
 
     python -m benchmarks.timeline [--microbatches 32] [--blocks 12] [--steps 6]
 
-Two parts. *Counts times unit cost*: a schedule with nothing in it goes through the real hooks, with and without a timeline;
-the difference is what the training thread pays for a step of a middle stage (a forward, a backward and two exchanges per
-microbatch), and the background thread's CPU time is counted beside it. *Real steps*: a real Megatron-Core GPT at PP=2 over
-gloo, in blocks of steps with and without the timeline in turns, so that a machine that slows down does so for both.
+Two parts. *Counts times unit cost*: a schedule with nothing in it goes through the real hooks, with and without a
+timeline; the difference is what the training thread pays for a step of a middle stage (a forward, a backward and two
+exchanges per microbatch), and the background thread's CPU time is counted beside it. *Real steps*: a real Megatron-Core
+GPT at PP=2 over gloo, in blocks of steps with and without the timeline in turns, so that a machine that slows down does
+so for both. Its ratio is only as good as the machine is quiet.
 
 The last line is JSON. ``overhead``: of a step of 100 ms, what training thread and background thread take together;
 ``bytes_per_rank_step``: what a real step wrote, the busiest rank's.
@@ -29,6 +30,7 @@ from megaprof.hooks.schedules import _hooked
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 STEP_MS = 100.0
+WAYS = ("off", "timeline")
 
 
 def _config(directory: str) -> ProfileConfig:
@@ -66,7 +68,7 @@ def unit_costs(microbatches: int, steps: int) -> dict[str, float]:
 def real_steps(workload: GPTWorkload, blocks: int, steps: int, directory: str) -> dict[str, Any]:
     """Milliseconds of every step by way, and the bytes of one step."""
     rank, _ = init_distributed()
-    milliseconds: dict[str, list[float]] = {"off": [], "timeline": []}
+    milliseconds: dict[str, list[float]] = {way: [] for way in WAYS}
     written = counted = 0
     background = 0.0
     with cpu_megatron():
@@ -102,22 +104,20 @@ def main() -> None:
     (unit,) = run_ranks(unit_costs, 1, args.microbatches, 400, timeout=300, env=quiet)
     phases = 4 * args.microbatches
     training = unit["timed"] - unit["bare"]
-    print(
-        f"an empty step of {phases} phases: {unit['bare']:.0f} us with idle hooks, {unit['timed']:.0f} us with a timeline"
-    )
-    print(
-        f"training thread {training:.0f} us a step, {training / phases:.2f} us a phase (it says {unit['own']:.0f} us itself)"
-    )
+    print(f"an empty step of {phases} phases: idle hooks {unit['bare']:.0f} us, timeline {unit['timed']:.0f} us")
+    print(f"training thread {training:.0f} us a step, {training / phases:.2f} us a phase")
+    print(f"its own estimate of the same in the job: {unit['own']:.0f} us a step")
     print(f"background thread {unit['background']:.0f} us a step")
     workload = GPTWorkload(pp=2, layers=2, microbatches=args.microbatches, hidden=64, seq_length=64)
     with tempfile.TemporaryDirectory() as folder:
         ranks = run_ranks(real_steps, 2, workload, args.blocks, args.steps, str(Path(folder)), timeout=900, env=quiet)
-    off, on = ([statistics.median(rank["ms"][way]) for rank in ranks] for way in ("off", "timeline"))
-    ratio = max(on) / max(off)
+    # A step is as long as its last rank; a block is compared with the one before it.
+    off, on = ([max(step) for step in zip(*(rank["ms"][way] for rank in ranks), strict=True)] for way in WAYS)
+    blocks = [slice(first, first + args.steps) for first in range(0, len(off), args.steps)]
+    ratio = statistics.median(statistics.median(on[b]) / statistics.median(off[b]) for b in blocks)
     size = max(rank["bytes"] for rank in ranks)
-    print(
-        f"real steps of {args.microbatches} microbatches, PP=2: off {max(off):.2f} ms, timeline {max(on):.2f} ms ({ratio:.4f})"
-    )
+    medians = [statistics.median(way) for way in (off, on)]
+    print(f"real steps at PP=2: off {medians[0]:.2f} ms, timeline {medians[1]:.2f} ms; block by block {ratio:.4f}")
     print(f"{size:.0f} bytes a rank and step, background thread {max(r['background_us'] for r in ranks):.0f} us a step")
     overhead = (training + unit["background"]) / (1e3 * STEP_MS)
     print(

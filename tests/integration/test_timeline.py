@@ -1,4 +1,4 @@
-"""The timeline on real megatron-core schedules: every phase of every step, the same numbers, and nothing left behind."""
+"""The timeline on real megatron-core schedules: every phase of every step, and the same numbers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
-"""The timeline recorder inside a run: faults of ours and of the host, a slow disk, hangs, and a GPU's events (faked)."""
+"""The timeline recorder inside a run: faults of ours and of the host, hangs, and a GPU's events (faked)."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -178,8 +177,8 @@ class FakeEvent:
     """A CUDA event on a GPU that is `LAG` events behind, and takes a millisecond from each to the next."""
 
     LAG = 5
-    made: list[FakeEvent] = []
-    recorded: list[FakeEvent] = []
+    made: ClassVar[list[FakeEvent]] = []
+    recorded: ClassVar[list[FakeEvent]] = []
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
@@ -200,7 +199,7 @@ class FakeEvent:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     modes: list[int] = []
 
     class Driver:
@@ -221,7 +220,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(device.ctypes, "CDLL", Driver)
     assert device.ctypes is ctypes
-    yield modes
+    return modes
 
 
 def test_on_a_gpu_the_times_are_its_events(one_rank: Any, tmp_path: Path, gpu: list[int]) -> None:

@@ -14,12 +14,13 @@ import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
 from megaprof import emit
-from megaprof.artifacts import Writer
+from megaprof.analysis.traces import find_traces
+from megaprof.artifacts import TRACE_SUFFIX, Writer, artifact_name
 from megaprof.config import ProfileConfig
 from megaprof.recorders import Window
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.recorders.torch_profiler import TorchRecorder
-from megaprof.topology import ParallelSizes, RankCoords
+from megaprof.topology import ParallelSizes, RankCoords, WorldLayout
 
 WINDOW = Window("train_actor", None, 7, RankCoords(rank=0, pp=0, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes()))
 STEM = "train_actor.step000007.pp0-tp0-cp0-ep0-dp0.rank00000"
@@ -38,15 +39,17 @@ def config(directory: Path, **fields: Any) -> ProfileConfig:
     return ProfileConfig(target=("train_actor",), dir=str(directory), **fields)
 
 
-def record(directory: Path, model: Callable[..., Any] | None = None, **fields: Any) -> TorchRecorder:
+def record(
+    directory: Path, model: Callable[..., Any] | None = None, window: Window = WINDOW, **fields: Any
+) -> TorchRecorder:
     """One window around a forward and a backward; every file is complete afterwards."""
     writer = Writer()
     recorder = TorchRecorder(config(directory, **fields), writer)
     net = Net() if model is None else model
-    recorder.start(WINDOW)
+    recorder.start(window)
     with torch.profiler.record_function("megaprof/forward mb=0 chunk=0"):
         net(torch.randn(4, 8)).sum().backward()
-    recorder.stop(WINDOW, {"target": "train_actor", "steps": [7, 7], "coords": {"rank": 0}})
+    recorder.stop(window, {"target": "train_actor", "steps": [7, 7], "coords": {"rank": 0}})
     assert writer.close(60)
     return recorder
 
@@ -103,6 +106,17 @@ def test_an_execution_trace_is_written_beside_each_window(tmp_path: Path) -> Non
         assert {"aten::linear", "megaprof/forward mb=0 chunk=0"} <= {node["name"] for node in written["nodes"]}
         (tmp_path / f"{STEM}.et.json").unlink()
     assert [path.name for path in tmp_path.iterdir()] == [f"{STEM}.pt.trace.json.gz"]
+
+
+def test_all_files_of_a_rank_of_a_large_world_are_in_its_directory(tmp_path: Path) -> None:
+    coords = WorldLayout(ParallelSizes.of(2048, tp=8)).coords(1500)
+    window = Window("train_actor", None, 7, coords)
+    record(tmp_path, window=window, execution_trace=True, kernels=True, with_stack=True, export=("trace", "stacks"))
+    (folder,) = tmp_path.iterdir()
+    assert folder.name == "ranks001024-002047"
+    kinds = {path.name.partition("rank01500.")[2] for path in folder.iterdir()}
+    assert kinds == {"pt.trace.json.gz", "et.json", "kernels.json", "stacks.txt"}
+    assert find_traces(tmp_path) == [folder / artifact_name("train_actor", None, 7, coords, TRACE_SUFFIX)]
 
 
 def test_an_execution_trace_of_somebody_elses_is_left_alone(tmp_path: Path) -> None:

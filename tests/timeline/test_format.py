@@ -135,7 +135,7 @@ def test_any_file_is_a_timeline_or_unreadable(tmp_path_factory: pytest.TempPathF
         try:
             timeline = read_timeline(path)
         except UnreadableTimeline as fault:
-            assert str(path) in str(fault)
+            assert str(path) in str(fault)  # noqa: PT017
             continue
         for position in range(len(timeline.steps)):
             timeline.events(position)
