@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-matrix test-viewers lint format bench bench-capture bench-overhead bench-report bench-whatif clean
+.PHONY: demo test test-slow test-matrix test-viewers test-hosts lint format bench bench-capture bench-overhead bench-report bench-scale bench-whatif clean
 
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
@@ -29,6 +29,11 @@ test-mcore-%: .venv/mcore-%/ready
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready
 	.venv/viewers/bin/python -m pytest $(ARGS) tests/viewers
+
+# The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
+# is skipped, and says so.
+test-hosts: .venv/hosts/ready
+	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/hosts
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -65,8 +70,17 @@ format: .venv/ready
 	.venv/viewers/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[viewers]" "$(TORCH)"
 	touch $@
 
+# One for the hosts, which bring half of Hugging Face along.
+.venv/hosts/ready: .venv/ready
+	$(BIN)/python -m venv .venv/hosts
+	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
+	own=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
+	.venv/hosts/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[hosts]" "$(TORCH)"
+	touch $@
+
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-overhead bench-report bench-whatif
+bench: bench-capture bench-overhead bench-report bench-whatif bench-scale
 
 bench-capture: .venv/ready
 	$(BIN)/python benchmarks/capture.py $(or $(ARGS),--pairs 5)
@@ -79,6 +93,10 @@ bench-report: .venv/bench
 
 bench-whatif: .venv/ready
 	$(BIN)/python benchmarks/whatif.py $(ARGS)
+
+# 16,384 ranks; a quick one: make bench-scale ARGS="--ranks 1024"
+bench-scale: .venv/ready
+	$(BIN)/python benchmarks/scale.py $(ARGS)
 
 .venv/bench: .venv/ready
 	$(PIP) --editable ".[bench]" "$(TORCH)"

@@ -22,18 +22,20 @@ import msgspec
 from isal import igzip
 
 from megaprof import ranges
+from megaprof.analysis.captures import NothingToMerge, choose
 from megaprof.analysis.clocks import Alignment, align
 from megaprof.analysis.gpu import KERNEL
-from megaprof.analysis.timelines import Capture, End, Ends, capture_in, capture_of, ends_of, links_between
-from megaprof.analysis.traces import Coords, UnreadableTrace, find_traces, read_trace
+from megaprof.analysis.timelines import Capture, End, Ends, capture_in, ends_of, links_between
+from megaprof.analysis.traces import Coords, UnreadableTrace, read_trace
 from megaprof.artifacts.files import appearing
-from megaprof.artifacts.names import sanitise
+from megaprof.selectors import Selector
 from megaprof.version import __version__
+
+__all__ = ["MARK", "Merged", "NothingToMerge", "merge"]
 
 #: Key of the object that tells a merged timeline from every other file.
 MARK = "megaprofMerge"
 
-_PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
 _FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
 _BATCH = 4096
 _INSIDE_NS = 10  # an arrow that ends with a slice would belong to what comes behind it
@@ -42,13 +44,10 @@ _LONGEST = 1 << 53  # microseconds
 _OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
 
 
-class NothingToMerge(Exception):
-    """No captured step here can be merged; the message says what there is instead."""
-
-
 @dataclass(frozen=True)
 class Merged:
-    """What was written. ``others``: captured steps that were not, ``arrows`` from sends to receives."""
+    """What was written. ``others``: captured steps that were not; ``left_out``: ranks of this one that were not;
+    ``arrows`` from sends to receives."""
 
     out: Path
     capture: Capture
@@ -57,6 +56,7 @@ class Merged:
     arrows: int
     alignment: Alignment
     others: tuple[Capture, ...]
+    left_out: int
     warnings: tuple[str, ...]
 
 
@@ -114,13 +114,14 @@ def merge(
     target: str | None = None,
     role: str | None = None,
     step: int | None = None,
+    ranks: Selector | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
     """Merge one captured step below ``source`` into ``out`` (gzipped where that ends in ``.gz``).
 
-    Of several steps, the latest of the first target of `_PREFERRED` is taken unless ``target``, ``role`` and ``step``
-    say otherwise. ``progress(done, total)`` is called behind every file that was read. ``out`` appears whole or not
-    at all, and replaces nothing but an older merged timeline. Files that cannot be used become warnings.
+    Which step and ranks, of several, `captures.choose` says. ``progress(done, total)`` is called behind every file
+    that was read. ``out`` appears whole or not at all, and replaces nothing but an older merged timeline. Files that
+    cannot be used become warnings.
 
     Raises:
         NothingToMerge: there is no such step, or none of its files can be read.
@@ -129,65 +130,33 @@ def merge(
     """
     _refuse_to_lose(out)
     warnings: list[str] = []
-    capture, paths, others = _choose(source, target, role, step, warnings)
-    ranks = []
+    chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks)
+    capture, paths = chosen.capture, chosen.paths
+    found = []
     for number, path in enumerate(paths):
         rank = _examine(path, capture, warnings)
-        ranks += [rank] if rank else []
+        found += [rank] if rank else []
         progress(number + 1, 2 * len(paths))
-    ranks = _one_file_per_rank(ranks, warnings)
-    if not ranks:
+    found = _one_file_per_rank(found, warnings)
+    if not found:
         raise NothingToMerge(f"no file of {capture} can be read: {'; '.join(warnings[:5])}")
-    ranks.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
+    found.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
-    alignment, arrows = _connect(ranks, numbers, warnings)
+    alignment, arrows = _connect(found, numbers, warnings)
     events = _write(
-        out, capture, ranks, alignment, numbers, warnings, lambda n: progress(len(paths) + n, 2 * len(paths))
+        out, capture, found, alignment, numbers, warnings, lambda n: progress(len(paths) + n, 2 * len(paths))
     )
     return Merged(
         out=out,
         capture=capture,
-        ranks=tuple(rank.coords.rank for rank in ranks),
+        ranks=tuple(rank.coords.rank for rank in found),
         events=events,
         arrows=arrows,
         alignment=alignment,
-        others=others,
+        others=chosen.others,
+        left_out=chosen.left_out,
         warnings=tuple(warnings),
     )
-
-
-def _choose(
-    source: Path, target: str | None, role: str | None, step: int | None, warnings: list[str]
-) -> tuple[Capture, list[Path], tuple[Capture, ...]]:
-    if not source.exists():
-        raise NothingToMerge(f"{source} does not exist")
-    captures: dict[Capture, list[Path]] = {}
-    for path in [source] if source.is_file() else find_traces(source):
-        capture = capture_of(path)
-        if capture is None:
-            try:
-                capture = capture_in(read_trace(path).metadata)
-            except UnreadableTrace as fault:
-                warnings.append(f"{path.name} was skipped: {fault.reason}")
-                continue
-        captures.setdefault(capture, []).append(path)
-    if not captures:
-        raise NothingToMerge(f"{source} holds no trace of megaprof's" + "".join(f"; {w}" for w in warnings[:5]))
-    wanted = [
-        capture
-        for capture in captures
-        if (target is None or capture.target == sanitise(target))
-        and (role is None or capture.role == sanitise(role))
-        and (step is None or capture.step == step)
-    ]
-    if not wanted:
-        raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
-    chosen = min(wanted, key=lambda c: (_preference(c.target), c.target, -c.step, c.role))
-    return chosen, captures.pop(chosen), tuple(sorted(captures))
-
-
-def _preference(target: str) -> int:
-    return _PREFERRED.index(target) if target in _PREFERRED else len(_PREFERRED)
 
 
 def _examine(path: Path, capture: Capture, warnings: list[str]) -> _Rank | None:

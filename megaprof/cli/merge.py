@@ -17,6 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", help="which target, of several (default: train_actor, if it is there)")
     parser.add_argument("--role", help="which role, of several")
     parser.add_argument("--step", type=int, help="which step, of several (default: the latest)")
+    parser.add_argument(
+        "--ranks",
+        metavar="SELECTION",
+        help="which ranks: all, per-stage, numbers such as 0,8-15, or coordinates such as pp=*,dp=0 (default: all of "
+        "up to 64, of more the lowest of each stage)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,7 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from megaprof.analysis.merge import NothingToMerge, merge
+    from megaprof.selectors import OPTION, parse_selector
 
+    try:
+        ranks = None if arguments.ranks is None else parse_selector(arguments.ranks)
+    except ValueError as mistake:
+        raise UsageError(str(mistake).replace(OPTION, "--ranks")) from None
     console = Console(stderr=True)
     try:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -36,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
                 target=arguments.target,
                 role=arguments.role,
                 step=arguments.step,
+                ranks=ranks,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )
     except NothingToMerge as fault:
@@ -49,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{merged.capture}: {_count(len(merged.ranks), 'rank')}, {_count(merged.events, 'event')}, "
         f"{_count(merged.arrows, 'arrow')} from a send to its receive"
     )
+    if merged.left_out:
+        _say(f"Left out: {_count(merged.left_out, 'rank')} (see --ranks)")
     for line in merged.alignment.sentences():
         _say(line)
     for warning in merged.warnings:

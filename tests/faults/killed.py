@@ -1,8 +1,8 @@
 """Jobs that are killed at random moments while they keep a timeline: ``python -m tests.faults.killed DIR JOBS SEED``.
 
 One rank of a real Megatron-Core GPT per job. A job says over a pipe which step it has finished, the moment it has;
-the last line of output is JSON with what each job said last before SIGKILL. Jobs are forked from a process that has imported
-everything and computed nothing, since starting Python a hundred times would take the time of the test.
+the last line of output is JSON with what each job said last before SIGKILL. Jobs are forked from a process that has
+imported everything and computed nothing, since starting Python a hundred times would take the time of the test.
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""``megaprof export DIR --parquet OUT``: timelines as a Parquet dataset, one row per rank and step."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megaprof.cli import CommandError, UsageError
+
+_MOST_WARNINGS = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of timelines, or one timeline")
+    parser.add_argument(
+        "--parquet",
+        metavar="OUT",
+        type=Path,
+        required=True,
+        help="directory of the dataset, partitioned by run, stage and hour; an earlier one is added to",
+    )
+    parser.add_argument("--run", metavar="NAME", help="name of the run (default: what the job's control file says)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Export, and say what was written."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from megaprof.analysis.export import NothingToExport, export
+
+    out: Path = arguments.parquet
+    if arguments.run is not None and not arguments.run.strip():
+        raise UsageError(f"--run {arguments.run!r} is no name")
+    if not arguments.dir.exists():
+        raise CommandError(f"{arguments.dir} does not exist")
+    _allow_many_files()
+    console = Console(stderr=True)
+    try:
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("exporting", total=None)
+            exported = export(
+                arguments.dir,
+                out,
+                run=arguments.run,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+    except NothingToExport as fault:
+        raise CommandError(str(fault)) from None
+    except ValueError as mistake:
+        raise UsageError(f"--parquet {mistake}") from None
+    except OSError as fault:
+        raise CommandError(f"--parquet {out} cannot be written: {fault.strerror or fault}") from None
+    _say(
+        f"{out}: {exported.rows:,} rows from {exported.files:,} files, {exported.partitions:,} partitions, "
+        f"{exported.bytes / 1e6:.1f} MB; run {', '.join(exported.runs)}"
+    )
+    if exported.kept:
+        _say(f"{exported.kept:,} partitions stay as they were: they hold more rows than the timelines still do")
+    if exported.cut:
+        _say(f"{exported.cut:,} files end inside a record, as those of a job do that still runs or was killed")
+    for warning in exported.warnings[:_MOST_WARNINGS]:
+        _say(f"! {warning}")
+    if len(exported.warnings) > _MOST_WARNINGS:
+        _say(f"! and {len(exported.warnings) - _MOST_WARNINGS:,} more like it")
+    return 0
+
+
+def _allow_many_files() -> None:
+    """A stage has a file open for each hour; the soft limit of most systems, 1,024, is six weeks."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _say(line: str) -> None:
+    """Names come from files: no control characters of theirs reach the terminal."""
+    sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
