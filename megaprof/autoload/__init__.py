@@ -139,15 +139,18 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         nonlocal pending
         if pending:
-            pending = not _install()
+            pending = not install()
         return original(*args, **kwargs)
 
     get_forward_backward_func._megaprof = True  # type: ignore[attr-defined]
     return get_forward_backward_func
 
 
-def _install() -> bool:
-    """False: too early, ask again. A configuration that this world cannot honour is a ValueError, as ever."""
+def install() -> bool:
+    """Install now, for any model: what the hooks above do when a host asks for its schedule.
+
+    False: too early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
+    """
     try:
         from megatron.core import parallel_state
 
@@ -155,8 +158,9 @@ def _install() -> bool:
             return False
         from megaprof.config import ProfileConfig
         from megaprof.hooks.install import install_hooks
+        from megaprof.hosts import table
 
-        install_hooks(None, _settled or ProfileConfig.from_env())
+        install_hooks(None, _settled or table.config() or ProfileConfig.from_env())
     except ValueError:
         raise
     except Exception as fault:

@@ -29,6 +29,20 @@ def iteration() -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
+def tensorboard_writer() -> Any | None:
+    """Its ``SummaryWriter``, which only the last rank has."""
+    return _global("_GLOBAL_TENSORBOARD_WRITER")
+
+
+def wandb_writer() -> Any | None:
+    """The module ``wandb`` with a run in it, on the last rank."""
+    return _global("_GLOBAL_WANDB_WRITER")
+
+
+def _global(name: str) -> Any | None:
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
+
+
 class _LogProbs:
     """``prepare_data_for_update`` computes log-probs twice with the same model: the policy's own, then, with other
     weights loaded, the reference's (0.16 to the head of August 2026). Nothing in the calls tells them apart."""

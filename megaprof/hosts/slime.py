@@ -8,9 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megaprof.hosts.adapter import Facts, Hook
+
+if TYPE_CHECKING:
+    from megaprof.config import ProfileConfig
 
 _MODEL = "slime.backends.megatron_utils.model"
 
@@ -24,14 +27,43 @@ DEFAULTS = {
 }
 
 
+#: The variables of slime's pull request 1879, which mean the same as ours.
+VARIABLES = {
+    "SLIME_PROFILE_ALL_RANKS": "all_ranks",
+    "SLIME_PROFILE_RECORD_SHAPES": "record_shapes",
+    "SLIME_PROFILE_WITH_FLOPS": "with_flops",
+    "SLIME_PROFILE_WITH_STACK": "with_stack",
+    "SLIME_PROFILE_MEMORY": "profile_memory",
+}
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` with slime's own variables as ours, which come first. Raises ValueError for a value that is neither true
+    nor false."""
+    from megaprof.config import options, variable
+
+    read = {option.name: option.metadata["read"] for option in options()}
+    own = {ours: read[ours](name, env[name]) for name, ours in VARIABLES.items() if name in env}
+    if variable("select") in env:
+        own.pop("all_ranks", None)
+    return {variable(name): "1" for name, wanted in own.items() if wanted} | dict(env)
+
+
+def config_of(args: argparse.Namespace) -> ProfileConfig:
+    """The ProfileConfig of slime's arguments with the patch, and of the environment, slime's own variables included."""
+    from megaprof.arguments import config_from_args
+
+    return config_from_args(args, environment(os.environ))
+
+
 def init(args: argparse.Namespace) -> None:
     """For ``--custom-megatron-init-path``: slime calls it on every training rank before the model is built.
 
     slime's ``--profile-target``, ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` mean what
-    they mean in slime, with windows of one step each. Everything else comes from the ``MEGAPROF_*`` environment, and
-    without ``MEGAPROF_DIR`` there nothing is profiled. Raises ValueError for what cannot be honoured.
+    they mean in slime, with windows of one step each, and so do the variables in VARIABLES. Everything else comes from
+    the ``MEGAPROF_*`` environment, and without ``MEGAPROF_DIR`` there nothing is profiled. Raises ValueError for what
+    cannot be honoured.
     """
-    from megaprof.arguments import config_from_args
     from megaprof.autoload import arm
 
     if "MEGAPROF_DIR" not in os.environ:
@@ -41,7 +73,7 @@ def init(args: argparse.Namespace) -> None:
         **own, profile_dir=os.environ["MEGAPROF_DIR"], megaprof_host_defaults=DEFAULTS, profile=False
     )
     named.use_pytorch_profiler = getattr(args, "use_pytorch_profiler", False)
-    config = config_from_args(named)
+    config = config_of(named)
     if config.enabled:
         arm(config)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megaprof.hosts import adapter, megatron_bridge, megatron_lm, ms_swift, skyrl, slime, verl
 
 if TYPE_CHECKING:
+    from megaprof.config import ProfileConfig
     from megaprof.hooks.patching import Patches
 
 _HOSTS = (megatron_lm, slime, verl, skyrl, ms_swift, megatron_bridge)
@@ -23,3 +24,8 @@ def iteration() -> int | None:
     """The host's current iteration number, whichever host it is, or None."""
     number = adapter.iteration()
     return megatron_lm.iteration() if number is None else number
+
+
+def config() -> ProfileConfig | None:
+    """What a host's own settings ask of megaprof by its name, or None. Raises ValueError for what is not valid."""
+    return verl.config()

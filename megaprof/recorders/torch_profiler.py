@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, supported_activities
 
 from megaprof import emit
 from megaprof.artifacts import TRACE_SUFFIX, Job, Writer, artifact_path, raw_path
@@ -33,8 +33,7 @@ class TorchRecorder:
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
         if config.dir is None:
             raise ValueError("the torch recorder needs a directory")
-        # ProfilerActivity.CUDA without a CUDA device only prints a warning per window.
-        self._activities = [_ACTIVITIES[a] for a in config.activities if a != "cuda" or torch.cuda.is_available()]
+        self._activities = [_ACTIVITIES[a] for a in config.activities if a != "cuda" or _cuda()]
         if not self._activities:
             raise ValueError(f"{flag('activities')} cuda: there is no CUDA device here; add cpu, or run where one is")
         if torch._C._autograd._profiler_enabled():
@@ -129,6 +128,14 @@ class TorchRecorder:
     def _derived_suffixes(self) -> tuple[str, ...]:
         kernels = (KERNELS_SUFFIX,) if self._config.kernels else ()
         return (*kernels, *((STACKS_SUFFIX, DEVICE_STACKS_SUFFIX) if "stacks" in self._config.export else ()))
+
+
+def _cuda() -> bool:
+    """Whether CUDA activity can be recorded. Without a device, asking for it only prints a warning per window.
+
+    Two must agree: a host on a CPU may have replaced ``is_available``, and Kineto answers for what was built in.
+    """
+    return torch.cuda.is_available() and ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
 
 
 def _trace_only(config: ProfileConfig) -> Any:

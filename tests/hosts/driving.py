@@ -53,7 +53,7 @@ def skip_unless_importable(module: str, env: dict[str, str], *edges: str) -> Non
 
 
 def prepare(host: str | None = None, *edges: str) -> None:
-    """Megatron-core first, as it is here; then nothing in the place of ``edges`` and of EDGES, where they are missing.
+    """Megatron-core first, as it is here; then nothing in the place of ``edges``, and of EDGES where they are missing.
 
     ``host`` goes on the path: a rank of ``run_ranks`` has the path of the test that started it.
     """
@@ -61,11 +61,14 @@ def prepare(host: str | None = None, *edges: str) -> None:
 
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model  # noqa: F401
-    from edges import replace_missing
+    from edges import newer_typing, replace, replace_missing
 
     if host is not None:
         sys.path.append(host)
-    if "transformer_engine" in replace_missing(*EDGES, *edges):  # hosts ask for its version, and compare it
+    newer_typing()
+    replace_missing(*EDGES)
+    replace(*edges)
+    if "transformer_engine" in edges:  # hosts ask for its version, and compare it
         released = importlib.metadata.version
         importlib.metadata.version = lambda name: "2.9.0" if name == "transformer-engine" else released(name)
 

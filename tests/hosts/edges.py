@@ -9,10 +9,20 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import typing
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
+
+
+class _Class(type):
+    """A class whose every attribute exists and does nothing."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return MagicMock(name=f"{cls.__name__}.{name}")
 
 
 class _Nothing(ModuleType):
@@ -24,7 +34,7 @@ class _Nothing(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = type(name, (), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
+        value = _Class(name, (), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
 
@@ -51,3 +61,17 @@ def replace_missing(*names: str) -> list[str]:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     sys.meta_path.append(_Edges(frozenset(missing)))
     return missing
+
+
+def replace(*names: str) -> None:
+    """Put nothing in the place of each module that is not loaded yet, installed or not."""
+    sys.meta_path.insert(0, _Edges(frozenset(names) - sys.modules.keys()))
+
+
+def newer_typing() -> None:
+    """What hosts made for Python 3.12 take from its ``typing``, on an older Python."""
+    if sys.version_info < (3, 12):
+        import typing_extensions
+
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
+        typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses the older one

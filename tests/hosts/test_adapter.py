@@ -138,12 +138,23 @@ def test_verl_sft_infers_only_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_skyrl_workers() -> None:
+    class Worker:
+        model = object()
+
+        def run(
+            self, data: Any, function: str = "forward_backward_mini_batch", model: Any = None, **given: Any
+        ) -> Facts:
+            return facts(skyrl, f"MegatronModelWrapper.{function}", **{"self": model or self.model, **given})
+
+    class MegatronRefWorkerBase(Worker): ...
+
     data = SimpleNamespace(metadata={"global_step": 12})
-    assert facts(skyrl, "MegatronPolicyWorkerBase.forward_backward", data=data) == Facts("actor", 12)
-    assert facts(skyrl, "MegatronPolicyWorkerBase.forward_backward", data=SimpleNamespace()) == Facts("actor")
-    assert facts(skyrl, "MegatronPolicyWorkerBase.forward", data=data, loss_fn="cross_entropy").evaluation
-    assert facts(skyrl, "MegatronPolicyWorkerBase.forward", data=data) == Facts("actor")
-    assert facts(skyrl, "MegatronRefWorkerBase.forward", data=data).role == "ref"
+    assert Worker().run(data) == Facts("actor", 12)
+    assert Worker().run(SimpleNamespace()) == Facts("actor")
+    assert Worker().run(data, forward_only=True) == Facts("actor", evaluation=True)
+    assert Worker().run(data, "forward") == Facts("actor")
+    assert MegatronRefWorkerBase().run(data, "forward") == Facts("ref")
+    assert Worker().run(data, model=object()) == Facts()
 
 
 def test_ms_swift_and_bridge_iterations() -> None:

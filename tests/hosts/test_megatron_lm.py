@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driving import ROOT
@@ -44,8 +45,8 @@ def checkout(tmp_path: Path) -> Path:
     return copy
 
 
-def pretrain(checkout: Path, *before: str, arguments: tuple[str, ...]) -> None:
-    """torchrun, two ranks; ``before`` stands where the script would."""
+def pretrain(checkout: Path, *before: str, arguments: tuple[str, ...], ranks: int = 2) -> None:
+    """torchrun; ``before`` stands where the script would."""
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -54,7 +55,7 @@ def pretrain(checkout: Path, *before: str, arguments: tuple[str, ...]) -> None:
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     script = [str(Path(__file__).parent / "megatron_lm_on_cpu.py"), str(checkout), "pretrain_gpt.py"]
     command = [*launcher, *before, *script, *ARGUMENTS.split(), *arguments]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
@@ -75,6 +76,13 @@ def stages(*kinds: str) -> list[str]:
     return [f"{kind}.pp{stage}" for kind in kinds for stage in (0, 1)]
 
 
+def trained(directory: Path) -> dict[str, Any]:
+    """What the report says about the training step."""
+    report = json.loads(megaprof("report", str(directory), "--json", "-"))
+    return next(target for target in report["targets"] if target["target"] == "train_actor")
+
+
+@pytest.mark.slow
 def test_run_without_an_edit_and_resume(checkout: Path, tmp_path: Path) -> None:
     out, resumed, saved = tmp_path / "out", tmp_path / "resumed", str(tmp_path / "saved")
     steps = "train_actor={};train_log_probs=0;evaluate=0"
@@ -85,10 +93,9 @@ def test_run_without_an_edit_and_resume(checkout: Path, tmp_path: Path) -> None:
         arguments=("--train-iters", "6", "--save", saved, "--save-interval", "6"),
     )  # fmt: skip
     assert names(out) == stages("evaluate.step000000", "train_actor.step000004")
-    report = json.loads(megaprof("report", str(out), "--json", "-"))
-    trained = next(target for target in report["targets"] if target["target"] == "train_actor")
-    assert trained["slowest_stage"] == 0
-    assert any(cause["kind"] == "layers" for cause in trained["causes"])
+    reported = trained(out)
+    assert reported["slowest_stage"] == 0
+    assert any(cause["kind"] == "layers" for cause in reported["causes"])
 
     pretrain(
         checkout,
@@ -98,6 +105,27 @@ def test_run_without_an_edit_and_resume(checkout: Path, tmp_path: Path) -> None:
     assert names(resumed) == stages("evaluate.step000000", "train_actor.step000007")
 
 
+@pytest.mark.slow
+def test_tensor_parallel_stages(checkout: Path, tmp_path: Path) -> None:
+    """TP=2 PP=2 without an edit: one rank of each stage. Four ranks on a few busy cores say nothing about time."""
+    out = tmp_path / "out"
+    steps = "train_actor=3;train_log_probs=0;evaluate=0"
+    pretrain(
+        checkout,
+        *("-m", "megaprof", "run", *PROFILE.split(), "--profile-dir", str(out), "--profile-steps", steps, "--"),
+        arguments=(
+            *("--tensor-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "2", "--train-iters", "4"),
+        ),
+        ranks=4,
+    )
+    assert names(out) == stages("evaluate.step000000", "train_actor.step000003")
+    assert sorted(path.name.rpartition("rank")[2][:5] for path in out.iterdir()) == ["00000", "00000", "00002", "00002"]
+    reported = trained(out)
+    assert (reported["sizes"]["tp"], reported["sizes"]["pp"]) == (2, 2)
+    assert [chunk["layers"] for stage in reported["stages"] for chunk in stage["chunks"]] == [2, 6]
+
+
+@pytest.mark.slow
 def test_with_the_patch(checkout: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     megaprof("patch", "megatron-lm", str(checkout))

@@ -29,7 +29,7 @@ class Rank:
         dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 
     def train(self):
-        import os
+        import os, time
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megaprof.testing import GPTWorkload, build, cpu_megatron
         with cpu_megatron():
@@ -37,6 +37,9 @@ class Rank:
             for _ in range(2):
                 gpt.train_step(get_forward_backward_func())
             gpt.log_probs_pass(get_forward_backward_func())
+        # Ray kills the workers of a driver that is done, and files are written in the background.
+        while any(name.startswith(".") for name in os.listdir(os.environ["MEGAPROF_DIR"])):
+            time.sleep(0.1)
         return os.getcwd()
 
 store, env = sys.argv[1], json.loads(sys.argv[2])

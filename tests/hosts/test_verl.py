@@ -1,4 +1,5 @@
-"""verl's own workers and Megatron engine, from its released wheel, on real megatron-core: roles in the traces.
+"""verl's own workers and Megatron engine, from its released wheel, on real megatron-core: roles in the traces, and what
+verl's own settings become.
 
 Real: ``ActorRolloutRefWorker``'s three methods, ``TrainingWorker.infer_batch`` and ``train_batch``, the engine's
 ``forward_backward_batch``. Replaced: how the workers are built (Ray, Hugging Face weights) and the engine's
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from driving import host_environment, labels, prepare, skip_unless_importable, traces
 
 from megaprof import ProfileConfig
@@ -92,7 +94,19 @@ def worker(gpt: Any) -> Any:
     return made
 
 
-def train(host: str) -> None:
+def composed(host: str, *overrides: str) -> Any:
+    """verl's configuration as its PPO trainer has it, and hands parts of it to its workers."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(f"{host}/verl/trainer/config", version_base=None):
+        config = compose("ppo_megatron_trainer", overrides=list(overrides))
+    OmegaConf.resolve(config)
+    return config
+
+
+def train(host: str, *overrides: str) -> None:
+    """A trainer's steps 4 and 5; with ``overrides`` as in a run with those settings."""
     init_distributed()
     prepare(host)
     import torch
@@ -108,10 +122,19 @@ def train(host: str) -> None:
 
     with cpu_megatron():
         made = worker(build(WORKLOAD))
-        for _ in range(2):
+        steps = []
+        if overrides:
+            config = composed(host, *overrides)
+            made.config, steps = config.actor_rollout_ref, config.global_profiler.steps
+        for step in (4, 5):
+            if step in steps:
+                made.start_profile(role="train", profile_step=step)
             made.compute_ref_log_prob(batch())
             made.compute_log_prob(batch())
             made.update_actor(batch())
+            made.update_actor(batch())
+            if step in steps:
+                made.stop_profile()
 
 
 def test_roles_of_a_colocated_worker(wheel: Callable[[str], Path], tmp_path: Path) -> None:
@@ -132,3 +155,30 @@ def test_roles_of_a_colocated_worker(wheel: Callable[[str], Path], tmp_path: Pat
     for name, trace in found.items():
         assert labels(trace).count("forward") == 4
         assert labels(trace).count("backward") == (4 if name.startswith("train_actor") else 0)
+
+
+@pytest.mark.parametrize("discrete", [False, True])
+def test_verls_own_settings(discrete: bool, wheel: Callable[[str], Path], tmp_path: Path) -> None:
+    host = wheel("verl")
+    env = host_environment(host, None) | {"VERL_USE_EXTERNAL_MODULES": "megaprof.autoload.plugin"}
+    skip_unless_importable("verl.workers.engine_workers", env)
+    actor, ref = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref"))
+    overrides = [
+        "global_profiler.tool=megaprof",
+        "global_profiler.steps=[1,5]",
+        f"global_profiler.save_path={tmp_path}",
+        *(f"{actor}.enable=True", f"{actor}.all_ranks=True"),
+        *(f"{ref}.enable=True", f"{ref}.ranks=[1]"),
+        *(f"{path}.tool_config.torch.contents=[cpu]" for path in (actor, ref)),
+        *(f"{path}.tool_config.torch.discrete={discrete}" for path in (actor, ref)),
+    ]
+    run_ranks(train, WORKLOAD.world_size, str(host), *overrides, timeout=240, env=env)
+
+    log_probs = "annotated" if discrete else "train_log_probs"
+    assert sorted(traces(tmp_path)) == sorted(
+        [
+            *(f"{log_probs}.actor.step000005.pp{pp}" for pp in (0, 1)),
+            f"{log_probs}.ref.step000005.pp1",
+            *(f"train_actor.actor.step000005.pp{pp}" for pp in (0, 1)),
+        ]
+    )
