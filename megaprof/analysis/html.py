@@ -14,18 +14,21 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.resources import files
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from megaprof import ranges
 from megaprof.analysis import words
 from megaprof.analysis.clocks import align
+from megaprof.analysis.fleet_html import fleet_part
 from megaprof.analysis.report import Report
 from megaprof.analysis.timelines import EXCHANGE, Ends, Timeline, capture_of, ends_of, links_between, timelines_of
-from megaprof.analysis.traces import UnreadableTrace, read_trace
+from megaprof.analysis.traces import Trace, UnreadableTrace, read_trace
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, EXCHANGE)
 #: Predictions that gain less than this are in the JSON only.
@@ -55,18 +58,11 @@ class StepTimeline:
 def timelines(report: Report) -> dict[_Key, StepTimeline]:
     """The latest step of every target, on the lowest captured rank of every stage, clocks aligned.
 
-    Reads the traces of those steps once more, one at a time.
+    Reads the traces of those steps once more, one at a time; those of timelines are in the report.
     """
     latest = {(t.measured.target, t.measured.role): t.measured.steps[-1] for t in report.targets if t.measured.steps}
     found: dict[_Key, dict[int, tuple[Timeline, Ends]]] = {}
-    for path in report.traces:
-        capture = capture_of(path)
-        if capture is not None and capture.step not in latest.values():
-            continue
-        try:
-            trace = read_trace(path)
-        except UnreadableTrace:
-            continue  # the report has read it, and would have said so
+    for trace in chain(_traces(report.traces, set(latest.values())), report.drawn):
         ends = ends_of(trace)
         for timeline in timelines_of(trace):
             key, coords = (timeline.label, timeline.metadata.role), timeline.metadata.coords
@@ -76,6 +72,17 @@ def timelines(report: Report) -> dict[_Key, StepTimeline]:
             if coords.pp not in stages or coords.rank < stages[coords.pp][0].metadata.coords.rank:
                 stages[coords.pp] = timeline, ends
     return {key: _aligned(latest[key], [stages[pp] for pp in sorted(stages)]) for key, stages in found.items()}
+
+
+def _traces(paths: Iterable[Path], steps: set[int]) -> Iterator[Trace]:
+    for path in paths:
+        capture = capture_of(path)
+        if capture is not None and capture.step not in steps:
+            continue
+        try:
+            yield read_trace(path)
+        except UnreadableTrace:
+            continue  # the report has read it, and would have said so
 
 
 def _aligned(step: int, stages: list[tuple[Timeline, Ends]]) -> StepTimeline:
@@ -131,7 +138,8 @@ def _section(number: int, target: Mapping[str, Any], step: StepTimeline | None) 
     return f"""<section id="t{number}">
 <h2>{_text(words.title(target))}</h2>
 <p class="about">{_text(" · ".join(facts))}</p>
-{_verdict(target)}{_tiles(target)}{_timeline(number, target, step)}{_bars(target)}{_spreads(target)}{_what_if(target)}\
+{fleet_part(target)}{_verdict(target)}{_tiles(target)}\
+{_timeline(number, target, step)}{_bars(target)}{_spreads(target)}{_what_if(target)}\
 {_list("Good to know", target["warnings"])}</section>
 """
 

@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megaprof.analysis.calls import GROUPS
+from megaprof.analysis.fleet import Fleet
+from megaprof.analysis.fleet_terminal import fleet_lines, show_table
 from megaprof.analysis.report import Report, TargetReport
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.stages import Stage, TargetStages
@@ -31,19 +33,24 @@ def show(report: Report, console: Console) -> None:
     if report.warnings:
         _heading(console, "Files")
         _show_lines(console, "!", "yellow", report.warnings)
-    _heading(console, "Traces")
     folder = report.source.parent if report.source.is_file() else report.source
+    _heading(console, "Traces" if report.traces else "Timelines")
     console.print(_text(str(folder.absolute())), soft_wrap=True)
+    if report.timelines:
+        console.print(f"  {len(report.timelines)} timelines")
     for path in report.traces[:_MOST_TRACES]:
         console.print(_text("  " + _relative(path, folder)), soft_wrap=True)
     if len(report.traces) > _MOST_TRACES:
         console.print(f"  and {len(report.traces) - _MOST_TRACES} more")
-    console.print(_text("Open one: drag it into https://ui.perfetto.dev, or load it in chrome://tracing"))
+    if report.traces:
+        console.print(_text("Open one: drag it into https://ui.perfetto.dev, or load it in chrome://tracing"))
 
 
 def _show_target(target: TargetReport, console: Console) -> None:
     measured, verdict = target.measured, target.verdict
     _heading(console, measured.target + (f" ({measured.role})" if measured.role else ""))
+    if target.fleet is not None:
+        _show_fleet(target.fleet, console)
     for line in _summary(measured):
         console.print(_text(line))
     per_step = _per_step_table(measured, spread=True)
@@ -69,6 +76,15 @@ def _show_target(target: TargetReport, console: Console) -> None:
         console.print(_text(why + costs))
     _show_what_if(target.what_if, console)
     _show_lines(console, "!", "yellow", measured.warnings)
+
+
+def _show_fleet(fleet: Fleet, console: Console) -> None:
+    for line, style in fleet_lines(fleet):
+        console.print(_text(line, style))
+    show_table(fleet, console)
+    for note in fleet.notes:
+        console.print(_text(note[:1].upper() + note[1:], "dim"))
+    console.print("\nIn detail:")
 
 
 def _show_what_if(found: WhatIf, console: Console) -> None:

@@ -142,6 +142,7 @@ class Trace:
 
     ``compute`` is when the CPU ran an operator that is not communication (a disjoint set; only filled in when there are
     collectives to hide). ``has_kernels``: GPU kernels ran, so the ranges are host time, ``gpu`` what it did.
+    ``timeline``: made of a timeline, whose times are the ``host``'s or the ``device``'s.
     """
 
     path: Path
@@ -152,6 +153,7 @@ class Trace:
     has_kernels: bool = False
     gpu: Activities | None = None
     warnings: tuple[str, ...] = ()
+    timeline: str | None = None
 
 
 def find_traces(directory: Path) -> list[Path]:
@@ -185,11 +187,18 @@ def _metadata(document: Document) -> Metadata:
         metadata = msgspec.json.decode(document.megaprof, type=Metadata)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
         raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
+    if (reason := impossible(metadata)) is not None:
+        raise Undecodable(f"its `megaprof` metadata is damaged: {reason}")
+    return metadata
+
+
+def impossible(metadata: Metadata) -> str | None:
+    """What in a rank's place cannot be, None for a possible one."""
     for axis in ("pp", "tp", "cp", "ep", "dp"):
         position, size = getattr(metadata.coords, axis), getattr(metadata.sizes, axis)
         if position >= size:
-            raise Undecodable(f"its `megaprof` metadata is damaged: {axis}={position} where there are {size}")
-    return metadata
+            return f"{axis}={position} where there are {size}"
+    return None
 
 
 def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:

