@@ -131,6 +131,21 @@ def _word(known: tuple[str, ...]) -> Callable[[str, Any], str]:
     return read
 
 
+def _factor(name: str, value: Any) -> float:
+    try:
+        factor = float(value)
+    except (TypeError, ValueError):
+        factor = 0.0
+    if isinstance(value, bool) or not 1 < factor < 1000:
+        raise ValueError(f"{name}: {value!r} is not valid; it must be a number greater than 1, e.g. 1.5")
+    return factor
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a field: ``record_shapes`` is ``--profile-record-shapes``."""
+    return "--profile-" + name.removeprefix("profile_").replace("_", "-")
+
+
 @dataclass(frozen=True)
 class ProfileConfig:
     """What to capture, when, on which ranks and where to. No target: profiling is off and nothing is wrapped.
@@ -237,6 +252,32 @@ class ProfileConfig:
     flush_seconds: int = _option(
         60, "longest wait for unfinished files when the process ends, in seconds (on SIGTERM at most 20)", _count(0)
     )
+    on_demand: bool = _option(
+        False,
+        "let 'megaprof trigger' capture and 'megaprof status' look while the job runs, on every rank; without any "
+        f"other window: {flag('steps')} none. Always on with {flag('tool')} {TIMELINE}",
+        _boolean,
+    )
+    trigger_step_time: float | None = _option(
+        None,
+        "capture by itself, two steps per stage, when recent steps take so many times what they usually take, e.g. 1.5",
+        _factor,
+    )
+    trigger_imbalance: float | None = _option(
+        None,
+        "the same when the slowest stage computes so many times as long as the average stage, e.g. 1.3; needs "
+        f"{flag('tool')} {TIMELINE}",
+        _factor,
+    )
+    trigger_cooldown: int = _option(
+        3600, "seconds after a capture that the job made by itself until it may make another one", _count(1)
+    )
+    prometheus: str | None = _option(
+        None,
+        "file for Prometheus' textfile collector: step time, imbalance, bubble, stragglers and megaprof's own cost, "
+        "written by rank 0 as the job runs",
+        _text,
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -262,9 +303,14 @@ class ProfileConfig:
         return TIMELINE in self.tool
 
     @property
+    def listens(self) -> bool:
+        """True when captures can be asked for while the job runs."""
+        return self.on_demand or self.timed
+
+    @property
     def never(self) -> bool:
         """True when the configuration itself asks for no step at all."""
-        if self.timed:
+        if self.timed or self.on_demand:
             return False
         targets = (*self.target, ANNOTATED) if self.discrete else self.target
         plans = (self.plan(target, role) for target in targets for role in (None, *self.roles))
@@ -336,6 +382,7 @@ class ProfileConfig:
                 f"one a step with all roles in it. Drop one, or give {flag('target')} train_actor train_log_probs"
             )
         self._check_tools()
+        self._check_on_demand()
         if self.steps != BY_SCHEDULE:
             self._check_steps(self.steps)
 
@@ -367,6 +414,23 @@ class ProfileConfig:
                 raise ValueError(f"{flag(name)} has no effect with {activities}: add cpu, or drop {flag(name)}")
         if "stacks" in self.export and not self.with_stack:
             raise ValueError(f"{flag('export')} stacks has no stacks to export: add {flag('with_stack')}")
+
+    def _check_on_demand(self) -> None:
+        if self.on_demand and is_remote(str(self.dir)):
+            raise ValueError(
+                f"{flag('on_demand')} and {flag('dir')} {self.dir} exclude each other: requests and answers are files "
+                "that all ranks and your shell see. Give a directory"
+            )
+        for name in ("trigger_step_time", "trigger_imbalance", "prometheus"):
+            if getattr(self, name) is not None and not self.listens:
+                raise ValueError(f"{flag(name)} has no effect without {flag('on_demand')} or {flag('tool')} {TIMELINE}")
+        if self.trigger_imbalance is not None and not self.timed:
+            raise ValueError(f"{flag('trigger_imbalance')} needs the stages' times: add {flag('tool')} {TIMELINE}")
+        if self.trigger_cooldown != 3600 and self.trigger_step_time is None and self.trigger_imbalance is None:
+            raise ValueError(
+                f"{flag('trigger_cooldown')} has no effect without {flag('trigger_step_time')} or "
+                f"{flag('trigger_imbalance')}"
+            )
 
     def _check_steps(self, steps: str) -> None:
         for f in fields(self):
@@ -409,11 +473,6 @@ class ProfileConfig:
                 raise ValueError(f"{name}: unknown variable; known: {', '.join(known)}")
         values = {f.name: f.metadata["read"](name, env[name]) for name, f in known.items() if name in env}
         return cls(**{**values, **flags})
-
-
-def flag(name: str) -> str:
-    """The command-line flag of a field: ``record_shapes`` is ``--profile-record-shapes``."""
-    return "--profile-" + name.removeprefix("profile_").replace("_", "-")
 
 
 def destination(name: str) -> str:

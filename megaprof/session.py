@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megaprof import ranges, roles
 from megaprof.config import ProfileConfig
+from megaprof.demand import Demand
 from megaprof.emit import Range
 from megaprof.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.isolation import Contained
@@ -108,6 +107,7 @@ class _OpenWindow:
     opener: str | None  # the role whose call, or annotated work, opened it
     overall: Range | None = None  # the range of a window that outlives the call that opened it, or had none
     call: Call | None = None  # the window's first call: what the metadata describes
+    demand: Demand | None = None  # what asked for it while the job ran
 
 
 class Session:
@@ -143,7 +143,10 @@ class Session:
         self._iteration = iteration
         self._pass_iteration = pass_iteration
         self._plans: dict[tuple[str, str | None], Plan | None] = {}
-        self._counts: defaultdict[tuple[str, str | None], Iterator[int]] = defaultdict(itertools.count)
+        #: By target and role: how many calls have begun. Read by the background thread.
+        self.calls: dict[tuple[str, str | None], int] = {}
+        #: A capture that was asked for while the job runs; set and cleared by the background thread.
+        self.demand: Demand | None = None
         self._captured: dict[tuple[str, str | None], int] = {}
         self._thread = threading.get_ident()
         self._open_window: _OpenWindow | None = None
@@ -209,21 +212,30 @@ class Session:
         if self.timeline is not None:
             self.timeline.abandon()
         self._release()
-        for recorder in self._recorders:
+        self._discard(self._recorders)
+        demand, self.demand = self.demand, None
+        if demand is not None:
+            self._discard(demand.recorders)
+
+    @staticmethod
+    def _discard(recorders: Sequence[Recorder]) -> None:
+        for recorder in recorders:
             with suppress(Exception):  # one that cannot stop must not keep the others running
                 recorder.discard()
 
     def _begin(self, facts: CallFacts) -> Call | None:
         target, scope = facts.target, roles.current()
         role = self.role if scope.role is None else scope.role
-        index = next(self._counts[target, role])
+        index = self._count(target, role)
         step = self._number(target, index)
         last = self._open_window
         if last is not None and (last.window.target, last.opener, target) == (TRAIN_OVERALL, role, TRAIN_ACTOR):
             self._close(None)  # such a window lasts until the next step of its role starts
+        demand = self.demand
+        asked = demand is not None and self._asked(demand, facts, target, role, step, index)
         due = None
         # Nothing may be synchronised while a CUDA graph is captured.
-        if Session._holder is None and facts.graph != "capture":
+        if not asked and Session._holder is None and facts.graph != "capture":
             due = next(
                 (
                     (candidate, phase)
@@ -254,7 +266,7 @@ class Session:
         return call if window is not None or call.line is not None else None
 
     def _begin_work(self, role: str) -> bool:
-        index = next(self._counts[ANNOTATED, role])
+        index = self._count(ANNOTATED, role)
         step = self._number(ANNOTATED, index)
         phase = self._phase(ANNOTATED, role, step, index)
         if phase is Phase.OFF or Session._holder is not None:
@@ -262,6 +274,32 @@ class Session:
         warmup = phase is Phase.WARMUP
         self._open(Window(ANNOTATED, role, step, self.coords, warmup), role, keep=not warmup)
         return True
+
+    def _asked(self, demand: Demand, facts: CallFacts, target: str, role: str | None, step: int, index: int) -> bool:
+        """Open the window that ``demand`` wants of this call, if any. A tool that fails ends the demand and nothing
+        else: whoever asked is told, and can ask again."""
+        if not demand.due(target, role, index):
+            return False
+        if Session._holder is not None or facts.graph == "capture":
+            demand.give_up("another window was open" if facts.graph != "capture" else "a CUDA graph was captured")
+            return False
+        window = Window(demand.target, self.role if demand.target == TRAIN_OVERALL else role, step, self.coords)
+        try:
+            self._open(window, role, keep=True, demand=demand)
+        except Exception as fault:
+            logger.warning("megaprof: a capture on demand could not start: %r", fault)
+            demand.give_up(f"it could not start: {fault}")
+            self._discard(demand.recorders)
+            self._release()
+            return False
+        demand.taken.append(step)
+        return True
+
+    def _count(self, target: str, role: str | None) -> int:
+        """The number of a call that begins, from 0 on."""
+        index = self.calls.get((target, role), 0)
+        self.calls[target, role] = index + 1
+        return index
 
     def _number(self, target: str, index: int) -> int:
         """The step's number: the host's iteration for training steps and annotated work where it has one, else counted
@@ -298,12 +336,12 @@ class Session:
         if Session._holder is self:
             Session.memory_full = reason
 
-    def _open(self, window: Window, opener: str | None, *, keep: bool) -> None:
+    def _open(self, window: Window, opener: str | None, *, keep: bool, demand: Demand | None = None) -> None:
         Session._holder = self
         spans_calls = window.target == ANNOTATED or (window.target == TRAIN_OVERALL and keep)
-        self._open_window = opened = _OpenWindow(window, keep, opener)
+        self._open_window = opened = _OpenWindow(window, keep, opener, demand=demand)
         self._guard.start()
-        for recorder in reversed(self._recorders):
+        for recorder in reversed(self._recorders if demand is None else demand.recorders):
             recorder.start(window)
         if spans_calls:
             opened.overall = Range(ranges.step_range(window.target, window.step, self.coords))
@@ -315,15 +353,27 @@ class Session:
             return
         if opened.overall is not None:
             opened.overall.__exit__(None, None, None)
+        demand = opened.demand
+        recorders = self._recorders if demand is None else demand.recorders
         if not opened.keep:
-            for recorder in self._recorders:
+            for recorder in recorders:
                 recorder.discard()
         elif opened.call is not None or opened.window.target == ANNOTATED:
-            self._captured[opened.window.target, opened.opener] = opened.window.step
+            if demand is None:
+                self._captured[opened.window.target, opened.opener] = opened.window.step
             metadata = describe(opened.window, opened.call or _no_call(), self.config, truncated)
-            for recorder in self._recorders:
-                recorder.stop(opened.window, metadata)
+            try:
+                for recorder in recorders:
+                    recorder.stop(opened.window, metadata)
+            except Exception as fault:
+                if demand is None:
+                    raise
+                logger.warning("megaprof: a capture on demand could not be written: %r", fault)
+                demand.give_up(f"it could not be written: {fault}")
+                self._discard(recorders)
         self._release()
+        if demand is not None:
+            demand.closes()
 
     def _release(self) -> None:
         self._guard.stop()

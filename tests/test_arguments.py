@@ -62,6 +62,10 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         "on_finish": (["ls"], "ls"),
         "on_finish_when": (["end", "--profile-on-finish", "ls"], "end"),
         "flush_seconds": (["5"], 5),
+        "trigger_step_time": (["1.5", "--profile-on-demand"], 1.5),
+        "trigger_imbalance": (["1.3", "--profile-tool", "timeline"], 1.3),
+        "trigger_cooldown": (["60", "--profile-on-demand", "--profile-trigger-step-time", "2"], 60),
+        "prometheus": (["/m/x.prom", "--profile-on-demand"], "/m/x.prom"),
         **{name: (["7"], 7) for name in ("skip_first", "wait", "warmup", "active", "repeat")},
     }
     for option in options():

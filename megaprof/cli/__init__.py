@@ -18,14 +18,18 @@ from megaprof.version import __version__
 _COMMANDS = {
     "demo": "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it",
     "diff": "compare two captures stage by stage",
+    "export": "hand timelines over to a query engine, as a Parquet dataset",
     "merge": "put all captured ranks of a step on one Perfetto timeline",
     "nsys": "print the nsys command line that goes before a training command",
     "patch": "put the options and the hooks into a host's source, or take them out again",
     "report": "say from captured traces which pipeline stage is slow, and why",
     "run": "run a training command with profiling, without an edit of it",
+    "status": "say what a running job is doing, and whom it waits for when it hangs",
+    "trigger": "make a running job capture some steps, and wait for the files",
+    "watch": "show a running job's stages as a live table",
 }
 #: Packages that come with an extra, and the extra.
-_EXTRAS = {"msgspec": "report", "numpy": "report", "rich": "report"}
+_EXTRAS = {"msgspec": "report", "numpy": "report", "pyarrow": "export", "rich": "report"}
 
 
 class CommandError(Exception):

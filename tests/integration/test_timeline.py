@@ -31,7 +31,8 @@ COMBINED = GPTWorkload(
 
 def timelines(directory: Path) -> dict[int, Timeline]:
     """By rank. Every file must be whole, and there must be no other."""
-    read = [read_timeline(path) for path in sorted(directory.rglob("*")) if path.is_file()]
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file() and "control" not in path.parts)
+    read = [read_timeline(path) for path in files]
     assert all(timeline.damage is None for timeline in read)
     return {timeline.metadata[0]["coords"]["rank"]: timeline for timeline in read}
 

@@ -1,0 +1,95 @@
+"""``megaprof trigger DIR``: make a running job capture, and wait for the files."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megaprof.cli import CommandError, UsageError
+from megaprof.windows import TARGETS
+
+_LOOK_SECONDS = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from megaprof.config import ProfileConfig
+    from megaprof.control.request import OPTIONS
+
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
+    parser.add_argument("--target", required=True, help=f"what to capture: {' | '.join(TARGETS)}")
+    parser.add_argument("--steps", type=int, default=2, help="how many steps (default: %(default)s)")
+    parser.add_argument(
+        "--select", default="per-stage", help="which ranks, as in --profile-select (default: %(default)s)"
+    )
+    parser.add_argument("--role", help="whose, where several roles share a job")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="S", help="seconds to wait altogether (default: %(default)g)"
+    )
+    for option in fields(ProfileConfig):
+        if option.name != "tool" and option.name not in OPTIONS:
+            continue
+        keywords: dict[str, Any] = {"help": option.metadata["help"].replace("%", "%%")}
+        if isinstance(option.default, bool):
+            keywords |= {"action": "store_true"}
+        else:
+            keywords |= {"nargs": "+", "metavar": "NAME"}
+        parser.add_argument("--" + option.name.replace("_", "-"), **keywords)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, wait, and print the files, one a line. Raises CommandError where there are none, or not all."""
+    from megaprof.control.job import NoJob, find_job
+    from megaprof.control.request import OPTIONS, Refused, Request
+    from megaprof.control.requester import Requester, selected_ranks
+
+    try:
+        job = find_job(arguments.dir, arguments.role)
+        if (silent := job.silence()) is not None:
+            raise NoJob(silent)
+    except NoJob as fault:
+        raise CommandError(str(fault)) from None
+    options = {name: value for name in ("tool", *OPTIONS) if (value := getattr(arguments, name))}
+    try:
+        request = Request.new(
+            job.run,
+            arguments.target,
+            role=arguments.role,
+            steps=arguments.steps,
+            select=arguments.select,
+            options=options,
+            timeout=arguments.timeout,
+        )
+        ranks = selected_ranks(job.run, request)
+    except Refused as mistake:
+        raise UsageError(str(mistake).replace("--profile-", "--")) from None
+    try:
+        requester = Requester(job.paths, job.run, request, ranks)
+    except Refused as refusal:
+        raise CommandError(str(refusal)) from None
+    told = ""
+    try:
+        while (outcome := requester.advance()) is None:
+            if requester.state.partition(" ")[0] != told:  # not for every number in it
+                told = requester.state.partition(" ")[0]
+                _say(f"{arguments.target} on {len(ranks)} ranks: {requester.state}")
+            time.sleep(max(_LOOK_SECONDS, len(ranks) / 5000))
+    except Refused as refusal:
+        raise CommandError(f"refused: {refusal}" if not requester.missing else str(refusal)) from None
+    finally:
+        requester.withdraw()
+    if outcome.steps:
+        numbers = ", ".join(map(str, outcome.steps))
+        _say(f"{arguments.target}: captured step {numbers} on {outcome.ranks} of {len(ranks)} ranks")
+    for file in outcome.files:
+        print(arguments.dir / file)
+    if outcome.reason is not None:
+        raise CommandError(outcome.reason)
+    return 0
+
+
+def _say(line: str) -> None:
+    print("".join(c if c.isprintable() else "\ufffd" for c in line), file=sys.stderr, flush=True)

@@ -1,0 +1,97 @@
+"""``megaprof watch DIR``: a running job's stages as a live table."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaprof.cli import CommandError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from megaprof.control.job import Job
+
+_LINES = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
+    parser.add_argument("--role", help="whose, where several roles share a save directory")
+    parser.add_argument("--once", action="store_true", help="print the table once and end")
+    parser.add_argument(
+        "--every", type=float, metavar="S", help="seconds between two looks (default: the job's own interval)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the table until the job ends or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from megaprof.control.job import NoJob, find_job
+
+    try:
+        job = find_job(arguments.dir, arguments.role)
+        if (silence := job.silence()) is not None:
+            raise NoJob(silence)
+        console = Console(highlight=False)
+        if arguments.once:
+            console.print(_table(job))
+            return 0
+        with Live(_table(job), console=console, auto_refresh=False) as live:
+            while (silence := job.silence()) is None:
+                time.sleep(max(0.2, arguments.every or job.run.interval))
+                job = find_job(arguments.dir, arguments.role)
+                live.update(_table(job), refresh=True)
+        raise NoJob(silence)
+    except NoJob as fault:
+        raise CommandError(str(fault)) from None
+    except KeyboardInterrupt:
+        return 0
+
+
+def _table(job: Job) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+
+    from megaprof.metrics.compute import summarise
+
+    statuses = job.statuses()
+    summary = summarise(job.run, statuses.values())
+    table = Table(box=None, header_style="bold")
+    for name in ("stage", "ranks", "step", "step ms", "compute ms", "imbalance", "slowest rank", "its compute ms"):
+        table.add_column(name, justify="right")
+    for stage in summary.stages[:_LINES]:
+        slowest = stage.compute_ms is not None and summary.slowest_stage == stage.pp and len(summary.stages) > 1
+        table.add_row(
+            str(stage.pp),
+            str(stage.ranks),
+            "-" if stage.step is None else str(stage.step),
+            _number(stage.step_ms),
+            _number(stage.compute_ms),
+            _number(stage.imbalance, 2),
+            "-" if stage.slowest_rank is None else str(stage.slowest_rank),
+            _number(stage.slowest_ms),
+            style="bold red" if slowest and (summary.imbalance or 0) > 1.1 else None,
+        )
+    parts = [
+        f"{job.run.world} ranks, {len(statuses)} heard",
+        f"step {_number(summary.step_ms)} ms",
+        f"imbalance {_number(summary.imbalance, 2)}",
+        f"bubble {_percent(summary.bubble_fraction)}",
+        f"own cost {_percent(summary.own_cost)}",
+    ]
+    if len(summary.stages) > _LINES:
+        parts.append(f"{len(summary.stages) - _LINES} more stages")
+    return Group(table, ", ".join(parts))
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2g} %"

@@ -1,0 +1,192 @@
+"""Whom a job waits for: from where every rank stands, who waits for whom, and who keeps all of them waiting.
+
+A rank in an exchange waits for the neighbouring stage that it exchanges with, a rank in the gradient reduction for the
+replicas of its stage that have not come that far. Whoever is waited for and does not wait himself is to blame.
+Inside a microbatch, what waits for a tensor-, context- or expert-parallel peer cannot be told from what computes, so
+peers that stand elsewhere for longer are taken to be waited for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from megaprof import ranges
+from megaprof.control.run import Run
+from megaprof.control.status import RankStatus
+
+#: A rank hangs when it has not moved for this many seconds, of its intervals, and of its steps.
+STUCK_SECONDS, STUCK_INTERVALS, STUCK_STEPS = 10.0, 3, 5
+_COMPUTING = frozenset((ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED))
+
+Place = tuple[int, int, int, int]
+"""pp, tp, cp, dp: what names a rank."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank that others wait for. ``status`` is None for one that has written none."""
+
+    rank: int
+    status: RankStatus | None
+    silent: bool
+    """It gives no sign of life."""
+    waiting: int
+    """How many ranks wait for it, over others too."""
+    seconds: float
+    """Since when it has not moved, or not been heard of."""
+
+
+@dataclass(frozen=True)
+class Blame:
+    """``culprits``: the most guilty first. ``stuck``: ranks that have not moved for long; empty when nothing hangs."""
+
+    stuck: tuple[int, ...]
+    culprits: tuple[Culprit, ...]
+    still: float
+    """Seconds for which nothing at all has moved; 0 when something does."""
+
+
+def find_culprits(run: Run, statuses: Mapping[int, RankStatus], now: float) -> Blame:
+    """``statuses`` by rank, as far as they could be read; ``now`` in wall-clock seconds."""
+    silent = {rank for rank, status in statuses.items() if status.late(now)} | (set(range(run.world)) - set(statuses))
+    alive = {rank: status for rank, status in statuses.items() if rank not in silent and not status.ended}
+    stuck = {rank for rank, status in alive.items() if is_stuck(status, now)}
+    edges: dict[int, set[int]] = {}
+    fresh = set(stuck)
+    while fresh:
+        rank = fresh.pop()
+        edges[rank] = set(_waits_for(run, statuses, rank)) if rank in alive else set()
+        fresh |= edges[rank] - edges.keys()
+    waiters: dict[int, set[int]] = defaultdict(set)
+    for rank, others in edges.items():
+        for other in others:
+            waiters[other].add(rank)
+    idle = {rank for rank in waiters if not edges[rank] and rank not in silent}
+    if stuck and not idle and not silent:
+        # Nobody is waited for, or all wait in a circle: those that stand still longest are all that can be named.
+        idle = {max(stuck, key=lambda rank: statuses[rank].stuck(now))}
+    culprits = [
+        Culprit(
+            rank,
+            statuses.get(rank),
+            rank in silent,
+            len(_all_waiting(rank, waiters)),
+            _seconds(statuses.get(rank), rank in silent, now),
+        )
+        for rank in silent | idle
+    ]
+    culprits.sort(key=lambda culprit: (not culprit.silent, -culprit.waiting, -culprit.seconds, culprit.rank))
+    still = min((statuses[rank].stuck(now) for rank in alive), default=0.0) if len(stuck) == len(alive) else 0.0
+    return Blame(tuple(sorted(stuck)), tuple(culprits), still)
+
+
+def is_stuck(status: RankStatus, now: float) -> bool:
+    usual = max(STUCK_SECONDS, STUCK_INTERVALS * status.interval, STUCK_STEPS * (status.step_ms or 0.0) / 1e3)
+    return status.stuck(now) > usual
+
+
+def waits(status: RankStatus) -> bool:
+    """Whether it stands in an operation that waits for another stage or another replica."""
+    return status.place is not None and (
+        status.place.phase == ranges.FINALIZE_GRADS or any(_directions(status.place.phase))
+    )
+
+
+def _waits_for(run: Run, statuses: Mapping[int, RankStatus], rank: int) -> Iterator[int]:
+    status = statuses[rank]
+    if status.place is None:
+        return
+    if status.place.phase in _COMPUTING:
+        yield from _coupled(run, statuses, status)
+    elif status.place.phase == ranges.FINALIZE_GRADS:
+        yield from _replicas(run, statuses, status)
+    else:
+        backward, forward = _directions(status.place.phase)
+        pp, last = status.coords["pp"], run.sizes.pp - 1
+        around = run.sizes.vpp > 1
+        if backward and (pp > 0 or around):
+            yield from _named(run, status, pp=pp - 1 if pp else last)
+        if forward and (pp < last or around):
+            yield from _named(run, status, pp=pp + 1 if pp < last else 0)
+
+
+def _directions(phase: str) -> tuple[bool, bool]:
+    """Whether an exchange is with the previous stage, and whether it is with the next one."""
+    if phase.startswith(ranges.WAIT):
+        return "prev" in phase or "exchange" in phase, "next" in phase or "exchange" in phase
+    if phase not in ranges.P2P_OPERATIONS:
+        return False, False
+    if phase == "send_forward_backward_recv_forward_backward":
+        return True, True
+    return "recv_forward" in phase or "send_backward" in phase, "recv_backward" in phase or "send_forward" in phase
+
+
+def _named(run: Run, status: RankStatus, **elsewhere: int) -> Iterator[int]:
+    """The rank at other coordinates, as Megatron's rank order has it."""
+    layout = run.layout
+    if layout is not None:
+        yield layout.rank_of(**{axis: {**status.coords, **elsewhere}[axis] for axis in ("tp", "cp", "dp", "pp")})
+
+
+def _replicas(run: Run, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
+    """Replicas of its stage, and the other end of its pipeline, which may share the embedding: those that have not
+    come to the reduction of this step."""
+    layout, own = run.layout, status.coords
+    if layout is None or status.place is None:
+        return
+    ends = {0, run.sizes.pp - 1}
+    stages = ends if own["pp"] in ends else {own["pp"]}
+    for pp in stages:
+        for dp in range(run.sizes.dp) if pp == own["pp"] else (own["dp"],):
+            for cp in range(run.sizes.cp) if pp == own["pp"] else (own["cp"],):
+                rank = layout.rank_of(tp=own["tp"], cp=cp, dp=dp, pp=pp)
+                other = statuses.get(rank)
+                if rank != status.rank and (other is None or not _reduces(other, status.place.step)):
+                    yield rank
+
+
+def _reduces(status: RankStatus, step: int) -> bool:
+    place = status.place
+    if place is None:
+        last = status.step()
+        return last is not None and last >= step
+    return place.step > step or (place.step == step and place.phase == ranges.FINALIZE_GRADS)
+
+
+def _coupled(run: Run, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
+    """Ranks with which it communicates inside a microbatch and that have stood elsewhere for longer."""
+    sizes, layout, own, place = run.sizes, run.layout, status.coords, status.place
+    if layout is None or place is None or sizes.tp * sizes.cp * sizes.ep == 1:
+        return
+    # An expert group reaches over replicas; which ones is a matter of the rank order.
+    replicas: Iterable[int] = range(sizes.dp) if sizes.ep > 1 else (own["dp"],)
+    for dp in replicas:
+        for cp in range(sizes.cp):
+            for tp in range(sizes.tp):
+                other = statuses.get(layout.rank_of(tp=tp, cp=cp, dp=dp, pp=own["pp"]))
+                if other is None or other.rank == status.rank or (dp != own["dp"] and tp != own["tp"]):
+                    continue
+                if _position(other) != _position(status) and other.since < status.since:
+                    yield other.rank
+
+
+def _position(status: RankStatus) -> tuple[object, ...]:
+    place = status.place
+    return () if place is None else (place.step, place.phase, place.microbatch, place.chunk)
+
+
+def _all_waiting(rank: int, waiters: Mapping[int, set[int]]) -> set[int]:
+    found: set[int] = set()
+    fresh = {rank}
+    while fresh:
+        fresh = set().union(*(waiters.get(each, set()) for each in fresh)) - found
+        found |= fresh
+    return found - {rank}
+
+
+def _seconds(status: RankStatus | None, silent: bool, now: float) -> float:
+    if status is None:
+        return 0.0
+    return now - status.time if silent else status.stuck(now)

@@ -1,0 +1,212 @@
+"""One request in the hands of one rank. Everything here runs on the background thread."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from megaprof.artifacts import Job, Writer
+from megaprof.artifacts.finish import WindowEnd
+from megaprof.artifacts.names import plain_path
+from megaprof.control import request as states
+from megaprof.control.request import Answer, Refused, Request
+from megaprof.demand import Demand
+from megaprof.recorders import build_recorders
+from megaprof.recorders.nsys import SESSION_VARIABLE
+from megaprof.windows import TRAIN_ACTOR, TRAIN_OVERALL
+
+if TYPE_CHECKING:
+    from megaprof.session import Session
+
+Key = tuple[str, "str | None"]
+"""Target and role: what calls are counted by."""
+
+_SAMPLES = 32
+#: How long files may take to be finished after the last window closed, in seconds.
+_FINISHING = 900.0
+
+
+class Meter:
+    """How often each target is called, from looking at its counter now and then."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Key, deque[tuple[float, int]]] = {}
+
+    def look(self, calls: dict[Key, int]) -> None:
+        now = time.monotonic()
+        for key, count in calls.items():
+            samples = self._seen.setdefault(key, deque(maxlen=_SAMPLES))
+            if not samples or samples[-1][1] != count:
+                samples.append((now, count))
+
+    def seconds(self, key: Key) -> float | None:
+        """Between two calls, on average over the last looks; None before there were two."""
+        samples = self._seen.get(key)
+        if samples is None or len(samples) < 2:
+            return None
+        (began, first), (ended, last) = samples[0], samples[-1]
+        return (ended - began) / (last - first)
+
+
+class Capture:
+    """From the order to the finished files. ``answer`` is what the rank says of it now; ``over``: for good."""
+
+    def __init__(self, request: Request, session: Session, writer: Writer, directory: Path, meter: Meter) -> None:
+        self.request = request
+        self._session = session
+        self._directory = directory
+        self._meter = meter
+        self._noted = _Noted(writer)
+        self._demand: Demand | None = None
+        self._until = time.monotonic() + request.timeout
+        self._finished_by: float | None = None
+        self._key: Key = (request.target, request.role)
+        self.answer = Answer(session.coords.rank, states.ACCEPTED)
+        try:
+            self._prepare(writer)
+        except (Refused, ValueError) as fault:
+            self._say(states.REFUSED, str(fault))
+
+    @property
+    def over(self) -> bool:
+        return self.answer.state in states.FINAL
+
+    def _prepare(self, writer: Writer) -> None:
+        if self._session.disabled:
+            raise Refused("profiling is off on this rank since a fault, which its log has")
+        config = self.request.config(str(self._directory))
+        if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
+            raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
+        self._key = self._counted()
+        recorders = build_recorders(config, cast(Writer, self._noted))
+        self._demand = Demand(
+            self.request.target, self._key[1], -1, self.request.steps, [*recorders, WindowEnd(writer)]
+        )
+        self._report()
+
+    def _counted(self) -> Key:
+        target = TRAIN_ACTOR if self.request.target == TRAIN_OVERALL else self.request.target
+        own, asked = self._session.role, self.request.role
+        seen = sorted({role or "" for name, role in dict(self._session.calls) if name == target})
+        if asked is not None:
+            if asked not in seen and asked != own and seen:
+                known = ", ".join(role or "no role" for role in seen)
+                raise Refused(f"unknown role {asked!r}; {target} ran as {known}")
+            return target, asked
+        if not seen or (own or "") in seen:
+            return target, own
+        if len(seen) > 1:
+            raise Refused(f"{target} runs as {', '.join(seen)}: name one with --role")
+        return target, seen[0]
+
+    def go(self, first: int) -> None:
+        """Take the windows from call ``first`` on."""
+        demand, session = self._demand, self._session
+        if self.answer.state != states.ACCEPTED or demand is None:
+            return
+        demand.first = first
+        session.demand = demand
+        # Only now: a call that began before it was set did not see it.
+        if session.calls.get(self._key, 0) > first and not demand.taken:
+            demand.cancelled = True
+            session.demand = None
+            begun = session.calls.get(self._key, 0)
+            self._say(states.MISSED, f"call {first} was over when the order came, {begun} had begun")
+            return
+        self._say(states.ARMED)
+
+    def cancel(self, reason: str) -> None:
+        """Nobody wants it any more. A window that is open is finished nevertheless."""
+        demand = self._demand
+        if self.over or (demand is not None and demand.taken):
+            return
+        if demand is not None:
+            demand.cancelled = True
+            if self._session.demand is demand:
+                self._session.demand = None
+        self._say(states.FAILED, reason)
+
+    def end(self, reason: str) -> None:
+        """The job ends, with whatever has been captured."""
+        if not self.over:
+            self._say(states.FAILED, reason)
+
+    def look(self) -> None:
+        """Bring ``answer`` up to date."""
+        demand = self._demand
+        if self.over or demand is None:
+            return
+        if self.answer.state == states.ACCEPTED and self.answer.seconds is None:
+            self._report()
+        if time.monotonic() > self._until:
+            self.cancel(f"it was not carried out within {self.request.timeout:.0f} s")
+        if self._session.disabled and not demand.over:
+            self._say(states.FAILED, "profiling went off on this rank after a fault, which its log has")
+        elif demand.over and demand.closed >= len(demand.taken):
+            self._finish(demand)
+        elif demand.taken:
+            self._say(states.RECORDING)
+
+    def _finish(self, demand: Demand) -> None:
+        if self._session.demand is demand:
+            self._session.demand = None
+        now = time.monotonic()
+        if self._finished_by is None:
+            self._finished_by = now + _FINISHING
+        if self._noted.waiting and now < self._finished_by:
+            self._say(states.RECORDING)
+        elif demand.reason is not None:
+            self._say(states.FAILED if demand.taken else states.MISSED, demand.reason)
+        else:
+            self._say(states.DONE)
+
+    def _report(self) -> None:
+        """How far the calls have come, for whoever chooses the first one."""
+        self.answer = Answer(
+            self.answer.rank,
+            self.answer.state,
+            calls=self._session.calls.get(self._key, 0),
+            seconds=self._meter.seconds(self._key),
+        )
+
+    def _say(self, state: str, reason: str | None = None) -> None:
+        self.answer = Answer(
+            self.answer.rank,
+            state,
+            calls=self._session.calls.get(self._key, 0),
+            seconds=self._meter.seconds(self._key),
+            reason=reason,
+            steps=() if self._demand is None else tuple(self._demand.taken),
+            files=tuple(os.path.relpath(file, self._directory) for file in self._noted.files),
+        )
+
+
+class _Noted:
+    """A writer that remembers what it was given to write."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._finals: list[Path] = []
+
+    def submit(self, job: Job) -> None:
+        self._finals.append(job.final)
+        self._writer.submit(job)
+
+    def finish(self, job: Job) -> None:
+        self._finals.append(job.final)
+        self._writer.finish(job)
+
+    def run(self, task: Any) -> None:
+        self._writer.run(task)
+
+    @property
+    def waiting(self) -> bool:
+        return self._writer.pending and len(self.files) < len(self._finals)
+
+    @property
+    def files(self) -> list[Path]:
+        """What is there of it by now: a full disk or a busy writer leaves a file uncompressed."""
+        return [path for final in self._finals for path in dict.fromkeys((final, plain_path(final))) if path.exists()]

@@ -1,0 +1,238 @@
+"""The asking side: from a request to the files, step by step, never waiting itself.
+
+First every selected rank answers how far its calls have come, then one call number that lies ahead of all of them is
+chosen for all. So every rank starts with the same step, and no rank ever waits for another.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megaprof.control import records
+from megaprof.control import request as states
+from megaprof.control.paths import Paths, refresh
+from megaprof.control.records import Absent, BadRecord, Owner
+from megaprof.control.request import Answer, Refused, Request
+from megaprof.control.run import Run, read_run
+
+#: How much later than the estimate says the first step is, and how long a step time that is not known is waited for.
+_SAFETY = 1.5
+_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``reason``: why not every selected rank captured the steps, None when all did."""
+
+    reason: str | None
+    steps: tuple[int, ...]
+    files: tuple[str, ...]
+    """Relative to the save directory."""
+    ranks: int
+    """How many ranks captured."""
+
+
+def first_call(calls: int, seconds: float | None, answers_age: float, latency: float, look: float) -> int:
+    """The number of the first call to capture: the next one that none can have begun when all have heard of it.
+
+    ``calls`` had begun at most, ``seconds`` apart (None: not known, so the next but one), when the answers were given
+    ``answers_age`` seconds ago and up to ``latency`` seconds before that; hearing of it takes another ``latency``,
+    which is what the way there and back took before, and a ``look``.
+    """
+    if seconds is None:
+        return calls + 1
+    ahead = _SAFETY * (answers_age + 2 * latency + look)
+    return calls + 1 + math.ceil(ahead / max(seconds, 1e-6))
+
+
+class Requester:
+    """Carries one request through. Raises Refused, from the constructor too, when it will come to nothing."""
+
+    def __init__(self, paths: Paths, run: Run, request: Request, ranks: Iterable[int]) -> None:
+        """``ranks`` are those that ``request.select`` selects."""
+        self.request = request
+        self._paths = paths
+        self._run = run
+        self._missing = set(ranks)
+        self._open = set(self._missing)
+        self._answers: dict[int, Answer] = {}
+        self._heard: dict[int, float] = {}
+        self._gone = False
+        self._began = time.monotonic()
+        self._all_heard: float | None = None
+        self._gone_at = 0
+        self._owner = _submit(paths, run, request)
+
+    @property
+    def state(self) -> str:
+        """For people: what it is waiting for."""
+        if self._gone:
+            begun = [a.calls for a in self._answers.values()]
+            recording = sum(a.state == states.RECORDING for a in self._answers.values())
+            left = self._gone_at - max(begun, default=0)
+            return f"recording on {recording} ranks" if recording else f"starts in about {max(left, 0)} calls"
+        if self._missing:
+            return f"waiting for the answer of {len(self._missing)} of {len(self._open)} ranks"
+        return "waiting for the first steps"
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not answered."""
+        return sorted(self._missing)
+
+    def advance(self) -> Outcome | None:
+        """One look at what has come; the outcome when there is one. Raises Refused."""
+        try:
+            outcome = self._advance()
+        except Refused:
+            self.withdraw()
+            raise
+        if outcome is not None:
+            self.withdraw()
+        return outcome
+
+    def withdraw(self) -> None:
+        """Nothing more is wanted: what has not begun will not begin."""
+        for path in (
+            self._paths.order(self.request.id),
+            self._paths.go(self.request.id),
+            self._paths.request(self.request.id),
+        ):
+            with suppress(OSError):
+                path.unlink()
+
+    def _advance(self) -> Outcome | None:
+        now = time.monotonic()
+        if not self._gone and not self._answers:
+            self._look_for_refusal()
+        self._read_answers(now)
+        waited = now - self._began
+        if not self._gone:
+            refused = next((a for a in self._answers.values() if a.state in states.FINAL), None)
+            if refused is not None:
+                raise Refused(f"rank {refused.rank}: {refused.reason}")
+            if not self._missing:
+                self._go(now)
+        elif not self._open:
+            return self._outcome(None)
+        if waited <= self.request.timeout:
+            return None
+        if not self._gone:
+            raise Refused(self._silence())
+        return self._outcome(f"it was not finished within {self.request.timeout:.0f} s")
+
+    def _look_for_refusal(self) -> None:
+        refresh(self._paths.answers)
+        refresh(self._paths.answers / self.request.id)
+        with suppress(Absent, BadRecord):
+            refusal = records.read(self._paths.refusal(self.request.id), self._owner)
+            raise Refused(str(refusal.get("reason"))[:1000])
+        with suppress(Absent, BadRecord):
+            run = read_run(self._paths.root)
+            if run.run != self._run.run:
+                raise Refused("the job was started again meanwhile")
+            if run.ended is not None:
+                raise Refused("the job has ended meanwhile")
+
+    def _read_answers(self, now: float) -> None:
+        for directory in {self._paths.answer(self.request.id, rank).parent for rank in self._open}:
+            refresh(directory)
+        for rank in list(self._open):
+            try:
+                record = records.read(self._paths.answer(self.request.id, rank), self._owner)
+                answer = Answer.from_record(record)
+            except (Absent, BadRecord, ValueError):
+                continue
+            if record.get("run") != self._run.run or answer.rank != rank:
+                continue
+            if self._answers.get(rank) != answer:
+                self._heard[rank] = now
+            self._answers[rank] = answer
+            self._missing.discard(rank)
+            if answer.state in states.FINAL:
+                self._open.discard(rank)
+        if not self._missing and self._all_heard is None:
+            self._all_heard = now
+
+    def _go(self, now: float) -> None:
+        known = [answer.seconds for answer in self._answers.values() if answer.seconds is not None]
+        heard = now if self._all_heard is None else self._all_heard
+        if len(known) < len(self._answers) and now - heard < min(_PATIENCE, self.request.timeout / 4):
+            return  # the job is just beginning: its next calls will tell
+        self._gone_at = first_call(
+            max(answer.calls for answer in self._answers.values()),
+            min(known, default=None),
+            now - min(self._heard.values()),
+            heard - self._began,
+            self._run.interval,
+        )
+        record = {"version": 1, "run": self._run.run, "id": self.request.id, "first": self._gone_at}
+        try:
+            records.write(self._paths.go(self.request.id), record)
+        except OSError as fault:
+            raise Refused(f"{self._paths.orders} cannot be written: {fault.strerror}") from None
+        self._gone = True
+
+    def _silence(self) -> str:
+        silent = ", ".join(map(str, self.missing[:8])) + (" ..." if len(self._missing) > 8 else "")
+        if not self._answers:
+            return f"nobody answered within {self.request.timeout:.0f} s"
+        if not self._missing:
+            return f"no step began within {self.request.timeout:.0f} s"
+        return f"no answer within {self.request.timeout:.0f} s from rank {silent}"
+
+    def _outcome(self, reason: str | None) -> Outcome:
+        answers = [self._answers[rank] for rank in sorted(self._answers)]
+        bad = [a for a in answers if a.state != states.DONE]
+        done = [a for a in answers if a.state == states.DONE]
+        if reason is None and bad:
+            reason = f"rank {bad[0].rank} {bad[0].state}: {bad[0].reason}"
+            reason += f" (and {len(bad) - 1} more ranks)" if len(bad) > 1 else ""
+        if reason is None and len({a.steps for a in done}) > 1:
+            reason = "the ranks number their steps differently: " + ", ".join(
+                f"rank {a.rank} has {list(a.steps)}" for a in done[:4]
+            )
+        return Outcome(
+            reason,
+            done[0].steps if done else (),
+            tuple(file for a in answers for file in a.files),
+            len(done),
+        )
+
+
+def _submit(paths: Paths, run: Run, request: Request) -> Owner:
+    """Write the request; returns whose answers are believed. Raises Refused."""
+    try:
+        written = records.write(paths.request(request.id), request.as_record(), mode=0o600)
+        leader = os.stat(paths.run)
+    except FileNotFoundError:
+        raise Refused("the job takes no requests: its control directory is gone") from None
+    except PermissionError:
+        raise Refused(f"{paths.requests} cannot be written by you: only the user whose job it is may ask") from None
+    except OSError as fault:
+        raise Refused(f"{paths.requests} cannot be written: {fault.strerror}") from None
+    if written.st_uid != leader.st_uid:
+        with suppress(OSError):
+            paths.request(request.id).unlink()
+        raise Refused(f"you are user {written.st_uid} there, and the job belongs to user {leader.st_uid}")
+    return Owner.of(leader)
+
+
+def selected_ranks(run: Run, request: Request) -> list[int]:
+    """The ranks that a request selects. Raises Refused where that cannot be known, or where there is none."""
+    selector = request.selector
+    if selector.rank_spans is not None:
+        return [rank for first, last in selector.rank_spans for rank in range(first, last + 1)]
+    layout = run.layout
+    if layout is None:
+        raise Refused(f"--select {request.select}: this job's rank order is not a plain one; name ranks instead")
+    try:
+        selector.check(run.sizes, layout)
+    except ValueError as mistake:
+        raise Refused(str(mistake)) from None
+    return selector.ranks(layout)

@@ -1,0 +1,113 @@
+"""Captures that a job makes by itself: when its steps, or one of its stages, become slow."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megaprof.config import ProfileConfig
+from megaprof.control.request import Refused, Request
+from megaprof.control.requester import Requester, selected_ranks
+from megaprof.windows import TRAIN_ACTOR
+
+if TYPE_CHECKING:
+    from megaprof.control.listener import Listener
+    from megaprof.metrics.compute import Summary
+
+logger = logging.getLogger("megaprof")
+
+#: Samples of the step time, one a look, of which the usual one is the median, and how many it takes at least.
+_HISTORY = 4096
+_LEAST = 30
+#: How many times in a row something must be seen before it is believed.
+_IN_A_ROW = 3
+STEPS = 2
+
+
+class Watchdog:
+    """Asks as ``megaprof trigger`` does, from the lowest rank's background thread; once, then not again for a while."""
+
+    def __init__(self, config: ProfileConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._target = TRAIN_ACTOR if TRAIN_ACTOR in config.target else config.target[0]
+        self._samples: deque[float] = deque(maxlen=_HISTORY)
+        self._slow = 0
+        self._uneven = 0
+        self._imbalance: float | None = None
+        self._calls = -1
+        self._not_before = 0.0
+        self._requester: Requester | None = None
+
+    def __call__(self, listener: Listener) -> None:
+        if self._requester is not None:
+            self._go_on(self._requester)
+            return
+        reason = self._slow_steps(listener) or self._uneven_stages()
+        if reason is not None and self._clock() >= self._not_before and not listener.busy:
+            self._ask(listener, reason)
+
+    def see(self, summary: Summary) -> None:
+        """The stages' latest figures."""
+        threshold = self._config.trigger_imbalance
+        self._imbalance = summary.imbalance
+        over = threshold is not None and summary.imbalance is not None and summary.imbalance > threshold
+        self._uneven = self._uneven + 1 if over else 0
+
+    def _slow_steps(self, listener: Listener) -> str | None:
+        factor = self._config.trigger_step_time
+        calls, milliseconds = listener.step_time(self._target)
+        # A captured step is slow by itself, and without a new step there is nothing new to see.
+        if factor is None or milliseconds is None or listener.busy or calls == self._calls:
+            return None
+        self._calls = calls
+        usual = statistics.median(self._samples) if len(self._samples) >= _LEAST else None
+        self._samples.append(milliseconds)
+        if usual is None or milliseconds <= factor * usual:
+            self._slow = 0
+            return None
+        self._slow += 1
+        if self._slow < _IN_A_ROW:
+            return None
+        return f"steps take {milliseconds:.0f} ms, {milliseconds / usual:.2f} times the usual {usual:.0f} ms"
+
+    def _uneven_stages(self) -> str | None:
+        if self._uneven < _IN_A_ROW or self._imbalance is None:
+            return None
+        return f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
+
+    def _ask(self, listener: Listener, reason: str) -> None:
+        self._not_before = self._clock() + self._config.trigger_cooldown
+        self._slow = self._uneven = 0
+        run = listener.run
+        if run is None:
+            return
+        try:
+            request = Request.new(run, self._target, role=run.role, steps=STEPS, by=f"the job itself, as {reason}")
+            self._requester = Requester(listener.paths, run, request, selected_ranks(run, request))
+        except Refused as refusal:
+            logger.warning("megaprof: %s, but a capture is not possible: %s", reason, refusal)
+            return
+        logger.warning("megaprof: %s: capturing %d steps (%s)", reason, STEPS, request.id)
+
+    def _go_on(self, requester: Requester) -> None:
+        try:
+            outcome = requester.advance()
+        except Refused as refusal:
+            self._requester = None
+            logger.warning("megaprof: nothing captured (%s): %s", requester.request.id, refusal)
+            return
+        if outcome is not None:
+            self._requester = None
+            missing = "" if outcome.reason is None else f", but {outcome.reason}"
+            logger.warning(
+                "megaprof: captured step %s on %d ranks (%s)%s",
+                ", ".join(map(str, outcome.steps)) or "none",
+                outcome.ranks,
+                requester.request.id,
+                missing,
+            )

@@ -1,0 +1,127 @@
+"""What a running job's status files come to (docs/on-demand.md lists every figure).
+
+Each rank's figures are medians over its last steps. compute = forward + backward + combined passes, with whatever is
+communicated inside a microbatch.
+
+- imbalance: the slowest stage's compute over the mean of all stages', a stage's being the median of its ranks.
+- bubble fraction: 1 - (compute + gradient finalisation) / step, for the median stage: the part of a step in which a
+  stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
+- straggler: the rank with the greatest ratio of its compute to the median of its stage.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megaprof.control.run import Run
+from megaprof.control.status import RankStatus
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage. ``imbalance``: its compute over the mean of all stages'."""
+
+    pp: int
+    ranks: int
+    step: int | None
+    step_ms: float | None
+    compute_ms: float | None
+    imbalance: float | None
+    slowest_rank: int | None
+    slowest_ms: float | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The whole job; None is what cannot be known (no timeline is kept, or no step has been finished)."""
+
+    target: str | None
+    step: int | None
+    stages: tuple[Stage, ...]
+    step_ms: float | None
+    imbalance: float | None
+    slowest_stage: int | None
+    bubble_fraction: float | None
+    straggler: int | None
+    straggler_ratio: float | None
+    own_cost: float | None
+    """The greatest part of a step that megaprof took on a training thread."""
+
+
+def summarise(run: Run, statuses: Iterable[RankStatus]) -> Summary:
+    """Of the ranks in ``statuses``: a straggler is found only where a stage has several of them there."""
+    of_stage: dict[int, list[RankStatus]] = {}
+    for status in statuses:
+        of_stage.setdefault(status.coords["pp"], []).append(status)
+    compute = {pp: _median(_compute(members)) for pp, members in of_stage.items()}
+    known = {pp: value for pp, value in compute.items() if value is not None}
+    # A mean over some stages is not the mean of all.
+    mean = statistics.fmean(known.values()) if len(known) == run.sizes.pp and any(known.values()) else None
+    stages = tuple(_stage(pp, of_stage[pp], compute[pp], mean) for pp in sorted(of_stage))
+    everyone = [status for members in of_stage.values() for status in members]
+    slowest = max(known, key=lambda pp: known[pp]) if mean is not None else None
+    straggler, ratio = _straggler(of_stage.values())
+    steps = [step for status in everyone if (step := status.step()) is not None]
+    costs = [cost for status in everyone if isinstance(cost := (status.cost or {}).get("fraction"), int | float)]
+    return Summary(
+        target=next((str(status.recent["target"]) for status in everyone if status.recent is not None), None),
+        step=max(steps, default=None),
+        stages=stages,
+        step_ms=_median([status.step_ms for status in everyone]),
+        imbalance=None if mean is None or slowest is None else known[slowest] / mean,
+        slowest_stage=slowest,
+        bubble_fraction=_median([_bubble(members) for members in of_stage.values()]) if mean is not None else None,
+        straggler=straggler,
+        straggler_ratio=ratio,
+        own_cost=max(costs, default=None),
+    )
+
+
+def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: float | None) -> Stage:
+    timed = [(status.compute_ms, status.rank) for status in members if status.compute_ms is not None]
+    slowest_ms, slowest = max(timed, key=lambda pair: (pair[0], -pair[1])) if timed else (None, None)
+    steps = [step for status in members if (step := status.step()) is not None]
+    return Stage(
+        pp=pp,
+        ranks=len(members),
+        step=max(steps, default=None),
+        step_ms=_median([status.step_ms for status in members]),
+        compute_ms=compute,
+        imbalance=None if compute is None or mean is None else compute / mean,
+        slowest_rank=slowest,
+        slowest_ms=slowest_ms,
+    )
+
+
+def _bubble(members: Sequence[RankStatus]) -> float | None:
+    def idle(status: RankStatus) -> float | None:
+        compute, step = status.compute_ms, status.step_ms
+        if status.recent is None or compute is None or not step:
+            return None
+        finalize = status.recent.get("finalize_ms")
+        return 1 - (compute + (finalize if isinstance(finalize, int | float) else 0.0)) / step
+
+    return _median([idle(status) for status in members])
+
+
+def _straggler(stages: Iterable[Sequence[RankStatus]]) -> tuple[int | None, float | None]:
+    ratios: list[tuple[float, int]] = []
+    for members in stages:
+        usual = _median(_compute(members))
+        if usual and len(members) > 1:
+            ratios += [(each.compute_ms / usual, each.rank) for each in members if each.compute_ms is not None]
+    if not ratios:
+        return None, None
+    ratio, rank = max(ratios)
+    return rank, ratio
+
+
+def _compute(members: Sequence[RankStatus]) -> list[float | None]:
+    return [status.compute_ms for status in members]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,174 @@
+"""Where the scalars go: writers that the host has made, a file for Prometheus, an OpenTelemetry meter provider.
+
+Nothing is set up for anybody: a sink exists when the host has it. Each takes a summary on the background thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megaprof.hosts import megatron_lm
+from megaprof.metrics.compute import Summary
+
+Sink = Callable[[Summary], None]
+
+#: Prometheus' name, unit and meaning of each figure; Prometheus counts in base units.
+FIGURES = {
+    "step_ms": ("step_seconds", "ms", "Duration of a step, median over the last steps and all ranks"),
+    "imbalance": ("imbalance_ratio", "1", "Compute of the slowest stage over the mean of all stages"),
+    "slowest_stage": ("slowest_stage", "1", "Pipeline rank of the stage that computes longest"),
+    "bubble_fraction": ("bubble_ratio", "1", "Part of a step in which the median stage waits for others"),
+    "straggler": ("straggler_rank", "1", "Rank that computes longest compared with its stage"),
+    "straggler_ratio": ("straggler_ratio", "1", "Its compute over the median of its stage"),
+    "own_cost": ("own_cost_ratio", "1", "Part of a step that megaprof takes on the training thread"),
+}
+
+
+def scalars(summary: Summary) -> dict[str, float]:
+    """The figures that are known, by the names that TensorBoard and W&B show."""
+    named: dict[str, float | None] = {name: getattr(summary, name) for name in FIGURES}
+    for stage in summary.stages:
+        named[f"compute_ms/stage_{stage.pp}"] = stage.compute_ms
+    return {
+        f"megaprof/{name}": float(value) for name, value in named.items() if value is not None and math.isfinite(value)
+    }
+
+
+def host_sinks() -> Iterator[tuple[str, Sink]]:
+    """What the process has now; looked up each time, since hosts make theirs when they please."""
+    writer = megatron_lm.tensorboard_writer()
+    if writer is not None:
+        yield "TensorBoard", lambda summary: _to_tensorboard(writer, summary)
+    wandb = megatron_lm.wandb_writer()
+    if wandb is not None:
+        # Without commit: the figures join the host's next step instead of being one.
+        yield "W&B", lambda summary: wandb.log(scalars(summary), commit=False)
+
+
+def _to_tensorboard(writer: Any, summary: Summary) -> None:
+    for name, value in scalars(summary).items():
+        writer.add_scalar(name, value, summary.step)
+
+
+class Prometheus:
+    """A file for the node exporter's textfile collector, replaced as a whole."""
+
+    def __init__(self, path: str | os.PathLike[str], labels: dict[str, str]) -> None:
+        self._path = Path(path)
+        self._labels = labels
+
+    def __call__(self, summary: Summary) -> None:
+        """Raises OSError."""
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        try:
+            temporary.write_text(self.text(summary), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def text(self, summary: Summary) -> str:
+        """The exposition format, version 0.0.4."""
+        labels = {**self._labels, **({} if summary.target is None else {"target": summary.target})}
+        lines: list[str] = []
+
+        def metric(name: str, help: str, values: list[tuple[dict[str, str], float | None]]) -> None:
+            known = [(extra, value) for extra, value in values if value is not None]
+            if known:
+                lines.append(f"# HELP megaprof_{name} {help}")
+                lines.append(f"# TYPE megaprof_{name} gauge")
+                lines.extend(f"megaprof_{name}{_labels({**labels, **extra})} {value!r}" for extra, value in known)
+
+        for figure, (name, unit, help) in FIGURES.items():
+            value = getattr(summary, figure)
+            metric(name, help, [({}, value / 1e3 if value is not None and unit == "ms" else value)])
+        metric(
+            "stage_compute_seconds",
+            "Compute of a stage in a step, median of its ranks",
+            [({"stage": str(s.pp)}, None if s.compute_ms is None else s.compute_ms / 1e3) for s in summary.stages],
+        )
+        metric("last_step", "Number of the last step", [({}, summary.step)])
+        metric("updated_timestamp_seconds", "When this was written", [({}, time.time())])
+        return "\n".join(lines) + "\n"
+
+
+def _labels(labels: dict[str, str]) -> str:
+    if not labels:
+        return ""
+    escaped = {
+        name: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for name, value in labels.items()
+    }
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
+
+
+class OpenTelemetry:
+    """Observable gauges of the process's meter provider, which reads the last summary whenever it exports."""
+
+    def __init__(self, provider: Any, labels: dict[str, str]) -> None:
+        metrics = sys.modules["opentelemetry.metrics"]
+        self._observation: Any = metrics.Observation
+        self._labels = labels
+        self._last: Summary | None = None
+        meter = provider.get_meter("megaprof")
+        for figure, (_, unit, help) in FIGURES.items():
+            meter.create_observable_gauge(
+                f"megaprof.{figure.removesuffix('_ms')}",
+                callbacks=[lambda options, figure=figure: self._observe(figure)],
+                unit=unit,
+                description=help,
+            )
+        meter.create_observable_gauge(
+            "megaprof.stage.compute",
+            callbacks=[lambda options: self._observe_stages()],
+            unit="ms",
+            description="Compute of a stage in a step, median of its ranks",
+        )
+
+    def __call__(self, summary: Summary) -> None:
+        self._last = summary
+
+    def close(self) -> None:
+        """Gauges cannot be taken back; they have nothing to say from now on."""
+        self._last = None
+
+    def _attributes(self, summary: Summary) -> dict[str, str]:
+        return {**self._labels, **({} if summary.target is None else {"target": summary.target})}
+
+    def _observe(self, figure: str) -> list[Any]:
+        summary = self._last
+        value = None if summary is None else getattr(summary, figure)
+        return [] if value is None or summary is None else [self._observation(value, self._attributes(summary))]
+
+    def _observe_stages(self) -> list[Any]:
+        summary = self._last
+        if summary is None:
+            return []
+        attributes = self._attributes(summary)
+        return [
+            self._observation(stage.compute_ms, {**attributes, "stage": stage.pp})
+            for stage in summary.stages
+            if stage.compute_ms is not None
+        ]
+
+
+def meter_provider() -> Any | None:
+    """The meter provider that somebody has set in this process, None where nobody has.
+
+    Not by ``get_meter_provider()`` alone: it makes one where the environment asks for it, which is the host's to do.
+    """
+    metrics = sys.modules.get("opentelemetry.metrics")
+    internal = sys.modules.get("opentelemetry.metrics._internal")
+    if metrics is None or internal is None or getattr(internal, "_METER_PROVIDER", None) is None:
+        return None
+    provider = metrics.get_meter_provider()
+    # The API's own providers do nothing.
+    return None if type(provider).__module__.startswith("opentelemetry.metrics") else provider

@@ -1,0 +1,34 @@
+"""A job that hangs: the rank that keeps all others waiting is named, from their status files alone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from control_jobs import Slow, running
+from running import megaprof
+
+from megaprof.control.blame import find_culprits
+from megaprof.control.job import find_job
+
+
+def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
+    slow = Slow(rank=1, step=4, microbatch=2)
+    with running(tmp_path / "traces", ["--profile-tool", "timeline"], slow=slow) as job:
+        found = find_job(job.directory)
+        deadline = time.monotonic() + 60
+        while not find_culprits(found.run, found.statuses(), time.time()).still and time.monotonic() < deadline:
+            time.sleep(0.5)
+        status = megaprof("status", job.directory)
+        watch = megaprof("watch", job.directory, "--once")
+    assert status.returncode == 0, status.stderr
+    assert "It hangs: no rank has moved for" in status.stdout
+    (named,) = [line for line in status.stdout.splitlines() if line.startswith("!")]
+    assert named.startswith("! rank 1 (stage 1, ")
+    assert "is in forward of microbatch 2, train_actor step 4, for" in named
+    assert named.endswith("; 1 rank waits for it")
+    first, second = status.stdout.splitlines()[-2:]
+    assert "recv_backward" in first
+    assert "forward of microbatch 2" in second
+    assert watch.returncode == 0, watch.stderr
+    assert "imbalance" in watch.stdout

@@ -1,0 +1,112 @@
+"""Capture on demand in a real job of two stages: started without any window, asked from other processes."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from control_jobs import SMALL, Running, running, train
+from malformed import MALFORMED
+from running import megaprof
+
+from megaprof.control.job import find_job
+from megaprof.control.request import Refused, Request
+from megaprof.control.requester import Outcome, Requester
+from megaprof.testing import run_ranks
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    directory = tmp_path_factory.mktemp("job") / "traces"
+    with running(directory, ["--profile-steps", "none", "--profile-on-demand"]) as job:
+        yield job
+
+
+def places(directory: Path, files: list[Path]) -> set[tuple[int, int]]:
+    """Stage and step of each trace."""
+    found = set()
+    for path in files:
+        with gzip.open(path) as file:
+            meta = json.load(file)["megaprof"]
+        found.add((meta["coords"]["pp"], meta["steps"][0]))
+    return found
+
+
+def test_trigger_captures_the_same_steps_on_every_stage(job: Running) -> None:
+    assert not list(job.directory.glob("*.gz"))
+    asked = megaprof("trigger", job.directory, "--target", "train_actor", "--steps", 2, "--timeout", 90)
+    assert asked.returncode == 0, asked.stderr
+    files = [Path(line) for line in asked.stdout.splitlines()]
+    assert sorted(files) == sorted(job.directory.glob("*.pt.trace.json.gz"))
+    found = places(job.directory, files)
+    first = min(step for _, step in found)
+    assert found == {(pp, step) for pp in (0, 1) for step in (first, first + 1)}
+
+
+def test_fifty_requests_and_fifty_malformed_ones_at_once(job: Running) -> None:
+    for path in job.directory.glob("*.gz"):
+        path.unlink()
+    found = find_job(job.directory)
+    asking: list[Requester] = []
+    for number, (kind, (write, _)) in zip(range(50), itertools.cycle(MALFORMED.items()), strict=False):
+        write(found.run, found.paths.request(f"{number:02}-{kind}"))
+        request = Request.new(found.run, "train_actor", steps=1, timeout=90)
+        asking.append(Requester(found.paths, found.run, request, [0, 1]))
+    outcomes: list[Outcome] = []
+    refused: list[str] = []
+    while asking:
+        for requester in list(asking):
+            try:
+                outcome = requester.advance()
+            except Refused as refusal:
+                refused.append(str(refusal))
+                asking.remove(requester)
+            else:
+                if outcome is not None:
+                    outcomes.append(outcome)
+                    asking.remove(requester)
+        time.sleep(0.1)
+    assert outcomes, refused
+    assert len(outcomes) + len(refused) == 50
+    assert all(outcome.reason is None and outcome.ranks == 2 and len(outcome.steps) == 1 for outcome in outcomes)
+    assert all("busy with" in reason for reason in refused)
+    files = sorted(job.directory.glob("*.gz"))
+    assert places(job.directory, files) == {(pp, outcome.steps[0]) for pp in (0, 1) for outcome in outcomes}
+    assert len(files) == 2 * len(outcomes)
+
+
+def test_refusals_say_why(job: Running) -> None:
+    usage = megaprof("trigger", job.directory, "--target", "train_actor", "--select", "0,7")
+    assert (usage.returncode, usage.stdout) == (2, "")
+    assert "--select: rank 7 in '0,7' is outside the world of 2 ranks" in usage.stderr
+    assert megaprof("trigger", job.directory, "--target", "rollout").returncode == 2
+    refused = megaprof("trigger", job.directory, "--target", "train_actor", "--tool", "nsys", "--timeout", 60)
+    assert refused.returncode == 1
+    assert "does not run under nsys" in refused.stderr
+    assert refused.stderr.count("Traceback") == 0
+    late = megaprof("trigger", job.directory, "--target", "evaluate", "--timeout", 6)
+    assert late.returncode == 1, late.stderr
+    assert "within 6 s" in late.stderr
+
+
+def test_status_of_a_healthy_job(job: Running) -> None:
+    status = megaprof("status", job.directory)
+    assert status.returncode == 0, status.stderr
+    assert "2 ranks (tp1 pp2 cp1 ep1 dp1 vpp1)" in status.stdout
+    assert "!" not in status.stdout
+    assert [line.split()[0] for line in status.stdout.splitlines()[-2:]] == ["0", "1"]
+
+
+def test_training_is_untouched(job: Running) -> None:
+    results = job.end()
+    ended = megaprof("trigger", job.directory, "--target", "train_actor")
+    assert ended.returncode == 1
+    assert "the job has ended" in ended.stderr
+    steps = len(results[1][0])
+    assert results == run_ranks(train, 2, SMALL, [], "", steps, timeout=240)
+    assert results[1][0][0] != results[1][0][-1], "the model did not learn: nothing was compared"

@@ -1,0 +1,103 @@
+"""Captures that a job makes by itself."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig
+from megaprof.control.watchdog import Watchdog
+from megaprof.metrics.compute import Summary
+
+
+def config(tmp_path: Path, **options: Any) -> ProfileConfig:
+    return ProfileConfig(target=("train_actor",), dir=str(tmp_path), tool=("timeline",), **options)
+
+
+class Job:
+    """A listener as far as the watchdog looks at it, and the requests that it would make."""
+
+    def __init__(self, watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.busy = False
+        self.run = self.paths = None
+        self.asked: list[str] = []
+        self._watchdog = watchdog
+        self._now = (0, 0.0)
+        monkeypatch.setattr(watchdog, "_ask", self._ask)
+
+    def step_time(self, target: str) -> tuple[int, float]:
+        return self._now
+
+    def _ask(self, listener: Any, reason: str) -> None:
+        self.asked.append(reason)
+        self._watchdog._not_before = self._watchdog._clock() + self._watchdog._config.trigger_cooldown
+
+    def steps(self, milliseconds: float, count: int) -> None:
+        for _ in range(count):
+            self._now = (self._now[0] + 1, milliseconds)
+            self._watchdog(self)  # type: ignore[arg-type]
+
+
+def test_slow_steps_ask_once_until_the_cooldown_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(time=0.0)
+    watchdog = Watchdog(config(tmp_path, trigger_step_time=1.5, trigger_cooldown=600), clock=lambda: now.time)
+    job = Job(watchdog, monkeypatch)
+    job.steps(300, 5)  # a cold start is not what is usual
+    job.steps(100, 60)
+    job.steps(149, 20)
+    job.steps(160, 2)
+    job.steps(100, 10)
+    assert job.asked == []
+    job.steps(160, 10)
+    assert job.asked == ["steps take 160 ms, 1.60 times the usual 100 ms"]
+    now.time = 601.0
+    job.busy = True
+    job.steps(170, 10)
+    job.busy = False
+    assert len(job.asked) == 1
+    job.steps(170, 3)
+    assert len(job.asked) == 2
+
+
+def test_uneven_stages_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watchdog = Watchdog(config(tmp_path, trigger_imbalance=1.3))
+    job = Job(watchdog, monkeypatch)
+    for imbalance in (1.4, 1.4, 1.2, 1.4, 1.4, None, 1.4, 1.4):
+        watchdog.see(Summary("train_actor", 1, (), 1.0, imbalance, 0, None, None, None, None))
+        job.steps(100, 1)
+    assert job.asked == []
+    watchdog.see(Summary("train_actor", 1, (), 1.0, 1.4, 0, None, None, None, None))
+    job.steps(100, 1)
+    assert job.asked == ["the slowest stage computes 1.40 times as long as the average one"]
+
+
+def test_a_real_job_captures_its_own_slow_steps(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megaprof import install_hooks
+    from megaprof.control.listener import Listener
+
+    milliseconds = 100.0  # rather than what steps take on a machine that others use, too
+    calls = iter(range(10**9))
+    monkeypatch.setattr("megaprof.control.listener.interval", lambda world: 0.05)
+    monkeypatch.setattr(Listener, "step_time", lambda self, target: (next(calls), milliseconds))
+    caplog.set_level(logging.WARNING, "megaprof")
+    with install_hooks(one_rank.chunks, config(tmp_path, trigger_step_time=1.5)):
+        forward_backward = get_forward_backward_func()
+        while next(calls) < 50:
+            one_rank.train_step(forward_backward)
+        assert not list(tmp_path.glob("*.gz"))
+        milliseconds = 160.0
+        for _ in range(500):
+            one_rank.train_step(forward_backward)
+            if "captured step" in caplog.text:
+                break
+    assert "steps take 160 ms, 1.60 times the usual 100 ms: capturing 2 steps" in caplog.text
+    assert "captured step" in caplog.text
+    assert len(list(tmp_path.glob("train_actor.*.pt.trace.json.gz"))) == 2
