@@ -8,7 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-matrix test-viewers test-hosts lint format bench bench-capture bench-overhead bench-report bench-scale bench-whatif clean
+.PHONY: demo test test-slow test-matrix test-viewers test-hosts lint format bench bench-capture bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
 
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
@@ -80,7 +80,7 @@ format: .venv/ready
 	touch $@
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-overhead bench-report bench-whatif bench-scale
+bench: bench-capture bench-overhead bench-report bench-timeline bench-scale bench-whatif bench-scale
 
 bench-capture: .venv/ready
 	$(BIN)/python benchmarks/capture.py $(or $(ARGS),--pairs 5)
@@ -90,6 +90,9 @@ bench-overhead: .venv/ready
 
 bench-report: .venv/bench
 	$(BIN)/python benchmarks/report.py $(ARGS)
+
+bench-timeline: .venv/ready
+	$(BIN)/python benchmarks/timeline.py $(ARGS)
 
 bench-whatif: .venv/ready
 	$(BIN)/python benchmarks/whatif.py $(ARGS)
