@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from control_jobs import Slow, running
 from running import megaprof
 
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import find_job
+
+pytestmark = pytest.mark.slow
 
 
 def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from megaprof.control.request import Refused, Request
 from megaprof.control.requester import Outcome, Requester
 from megaprof.testing import run_ranks
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
