@@ -80,7 +80,7 @@ format: .venv/ready
 	touch $@
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-overhead bench-report bench-timeline bench-scale bench-whatif bench-scale
+bench: bench-capture bench-overhead bench-report bench-timeline bench-scale bench-whatif
 
 bench-capture: .venv/ready
 	$(BIN)/python benchmarks/capture.py $(or $(ARGS),--pairs 5)

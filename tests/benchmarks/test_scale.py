@@ -31,11 +31,9 @@ def test_no_directory_holds_100_000_files_at_any_number_of_ranks() -> None:
 @pytest.mark.slow  # two real ranks, for the seconds that six looks at the control directory take
 def test_a_real_rank_does_as_many_file_operations_as_the_table_counts() -> None:
     _, other = load.measure()
-    assert {name: other[name] for name in ("start", "look", "end")} == {
-        "start": load.START,
-        "look": load.LOOK,
-        "end": load.END,
-    }
+    assert (other["look"], other["end"]) == (load.LOOK, load.END)
+    # A directory that the other rank has made already costs one more or two less, depending on which.
+    assert load.START - 2 <= other["start"] <= load.START
 
 
 @pytest.mark.slow  # the report on 1,024 ranks twice
