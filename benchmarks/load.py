@@ -44,7 +44,8 @@ RANKS = (8, 1_024, 16_384, 100_000)
 #: What the table assumes of the job.
 STEP_SECONDS, MICROBATCHES, STAGES, TRACE_MB = 10.0, 32, 16, 10.0
 
-#: Operations of one rank that is not the lowest: at most of its start, in each look at the control directory, at the end.
+#: Operations of one rank that is not the lowest: at most those of its start; of each look at the control directory; at
+#: the end.
 START, LOOK, END = 7, 4, 1
 _AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 

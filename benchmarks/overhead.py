@@ -24,6 +24,7 @@ from megaprof.emit import Range
 from megaprof.hooks import install
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from megaprof.timeline import codes
 
 WAYS = ("off", "armed", "ranges", "window")
 
@@ -89,7 +90,7 @@ def _unit_costs() -> dict[str, float]:
 
     def nothing() -> None: ...
 
-    hooked = ranged(nothing, Dispatcher(), always("megaprof/nothing", 0))
+    hooked = ranged(nothing, Dispatcher(), always(codes.FINALIZE))
 
     def one_range() -> None:
         with Range("megaprof/forward mb=0 chunk=0"):

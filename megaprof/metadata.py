@@ -96,7 +96,7 @@ def _kind(layer: Any) -> str:
 
 
 def _ranges(call: Call, config: ProfileConfig) -> dict[str, Any]:
-    if call.forwards:
+    if call.ran_forward:
         return {"microbatch": True}
     if call.facts.graph is not None:
         return {"microbatch": False, "reason": "the step was replayed from a full-iteration CUDA graph"}

@@ -85,10 +85,13 @@ _NO_LABEL = re.compile(r"[\s=/\x00-\x1f]+")
 
 @dataclass(frozen=True)
 class RangeName:
-    """A parsed range name: ``label`` and its integer fields (``None`` where the writer did not know)."""
+    """A range name, parsed: ``label`` and its integer fields (``None`` where it is not known); ``str`` writes it."""
 
     label: str
     fields: dict[str, int | None]
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.label}" + "".join(f" {key}={_value(number)}" for key, number in self.fields.items())
 
     @property
     def is_p2p(self) -> bool:
@@ -121,18 +124,6 @@ def step_range(target: str, step: int, coords: RankCoords) -> str:
     """Name of the outermost range of one schedule call."""
     c = coords
     return f"{PREFIX}{target} step={step} pp={c.pp} tp={c.tp} cp={c.cp} ep={c.ep} dp={c.dp}"
-
-
-def phase_range(phase: str, microbatch: int | None, chunk: int | None) -> str:
-    """Name of one microbatch's forward or backward on one model chunk."""
-    return f"{PREFIX}{phase} mb={_value(microbatch)} chunk={_value(chunk)}"
-
-
-def combined_range(forward: tuple[int | None, int | None], backward: tuple[int | None, int | None]) -> str:
-    """Name of a combined-1F1B step: ``(microbatch, chunk)`` of its forward and of its backward."""
-    mb, chunk = map(_value, forward)
-    bmb, bchunk = map(_value, backward)
-    return f"{PREFIX}{COMBINED} mb={mb} chunk={chunk} bmb={bmb} bchunk={bchunk}"
 
 
 def operation_range(operation: str) -> str:

@@ -17,6 +17,7 @@ from megaprof.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.isolation import Contained
 from megaprof.metadata import describe
 from megaprof.recorders import Recorder, Window
+from megaprof.timeline import codes
 from megaprof.topology import RankCoords
 from megaprof.windows import ANNOTATED, EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Phase, Plan
 
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megaprof")
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-
-Position = tuple[int | None, int | None]
-"""Microbatch and model chunk, each None where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class CallFacts:
         return EVALUATE if self.evaluation else TRAIN_LOG_PROBS
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """A recorded call while it runs: matches each backward to its forward, by the identity of the output tensor.
 
@@ -66,24 +64,28 @@ class Call:
     outermost: AbstractContextManager[object]
     ranged: bool = False  # a window is open that wants ranges of what the schedule calls
     line: Line | None = None  # where the timeline keeps this call
-    forwards: int = 0  # that were seen
-    _positions: dict[int, Position] = field(default_factory=dict)
+    chunks: dict[int, int] = field(init=False)
+    """By the identity of a model chunk: the part of a code that says which one it is."""
+    forward: int | None = None
+    """The position of the forward that runs or ran last: the part of a code that says of which microbatch and chunk
+    it is. None: the pass has no forward."""
+    ran_forward: bool = False
+    _positions: dict[int, int] = field(default_factory=dict)
 
-    def chunk_of(self, model: object) -> int | None:
-        for index, chunk in enumerate(self.facts.chunks):
-            if chunk is model:
-                return index
-        return None
+    def __post_init__(self) -> None:
+        self.chunks = {id(chunk): codes.of_chunk(index) for index, chunk in enumerate(self.facts.chunks)}
 
-    def produced(self, output: object, position: Position) -> None:
-        """``output`` came out of the forward at ``position``."""
-        self.forwards += 1
-        if not self.facts.forward_only:
-            self._positions[_identity(output)] = position
+    def produced(self, result: Any) -> Any:
+        """``result`` came out of `forward`; returned unchanged."""
+        if self.forward is not None:
+            self.ran_forward = True
+            if not self.facts.forward_only:
+                self._positions[_identity(result)] = self.forward
+        return result
 
-    def consumed(self, output: object) -> Position:
-        """The position of the forward that produced ``output``, which is now being differentiated."""
-        return self._positions.pop(_identity(output), (None, None))
+    def consumed(self, output: object) -> int:
+        """The position of the forward that produced ``output``, which is now being differentiated; 0: not known."""
+        return self._positions.pop(_identity(output), 0)
 
 
 def _no_call() -> Call:
@@ -94,7 +96,8 @@ _CONTAINERS = (list, tuple, dict)
 
 
 def _identity(output: object) -> int:
-    """Identity of the first tensor in what ``forward_step`` returned: a tensor, or a list, tuple or dict of them."""
+    """Identity of the first tensor in what ``forward_step`` returned: a tensor, a list or dict of them, or either with
+    the number of tokens behind it. The backward gets the same tensor, alone or in a list or dict."""
     while isinstance(output, _CONTAINERS) and output:
         output = next(iter(output.values())) if isinstance(output, dict) else output[0]
     return id(output)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof import ranges
-from megaprof.ranges import parse
+from megaprof.ranges import RangeName, parse
 from megaprof.topology import ParallelSizes, RankCoords
 from megaprof.windows import TARGETS
 
@@ -18,8 +18,8 @@ def test_the_contract() -> None:
     sizes = ParallelSizes(tp=2, pp=4, cp=2, ep=2, dp=2)
     coords = RankCoords(rank=9, pp=1, tp=0, cp=1, ep=1, dp=0, sizes=sizes)
     assert ranges.step_range("train_actor", 12, coords) == "megaprof/train_actor step=12 pp=1 tp=0 cp=1 ep=1 dp=0"
-    assert ranges.phase_range(ranges.FORWARD, 3, 0) == "megaprof/forward mb=3 chunk=0"
-    assert ranges.phase_range(ranges.BACKWARD, None, None) == "megaprof/backward mb=? chunk=?"
+    assert str(RangeName(ranges.FORWARD, {"mb": 3, "chunk": 0})) == "megaprof/forward mb=3 chunk=0"
+    assert str(RangeName(ranges.BACKWARD, {"mb": None, "chunk": None})) == "megaprof/backward mb=? chunk=?"
     assert ranges.operation_range("recv_forward") == "megaprof/recv_forward"
 
 
@@ -33,16 +33,12 @@ def test_step_ranges_are_read_back(target: str, step: int, pp: int, tp: int, cp:
     assert read.fields == {"step": step, "pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": dp}
 
 
-@given(number, number, number, number)
-def test_phase_ranges_are_read_back_and_unknown_is_none(
-    mb: int | None, chunk: int | None, bmb: int, bchunk: int
-) -> None:
-    assert parse(ranges.phase_range(ranges.FORWARD, mb, chunk)) == ranges.RangeName(
-        "forward", {"mb": mb, "chunk": chunk}
-    )
-    combined = parse(ranges.combined_range((mb, chunk), (bmb, bchunk)))
-    assert combined is not None
-    assert combined.fields == {"mb": mb, "chunk": chunk, "bmb": bmb, "bchunk": bchunk}
+@given(
+    st.sampled_from([ranges.FORWARD, ranges.COMBINED, ranges.FINALIZE_GRADS]),
+    st.dictionaries(st.sampled_from(["mb", "chunk", "bmb", "bchunk"]), number),
+)
+def test_phase_ranges_are_read_back_and_unknown_is_none(label: str, fields: dict[str, int | None]) -> None:
+    assert parse(str(RangeName(label, fields))) == RangeName(label, fields)
 
 
 @pytest.mark.parametrize("operation", [*ranges.P2P_OPERATIONS, "wait_recv_prev"])
@@ -53,7 +49,7 @@ def test_exchanges_and_waits_are_p2p(operation: str) -> None:
 
 
 def test_phases_are_not_p2p() -> None:
-    read = parse(ranges.phase_range(ranges.FORWARD, 0, 0))
+    read = parse("megaprof/forward mb=0 chunk=0")
     assert read is not None
     assert not read.is_p2p
 

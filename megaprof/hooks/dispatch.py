@@ -6,15 +6,17 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from megaprof.emit import Range
 from megaprof.isolation import contain
 from megaprof.metadata import innermost
 from megaprof.session import Call, CallFacts, Session
+from megaprof.timeline import codes
 
 logger = logging.getLogger("megaprof")
+
+Code = Callable[[Call, tuple[Any, ...], dict[str, Any]], int]
 
 
 class Dispatcher:
@@ -112,32 +114,24 @@ class Dispatcher:
         return fallback
 
 
-@dataclass(frozen=True)
-class Event:
-    """What a hooked function is, to a trace and to the timeline.
-
-    ``what(call, args, kwargs)`` finds out once which event this call of it is; ``name`` makes a range of that, ``code``
-    a timeline's number. ``after(call, what, kwargs, result)`` returns what the caller gets.
-    """
-
-    what: Callable[[Call, tuple[Any, ...], dict[str, Any]], Any]
-    name: Callable[[Any], str]
-    code: Callable[[Any], int]
-    after: Callable[[Call, Any, dict[str, Any], Any], Any] | None = None
+def always(code: int) -> Code:
+    """The code of a function that is the same event every time."""
+    return lambda call, args, kwargs: code
 
 
-def always(name: str, code: int, after: Callable[..., Any] | None = None) -> Event:
-    """The event of a function that is the same one every time."""
-    return Event(lambda call, args, kwargs: None, lambda _: name, lambda _: code, after)
-
-
-def ranged(original: Callable[..., Any], dispatcher: Dispatcher, event: Event) -> Callable[..., Any]:
+def ranged(
+    original: Callable[..., Any],
+    dispatcher: Dispatcher,
+    code_of: Code,
+    after: Callable[[Call, dict[str, Any], Any], Any] | None = None,
+) -> Callable[..., Any]:
     """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
 
-    A fault of ours is contained; an exception of ``original`` passes unchanged. The timeline's part is what every
-    microbatch of an always-on run pays, so it is written out here rather than composed.
+    ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.timeline.codes`), once;
+    ``after(call, kwargs, result)`` returns what the caller gets. A fault of ours is contained; an exception of
+    ``original`` passes unchanged. The timeline's part is what every microbatch of an always-on run pays, so it is
+    written out here rather than composed.
     """
-    what_is, name_of, code_of, after = event.what, event.name, event.code, event.after
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         if Session.memory_full is not None:
@@ -145,15 +139,15 @@ def ranged(original: Callable[..., Any], dispatcher: Dispatcher, event: Event) -
         call = dispatcher.call
         if call is None:
             return original(*args, **kwargs)
-        line, opened, began, code, what = call.line, None, None, 0, None
+        line, opened, began, code = call.line, None, None, 0
         try:
-            what = what_is(call, args, kwargs)
+            code = code_of(call, args, kwargs)
             if call.ranged:
-                entering = Range(name_of(what))
+                entering = Range(str(codes.name(code)))
                 entering.__enter__()
                 opened = entering
             if line is not None:
-                line.now = code = code_of(what)
+                line.now = code
                 began = line.mark()
         except Exception as fault:
             contain("opening a range", dispatcher.drop, fault)
@@ -170,7 +164,7 @@ def ranged(original: Callable[..., Any], dispatcher: Dispatcher, event: Event) -
                 contain("closing a range", dispatcher.drop, fault)
         if after is not None:
             try:
-                return after(call, what, kwargs, result)
+                return after(call, kwargs, result)
             except Exception as fault:
                 contain("matching a microbatch", dispatcher.drop, fault)
         return result

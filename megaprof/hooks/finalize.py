@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megaprof import ranges
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
 from megaprof.metadata import innermost
@@ -18,6 +17,6 @@ def patch_finalize(patches: Patches, dispatcher: Dispatcher, chunks: tuple[Any, 
     from there at the end of a step (0.12 to 0.19): so it is hooked per recorded call, and put back when the call ends.
     """
     config = getattr(innermost(chunks[0]), "config", None) if chunks else None
-    event = always(ranges.operation_range(ranges.FINALIZE_GRADS), codes.FINALIZE)
+    code = always(codes.FINALIZE)
     if config is not None and hasattr(config, "__dict__"):
-        patches.apply(config, "finalize_model_grads_func", lambda original: ranged(original, dispatcher, event))
+        patches.apply(config, "finalize_model_grads_func", lambda original: ranged(original, dispatcher, code))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from megaprof import ranges
-from megaprof.hooks.dispatch import Dispatcher, Event, always, ranged
+from megaprof.hooks.dispatch import Code, Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
 from megaprof.recorders.timeline import Line
-from megaprof.session import Call, CallFacts, Position
+from megaprof.session import Call, CallFacts
 from megaprof.timeline import codes
 
 
@@ -32,54 +32,33 @@ def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
 
 
 def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
-    position = _position(original, "model")
-
-    def match(call: Call, where: Position, kwargs: dict[str, Any], result: Any) -> Any:
-        call.produced(_output(result), where)
-        return result
-
-    return ranged(original, dispatcher, Event(position, *_phase(ranges.FORWARD, codes.FORWARD), match))
+    return ranged(original, dispatcher, _position(original, "model", codes.FORWARD), _produced)
 
 
 def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     output = _argument(original, "output_tensor")
-
-    def position(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Position:
-        return call.consumed(output(args, kwargs))
-
-    return ranged(original, dispatcher, Event(position, *_phase(ranges.BACKWARD, codes.BACKWARD)))
+    return ranged(
+        original, dispatcher, lambda call, args, kwargs: codes.BACKWARD | call.consumed(output(args, kwargs))
+    )
 
 
 def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     """Either half may be absent: the first call of a step only runs forward, the last one only backward."""
     forward_model, backward_model = _argument(original, "f_model"), _argument(original, "b_model")
-    position, output = _position(original, "f_model"), _argument(original, "b_output_tensor")
+    position, output = _position(original, "f_model", 0), _argument(original, "b_output_tensor")
 
-    def halves(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Position | None, Position | None]:
-        forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
-        backward = None if backward_model(args, kwargs) is None else call.consumed(output(args, kwargs))
-        return forward, backward
+    def code(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        call.forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
+        if backward_model(args, kwargs) is None:
+            return codes.FORWARD | (call.forward or 0)
+        backward = call.consumed(output(args, kwargs))
+        return codes.BACKWARD | backward if call.forward is None else codes.combined(call.forward, backward)
 
-    def name(both: tuple[Position | None, Position | None]) -> str:
-        forward, backward = both
-        if backward is None:
-            return ranges.phase_range(ranges.FORWARD, *(forward or (None, None)))
-        if forward is None:
-            return ranges.phase_range(ranges.BACKWARD, *backward)
-        return ranges.combined_range(forward, backward)
+    return ranged(original, dispatcher, code, _produced)
 
-    def code(both: tuple[Position | None, Position | None]) -> int:
-        forward, backward = both
-        if backward is None:
-            return codes.phase(codes.FORWARD, forward or (None, None))
-        return codes.phase(codes.BACKWARD, backward) if forward is None else codes.combined(forward, backward)
 
-    def match(call: Call, both: tuple[Position | None, Position | None], kwargs: dict[str, Any], result: Any) -> Any:
-        if both[0] is not None:
-            call.produced(_output(result), both[0])
-        return result
-
-    return ranged(original, dispatcher, Event(halves, name, code, match))
+def _produced(call: Call, kwargs: dict[str, Any], result: Any) -> Any:
+    return call.produced(result)
 
 
 def probe(line: Line, phases: int) -> None:
@@ -110,7 +89,7 @@ class IdleStep:
 
 
 def idle_step(dispatcher: Dispatcher) -> IdleStep:
-    exchange = always("", codes.exchange("send_forward_recv_backward"))
+    exchange = always(codes.exchange("send_forward_recv_backward"))
     return IdleStep(
         _forward(_no_forward, dispatcher),
         _backward(_no_backward, dispatcher),
@@ -129,34 +108,27 @@ def _no_backward(input_tensor: object, output_tensor: object, gradient: object) 
 def _no_exchange() -> None: ...
 
 
-def _phase(label: str, kind: int) -> tuple[Callable[[Position], str], Callable[[Position], int]]:
-    return lambda position: ranges.phase_range(label, *position), lambda position: codes.phase(kind, position)
-
-
 def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
     """A reader of one argument of ``function``'s calls, however it is passed; None where it is not passed."""
+    index = _place(function, name)
+    return lambda args, kwargs: args[index] if index < len(args) else kwargs.get(name)
+
+
+def _place(function: Callable[..., Any], name: str) -> int:
+    """Which positional argument ``name`` is; one that no call can have when it is none."""
     parameters = list(inspect.signature(function).parameters)
-    index = parameters.index(name) if name in parameters else len(parameters)
-
-    def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return args[index] if index < len(args) else kwargs.get(name)
-
-    return read
+    return parameters.index(name) if name in parameters else sys.maxsize
 
 
-def _position(
-    function: Callable[..., Any], model_name: str
-) -> Callable[[Call, tuple[Any, ...], dict[str, Any]], Position]:
-    """A reader of the microbatch and the model chunk that a call of ``function`` runs forward."""
-    model, microbatch = _argument(function, model_name), _argument(function, "current_microbatch")
+def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
+    """``kind``, and the microbatch and the model chunk that a call of ``function`` runs forward, kept as the call's `forward`."""
+    model, microbatch = _place(function, model_name), _place(function, "current_microbatch")
 
-    def read(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Position:
-        number = microbatch(args, kwargs)
-        return None if number is None else int(number), call.chunk_of(model(args, kwargs))
+    def read(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        # Written out, as in `ranged`.
+        chunk = args[model] if model < len(args) else kwargs.get(model_name)
+        number = args[microbatch] if microbatch < len(args) else kwargs.get("current_microbatch")
+        call.forward = position = call.chunks.get(id(chunk), 0) | codes.of_microbatch(number)
+        return kind | position
 
     return read
-
-
-def _output(result: Any) -> Any:
-    """The output tensor: ``forward_step`` returns it alone, or with the number of tokens behind it."""
-    return result[0] if isinstance(result, tuple) and result else result

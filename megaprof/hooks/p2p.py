@@ -23,11 +23,11 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
 
     owner = getattr(p2p_communication, "P2PCommunicator", p2p_communication)
     for operation in ranges.P2P_OPERATIONS:
-        event = always(ranges.operation_range(operation), codes.exchange(operation), _range_waits)
-        patches.apply(owner, operation, partial(ranged, dispatcher=dispatcher, event=event))
+        code = always(codes.exchange(operation))
+        patches.apply(owner, operation, partial(ranged, dispatcher=dispatcher, code_of=code, after=_range_waits))
 
 
-def _range_waits(call: Call, what: None, kwargs: dict[str, Any], result: Any) -> Any:
+def _range_waits(call: Call, kwargs: dict[str, Any], result: Any) -> Any:
     """An exchange with ``overlap_p2p_comm`` returns ``(tensors..., {operation: handle})``, and the schedule waits on
     each handle when it needs it (0.12 to 0.19): give each wait a range. Anything else is returned as it came."""
     if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):

@@ -309,7 +309,7 @@ class _Job:
                 shape.append(codes.exchange("recv_forward" if forward else "recv_backward"))
                 starts.append(now[event.stage])
                 stops.append(begin)
-            shape.append(codes.phase(codes.FORWARD if forward else codes.BACKWARD, (event.microbatch, event.chunk)))
+            shape.append(codes.phase(codes.FORWARD if forward else codes.BACKWARD, event.microbatch, event.chunk))
             starts.append(begin)
             stops.append(end)
             if exchanges and not finishes:

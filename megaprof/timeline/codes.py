@@ -26,24 +26,25 @@ _CHUNK_MASK = (1 << CHUNK_BITS) - 1
 _MICROBATCH_MASK = (1 << MICROBATCH_BITS) - 1
 _LABELS = {FORWARD: ranges.FORWARD, BACKWARD: ranges.BACKWARD, COMBINED: ranges.COMBINED}
 
-Position = tuple[int | None, int | None]
-"""Microbatch and model chunk."""
+
+def phase(kind: int, microbatch: int | None, chunk: int | None) -> int:
+    """Code of one microbatch's forward or backward."""
+    return kind | of_chunk(chunk) | of_microbatch(microbatch)
 
 
-def phase(kind: int, position: Position) -> int:
-    """Code of one microbatch's forward or backward. A number too large for its field counts as not known."""
-    microbatch, chunk = position
-    code = kind
-    if chunk is not None and chunk < _CHUNK_MASK:
-        code |= (chunk + 1) << _CHUNK
-    if microbatch is not None and microbatch < _MICROBATCH_MASK:
-        code |= (microbatch + 1) << _MICROBATCH
-    return code
+def of_chunk(number: int | None) -> int:
+    """The part of a code that says which model chunk. A number too large for its field counts as not known."""
+    return 0 if number is None or number >= _CHUNK_MASK else (number + 1) << _CHUNK
 
 
-def combined(forward: Position, backward: Position) -> int:
-    """Code of a combined-1F1B pass."""
-    return phase(COMBINED, forward) | phase(0, backward) << _SECOND
+def of_microbatch(number: int | None) -> int:
+    """The part of a code that says which microbatch."""
+    return 0 if number is None or number >= _MICROBATCH_MASK else (int(number) + 1) << _MICROBATCH
+
+
+def combined(forward: int, backward: int) -> int:
+    """Code of a combined-1F1B pass, from the parts that say which microbatch and chunk its two halves are of."""
+    return COMBINED | forward | backward << _SECOND
 
 
 def exchange(operation: str) -> int:
@@ -75,6 +76,6 @@ def name(code: int) -> RangeName | None:
     return None
 
 
-def _position(code: int) -> Position:
+def _position(code: int) -> tuple[int | None, int | None]:
     chunk, microbatch = (code >> _CHUNK) & _CHUNK_MASK, (code >> _MICROBATCH) & _MICROBATCH_MASK
     return (microbatch - 1 if microbatch else None), (chunk - 1 if chunk else None)

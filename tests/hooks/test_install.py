@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_commu
 
 from megaprof import ProfileConfig, add_profile_args, evaluation, install_hooks
 from megaprof.hooks.schedules import SCHEDULES
-from megaprof.ranges import P2P_OPERATIONS, parse
+from megaprof.ranges import P2P_OPERATIONS, RangeName, parse
 from megaprof.recorders.torch_profiler import TorchRecorder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -328,12 +328,10 @@ def test_a_fault_of_ours_ends_profiling_not_training(
 
 
 def test_a_fault_inside_a_range_is_contained(one_rank: Any, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
-    from megaprof import ranges
-
-    def broken(*args: Any) -> str:
+    def broken(name: Any) -> str:
         raise ZeroDivisionError("naming")
 
-    monkeypatch.setattr(ranges, "phase_range", broken)
+    monkeypatch.setattr(RangeName, "__str__", broken)
     with install_hooks(one_rank.chunks, on(tmp_path)) as handle:
         assert len(one_rank.train_step()) == one_rank.workload.microbatches
         assert not handle.active

@@ -14,15 +14,16 @@ from megaprof import ranges
 from megaprof.timeline import codes, format
 from megaprof.timeline.format import StepRecord, UnreadableTimeline, read_timeline
 
+Position = tuple[int | None, int | None]
 POSITIONS = st.tuples(st.none() | st.integers(0, 10_000), st.none() | st.integers(0, 100))
 
 
 @given(POSITIONS, POSITIONS)
-def test_codes_come_back_as_range_names(forward: codes.Position, backward: codes.Position) -> None:
-    name = codes.name(codes.phase(codes.FORWARD, forward))
+def test_codes_come_back_as_range_names(forward: Position, backward: Position) -> None:
+    name = codes.name(codes.phase(codes.FORWARD, *forward))
     assert name is not None
     assert (name.label, name.fields) == ("forward", {"mb": forward[0], "chunk": forward[1]})
-    both = codes.name(codes.combined(forward, backward))
+    both = codes.name(codes.combined(codes.phase(0, *forward), codes.phase(0, *backward)))
     assert both is not None
     assert tuple(both.fields.values()) == (*forward, *backward)
 
@@ -90,7 +91,7 @@ def test_steps_come_back(tmp_path_factory: pytest.TempPathFactory, case: tuple[l
 
 
 def test_cut_at_any_byte_everything_before_is_read(tmp_path: Path) -> None:
-    shape = [codes.phase(codes.FORWARD, (0, 0)), codes.FINALIZE]
+    shape = [codes.phase(codes.FORWARD, 0, 0), codes.FINALIZE]
     records = [StepRecord(0, 0, n, 0, 10**18, 900, [5, 700], [600, 900], {"forward": 595}) for n in range(3)]
     parts = written(shape, records)
     whole = b"".join(parts)
