@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaprof import ProfileConfig
 from megaprof.control.run import Run
 from megaprof.control.status import RankStatus
 from megaprof.metrics import sinks
 from megaprof.metrics.compute import Summary, summarise
+from megaprof.metrics.overview import Overview
 from megaprof.topology import ParallelSizes, WorldLayout
 
 LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
@@ -69,15 +74,14 @@ def test_nothing_is_made_up() -> None:
 
 
 def test_prometheus_reads_the_file(summary: Summary, tmp_path: Path) -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="pip install prometheus_client")
     path = tmp_path / "megaprof.prom"
-    sink = sinks.Prometheus(path, {"role": 'a"c\\tor\n'})
+    sink = sinks.Prometheus(path, None)
     sink(summary)
     sink(summary)
     assert [entry.name for entry in tmp_path.iterdir()] == ["megaprof.prom"]
-    families = {family.name: family for family in parser.text_string_to_metric_families(path.read_text())}
+    families = {family.name: family for family in text_string_to_metric_families(path.read_text())}
     (step,) = families["megaprof_step_seconds"].samples
-    assert (step.value, step.labels) == (0.1, {"role": 'a"c\\tor\n', "target": "train_actor"})
+    assert (step.value, step.labels) == (0.1, {"target": "train_actor"})
     assert {s.labels["stage"]: s.value for s in families["megaprof_stage_compute_seconds"].samples} == {
         "0": 0.04,
         "1": 0.075,
@@ -86,11 +90,28 @@ def test_prometheus_reads_the_file(summary: Summary, tmp_path: Path) -> None:
     assert all(family.type == "gauge" and family.documentation for family in families.values())
 
 
+def test_roles_do_not_overwrite_each_others_figures(
+    summary: Summary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role in ("actor", 'a"c\\tor\n'):
+        sinks.Prometheus(tmp_path / "job.prom", role)(summary)
+    written = sorted(tmp_path.iterdir())
+    assert len(written) == 2
+    assert all(path.suffix == ".prom" and path.name.startswith("job.a") for path in written), "what the collector reads"
+    labels = [
+        sample.labels["role"]
+        for path in written
+        for family in text_string_to_metric_families(path.read_text())
+        for sample in family.samples
+        if family.name == "megaprof_step_seconds"
+    ]
+    assert sorted(labels) == sorted(("actor", 'a"c\\tor\n'))
+    assert sinks.scalars(summary, "actor").keys().isdisjoint(sinks.scalars(summary, "critic"))
+
+
 def test_megatron_lms_tensorboard_writer_gets_them(
     summary: Summary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("tensorboard", reason="pip install tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(log_dir=str(tmp_path))
@@ -123,16 +144,24 @@ OTEL = """
 import sys
 from megaprof.metrics import sinks
 from megaprof.metrics.compute import Stage, Summary
-assert sinks.meter_provider() is None and "opentelemetry" not in sys.modules
+assert sinks.meter() is None and "opentelemetry" not in sys.modules
 from opentelemetry import metrics
-assert sinks.meter_provider() is None
+assert sinks.meter() is None
 metrics.get_meter("host")  # a proxy, which the API makes by itself
-assert sinks.meter_provider() is None
+assert sinks.meter() is None
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 reader = InMemoryMetricReader()
-metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
-sink = sinks.OpenTelemetry(sinks.meter_provider(), {"role": "actor"})
+provider = MeterProvider(metric_readers=[reader])
+if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
+    import types
+    host = types.SimpleNamespace(_GLOBAL_TELEMETRY_HANDLE=types.SimpleNamespace(is_exporting=False))
+    sys.modules["megatron.training.global_vars"] = host
+    assert sinks.meter() is None
+    host._GLOBAL_TELEMETRY_HANDLE = types.SimpleNamespace(is_exporting=True, meter=provider.get_meter("megatron-lm"))
+else:
+    metrics.set_meter_provider(provider)
+sink = sinks.OpenTelemetry(sinks.meter(), "actor")
 stages = (Stage(0, 1, 7, 1.0, 40.0, None, None, None), Stage(1, 1, 7, 1.0, None, None, None, None))
 def seen():
     data = reader.get_metrics_data()
@@ -151,21 +180,49 @@ assert not any(seen().values())
 """
 
 
-def test_opentelemetry_where_somebody_has_set_a_provider() -> None:
-    pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
+@pytest.mark.parametrize("whose", ["everybody", "megatron-lm"])
+def test_opentelemetry_where_somebody_has_set_it_up(whose: str) -> None:
     # In a process of its own: a provider can be set only once.
-    ran = subprocess.run([sys.executable, "-c", OTEL], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", OTEL, whose], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
 
 
 def test_the_environment_alone_makes_no_provider() -> None:
-    pytest.importorskip("opentelemetry.sdk", reason="pip install opentelemetry-sdk")
     code = (
         "import os; os.environ['OTEL_PYTHON_METER_PROVIDER'] = 'sdk_meter_provider'\n"
-        "import opentelemetry.metrics\nfrom megaprof.metrics import sinks\nassert sinks.meter_provider() is None"
+        "import opentelemetry.metrics\nfrom megaprof.metrics import sinks\nassert sinks.meter() is None"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_writer_that_fails_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full:
+        tried = 0
+
+        def add_scalar(self, *arguments: Any) -> None:
+            self.tried += 1
+            raise OSError(28, "No space left on device")
+
+    writer, now = Full(), [0.0]
+    fresh = replace(status(0, 40.0), time=time.time())
+    host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
+    monkeypatch.setattr("megaprof.metrics.overview.read_statuses", lambda *arguments: {0: fresh})
+    monkeypatch.setattr("megaprof.metrics.overview.time.monotonic", lambda: now[0])
+    prometheus = tmp_path / "megaprof.prom"
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), on_demand=True, prometheus=str(prometheus))
+    overview = Overview(config, leads=True, role=None)
+    listener = types.SimpleNamespace(run=RUN, paths=None)
+    for _ in range(3):
+        now[0] += 60
+        overview(listener)  # type: ignore[arg-type]
+        assert prometheus.exists()
+        prometheus.unlink()
+    assert writer.tried == 1
+    assert caplog.text.count("no scalars to TensorBoard any more") == 1
 
 
 @pytest.mark.parametrize(
@@ -180,8 +237,6 @@ def test_the_environment_alone_makes_no_provider() -> None:
     ],
 )
 def test_options_that_could_not_be_honoured(options: dict[str, Any], complaint: str) -> None:
-    if str(options.get("dir", "")).startswith("memory"):
-        pytest.importorskip("fsspec", reason="torch brings it")
     with pytest.raises(ValueError, match=r".") as fault:
         ProfileConfig(**{"target": ("train_actor",), "dir": "traces", **options})
     assert complaint in str(fault.value)

@@ -38,9 +38,14 @@ def artifact_name(target: str, role: str | None, step: int, coords: RankCoords, 
 
 def shard(coords: RankCoords) -> str:
     """The directory of a rank's files below the save path: empty up to 1,024 ranks, then ``ranks001024-002047``."""
-    if coords.sizes.world <= SHARD_RANKS:
+    return shard_of(coords.rank, coords.sizes.world)
+
+
+def shard_of(rank: int, world: int) -> str:
+    """`shard` for whoever knows no more of a rank than its number."""
+    if world <= SHARD_RANKS:
         return ""
-    first = coords.rank // SHARD_RANKS * SHARD_RANKS
+    first = rank // SHARD_RANKS * SHARD_RANKS
     return f"ranks{first:06d}-{first + SHARD_RANKS - 1:06d}"
 
 

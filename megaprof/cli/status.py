@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(fault)) from None
     if job.run.ended is not None:
         raise CommandError(str(silence))
-    statuses, now = job.statuses(), time.time()
+    statuses = job.statuses()
+    now = job.now(statuses, silence)
     blame = find_culprits(job.run, statuses, now)
     for line in (*_headline(job, statuses, now), *_verdict(job, statuses, blame, now), *_table(job, statuses, now)):
         sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
@@ -56,24 +56,27 @@ def _headline(job: Job, statuses: dict[int, RankStatus], now: float) -> Iterator
     sizes = run.sizes
     shape = " ".join(f"{axis}{getattr(sizes, axis)}" for axis in ("tp", "pp", "cp", "ep", "dp", "vpp"))
     role = "" if run.role is None else f", role {run.role}"
-    yield f"{run.world} ranks ({shape}){role}, running for {ago(now - run.started)}, {len(statuses)} of them heard"
-    steps = {
-        target: [s for s in (each.step(target) for each in statuses.values()) if s is not None]
-        for target in sorted({name for each in statuses.values() for name in each.calls})
-    }
-    for target, numbers in steps.items():
+    heard = "all" if len(statuses) == run.world else f"{len(statuses)}"
+    yield f"{run.world} ranks ({shape}){role}, running for {ago(now - run.started)}, {heard} of them heard"
+    for target in sorted({name for each in statuses.values() for name in each.calls}):
+        numbers = [step for each in statuses.values() if (step := each.step(target)) is not None]
         if numbers:
             some = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
-            yield f"{target}: step {some}"
-    times = [ms for each in statuses.values() if (ms := each.step_ms) is not None]
-    if times:
-        yield f"a step takes {statistics.median(times):.1f} ms (median of all ranks' recent medians)"
+            yield f"{target}: step {some}{_pace(target, statuses)}"
     capture = next((each.capture for each in statuses.values() if each.capture is not None), None)
     if capture is not None:
         yield f"capture {capture.get('request')}: {capture.get('state')}"
     off = sorted(each.rank for each in statuses.values() if each.off)
     if off:
         yield f"! profiling is off on rank {_some(off)}: the log says why"
+
+
+def _pace(target: str, statuses: dict[int, RankStatus]) -> str:
+    """Medians of all ranks. A step is a call of the schedule; between two come the optimizer, data, ..."""
+    every = _median([each.seconds_between(target) for each in statuses.values()], 1e3)
+    of_target = [each for each in statuses.values() if each.recent is not None and each.recent["target"] == target]
+    takes = _median([each.step_ms for each in of_target])
+    return (f", takes {takes} ms" if takes != "-" else "") + (f", one every {every} ms" if every != "-" else "")
 
 
 def _verdict(job: Job, statuses: dict[int, RankStatus], blame: Blame, now: float) -> Iterator[str]:
@@ -90,14 +93,14 @@ def _verdict(job: Job, statuses: dict[int, RankStatus], blame: Blame, now: float
         yield f"{len(blame.stuck)} of {job.run.world} ranks have not moved for long."
     unheard = [culprit for culprit in silent if culprit.status is None]
     for culprit in [culprit for culprit in silent if culprit.status is not None][:_CULPRITS]:
-        yield f"! {_who(culprit)} gives no sign of life for {ago(culprit.seconds)}{_waiting(culprit)}"
+        yield f"! {_who(culprit)} {_silence(culprit)}{_waiting(culprit)}"
     if unheard:
         yield f"! no status at all from {len(unheard)} ranks: rank {_some([culprit.rank for culprit in unheard])}"
     for culprit in guilty[:_CULPRITS]:
         yield f"! {_who(culprit)} {_doing(culprit.status)} for {ago(culprit.seconds)}{_waiting(culprit)}"
-    more = len(silent) - len(unheard) + len(guilty) - 2 * _CULPRITS
-    if more > 0:
-        yield f"! and about {more} more"
+    more = max(0, len(silent) - len(unheard) - _CULPRITS) + max(0, len(guilty) - _CULPRITS)
+    if more:
+        yield f"! and {more} more"
 
 
 def _who(culprit: Culprit) -> str:
@@ -105,6 +108,15 @@ def _who(culprit: Culprit) -> str:
     if status is None:
         return f"rank {culprit.rank}"
     return f"rank {culprit.rank} (stage {status.coords['pp']}, {status.name}, process {status.pid})"
+
+
+def _silence(culprit: Culprit) -> str:
+    from megaprof.control.job import ago
+    from megaprof.control.run import dead
+
+    if culprit.status is not None and dead(culprit.status.host, culprit.status.pid):
+        return "is gone: the process does not exist any more"
+    return f"gives no sign of life for {ago(culprit.seconds)}"
 
 
 def _doing(status: RankStatus | None) -> str:
@@ -164,9 +176,9 @@ def _where(members: list[RankStatus], now: float) -> str:
     return f"{count} in {most}; {len(members) - count} in {others[0][0]}{' and elsewhere' if others[1:] else ''}{since}"
 
 
-def _median(values: list[float | None]) -> str:
+def _median(values: list[float | None], scale: float = 1.0) -> str:
     known = [value for value in values if value is not None]
-    return f"{statistics.median(known):.1f}" if known else "-"
+    return f"{scale * statistics.median(known):.1f}" if known else "-"
 
 
 def _some(ranks: list[int]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 import time
 from dataclasses import fields
 from pathlib import Path
@@ -65,7 +67,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
         ranks = selected_ranks(job.run, request)
     except Refused as mistake:
-        raise UsageError(str(mistake).replace("--profile-", "--")) from None
+        raise UsageError(_as_options(str(mistake))) from None
+    # Whoever ends the command (timeout, a batch system) wants the capture no more than with Ctrl-C.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         requester = Requester(job.paths, job.run, request, ranks)
     except Refused as refusal:
@@ -75,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         while (outcome := requester.advance()) is None:
             if requester.state.partition(" ")[0] != told:  # not for every number in it
                 told = requester.state.partition(" ")[0]
-                _say(f"{arguments.target} on {len(ranks)} ranks: {requester.state}")
+                _say(f"{arguments.target} on {len(ranks)} rank{'s' * (len(ranks) != 1)}: {requester.state}")
             time.sleep(max(_LOOK_SECONDS, len(ranks) / 5000))
     except Refused as refusal:
         raise CommandError(f"refused: {refusal}" if not requester.missing else str(refusal)) from None
@@ -83,12 +88,19 @@ def run(arguments: argparse.Namespace) -> int:
         requester.withdraw()
     if outcome.steps:
         numbers = ", ".join(map(str, outcome.steps))
-        _say(f"{arguments.target}: captured step {numbers} on {outcome.ranks} of {len(ranks)} ranks")
+        plural = "" if len(outcome.steps) == 1 else "s"
+        _say(f"{arguments.target}: captured step{plural} {numbers} on {outcome.ranks} of {len(ranks)} ranks")
     for file in outcome.files:
         print(arguments.dir / file)
     if outcome.reason is not None:
         raise CommandError(outcome.reason)
     return 0
+
+
+def _as_options(mistake: str) -> str:
+    """The job's words for it are the names of a request's fields and of its own options."""
+    word, _, rest = mistake.partition(" ")
+    return f"--{word} {rest}" if word in ("steps", "timeout", "select", "role") else mistake.replace("--profile-", "--")
 
 
 def _say(line: str) -> None:

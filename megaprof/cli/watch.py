@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import CommandError
+from megaprof.cli import CommandError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from megaprof.control.job import NoJob, find_job
 
+    if arguments.every is not None and not arguments.every > 0:
+        raise UsageError(f"--every {arguments.every:g} is not a number of seconds")
     try:
         job = find_job(arguments.dir, arguments.role)
         if (silence := job.silence()) is not None:
@@ -46,7 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
                 time.sleep(max(0.2, arguments.every or job.run.interval))
                 job = find_job(arguments.dir, arguments.role)
                 live.update(_table(job), refresh=True)
-        raise NoJob(silence)
+        if job.run.ended is None:
+            raise NoJob(silence)
+        console.print(silence)
+        return 0
     except NoJob as fault:
         raise CommandError(str(fault)) from None
     except KeyboardInterrupt:
@@ -56,13 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _table(job: Job) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
 
+    from megaprof.control.blame import find_culprits
     from megaprof.metrics.compute import summarise
 
     statuses = job.statuses()
     summary = summarise(job.run, statuses.values())
     table = Table(box=None, header_style="bold")
-    for name in ("stage", "ranks", "step", "step ms", "compute ms", "imbalance", "slowest rank", "its compute ms"):
+    for name in ("stage", "ranks", "step", "step ms", "compute ms", "imbalance", "slowest rank", "its ms"):
         table.add_column(name, justify="right")
     for stage in summary.stages[:_LINES]:
         slowest = stage.compute_ms is not None and summary.slowest_stage == stage.pp and len(summary.stages) > 1
@@ -86,7 +93,12 @@ def _table(job: Job) -> RenderableType:
     ]
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")
-    return Group(table, ", ".join(parts))
+    lines: list[RenderableType] = [table, ", ".join(parts)]
+    blame = find_culprits(job.run, statuses, job.now(statuses, None))
+    if blame.stuck or blame.culprits:
+        still = "It hangs" if blame.still else "Some ranks do not move, or are silent"
+        lines.append(Text(f"{still}: megaprof status {job.directory}", style="bold red", overflow="fold"))
+    return Group(*lines)
 
 
 def _number(value: float | None, digits: int = 1) -> str:

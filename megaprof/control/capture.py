@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -20,6 +21,8 @@ from megaprof.windows import TRAIN_ACTOR, TRAIN_OVERALL
 
 if TYPE_CHECKING:
     from megaprof.session import Session
+
+logger = logging.getLogger("megaprof")
 
 Key = tuple[str, "str | None"]
 """Target and role: what calls are counted by."""
@@ -69,6 +72,9 @@ class Capture:
             self._prepare(writer)
         except (Refused, ValueError) as fault:
             self._say(states.REFUSED, str(fault))
+        except Exception as fault:  # of a tool's
+            logger.warning("megaprof: request %s is refused: %r", request.id, fault)
+            self._say(states.REFUSED, f"it cannot be prepared: {fault!r}")
 
     @property
     def over(self) -> bool:
@@ -93,8 +99,9 @@ class Capture:
         seen = sorted({role or "" for name, role in dict(self._session.calls) if name == target})
         if asked is not None:
             if asked not in seen and asked != own and seen:
-                known = ", ".join(role or "no role" for role in seen)
-                raise Refused(f"unknown role {asked!r}; {target} ran as {known}")
+                known = [role for role in seen if role]
+                hint = f"{target} runs as {', '.join(known)}" if known else f"{target} has no roles: leave --role out"
+                raise Refused(f"unknown role {asked!r}; {hint}")
             return target, asked
         if not seen or (own or "") in seen:
             return target, own

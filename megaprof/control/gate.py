@@ -48,14 +48,27 @@ class Gate:
         """Remove what an earlier run left; nobody asks before ``run.json`` is there."""
         for directory in (self._paths.orders, self._paths.answers):
             shutil.rmtree(directory, ignore_errors=True)
+        self._make()
+
+    def _make(self) -> None:
+        for directory in (self._paths.orders, self._paths.answers):
             directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         self._paths.requests.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.chmod(self._paths.requests, 0o700)
+        try:
+            os.chmod(self._paths.requests, 0o700)
+        except PermissionError as fault:
+            reason = f"{self._paths.requests} belongs to another user: remove it"
+            raise PermissionError(fault.errno, reason) from None
 
     def look(self) -> None:
         """Judge what has come in since the last time. Raises OSError where the directory does not answer."""
         self._settle()
-        for name in sorted(self._names()):
+        try:
+            names = sorted(self._names())
+        except FileNotFoundError:  # somebody has cleaned up
+            self._make()
+            return
+        for name in names:
             path = self._paths.requests / name
             identity = name.removesuffix(".json")
             if not name.endswith(".json") or REQUEST_ID.fullmatch(identity) is None:
@@ -94,7 +107,11 @@ class Gate:
         if self.current is not None:
             raise Refused(f"busy with {self.current.id} ({self.current.by}), which asks for {self.current.target}")
         self._answers(identity)
-        records.write(self._paths.order(identity), request.as_record())
+        try:
+            self._paths.orders.mkdir(mode=0o755, exist_ok=True)
+            records.write(self._paths.order(identity), request.as_record())
+        except OSError as fault:
+            raise Refused(f"{self._paths.orders} cannot be written: {fault.strerror}") from None
         self.current = request
         self._until = time.monotonic() + request.timeout + _GRACE
         logger.info("megaprof: request %s (%s) is carried out: %s", identity, request.by, request.target)

@@ -33,6 +33,14 @@ class Job:
         """Of all ranks, by rank."""
         return read_statuses(self.paths, self.run, range(self.run.world))
 
+    def now(self, statuses: dict[int, RankStatus], silence: str | None) -> float:
+        """The time by the job's clocks: while it lives, somebody wrote within an interval, whatever it is here."""
+        here = time.time()
+        if silence is not None or not statuses:
+            return here
+        latest = max(status.time for status in statuses.values())
+        return min(max(here, latest), latest + self.run.interval)
+
     def silence(self) -> str | None:
         """Why nothing is to be expected of the job any more, None when it lives. May take a few of its intervals."""
         run = self.run
@@ -56,6 +64,8 @@ class Job:
 def find_job(directory: Path, role: str | None = None) -> Job:
     """The job, or a role's part of it, that writes to ``directory``. Raises NoJob."""
     found = control_directories(directory)
+    if not directory.is_dir():
+        raise NoJob(f"{directory} is no directory")
     if not found:
         raise NoJob(
             f"no job in {directory}: {CONTROL}/run.json does not exist there; a job listens with "

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts import Writer
 from megaprof.background import Background
@@ -21,7 +21,7 @@ from megaprof.control.paths import Paths
 from megaprof.control.records import Absent, BadRecord, Owner
 from megaprof.control.request import Answer, Refused, Request
 from megaprof.control.run import Run, interval, read_run
-from megaprof.control.status import SIZE, of_rank
+from megaprof.control.status import SIZE, fitted, of_rank
 from megaprof.control.watchdog import Watchdog
 from megaprof.metrics.overview import Overview
 from megaprof.timeline.progress import Watch
@@ -34,10 +34,11 @@ logger = logging.getLogger("megaprof")
 
 #: Orders that one look goes through; there is one at a time.
 _ORDERS = 32
-#: A rank may begin so much earlier than the lowest one, in seconds: what is older belongs to an earlier run.
-_EARLIER = 3600.0
-#: How long an order that a rank has finished with is remembered.
+#: A rank may begin so much earlier or later than the lowest one, in seconds: what is older is an earlier run's.
+_APART = 3600.0
+#: How many orders that a rank has finished with are remembered.
 _REMEMBERED = 256
+#: How long the end of a job waits for its last words.
 _END_SECONDS = 2.0
 
 
@@ -98,6 +99,7 @@ class Listener:
         self._started = time.time()
         self._own = Run.new(session.coords, layout, session.config.target, session.role, self._every)
         self.run: Run | None = None
+        self._ousted = False
         self._owner: Owner | None = None
         self._gate: Gate | None = None
         self._capture: Capture | None = None
@@ -106,7 +108,6 @@ class Listener:
         self._followers: list[Callable[[Listener], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._complained: set[str] = set()
-        self._lock = threading.Lock()
         self.closed = False
 
     def start(self, background: Background) -> None:
@@ -130,22 +131,16 @@ class Listener:
 
     def look(self) -> None:
         """What the background thread does every ``every`` seconds."""
-        with self._lock:
-            if not self.closed:
-                self._look()
-
-    def _look(self) -> None:
+        if self.closed:
+            return
         self._meter.look(dict(self._session.calls))
-        try:
-            self._join()
-            if self._gate is not None:
-                self._gate.look()
-            if self.run is not None:
-                self._look_at_orders()
-            self._follow_capture()
-            self._write_status()
-        except OSError as fault:
-            self._complain(f"the control directory {self.paths.root} does not answer: {fault.strerror or fault}")
+        # Each by itself: whatever is wrong with requests, status still says that the rank is alive.
+        parts = (self._join, self._look_at_requests, self._look_at_orders, self._follow_capture, self._write_status)
+        for part in parts:
+            try:
+                part()
+            except OSError as fault:
+                self._complain(f"the control directory {self.paths.root} does not answer: {fault.strerror or fault}")
         for task in list(self._followers) if self.run is not None else ():
             try:
                 task(self)
@@ -164,16 +159,25 @@ class Listener:
 
     def close(self) -> None:
         """The job, or this part of it, ends: say so. Its windows are closed and their files finished."""
-        if self._background is not None:
-            self._background.remove(self.look)
-        # A file system that does not answer holds the background thread up, and must not hold up the end of the job.
-        if self.closed or not self._lock.acquire(timeout=_END_SECONDS):
+        if self.closed:
             return
-        try:
-            self.closed = True
+        self.closed = True
+        background, said = self._background, threading.Event()
+        if background is None:
             self._say_goodbye()
-        finally:
-            self._lock.release()
+            return
+
+        def goodbye() -> None:
+            try:
+                self._say_goodbye()
+            finally:
+                background.remove(goodbye)
+                said.set()
+
+        # On the background thread: a file system that does not answer must not hold up the end of the job.
+        background.add(goodbye, 0.0)
+        background.remove(self.look)
+        said.wait(_END_SECONDS)
 
     def _say_goodbye(self) -> None:
         for task in self._at_end:
@@ -183,36 +187,75 @@ class Listener:
             self._capture.end("the job ended before it was finished")
             with suppress(OSError):
                 self._answer(self._capture)
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             self._write_status(ended=True)
         if self._leads and self.run is not None:
-            ended = {**self.run.as_record(), "ended": time.time()}
-            with suppress(OSError):
-                records.write(self.paths.run, ended)
+            with suppress(OSError, Absent, BadRecord):
+                if read_run(self.paths.root).run == self.run.run:  # and not that of a job that was started meanwhile
+                    records.write(self.paths.run, {**self.run.as_record(), "ended": time.time()})
 
     def _join(self) -> None:
-        """Announce the run, or learn which one this is: the files of one that crashed may lie here still."""
-        if self._owner is None or not self.paths.status(self._session.coords.rank).parent.exists():
-            self.paths.status(self._session.coords.rank).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            self._owner = Owner.of(self._write_status())
-            if self._leads:
-                self._gate = Gate(self.paths, self._own, self._owner)
-                records.write(self.paths.run, self._own.as_record())
-                self.run = self._own
+        if self._owner is None:
+            own = self.paths.status(self._session.coords.rank)
+            own.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            # In the place of what an earlier run left there, perhaps as another user.
+            self._owner = Owner.of(records.write(own, self._status()))
         if self._leads:
+            self._announce(self._owner)
+        else:
+            self._learn(self._owner)
+
+    def _announce(self, owner: Owner) -> None:
+        """Say which run this is, and again when that is gone; a later job in the same directory takes over."""
+        if self._gate is None:
+            self._gate = Gate(self.paths, self._own, owner)
+            records.write(self.paths.run, self._own.as_record())
+            self.run = self._own
             return
+        other: Run | None = None
         with suppress(Absent, BadRecord):
-            run = read_run(self.paths.root, self._owner)
-            if self.run is not None and (run.run == self.run.run or run.started <= self.run.started):
+            other = read_run(self.paths.root)
+            if other.run == self._own.run:
                 return
-            if run.sizes.world != self._own.world or run.started < self._started - _EARLIER or run.ended is not None:
-                return
-            if self._capture is not None:
-                self._capture.cancel("the order came from an earlier run")
-                self._capture = None
-            self.run = run
+        self._ousted = other is not None and other.ended is None
+        if other is not None and self._ousted:
+            self.run = None
+            self._complain(
+                f"another job, process {other.pid} on {other.host}, has taken over {self.paths.root}; "
+                "give each job a --profile-dir of its own"
+            )
+            return
+        self.paths.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+        records.write(self.paths.run, self._own.as_record())
+        self.run = self._own
+
+    def _learn(self, owner: Owner) -> None:
+        """Which run this is: the files of one that crashed may lie here still."""
+        with suppress(Absent, BadRecord):
+            run = read_run(self.paths.root, owner)
+            if self.run is not None and run.run == self.run.run:
+                self._ousted = False
+            elif run.ended is None:
+                # All ranks of a job begin at about the same time.
+                apart, limit = self._apart(run), _APART if self.run is None else self._apart(self.run)
+                if run.sizes.world == self._own.world and apart < limit:
+                    if self._capture is not None:
+                        self._capture.cancel("the order came from an earlier run")
+                        self._capture = None
+                    self.run = run
+                else:
+                    self._ousted = self.run is not None
+
+    def _apart(self, run: Run) -> float:
+        return abs(run.started - self._started)
+
+    def _look_at_requests(self) -> None:
+        if self._gate is not None and self.run is not None:
+            self._gate.look()
 
     def _look_at_orders(self) -> None:
+        if self.run is None:
+            return
         ids, gone = self._list_orders()
         for identity in ids:
             if self._capture is not None and self._capture.request.id == identity:
@@ -224,8 +267,9 @@ class Listener:
             self._capture.cancel("it was withdrawn")
 
     def _list_orders(self) -> tuple[list[str], set[str]]:
-        ids, gone = [], set()
-        with os.scandir(self.paths.orders) as entries:
+        ids: list[str] = []
+        gone: set[str] = set()
+        with suppress(FileNotFoundError), os.scandir(self.paths.orders) as entries:
             for number, entry in enumerate(entries):
                 if number >= 2 * _ORDERS:
                     break
@@ -283,10 +327,10 @@ class Listener:
 
     def _write_answer(self, identity: str, answer: Answer) -> None:
         path = self.paths.answer(identity, answer.rank)
-        if path.parent != self.paths.answers / identity:
-            path.parent.mkdir(mode=0o755, exist_ok=True)
         run = self._own if self.run is None else self.run
         with suppress(FileNotFoundError):  # nobody waits for it any more
+            if path.parent != self.paths.answers / identity:
+                path.parent.mkdir(mode=0o755, exist_ok=True)
             records.write(path, answer.as_record(run.run))
 
     def _forget(self, identity: str) -> None:
@@ -294,7 +338,17 @@ class Listener:
         if len(self._handled) > _REMEMBERED:
             del self._handled[next(iter(self._handled))]
 
-    def _write_status(self, *, ended: bool = False) -> os.stat_result:
+    def _write_status(self, *, ended: bool = False) -> None:
+        if self._ousted:
+            return  # the directory is another job's
+        path, status = self.paths.status(self._session.coords.rank), self._status(ended=ended)
+        try:
+            records.overwrite(path, status, SIZE)
+        except FileNotFoundError:
+            path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            records.overwrite(path, status, SIZE)
+
+    def _status(self, *, ended: bool = False) -> dict[str, Any]:
         status = of_rank(
             self._session,
             run=None if self.run is None else self.run.run,
@@ -304,7 +358,7 @@ class Listener:
             capture=None if self._capture is None else (self._capture.request.id, self._capture.answer),
             ended=ended,
         )
-        return records.overwrite(self.paths.status(self._session.coords.rank), status, SIZE)
+        return fitted(status)
 
     def _complain(self, message: str) -> None:
         if message not in self._complained and len(self._complained) < 8:

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.artifacts.names import SHARD_RANKS, sanitise
+from megaprof.artifacts.names import sanitise, shard_of
 
 CONTROL = "control"
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
@@ -65,10 +65,7 @@ class Paths:
         return self._of_rank(self.root / "status", rank)
 
     def _of_rank(self, parent: Path, rank: int) -> Path:
-        if self.world > SHARD_RANKS:
-            first = rank // SHARD_RANKS * SHARD_RANKS
-            parent = parent / f"ranks{first:06d}-{first + SHARD_RANKS - 1:06d}"
-        return parent / f"rank{rank:05d}.json"
+        return parent / shard_of(rank, self.world) / f"rank{rank:05d}.json"
 
 
 def control_directories(directory: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import stat
+import time
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ LONGEST = 64 << 10
 _HEAD = b'{"crc32":"'
 _MIDDLE = b'","data":'
 _TRIES = 3
+_PAUSE = 0.005
 
 
 class Absent(Exception):
@@ -112,6 +114,7 @@ def read(path: Path, owner: Owner | None = None) -> dict[str, Any]:
         except BadRecord:
             if attempt == _TRIES - 1 or owner is not None:
                 raise
+            time.sleep(_PAUSE)  # it is being written
     raise Absent
 
 

@@ -17,7 +17,8 @@ from megaprof.windows import TARGETS
 
 #: Fields of ProfileConfig that a request may set, besides the tool.
 OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
-MOST_STEPS = 1000
+#: So that an answer, with a file for each step and tool, stays a record.
+MOST_STEPS = 100
 LONGEST_TIMEOUT = 24 * 3600.0
 #: How far the clocks of two hosts may differ before a request counts as too old.
 CLOCK_SKEW = 60.0
@@ -103,7 +104,7 @@ class Request:
             if age > request.timeout + CLOCK_SKEW:
                 raise Refused(f"it is {age:.0f} s old by the job's clock and was good for {request.timeout:.0f} s")
             if request.target not in TARGETS:
-                raise Refused(f"unknown target {request.target!r}; known: {', '.join(TARGETS)}")
+                raise Refused(f"{flag('target')}: unknown target {request.target!r}; known: {', '.join(TARGETS)}")
             request.selector.check(run.sizes, run.layout)
             request.config(".")
         except ValueError as mistake:

@@ -74,10 +74,13 @@ class Requester:
         if self._gone:
             begun = [a.calls for a in self._answers.values()]
             recording = sum(a.state == states.RECORDING for a in self._answers.values())
-            left = self._gone_at - max(begun, default=0)
-            return f"recording on {recording} ranks" if recording else f"starts in about {max(left, 0)} calls"
+            if recording:
+                return f"recording on {recording} of {len(self._answers)}"
+            left = max(self._gone_at - max(begun, default=0), 0)
+            seconds = min((a.seconds for a in self._answers.values() if a.seconds is not None), default=None)
+            return f"starts in about {left} calls" + ("" if seconds is None else f", {left * seconds:.0f} s")
         if self._missing:
-            return f"waiting for the answer of {len(self._missing)} of {len(self._open)} ranks"
+            return f"waiting for {len(self._missing)} of {len(self._open)} to answer"
         return "waiting for the first steps"
 
     @property

@@ -90,6 +90,20 @@ def of_rank(
     }
 
 
+def fitted(record: dict[str, Any]) -> dict[str, Any]:
+    """``record`` within `SIZE`: names of roles and reasons may be long, and JSON makes six bytes of many a letter."""
+    capture, calls = record["capture"], list(record["calls"].items())
+    reason = (capture or {}).get("reason") or ""
+    while len(records.encode(record)) > SIZE and (calls or reason):
+        if reason:
+            reason = reason[: len(reason) // 2]
+            record = {**record, "capture": {**capture, "reason": reason}}
+        else:
+            calls = calls[: len(calls) // 2]
+            record = {**record, "calls": dict(calls)}
+    return record
+
+
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in figures.items()}
 
@@ -141,11 +155,16 @@ class RankStatus:
 
     @property
     def step_ms(self) -> float | None:
+        """How long a step takes; without a timeline, the time from one to the next."""
         if self.recent is not None and isinstance(self.recent.get("step_ms"), int | float):
             return float(self.recent["step_ms"])
-        between = [call.get("seconds") for call in self.calls.values()]
-        known = [seconds for seconds in between if isinstance(seconds, int | float)]
-        return 1e3 * known[0] if known else None
+        between = (self.seconds_between(target) for target in self.calls)
+        return next((1e3 * seconds for seconds in between if seconds is not None), None)
+
+    def seconds_between(self, target: str) -> float | None:
+        """From the beginning of one step of ``target`` to that of the next."""
+        seconds = self.calls.get(target, {}).get("seconds")
+        return float(seconds) if isinstance(seconds, int | float) else None
 
     def step(self, target: str | None = None) -> int | None:
         """The step it is in, or else the last one that it finished, of ``target`` or of whatever there is."""
@@ -180,7 +199,7 @@ class RankStatus:
             value = record.get(key)
             return value if isinstance(value, dict) else None
 
-        position, device = part("position"), part("device_position")
+        position, device, recent = part("position"), part("device_position"), part("recent")
         # The GPU runs behind its host; but what it waits for between two phases, only the host knows.
         if device is not None and (device.get("phase") != BETWEEN or position is None):
             position = device
@@ -197,7 +216,7 @@ class RankStatus:
             since=records.number(record if position is None else position, "since", 0, 1e12),
             calls=calls,
             place=None if position is None else _place(position),
-            recent=part("recent"),
+            recent=recent if recent is not None and isinstance(recent.get("target"), str) else None,
             cost=part("cost"),
             capture=part("capture"),
         )
@@ -222,7 +241,8 @@ def read_status(paths: Paths, run: Run, rank: int) -> RankStatus | None:
         status = RankStatus.from_record(record)
     except (records.Absent, records.BadRecord, ValueError):
         return None
-    return status if status.rank == rank else None
+    inside = all(0 <= place < getattr(run.sizes, axis) for axis, place in status.coords.items())
+    return status if status.rank == rank and inside else None
 
 
 def read_statuses(paths: Paths, run: Run, ranks: Iterable[int]) -> dict[int, RankStatus]:

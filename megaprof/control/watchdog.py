@@ -29,7 +29,11 @@ STEPS = 2
 
 
 class Watchdog:
-    """Asks as ``megaprof trigger`` does, from the lowest rank's background thread; once, then not again for a while."""
+    """Asks as ``megaprof trigger`` does, from the lowest rank's background thread.
+
+    What has been captured is known: only something new is captured, and not for a while after the last time. A job
+    that stays slow must not fill its disk.
+    """
 
     def __init__(self, config: ProfileConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -37,7 +41,8 @@ class Watchdog:
         self._target = TRAIN_ACTOR if TRAIN_ACTOR in config.target else config.target[0]
         self._samples: deque[float] = deque(maxlen=_HISTORY)
         self._slow = 0
-        self._uneven = 0
+        self._uneven = self._even = 0
+        self._known_uneven = False
         self._imbalance: float | None = None
         self._calls = -1
         self._not_before = 0.0
@@ -55,8 +60,13 @@ class Watchdog:
         """The stages' latest figures."""
         threshold = self._config.trigger_imbalance
         self._imbalance = summary.imbalance
-        over = threshold is not None and summary.imbalance is not None and summary.imbalance > threshold
-        self._uneven = self._uneven + 1 if over else 0
+        if threshold is None or summary.imbalance is None:
+            self._uneven = self._even = 0
+            return
+        over = summary.imbalance > threshold
+        self._uneven, self._even = (self._uneven + 1, 0) if over else (0, self._even + 1)
+        if self._even >= _IN_A_ROW:
+            self._known_uneven = False
 
     def _slow_steps(self, listener: Listener) -> str | None:
         factor = self._config.trigger_step_time
@@ -76,7 +86,7 @@ class Watchdog:
         return f"steps take {milliseconds:.0f} ms, {milliseconds / usual:.2f} times the usual {usual:.0f} ms"
 
     def _uneven_stages(self) -> str | None:
-        if self._uneven < _IN_A_ROW or self._imbalance is None:
+        if self._uneven < _IN_A_ROW or self._known_uneven or self._imbalance is None:
             return None
         return f"the slowest stage computes {self._imbalance:.2f} times as long as the average one"
 
@@ -94,6 +104,11 @@ class Watchdog:
             return
         logger.warning("megaprof: %s: capturing %d steps (%s)", reason, STEPS, request.id)
 
+    def _captured(self) -> None:
+        """As it is now is what is usual from now on."""
+        self._samples.clear()
+        self._known_uneven = True
+
     def _go_on(self, requester: Requester) -> None:
         try:
             outcome = requester.advance()
@@ -103,6 +118,8 @@ class Watchdog:
             return
         if outcome is not None:
             self._requester = None
+            if outcome.ranks:
+                self._captured()
             missing = "" if outcome.reason is None else f", but {outcome.reason}"
             logger.warning(
                 "megaprof: captured step %s on %d ranks (%s)%s",

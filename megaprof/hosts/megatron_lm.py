@@ -39,6 +39,12 @@ def wandb_writer() -> Any | None:
     return _global("_GLOBAL_WANDB_WRITER")
 
 
+def meter() -> Any | None:
+    """The OpenTelemetry meter of its telemetry (nemo-lens; at the head of August 2026), where this rank exports."""
+    handle = _global("_GLOBAL_TELEMETRY_HANDLE")
+    return handle.meter if handle is not None and handle.is_exporting else None
+
+
 def _global(name: str) -> Any | None:
     return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
 

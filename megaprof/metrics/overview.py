@@ -35,13 +35,13 @@ class Overview:
     def __init__(self, config: ProfileConfig, *, leads: bool, role: str | None, every: float | None = None) -> None:
         self._config = config
         self._leads = leads
-        self._labels = {} if role is None else {"role": role}
+        self._role = role
         self._every = every
         self._due = 0.0
         self._looks = 0
         self._broken: set[str] = set()
         self._prometheus = (
-            sinks.Prometheus(config.prometheus, self._labels) if leads and config.prometheus is not None else None
+            sinks.Prometheus(config.prometheus, role) if leads and config.prometheus is not None else None
         )
         self._otel: sinks.OpenTelemetry | None = None
         self._wanted: list[Callable[[Summary], None]] = []
@@ -76,17 +76,16 @@ class Overview:
             self._otel.close()
 
     def _sinks(self) -> list[tuple[str, sinks.Sink]]:
-        found = list(sinks.host_sinks())
+        found = list(sinks.host_sinks(self._role))
         if self._prometheus is not None:
             found.append(("Prometheus", self._prometheus))
         if self._otel is None and "OpenTelemetry" not in self._broken:
-            provider = sinks.meter_provider()
-            if provider is not None:
-                try:
-                    self._otel = sinks.OpenTelemetry(provider, self._labels)
-                except Exception as fault:
-                    self._broken.add("OpenTelemetry")
-                    logger.warning("megaprof: no scalars to OpenTelemetry: %r", fault)
+            try:
+                meter = sinks.meter()
+                self._otel = None if meter is None else sinks.OpenTelemetry(meter, self._role)
+            except Exception as fault:
+                self._broken.add("OpenTelemetry")
+                logger.warning("megaprof: no scalars to OpenTelemetry: %r", fault)
         if self._otel is not None:
             found.append(("OpenTelemetry", self._otel))
         return found

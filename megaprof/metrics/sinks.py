@@ -1,6 +1,7 @@
 """Where the scalars go: writers that the host has made, a file for Prometheus, an OpenTelemetry meter provider.
 
 Nothing is set up for anybody: a sink exists when the host has it. Each takes a summary on the background thread.
+Models with roles have names, a file and attributes each: a process may hold several of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megaprof.artifacts.names import sanitise
 from megaprof.hosts import megatron_lm
 from megaprof.metrics.compute import Summary
 
@@ -32,38 +34,41 @@ FIGURES = {
 }
 
 
-def scalars(summary: Summary) -> dict[str, float]:
+def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
     """The figures that are known, by the names that TensorBoard and W&B show."""
     named: dict[str, float | None] = {name: getattr(summary, name) for name in FIGURES}
     for stage in summary.stages:
         named[f"compute_ms/stage_{stage.pp}"] = stage.compute_ms
+    prefix = "megaprof" if role is None else f"megaprof/{role}"
     return {
-        f"megaprof/{name}": float(value) for name, value in named.items() if value is not None and math.isfinite(value)
+        f"{prefix}/{name}": float(value) for name, value in named.items() if value is not None and math.isfinite(value)
     }
 
 
-def host_sinks() -> Iterator[tuple[str, Sink]]:
+def host_sinks(role: str | None = None) -> Iterator[tuple[str, Sink]]:
     """What the process has now; looked up each time, since hosts make theirs when they please."""
     writer = megatron_lm.tensorboard_writer()
     if writer is not None:
-        yield "TensorBoard", lambda summary: _to_tensorboard(writer, summary)
+        yield "TensorBoard", lambda summary: _to_tensorboard(writer, summary, role)
     wandb = megatron_lm.wandb_writer()
     if wandb is not None:
-        # Without commit: the figures join the host's next step instead of being one.
-        yield "W&B", lambda summary: wandb.log(scalars(summary), commit=False)
+        # Without commit: the figures join the step that the host has open instead of being one.
+        yield "W&B", lambda summary: wandb.log(scalars(summary, role), commit=False)
 
 
-def _to_tensorboard(writer: Any, summary: Summary) -> None:
-    for name, value in scalars(summary).items():
+def _to_tensorboard(writer: Any, summary: Summary, role: str | None) -> None:
+    for name, value in scalars(summary, role).items():
         writer.add_scalar(name, value, summary.step)
 
 
 class Prometheus:
-    """A file for the node exporter's textfile collector, replaced as a whole."""
+    """A file for the node exporter's textfile collector, replaced as a whole: ``x.prom``, or ``x.actor.prom`` of a
+    role."""
 
-    def __init__(self, path: str | os.PathLike[str], labels: dict[str, str]) -> None:
-        self._path = Path(path)
-        self._labels = labels
+    def __init__(self, path: str | os.PathLike[str], role: str | None) -> None:
+        given = Path(path)
+        self._path = given if role is None else given.with_name(f"{given.stem}.{sanitise(role)}{given.suffix}")
+        self._labels = _of_role(role)
 
     def __call__(self, summary: Summary) -> None:
         """Raises OSError."""
@@ -101,6 +106,10 @@ class Prometheus:
         return "\n".join(lines) + "\n"
 
 
+def _of_role(role: str | None) -> dict[str, str]:
+    return {} if role is None else {"role": role}
+
+
 def _labels(labels: dict[str, str]) -> str:
     if not labels:
         return ""
@@ -111,14 +120,13 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 class OpenTelemetry:
-    """Observable gauges of the process's meter provider, which reads the last summary whenever it exports."""
+    """Observable gauges of ``meter``, whose provider reads the last summary whenever it exports."""
 
-    def __init__(self, provider: Any, labels: dict[str, str]) -> None:
+    def __init__(self, meter: Any, role: str | None) -> None:
         metrics = sys.modules["opentelemetry.metrics"]
         self._observation: Any = metrics.Observation
-        self._labels = labels
+        self._labels = _of_role(role)
         self._last: Summary | None = None
-        meter = provider.get_meter("megaprof")
         for figure, (_, unit, help) in FIGURES.items():
             meter.create_observable_gauge(
                 f"megaprof.{figure.removesuffix('_ms')}",
@@ -160,15 +168,16 @@ class OpenTelemetry:
         ]
 
 
-def meter_provider() -> Any | None:
-    """The meter provider that somebody has set in this process, None where nobody has.
+def meter() -> Any | None:
+    """A meter of the provider that somebody has set in this process, or Megatron-LM's own; None where nobody has.
 
     Not by ``get_meter_provider()`` alone: it makes one where the environment asks for it, which is the host's to do.
     """
     metrics = sys.modules.get("opentelemetry.metrics")
     internal = sys.modules.get("opentelemetry.metrics._internal")
     if metrics is None or internal is None or getattr(internal, "_METER_PROVIDER", None) is None:
-        return None
+        return megatron_lm.meter()
     provider = metrics.get_meter_provider()
     # The API's own providers do nothing.
-    return None if type(provider).__module__.startswith("opentelemetry.metrics") else provider
+    own = type(provider).__module__.startswith("opentelemetry.metrics")
+    return megatron_lm.meter() if own else provider.get_meter("megaprof")

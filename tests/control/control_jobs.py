@@ -28,9 +28,12 @@ class Slow:
     """None: until the job is told to stop."""
 
 
-def train(workload: GPTWorkload, flags: list[str], stop: str, least: int, slow: Slow | None = None) -> Any:
+def train(
+    workload: GPTWorkload, flags: list[str], stop: str, least: int, slow: Slow | None = None, quick: bool = False
+) -> Any:
     """Steps until the file ``stop`` appears, at least ``least``, the same number on all ranks; returns what they
-    computed. Without ``flags`` megaprof is not there, and it is ``least`` steps."""
+    computed. Without ``flags`` megaprof is not there, and it is ``least`` steps. ``quick``: every rank looks, and looks
+    at the others, ten times as often."""
     import argparse
 
     import torch
@@ -38,6 +41,8 @@ def train(workload: GPTWorkload, flags: list[str], stop: str, least: int, slow: 
 
     from megaprof import add_profile_args, install_hooks
 
+    if quick:
+        _look_often()
     args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
     rank, _ = init_distributed(timeout=180)
     with cpu_megatron():
@@ -54,6 +59,15 @@ def train(workload: GPTWorkload, flags: list[str], stop: str, least: int, slow: 
                 go_on[0] = len(losses) < least or (bool(flags) and not Path(stop).exists())
                 torch.distributed.broadcast(go_on, 0)
     return losses, gpt.gradient_digest(), gpt.parameter_digest()
+
+
+def _look_often() -> None:
+    from megaprof.control import listener, watchdog
+    from megaprof.metrics import overview
+
+    listener.interval = lambda world: 0.1  # type: ignore[assignment]
+    watchdog._LEAST = 10  # type: ignore[misc]
+    overview.LEAST_SECONDS = 0.3  # type: ignore[misc]
 
 
 def _sleep_in_forward(gpt: Any, slow: Slow, microbatches: int, losses: list[Any], stop: str) -> None:
@@ -93,7 +107,7 @@ class Running:
 
 @contextmanager
 def running(
-    directory: Path, flags: list[str], *, workload: GPTWorkload = SMALL, slow: Slow | None = None
+    directory: Path, flags: list[str], *, workload: GPTWorkload = SMALL, slow: Slow | None = None, quick: bool = False
 ) -> Iterator[Running]:
     """A job without any window, which runs inside."""
     directory.mkdir(exist_ok=True)
@@ -102,7 +116,9 @@ def running(
 
     def launch() -> None:
         try:
-            job.results += run_ranks(train, workload.world_size, workload, flags, str(job.stop), 3, slow, timeout=300)
+            job.results += run_ranks(
+                train, workload.world_size, workload, flags, str(job.stop), 3, slow, quick, timeout=300
+            )
         except BaseException as fault:
             job.faults.append(fault)
 

@@ -14,7 +14,7 @@ from megaprof.control import records
 from megaprof.control.blame import find_culprits
 from megaprof.control.paths import Paths
 from megaprof.control.run import Run
-from megaprof.control.status import SIZE, RankStatus
+from megaprof.control.status import SIZE, RankStatus, read_status
 from megaprof.topology import ParallelSizes, WorldLayout
 
 NOW = 1_000_000.0
@@ -126,6 +126,17 @@ def test_all_in_a_circle_names_the_one_that_has_stood_longest() -> None:
 def test_a_status_of_another_shape_is_no_status(damage: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         RankStatus.from_record({**record(job(pp=2), 0, "forward", 1), damage: "x" * 500})
+
+
+def test_a_status_of_another_world_is_no_status(tmp_path: Path) -> None:
+    run = job(pp=2)
+    paths = Paths.of(tmp_path, None, run.world)
+    paths.status(0).parent.mkdir(parents=True)
+    written = record(run, 0, "forward", 1)
+    records.overwrite(paths.status(0), written, SIZE)
+    assert read_status(paths, run, 0) is not None
+    records.overwrite(paths.status(0), {**written, "coords": {**written["coords"], "pp": 2}}, SIZE)
+    assert read_status(paths, run, 0) is None
 
 
 def test_sixteen_thousand_ranks_fit_on_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

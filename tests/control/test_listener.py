@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,16 +14,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.artifacts import Writer
+from megaprof.background import Background
 from megaprof.control import records
+from megaprof.control.gate import Gate
 from megaprof.control.listener import Listener
-from megaprof.control.request import Answer, Request
+from megaprof.control.request import MOST_STEPS, Answer, Request
 from megaprof.control.run import Run, read_run
 from megaprof.control.status import read_status
 from megaprof.demand import Demand
 from megaprof.recorders import _registered, register_recorder
+from megaprof.recorders.nsys import SESSION_VARIABLE, NsysRecorder
 from megaprof.topology import ParallelSizes, WorldLayout
 
 
@@ -171,6 +178,78 @@ def test_a_tool_that_cannot_run_here_is_refused(job: Job) -> None:
     assert "no CUDA device" in str(job.answer(request).reason)
 
 
+def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(config: Any, writer: Any) -> Any:
+        raise RuntimeError("no library today")
+
+    monkeypatch.setattr("megaprof.recorders._registered", dict(_registered))
+    register_recorder("broken", broken)
+    request = job.order(options={"tool": ["broken"]})
+    assert job.answer(request).state == "refused"
+    assert "no library today" in str(job.answer(request).reason)
+    job.listener.look()
+    assert not job.listener._capture
+
+
+def test_the_longest_answer_is_a_record() -> None:
+    name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
+    answer = Answer(
+        16383, "done", 10**9, 1.5, "x" * 1000, tuple(range(10**9, 10**9 + MOST_STEPS)), (name,) * 3 * MOST_STEPS
+    )
+    assert len(records.encode(answer.as_record("0" * 16))) < records.LONGEST
+
+
+class CudaProfiler:
+    """The calls that nsys waits for, noted instead of made."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def cudaProfilerStart(self) -> int:
+        self.calls.append("start")
+        return 0
+
+    def cudaProfilerStop(self) -> int:
+        self.calls.append("stop")
+        return 0
+
+
+def order_nsys(job: Job, monkeypatch: pytest.MonkeyPatch) -> Request:
+    with monkeypatch.context() as gpu:
+        for question in ("is_available", "is_initialized"):
+            gpu.setattr(torch.cuda, question, lambda: True)
+        return job.order(steps=2, options={"tool": ["nsys"]})
+
+
+def test_nsys_on_demand_opens_a_capture_range_per_step(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler = CudaProfiler()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: profiler.calls.append("synchronize"))
+    monkeypatch.setattr(NsysRecorder, "_captures", 0)
+    monkeypatch.setenv(SESSION_VARIABLE, "1")
+    request = order_nsys(job, monkeypatch)
+    assert job.answer(request).state == "accepted"
+    assert profiler.calls == []
+    job.go(request, 1)
+    job.step(4)
+    assert profiler.calls == ["start", "synchronize", "stop"] * 2
+    done = job.finish(request)
+    assert (done.state, done.steps) == ("done", (1, 2))
+    written = [json.loads((tmp_path / file).read_text()) for file in done.files]
+    assert [(each["capture"], each["megaprof"]["steps"]) for each in written] == [(1, [1, 1]), (2, [2, 2])]
+
+
+def test_nsys_on_demand_needs_a_process_that_runs_under_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SESSION_VARIABLE, raising=False)
+    refused = job.answer(order_nsys(job, monkeypatch))
+    assert refused.state == "refused"
+    assert refused.reason == (
+        "this process does not run under nsys ('megaprof nsys' prints the command to start it with)"
+    )
+
+
 def test_what_is_withdrawn_does_not_begin(job: Job, tmp_path: Path) -> None:
     request = job.order()
     job.go(request, 1)
@@ -194,13 +273,100 @@ def test_the_end_of_the_job_is_an_answer(job: Job) -> None:
     assert status.ended
 
 
-def test_somebody_removes_the_directory(job: Job, tmp_path: Path) -> None:
-    shutil.rmtree(job.paths.root)
-    job.listener.look()
+@pytest.mark.parametrize("what", ["", "requests", "orders", "answers", "status", "run.json"])
+def test_somebody_removes_the_directory_or_a_part_of_it(job: Job, what: str) -> None:
+    removed = job.paths.root / what
+    shutil.rmtree(removed) if removed.is_dir() else removed.unlink()
+    for _ in range(2):
+        job.listener.look()
+    assert read_run(job.paths.root).run == job.run.run
+    assert read_status(job.paths, job.run, 0) is not None
     request = job.order(steps=1)
     job.go(request, 0)
     job.step()
     assert job.finish(request).state == "done"
+
+
+def test_a_directory_that_does_not_answer_at_first(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Listener, "start", lambda self, background: None)
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="none", on_demand=True)
+    with install_hooks(one_rank.chunks, config) as handle:
+        listener = handle._listener
+        with monkeypatch.context() as failing:
+            failing.setattr(Gate, "_make", lambda self: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            listener.look()
+        assert "does not answer: Input/output error" in caplog.text
+        assert not listener.paths.run.exists()
+        listener.look()
+        assert read_run(listener.paths.root).run == listener.run.run
+
+
+def test_a_later_job_in_the_same_directory_takes_over(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    later = Run.new(WorldLayout(job.run.sizes).coords(0), None, ("train_actor",), None, 1.0)
+    records.write(job.paths.run, later.as_record())
+    status = job.paths.status(0).read_bytes()
+    for _ in range(2):
+        job.listener.look()
+    assert caplog.text.count("another job") == 1
+    job.handle.remove()
+    assert read_run(job.paths.root) == later, "it has not ended, the earlier one has"
+    assert job.paths.status(0).read_bytes() == status
+
+
+def test_when_the_later_job_has_ended_the_earlier_one_is_there_again(job: Job) -> None:
+    ours = job.run
+    later = Run.new(WorldLayout(ours.sizes).coords(0), None, ("train_actor",), None, 1.0)
+    records.write(job.paths.run, later.as_record())
+    job.listener.look()
+    records.write(job.paths.run, replace(later, ended=time.time()).as_record())
+    job.listener.look()
+    assert read_run(job.paths.root) == ours
+
+
+def test_a_file_system_that_hangs_does_not_hold_up_the_end(
+    follower: Callable[[], Listener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, background = follower(), Background()
+    hangs, released = threading.Event(), threading.Event()
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        hangs.set()
+        released.wait(60)
+
+    monkeypatch.setattr("megaprof.control.listener._END_SECONDS", 0.1)
+    monkeypatch.setattr(records, "overwrite", hang)
+    rank.start(background)
+    assert hangs.wait(60)
+    rank.close()
+    assert rank.closed
+    assert not released.is_set()
+    released.set()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file somebody else's")
+def test_somebody_elses_status_file_does_not_make_him_the_owner(follower: Callable[[], Listener]) -> None:
+    rank = follower()
+    path = rank.paths.status(1)
+    path.parent.mkdir(parents=True)
+    path.touch()
+    os.chown(path, 12345, 12345)
+    rank.look()
+    assert rank.owner is not None
+    assert rank.owner.uid == os.geteuid()
+
+
+def test_long_names_and_reasons_fit_into_a_status_file(job: Job) -> None:
+    request = job.order()
+    for number in range(8):
+        job.handle._session.calls["train_actor", f"{number}" + "策略" * 20] = 7
+    assert job.listener._capture is not None
+    job.listener._capture._say("refused", "原因" * 400)
+    status = job.listener._status()
+    assert len(records.encode(status)) <= 2048
+    assert status["capture"]["request"] == request.id
+    assert status["calls"]
 
 
 def test_a_window_of_the_jobs_own_is_not_disturbed(
@@ -241,7 +407,7 @@ def test_the_files_of_a_run_that_crashed_are_not_this_ones(follower: Callable[[]
     records.write(rank.paths.run, replace(ours, run="crashed", started=time.time() - 7200).as_record())
     rank.look()
     assert rank.run is None
-    earlier = replace(ours, run="restarted", started=time.time() - 60)
+    earlier = replace(ours, run="restarted", started=ours.started - 60)
     records.write(rank.paths.run, earlier.as_record())
     request = Request.new(earlier, "train_actor", select="all")
     records.write(rank.paths.order(request.id), request.as_record())
@@ -252,6 +418,12 @@ def test_the_files_of_a_run_that_crashed_are_not_this_ones(follower: Callable[[]
     rank.look()
     assert rank.run == ours
     assert not rank.busy
+    records.write(rank.paths.run, replace(ours, run="later", started=ours.started + 600).as_record())
+    rank.look()
+    assert rank.run == ours, "and not that of a job that is started into the same directory"
+    written = rank.paths.status(1).read_bytes()
+    rank.look()
+    assert rank.paths.status(1).read_bytes() == written, "which writes its own there"
     status = read_status(rank.paths, ours, 1)
     assert status is not None
     assert status.coords["pp"] == 1

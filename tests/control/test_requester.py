@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -122,6 +126,24 @@ def test_a_restart_in_between_is_noticed(job: tuple[Run, Paths, Gate]) -> None:
     records.write(paths.run, Run.new(layout.coords(0), layout, ("train_actor",), None, 0.1).as_record())
     with pytest.raises(Refused, match="started again"):
         requester.advance()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_command_that_is_ended_withdraws(number: int, job: tuple[Run, Paths, Gate], tmp_path: Path) -> None:
+    run, paths, _ = job
+    status = {"run": run.run, "rank": 0, "host": run.host, "name": "here", "pid": run.pid, "interval": 1.0, "calls": {}}
+    status |= {"coords": dict.fromkeys(("pp", "tp", "cp", "ep", "dp"), 0), "time": time.time(), "since": time.time()}
+    paths.status(0).parent.mkdir()
+    records.write(paths.status(0), status)
+    command = [sys.executable, "-m", "megaprof", "trigger", str(tmp_path), "--target", "train_actor"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as asking:
+        assert asking.stderr is not None
+        assert "waiting for 2 of 2 to answer" in asking.stderr.readline()
+        assert list(paths.requests.iterdir())
+        asking.send_signal(number)
+        assert asking.wait(60) == 128 + number
+        assert asking.stderr.read() == ""
+    assert not list(paths.requests.iterdir())
 
 
 def test_somebody_elses_job(job: tuple[Run, Paths, Gate]) -> None:

@@ -23,6 +23,7 @@ class Job:
 
     def __init__(self, watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
         self.busy = False
+        self.captures = True
         self.run = self.paths = None
         self.asked: list[str] = []
         self._watchdog = watchdog
@@ -35,6 +36,8 @@ class Job:
     def _ask(self, listener: Any, reason: str) -> None:
         self.asked.append(reason)
         self._watchdog._not_before = self._watchdog._clock() + self._watchdog._config.trigger_cooldown
+        if self.captures:
+            self._watchdog._captured()
 
     def steps(self, milliseconds: float, count: int) -> None:
         for _ in range(count):
@@ -42,10 +45,11 @@ class Job:
             self._watchdog(self)  # type: ignore[arg-type]
 
 
-def test_slow_steps_ask_once_until_the_cooldown_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = SimpleNamespace(time=0.0)
     watchdog = Watchdog(config(tmp_path, trigger_step_time=1.5, trigger_cooldown=600), clock=lambda: now.time)
     job = Job(watchdog, monkeypatch)
+    job.captures = False
     job.steps(300, 5)  # a cold start is not what is usual
     job.steps(100, 60)
     job.steps(149, 20)
@@ -59,20 +63,35 @@ def test_slow_steps_ask_once_until_the_cooldown_is_over(tmp_path: Path, monkeypa
     job.steps(170, 10)
     job.busy = False
     assert len(job.asked) == 1
+    job.captures = True
     job.steps(170, 3)
     assert len(job.asked) == 2
+    now.time = 1300.0
+    job.steps(170, 5000)
+    assert len(job.asked) == 2, "that is captured, and is the usual now"
+    job.steps(300, 3)
+    assert job.asked[2:] == ["steps take 300 ms, 1.76 times the usual 170 ms"]
 
 
-def test_uneven_stages_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watchdog = Watchdog(config(tmp_path, trigger_imbalance=1.3))
+def test_uneven_stages_ask_once_until_they_have_been_even(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(time=0.0)
+    watchdog = Watchdog(config(tmp_path, trigger_imbalance=1.3, trigger_cooldown=600), clock=lambda: now.time)
     job = Job(watchdog, monkeypatch)
-    for imbalance in (1.4, 1.4, 1.2, 1.4, 1.4, None, 1.4, 1.4):
-        watchdog.see(Summary("train_actor", 1, (), 1.0, imbalance, 0, None, None, None, None))
-        job.steps(100, 1)
+
+    def see(*imbalances: float | None) -> None:
+        for imbalance in imbalances:
+            watchdog.see(Summary("train_actor", 1, (), 1.0, imbalance, 0, None, None, None, None))
+            job.steps(100, 1)
+            now.time += 10
+
+    see(1.4, 1.4, 1.2, 1.4, 1.4, None, 1.4, 1.4)
     assert job.asked == []
-    watchdog.see(Summary("train_actor", 1, (), 1.0, 1.4, 0, None, None, None, None))
-    job.steps(100, 1)
+    see(1.4)
     assert job.asked == ["the slowest stage computes 1.40 times as long as the average one"]
+    see(*[1.4] * 100)
+    assert len(job.asked) == 1, "a job that stays uneven must not fill its disk"
+    see(1.2, 1.2, 1.2, 1.4, 1.4, 1.4)
+    assert len(job.asked) == 2
 
 
 def test_a_real_job_captures_its_own_slow_steps(

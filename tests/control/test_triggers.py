@@ -1,0 +1,58 @@
+"""A real job of two stages in which one becomes slow: it captures that by itself, once."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from pathlib import Path
+
+import pytest
+from control_jobs import Slow, running
+
+from megaprof.control.job import find_job
+
+pytestmark = pytest.mark.slow
+
+#: From this step on the second stage sleeps for so many seconds in each step, which took a small part of it before.
+SLOW = Slow(rank=1, step=25, microbatch=1, seconds=0.4)
+
+
+def captured(directory: Path) -> set[tuple[int, int]]:
+    """Stage and step of every trace."""
+    found = set()
+    for path in directory.glob("*.pt.trace.json.gz"):
+        with gzip.open(path) as file:
+            meta = json.load(file)["megaprof"]
+        found.add((meta["coords"]["pp"], meta["steps"][0]))
+    return found
+
+
+@pytest.mark.parametrize("trigger", [("step-time", "2.5"), ("imbalance", "1.5")], ids=lambda trigger: trigger[0])
+def test_what_becomes_slow_is_captured_once(trigger: tuple[str, str], tmp_path: Path) -> None:
+    name, factor = trigger
+    figures = tmp_path / "megaprof.prom"
+    flags = [
+        *("--profile-tool", "timeline", f"--profile-trigger-{name}", factor, "--profile-trigger-cooldown", "1"),
+        *("--profile-prometheus", str(figures)),
+    ]
+    with running(tmp_path / "traces", flags, slow=SLOW, quick=True) as job:
+        found = find_job(job.directory)
+
+        def step() -> int:
+            status = found.leader()
+            return -1 if status is None else status.step() or -1
+
+        deadline = time.monotonic() + 150
+        while len(captured(job.directory)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        first = step()
+        while step() < first + 8 and time.monotonic() < deadline:  # eight times the cool-down, and as slow as before
+            time.sleep(0.2)
+        written = figures.read_text()
+    steps = sorted({step for _, step in captured(job.directory)})
+    assert len(steps) == 2
+    assert captured(job.directory) == {(pp, step) for pp in (0, 1) for step in steps}
+    assert steps[0] >= SLOW.step
+    (line,) = [line for line in written.splitlines() if line.startswith("megaprof_imbalance_ratio{")]
+    assert float(line.split()[-1]) > 1.3
