@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megaprof.analysis import words
+from megaprof.analysis.fleet_words import parted
 
 _WIDTH, _HEIGHT = 960, 120
+_MOST = 8
 _PERCENTILES = ("p50", "p95", "p99", "max")
 
 
@@ -18,13 +20,18 @@ def fleet_part(target: Mapping[str, Any]) -> str:
     if not fleet:
         return ""
     fine = fleet["findings"] and fleet["findings"][0].startswith("no rank")
-    lines = "".join(f"<p class=lead>{_text(words.sentence(finding))}</p>" for finding in fleet["findings"])
+    lines = "".join(_finding(finding) for finding in fleet["findings"])
     first, last = fleet["steps"]
     notes = "".join(f"<p class=hint>{_text(words.sentence(note))}</p>" for note in fleet["notes"])
     return f"""<h3>The whole run: {fleet["ranks"]} ranks, steps {first}-{last}</h3>
 <div class="verdict {"fine" if fine else "slow"}">{lines}</div>
-{_curve(fleet)}{_table(fleet)}{notes}
+{_curve(fleet)}{_table(fleet)}<div style="margin-top:8px">{notes}</div>
 """
+
+
+def _finding(finding: str) -> str:
+    said, command = parted(finding)
+    return f"<p class=lead>{_text(said)}</p>" + (f"<p><code>{_text(command)}</code></p>" if command else "")
 
 
 def _curve(fleet: Mapping[str, Any]) -> str:
@@ -51,21 +58,29 @@ def _curve(fleet: Mapping[str, Any]) -> str:
         if run
     )
     onsets = {s["from_step"] for s in fleet["stragglers"] if not s["since_start"]}
-    onsets |= {shift["step"] for stage in fleet["stages"] for shift in stage["shifts"]}
+    shifts = [shift for stage in fleet["stages"] for shift in stage["shifts"]]
+    shifts += [*fleet["synchronisation_shifts"], *(shift for _, shift in fleet["stage_synchronisation"])]
+    onsets |= {shift["step"] for shift in shifts if shift["after_ms"] > shift["before_ms"]}
     marks = "".join(
         f'<line x1="{x(step)}" x2="{x(step)}" y1="0" y2="{_HEIGHT}" style="stroke:var(--slow)" stroke-dasharray="4 3" '
         f'vector-effect="non-scaling-stroke"><title>from step {step} on</title></line>'
         for step in sorted(onsets)
     )
     label = f"Step time from step {fleet['steps'][0]} to {fleet['steps'][1]}, up to {words.number(top)} ms"
-    return f"""<p class="hint">Step time, from 0 to {words.number(top)} ms; dashed: where something became slow.</p>
+    listed = " and ".join(map(str, sorted(onsets)[:_MOST]))
+    dashed = f"; dashed: something became slow, from step {listed} on" if onsets else ""
+    return f"""<p class="hint">Step time, from 0 to {words.number(top)} ms{dashed}.</p>
 <svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" aria-label="{_text(label)}" \
 style="width:100%;height:{_HEIGHT}px;display:block;border-bottom:1px solid var(--line)">{marks}{lines}</svg>
+<p class="hint" style="display:flex;justify-content:space-between"><span>step {fleet["steps"][0]}</span>\
+<span>step {fleet["steps"][1]}</span></p>
 """
 
 
 def _table(fleet: Mapping[str, Any]) -> str:
     rows = [_row("step time", "", fleet["step"])] if fleet["step"] else []
+    if known := sorted(ms for ms in fleet["synchronisation_ms"] if ms is not None):
+        rows.append(_row("gradient sync", "", {"p50": known[len(known) // 2]}))
     rows += [_row(f"stage {s['pp']} compute", s["ranks"], s["compute"]) for s in fleet["stages"]]
     head = "".join(f"<th>{name}</th>" for name in ("ranks", *_PERCENTILES))
     return f"""<p class="hint">Over the run, ms per step.</p>
@@ -73,8 +88,8 @@ def _table(fleet: Mapping[str, Any]) -> str:
 """
 
 
-def _row(name: str, ranks: object, times: Mapping[str, float]) -> str:
-    cells = "".join(f"<td>{words.number(times[each])}</td>" for each in _PERCENTILES)
+def _row(name: str, ranks: object, times: Mapping[str, float] | None) -> str:
+    cells = "".join(f"<td>{words.number(times.get(each)) if times else words.ABSENT}</td>" for each in _PERCENTILES)
     return f"<tr><td>{_text(name)}</td><td>{_text(ranks)}</td>{cells}</tr>"
 
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.fleet_runs import Piece, Runs, runs_of
 from megaprof.analysis.traces import Coords, Metadata, Sizes, impossible
 from megaprof.analysis.trends import Floats, Integers
 from megaprof.timeline import format
@@ -52,8 +53,8 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSeries:
-    """One rank: ``compute``, the medians of buckets from ``first`` on in milliseconds (NaN where it has no steps), and
-    how many steps each holds.
+    """One rank: ``compute`` and ``finalize`` (its gradient synchronisation with waiting), the medians of buckets from
+    ``first`` on in milliseconds (NaN where it has no steps), and how many steps each holds.
 
     ``last_step``, ``ended``: of its last step, the latter in wall-clock nanoseconds. ``own``: the recorder's median
     microseconds per step, and that as a fraction of the step. ``again``: steps that it has twice.
@@ -63,6 +64,7 @@ class RankSeries:
     host: str | None
     first: int
     compute: npt.NDArray[np.float32]
+    finalize: npt.NDArray[np.float32]
     counts: npt.NDArray[np.int32]
     steps: int
     left_out: int
@@ -102,8 +104,10 @@ class Series:
 
 @dataclass
 class FleetReading:
-    """``width``: steps per bucket, by key; ``cut``: files that end inside a record; ``files``: by key and rank."""
+    """``runs``: those that lie there, of which one was read; ``width``: steps per bucket, by key; ``cut``: files that
+    end inside a record; ``files``: by key and rank."""
 
+    runs: Runs = field(default_factory=Runs)
     series: dict[Key, Series] = field(default_factory=dict)
     width: dict[Key, int] = field(default_factory=dict)
     files: dict[Key, dict[int, tuple[Path, ...]]] = field(default_factory=dict)
@@ -113,7 +117,8 @@ class FleetReading:
 
     def warnings_of_files(self) -> list[str]:
         """About single files, and one about all that end in the middle of a record."""
-        told = self.warnings[:_MOST_TOLD]
+        told = [runs] if (runs := self.runs.told()) else []
+        told += self.warnings[:_MOST_TOLD]
         if len(self.warnings) > _MOST_TOLD:
             told.append(f"{len(self.warnings) - _MOST_TOLD} more timelines could not be read to their end")
         if self.cut:
@@ -135,14 +140,17 @@ def find_timelines(directory: Path) -> list[Path]:
     )
 
 
-def read_fleet(paths: Sequence[Path], workers: int = 1, progress: Progress | None = None) -> FleetReading:
-    """Read every file once. ``workers``: processes at most, as for `reading.read_all`; ``progress``: files done."""
+def read_fleet(
+    paths: Sequence[Path], workers: int = 1, progress: Progress | None = None, run: int | None = None
+) -> FleetReading:
+    """Read every file once. ``workers``: processes at most, as for `reading.read_all`; ``progress``: files done;
+    ``run``: which of several that lie there, from 1, the newest by default. Raises NoSuchRun."""
     items = _items(paths)
-    width = _widths(items)
-    found = FleetReading(width=width)
+    runs, width = _sampled(items, run)
+    found = FleetReading(runs=runs, width=width)
     done = 0
     for item, (series, files, read, cut, warnings) in zip(
-        items, _read_items(items, width, min(workers, _useful(paths, len(items)))), strict=True
+        items, _read_items(items, runs, width, min(workers, _useful(paths, len(items)))), strict=True
     ):
         for key, part in series.items():
             found.series.setdefault(key, Series()).add(part)
@@ -171,36 +179,47 @@ def _items(paths: Sequence[Path]) -> list[_Item]:
     return [list(by_rank.values()) for by_rank in groups.values()]
 
 
-def _widths(items: Sequence[_Item]) -> dict[Key, int]:
-    """Steps per bucket, from the files of a few ranks."""
+def _sampled(items: Sequence[_Item], run: int | None) -> tuple[Runs, dict[Key, int]]:
+    """The runs, and steps per bucket of the chosen one, from the files of a few ranks."""
     ranks = [files for item in items for files in item]
     sample = ranks[:: max(1, len(ranks) // _SAMPLE)][:_SAMPLE]
-    bounds: dict[Key, tuple[int, int]] = {}
+    pieces: list[tuple[Key, Piece, int]] = []
     for files in sample:
-        for key, _, steps in _of_files(files, [], [], []):
-            low, high = int(steps["step"].min()), int(steps["step"].max())
-            old = bounds.get(key, (low, high))
-            bounds[key] = min(low, old[0]), max(high, old[1])
-    return {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
+        for part in _of_files(files, None, [], [], []):
+            first, last = part.steps[0], part.steps[-1]
+            piece = Piece(
+                (part.key.target, part.key.role, part.metadata.coords.rank),
+                int(part.steps["step"].min()),
+                int(first["start_ns"]),
+                int(last["start_ns"]) + 1000 * int(last["duration"]),
+            )
+            pieces.append((part.key, piece, int(part.steps["step"].max())))
+    runs = runs_of((piece for _, piece, _ in pieces), run)
+    bounds: dict[Key, tuple[int, int]] = {}
+    for key, piece, high in pieces:
+        if runs.has(piece.start_ns):
+            old = bounds.get(key, (piece.first_step, high))
+            bounds[key] = min(piece.first_step, old[0]), max(high, old[1])
+    return runs, {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
 
 
-def _read_items(items: Sequence[_Item], width: dict[Key, int], workers: int) -> Iterator[_Part]:
+def _read_items(items: Sequence[_Item], runs: Runs, width: dict[Key, int], workers: int) -> Iterator[_Part]:
     done = 0
     if workers > 1:
         try:
             with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
                 for begin in range(0, len(items), 4 * workers):
                     batch = items[begin : begin + 4 * workers]
-                    for part in pool.map(_read_item, batch, [width] * len(batch)):
+                    for part in pool.map(_read_item, batch, [runs] * len(batch), [width] * len(batch)):
                         done += 1
                         yield part
         except BrokenProcessPool:
             pass
     for item in islice(items, done, None):
-        yield _read_item(item, width)
+        yield _read_item(item, runs, width)
 
 
-def _read_item(item: _Item, width: dict[Key, int]) -> _Part:
+def _read_item(item: _Item, runs: Runs, width: dict[Key, int]) -> _Part:
     series: dict[Key, Series] = {}
     files: dict[Key, dict[int, tuple[Path, ...]]] = {}
     empty = np.empty(0, dtype=np.int64), np.empty(0)
@@ -210,14 +229,13 @@ def _read_item(item: _Item, width: dict[Key, int]) -> _Part:
     cut: list[Path] = []
     warnings: list[str] = []
     for paths in item:
-        by_key: dict[tuple[Key, int], list[tuple[Metadata, npt.NDArray[Any]]]] = {}
-        for key, metadata, steps in _of_files(paths, read, cut, warnings):
-            by_key.setdefault((key, metadata.coords.rank), []).append((metadata, steps))
+        by_key: dict[tuple[Key, int], list[_Steps]] = {}
+        for part in _of_files(paths, runs, read, cut, warnings):
+            by_key.setdefault((part.key, part.metadata.coords.rank), []).append(part)
         for (key, rank), parts in by_key.items():
-            every = np.concatenate([steps for _, steps in parts])
-            calls, again = _latest(every)
-            metadata = parts[-1][0]
-            files.setdefault(key, {})[rank] = tuple(paths)
+            calls, again = _latest(np.concatenate([part.steps for part in parts]))
+            metadata = parts[-1].metadata
+            files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
             usable = calls[(calls["flags"] & (format.FAILED | format.CAPTURED)) == 0]
             own = series.setdefault(key, Series())
             own.ranks.append(_rank(metadata, calls, usable, again, width.get(key, 1)))
@@ -238,15 +256,26 @@ def _read_item(item: _Item, width: dict[Key, int]) -> _Part:
     return series, files, read, cut, warnings
 
 
+class _Steps(NamedTuple):
+    """The steps of one metadata record of a file."""
+
+    path: Path
+    key: Key
+    metadata: Metadata
+    steps: npt.NDArray[Any]
+
+
 def _of_files(
-    paths: Iterable[Path], read: list[Path], cut: list[Path], warnings: list[str]
-) -> Iterator[tuple[Key, Metadata, npt.NDArray[Any]]]:
-    """The steps of every metadata record; what is wrong with a file goes to the lists."""
+    paths: Iterable[Path], runs: Runs | None, read: list[Path], cut: list[Path], warnings: list[str]
+) -> Iterator[_Steps]:
+    """The steps in files of the chosen run, of all without ``runs``; what is wrong with a file goes to the lists."""
     for path in paths:
         try:
             timeline = format.read_timeline(path, events=False)
         except format.UnreadableTimeline as fault:
             warnings.append(f"{path.name} was skipped: {fault.reason}")
+            continue
+        if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue
         if timeline.damage is not None:
             if "not complete" in timeline.damage and len(timeline.steps):
@@ -266,7 +295,7 @@ def _of_files(
             except ValueError as fault:
                 warnings.append(f"{path.name}: {fault}")
                 continue
-            yield Key(metadata.target, metadata.role, metadata.sizes), metadata, steps
+            yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
 
 
 def described(raw: dict[str, Any]) -> Metadata:
@@ -294,6 +323,7 @@ def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
 
 def _rank(metadata: Metadata, calls: npt.NDArray[Any], usable: npt.NDArray[Any], again: int, width: int) -> RankSeries:
     first, medians, counts = bucketed(usable["step"], _compute(usable) / 1e3, width)
+    _, finalize, _ = bucketed(usable["step"], usable["finalize"] / 1e3, width)
     shares = usable["own"] / np.maximum(usable["duration"], 1)
     last = calls[-1]
     return RankSeries(
@@ -301,6 +331,7 @@ def _rank(metadata: Metadata, calls: npt.NDArray[Any], usable: npt.NDArray[Any],
         host=metadata.host,
         first=first,
         compute=medians.astype(np.float32),
+        finalize=finalize.astype(np.float32),
         counts=counts.astype(np.int32),
         steps=len(usable),
         left_out=len(calls) - len(usable),

@@ -10,21 +10,28 @@ from rich.console import Console
 from rich.table import Table
 
 from megaprof.analysis.fleet import Fleet
+from megaprof.analysis.fleet_words import parted
 from megaprof.analysis.trends import Percentiles
-from megaprof.analysis.words import number, sentence
+from megaprof.analysis.words import number
 
 _TICKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 20
+COMMAND = "  "
 #: Stages that are listed; of more, the slowest.
 _MOST_STAGES = 16
 
 
 def fleet_lines(fleet: Fleet) -> list[tuple[str, str]]:
-    """Lines and their styles, to be printed above the table."""
+    """Lines and their styles, to be printed above the table; what begins with `COMMAND` in one piece, to be copied."""
     lines = [(f"all timelines: {fleet.ranks} ranks, steps {fleet.steps[0]}-{fleet.steps[1]}", "")]
     slow = bool(fleet.stragglers or any(stage.shifts for stage in fleet.stages) or fleet.step_shifts or fleet.ended)
     slow = slow or bool(fleet.synchronisation_shifts or fleet.stage_synchronisation)
-    return lines + [(sentence(finding), "bold red" if slow else "green") for finding in fleet.findings]
+    for finding in fleet.findings:
+        said, command = parted(finding)
+        lines.append((said, "bold red" if slow else "green"))
+        if command:
+            lines.append((COMMAND + command, ""))
+    return lines
 
 
 def show_table(fleet: Fleet, console: Console) -> None:
@@ -49,7 +56,7 @@ def show_table(fleet: Fleet, console: Console) -> None:
         table.add_row(
             "gradient sync", "", number(sorted(known)[len(known) // 2]), "", "", "", sparkline(fleet.synchronisation_ms)
         )
-    shown = sorted(fleet.stages, key=lambda stage: -stage.compute.p50)[:_MOST_STAGES]
+    shown = sorted(fleet.stages, key=lambda stage: -stage.compute.p50 if stage.compute else 0.0)[:_MOST_STAGES]
     for stage in fleet.stages:
         if stage in shown:
             row = sparkline(stage.compute_ms)
@@ -72,5 +79,7 @@ def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
     return "".join(" " if v is None else _TICKS[round((v - low) / span * (len(_TICKS) - 1))] for v in middles)
 
 
-def _cells(times: Percentiles) -> tuple[str, str, str, str]:
+def _cells(times: Percentiles | None) -> tuple[str, str, str, str]:
+    if times is None:
+        return "-", "-", "-", "-"
     return number(times.p50), number(times.p95), number(times.p99), number(times.max)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from megaprof.analysis.trends import EXCESS, LASTING_STEPS, Shift
+from megaprof.analysis.trends import EXCESS, LASTING_BUCKETS, LASTING_STEPS, Shift
+from megaprof.analysis.words import sentence
 
 if TYPE_CHECKING:
-    from megaprof.analysis.fleet import Fleet, Straggler
+    from megaprof.analysis.fleet import Fleet
     from megaprof.analysis.fleet_reading import RankSeries
+    from megaprof.analysis.fleet_slow import Straggler
 
 _MOST = 8
 
 
 def findings_of(fleet: Fleet) -> Iterator[str]:
-    """What is slow or gone, the worst first; one sentence that nothing is, where nothing is."""
+    """What is slow or gone, the worst first; one sentence that nothing is, where nothing is. Commands are in backticks
+    at the end."""
     found = [
         *(_straggler(fleet, s) for s in fleet.stragglers),
         *(_stage(fleet, pp, shift) for pp, shift in _slower(fleet)),
@@ -25,12 +29,14 @@ def findings_of(fleet: Fleet) -> Iterator[str]:
             for s in fleet.synchronisation_shifts
         ),
         *(
-            f"gradient synchronisation of stage {pp} {_went(fleet, s)}, beside that of the other stages"
+            f"gradient synchronisation of stage {pp} {_went(fleet, s)}, beside that of the other stages: the "
+            "collective is slow, or one of its ranks in it, not a rank's compute"
             + (
                 " (with tied embeddings the first and the last stage wait for each other in it)"
                 if _ends(fleet, pp)
                 else ""
             )
+            + f"; which, a capture tells: {_trigger(fleet, f'pp={pp}')}"
             for pp, s in fleet.stage_synchronisation
         ),
     ]
@@ -51,6 +57,13 @@ def findings_of(fleet: Fleet) -> Iterator[str]:
         yield f"data end early, as of processes that died or hung: {listed}{more}; {last}"
 
 
+def parted(finding: str) -> tuple[str, str]:
+    """A finding as a sentence, and the command behind it, or nothing."""
+    said, _, command = finding.partition("`")
+    said = said.rstrip()
+    return (said[:1].upper() + said[1:] if said.endswith(":") else sentence(said)), command.rstrip("`")
+
+
 def notes_of(fleet: Fleet, ranks: Sequence[RankSeries]) -> Iterator[str]:
     """What a reader of the numbers must know."""
     sizes = fleet.key.sizes
@@ -58,7 +71,7 @@ def notes_of(fleet: Fleet, ranks: Sequence[RankSeries]) -> Iterator[str]:
         world = sizes.tp * sizes.cp * sizes.dp * sizes.pp
         yield f"timelines of {fleet.ranks} of {world} ranks; missing: {_short(fleet.missing)}"
     if fleet.single.count:
-        worst = ", ".join(f"{step} ({factor:.1f} times)" for step, factor in fleet.single.worst)
+        worst = ", ".join(f"step {step} ({factor:.1f} times)" for step, factor in fleet.single.worst)
         every = f", one every {fleet.single.every} steps" if fleet.single.every else ""
         yield (
             f"{fleet.single.count} single step{'s' * (fleet.single.count > 1)} took much longer than the steps around "
@@ -114,12 +127,22 @@ def _straggler(fleet: Fleet, s: Straggler) -> str:
     several, over = len(s.ranks) > 1, s.until is not None
     where = f"stage {s.stage}" + (f", {s.hosts[0]}" if len(s.hosts) == 1 else "")
     time = when(fleet, s.from_step, s.until, s.since_start)
+    which = f"; which of them it is, a capture tells: {_trigger(fleet, s.capture)}" if s.capture else ""
+    if s.what == "arrival":
+        come = "came" if over else "have come" if several else "has come"
+        they, none = ("they", "none of them was") if several else ("it", "it was not")
+        return (
+            f"{title(s)} {come} last to the gradient synchronisation {time}: the others spend "
+            f"{milliseconds(s.peers_ms)} in it, {they} {milliseconds(s.own_ms)}; {none} found to compute longer: "
+            "it may be exchanges, data or what runs between steps, as a capture tells: "
+            + _trigger(fleet, spans(s.ranks))
+        )
     if s.what != "compute":
         others = "the other group of its stage" if s.peers == 1 else f"the {s.peers} other groups of its stage"
         verb = "took" if over else "has taken"
         return (
             f"gradient synchronisation among {title(s)} ({where}) {verb} {milliseconds(s.own_ms)} {time}, in {others} "
-            f"{milliseconds(s.peers_ms)}"
+            f"{milliseconds(s.peers_ms)}{which}"
         )
     verb = ("were" if several else "was") if over else ("have been" if several else "has been")
     others = (
@@ -133,7 +156,6 @@ def _straggler(fleet: Fleet, s: Straggler) -> str:
     facts = f"computing {milliseconds(s.own_ms)} per step instead of {milliseconds(s.peers_ms)}"
     cost = next((c for c in fleet.step_shifts if c.change > 0 and _together(fleet, c.step, s.from_step)), None)
     grown = f"; the step takes {cost.change:.0%} longer since then" if cost and not s.since_start else ""
-    which = f"; which of them it is, a capture tells: {_trigger(fleet, s.capture)}" if s.capture else ""
     return f"{sentence}, {facts}{grown}{which}"
 
 
@@ -170,11 +192,12 @@ def _went(fleet: Fleet, shift: Shift) -> str:
 
 
 def _trigger(fleet: Fleet, selection: str) -> str:
-    return f"megaprof trigger DIR --target {fleet.key.target} --steps 2 --select {selection}"
+    where, target = shlex.quote(str(fleet.directory)), shlex.quote(fleet.key.target)
+    return f"`megaprof trigger {where} --target {target} --steps 2 --select {shlex.quote(selection)}`"
 
 
 def _together(fleet: Fleet, one: int, other: int) -> bool:
-    return abs(one - other) <= 2 * fleet.width + LASTING_STEPS
+    return abs(one - other) <= 2 * fleet.width + LASTING_BUCKETS
 
 
 def _about(fleet: Fleet, step: int) -> str:

@@ -17,6 +17,7 @@ from megaprof.analysis.calls import GROUPS, Call
 from megaprof.analysis.causes import OF_STEP
 from megaprof.analysis.fleet import Fleet, survey
 from megaprof.analysis.fleet_reading import FleetReading, find_timelines, read_fleet
+from megaprof.analysis.fleet_runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet_words import evidence
 from megaprof.analysis.reading import Progress, read_all
 from megaprof.analysis.samples import Spread
@@ -93,13 +94,16 @@ class Report:
         }
 
 
-def analyze(source: str | os.PathLike[str], *, workers: int = 1, progress: Progress | None = None) -> Report:
+def analyze(
+    source: str | os.PathLike[str], *, workers: int = 1, progress: Progress | None = None, run: int | None = None
+) -> Report:
     """Report on every trace and timeline under a directory (or on one file).
 
     Stages come from traces, and for targets without any from the last steps of their timelines; timelines also tell of
     the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`);
-    ``progress(done, files)`` is called as they are done. A file that cannot be used becomes a warning of the report.
-    Raises NothingToReport when no file can be.
+    ``progress(done, files)`` is called as they are done; ``run``: which run's timelines, where those of several lie
+    there, from 1, the newest by default. A file that cannot be used becomes a warning of the report.
+    Raises NothingToReport when no file can be, and NoSuchRun.
     """
     path = Path(source)
     traces, timelines = _files(path)
@@ -112,9 +116,9 @@ def analyze(source: str | os.PathLike[str], *, workers: int = 1, progress: Progr
         if reading.calls:
             read.append(reading.path)
             calls += reading.calls
-    fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)))
+    fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), run)
     warnings += fleet.warnings_of_files()
-    fleets = survey(fleet)
+    fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
     drawn = _details(fleet, fleets, calls)
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline of megaprof's. " + " ".join(_sentences(warnings)))
@@ -144,7 +148,8 @@ def _details(fleet: FleetReading, fleets: Sequence[Fleet], calls: list[Call]) ->
     for each in fleets:
         if (each.key.target, each.key.role) in traced:
             continue
-        suspects = {rank for s in each.stragglers if s.what == "compute" and s.until is None for rank in s.ranks}
+        slow = [s for s in each.stragglers if s.what != "synchronisation" and s.until is None]
+        suspects = {rank for s in slow for rank in s.ranks}
         places = [rank.coords for rank in fleet.series[each.key].ranks]
         detail = detail_of(each.key, places, fleet.files[each.key], suspects)
         calls += detail.calls

@@ -3,8 +3,8 @@
 A rank is compared with the ranks of its stage, which do the same work at the same time: what makes a step long for all
 of them (a longer sequence, an evaluation, the first steps of a run) cancels out. It is called slow when it exceeds
 their median by more than `trends.EXCESS`, by more than `trends.SIGMAS` standard errors, by more than `SPREAD` times
-what ranks of this stage usually differ by, and for `trends.LASTING_STEPS` steps. Ranks that wait for each other inside
-a microbatch slow down together and are named together.
+what ranks of this stage usually differ by, and for `trends.LASTING_STEPS` steps and `trends.LASTING_SECONDS`. Ranks
+that wait for each other inside a microbatch slow down together and are named together.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megaprof.analysis.traces import Coords, Sizes
 from megaprof.analysis.trends import (
     EXCESS,
     LASTING_BUCKETS,
+    LASTING_SECONDS,
     LASTING_STEPS,
     MAD,
     SIGMAS,
@@ -27,7 +28,9 @@ from megaprof.analysis.trends import (
     Integers,
     Level,
     Shift,
+    lasting,
     levels,
+    logarithms,
     low_median,
     moving_median,
     others_median,
@@ -47,10 +50,22 @@ _ALIKE = 0.5
 
 @dataclass(frozen=True)
 class Buckets:
-    """``first`` and ``last``: the steps that each bucket of a series holds."""
+    """Of every bucket of a series: its ``first`` and ``last`` step, how many ``steps`` there are, their ``seconds``."""
 
     first: Integers
     last: Integers
+    steps: Integers
+    seconds: Floats
+
+    @property
+    def lasting(self) -> int:
+        """Buckets that hold `trends.LASTING_STEPS`."""
+        per_bucket = max(1.0, float(np.median(self.steps)))
+        return int(np.clip(-(-LASTING_STEPS // per_bucket), LASTING_BUCKETS, LASTING_STEPS))
+
+    def took(self, first: int, last: int) -> float:
+        """Seconds from bucket ``first`` to ``last``."""
+        return float(np.nansum(self.seconds[first : last + 1]))
 
 
 @dataclass(frozen=True)
@@ -118,56 +133,62 @@ def groups_of(places: Mapping[int, Coords], layout: WorldLayout | None) -> list[
     return groups
 
 
-def slow_rows(values: Floats, steps: Integers, *, least_ms: float = 0.0, against: Floats | None = None) -> list[Run]:
+def slow_rows(
+    values: Floats, buckets: Buckets, *, floor_ms: float | Floats = 0.0, against: Floats | None = None
+) -> list[Run]:
     """Rows of ``values`` [row, bucket] in milliseconds that are lastingly above the median of the others.
 
-    ``steps``: of every bucket; ``least_ms``: an excess that matters; ``against``: what each row is compared with
-    instead.
+    ``floor_ms``: added to all before they are compared, for times that matter only beside something longer;
+    ``against``: what each row is compared with instead.
     """
     if len(values) < 2 and against is None:
         return []
     peers = others_median(values) if against is None else against
     with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(peers > 0, values / peers, np.nan)
-    usual, scatter = _usual(relative)
+        relative = np.where(peers + floor_ms > 0, (values + floor_ms) / (peers + floor_ms), np.nan)
+    usual, noise = _usual(relative), noise_of(relative)
     limit = 1 + max(EXCESS, SPREAD * usual if len(values) >= _ENOUGH else 0.0)
     found: list[Run] = []
-    for row in _suspects(relative, steps, 1 + 0.9 * (limit - 1)):
+    for row in _suspects(relative, buckets, 1 + 0.9 * (limit - 1)):
         known = np.flatnonzero(np.isfinite(relative[row]))
         slow = [
             level
-            for level in levels(relative[row], steps, noise=scatter)
-            if level.value > limit
-            and level.value - 1 > SIGMAS * level.error
-            and level.steps >= LASTING_STEPS
-            and (level.value - 1) * float(np.nanmedian(peers[row, level.first : level.last + 1])) > least_ms
+            for level in levels(relative[row], buckets.steps, noise)
+            if level.value > limit and np.log(level.value) > SIGMAS * level.error and level.steps >= LASTING_STEPS
         ]
         for first, last in _adjacent(slow, known):
-            own, other = values[row, first : last + 1], peers[row, first : last + 1]
-            own_ms, peers_ms = float(np.nanmedian(own)), float(np.nanmedian(other))
-            factor = float(np.nanmedian(relative[row, first : last + 1]))
+            first = known[
+                np.searchsorted(known, first) + _onset(relative[row, known[(known >= first) & (known <= last)]])
+            ]
+            if buckets.took(first, last) < LASTING_SECONDS:
+                continue
+            own_ms, peers_ms = _median(values[row, first : last + 1]), _median(peers[row, first : last + 1])
+            factor = own_ms / max(peers_ms, 1e-3)
             ends = bool(first == known[0]), bool(last == known[-1])
             found.append(Run(row, first, last, factor, own_ms, peers_ms, *ends))
     return found
 
 
-def relative_shifts(
-    values: Floats, steps: Integers, buckets: Buckets, least_ms: float = 0.0
-) -> list[tuple[Shift, ...]]:
+def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> list[tuple[Shift, ...]]:
     """When each row of ``values`` [row, bucket] changed its level, beside what changed all rows alike. With one row,
-    when that changed."""
-    baseline = np.array([_quickest(row) for row in values])
+    when that changed. ``floor_ms`` as for `slow_rows`."""
+    raised = values + floor_ms
+    baseline = np.array([_quickest(row) for row in raised])
     with np.errstate(divide="ignore", invalid="ignore"):
-        own = values / baseline[:, None]
+        own = raised / baseline[:, None]
         relative = own / low_median(own) if len(values) > 1 else own
+    noise = noise_of(relative)
     out = []
     for row in range(len(values)):
-        changes = []
-        for shift in shifts(levels(relative[row], steps), buckets.first, buckets.last):
+        changes: list[Shift] = []
+        since = 0
+        found = lasting(levels(relative[row], buckets.steps, noise), buckets.seconds)
+        for shift in shifts(found, buckets.first, buckets.last):
             at = int(np.searchsorted(buckets.first, shift.step))
             end = len(buckets.last) if shift.until is None else int(np.searchsorted(buckets.last, shift.until)) + 1
-            before, after = _median(values[row, :at]), _median(values[row, at:end])
-            if abs(after - before) > least_ms and (after > before) == (shift.change > 0):
+            before, after = _median(values[row, since:at]), _median(values[row, at:end])
+            since = at
+            if (after > before) == (shift.change > 0):
                 changes.append(Shift(shift.step, shift.until, before, after))
         out.append(tuple(changes))
     return out
@@ -194,25 +215,36 @@ def _median(values: Floats) -> float:
     return float(np.median(known)) if known.size else float("nan")
 
 
-def _usual(relative: Floats) -> tuple[float, float]:
-    """Standard deviation between rows (of their medians over time), and of one bucket in a row."""
+def _usual(relative: Floats) -> float:
+    """Standard deviation between rows, of their medians over time."""
     rows = relative[np.isfinite(relative).any(axis=1)]
     if not len(rows):
-        return 0.0, 0.0
+        return 0.0
     middles = np.nanmedian(rows, axis=1)
-    between = MAD * float(np.median(np.abs(middles - np.median(middles))))
-    # By differences of neighbours, which a change of level does not move.
-    jumps = np.abs(np.diff(rows, axis=1))
-    within = MAD / np.sqrt(2) * float(np.nanmedian(jumps)) if np.isfinite(jumps).any() else 0.0
-    return between, within
+    return MAD * float(np.median(np.abs(middles - np.median(middles))))
 
 
-def _suspects(relative: Floats, steps: Integers, limit: float) -> list[int]:
+def noise_of(relative: Floats) -> float:
+    """Standard deviation of the logarithm of one bucket of a row: by differences of neighbours, which a change of level
+    does not move."""
+    jumps = np.abs(np.diff(logarithms(relative), axis=1))
+    return MAD / float(np.sqrt(2)) * float(np.nanmedian(jumps)) if np.isfinite(jumps).any() else 0.0
+
+
+def _onset(relative: Floats) -> int:
+    """How many of a slow stretch's first values are those of a row like others, by the least absolute deviation from
+    either: a stretch that stands out on the whole need not be slow from its beginning on."""
+    x = logarithms(relative)
+    as_slow = np.abs(x - np.median(x))
+    cost = np.concatenate(([0.0], np.cumsum(np.abs(x) - as_slow)))
+    place = int(np.argmin(cost))
+    return place if LASTING_BUCKETS <= place < len(x) else 0
+
+
+def _suspects(relative: Floats, buckets: Buckets, limit: float) -> list[int]:
     """Rows that are above ``limit`` in the median of some stretch, the worst first."""
-    per_bucket = max(1.0, float(np.median(steps)))
-    width = int(np.clip(-(-LASTING_STEPS // per_bucket), LASTING_BUCKETS, LASTING_STEPS))
     filled = np.where(np.isfinite(relative), relative, 0.0)
-    width = min(width, filled.shape[1])
+    width = min(buckets.lasting, filled.shape[1])
     if width == 0:
         return []
     worst = np.array([np.median(sliding_window_view(row, width), axis=1).max() for row in filled])

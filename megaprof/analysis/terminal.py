@@ -13,7 +13,7 @@ from rich.text import Text
 
 from megaprof.analysis.calls import GROUPS
 from megaprof.analysis.fleet import Fleet
-from megaprof.analysis.fleet_terminal import fleet_lines, show_table
+from megaprof.analysis.fleet_terminal import COMMAND, fleet_lines, show_table
 from megaprof.analysis.report import Report, TargetReport
 from megaprof.analysis.samples import Spread
 from megaprof.analysis.stages import Stage, TargetStages
@@ -80,7 +80,7 @@ def _show_target(target: TargetReport, console: Console) -> None:
 
 def _show_fleet(fleet: Fleet, console: Console) -> None:
     for line, style in fleet_lines(fleet):
-        console.print(_text(line, style))
+        console.print(_text(line, style), soft_wrap=line.startswith(COMMAND))
     show_table(fleet, console)
     for note in fleet.notes:
         console.print(_text(note[:1].upper() + note[1:], "dim"))

@@ -1,7 +1,8 @@
 """Levels, changes and outliers of a series of times, by medians: a few slow steps move none of them.
 
 A series is split where a stretch stands out most, and its parts again. A split counts when the medians of both sides
-differ by more than `EXCESS`, by more than `SIGMAS` standard errors, and each side lasts for `LASTING_STEPS` steps.
+differ by more than `EXCESS`, by more than `SIGMAS` standard errors, and each side lasts for `LASTING_STEPS` steps. All
+of it is done on logarithms: what disturbs a time multiplies it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ SIGMAS = 6.0
 #: What is shorter is a few slow steps and no level.
 LASTING_STEPS = 10
 LASTING_BUCKETS = 3
+#: And this is how long another program may take a processor away, which tells nothing of a job with short steps.
+LASTING_SECONDS = 5.0
 #: A single step is slow from this factor over the median of the steps around it on, ...
 SINGLE = 1.5
 #: ... and this many deviations of such steps.
@@ -53,7 +56,8 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Level:
-    """Buckets ``first`` to ``last`` (positions in the series): their median, its standard error, their steps."""
+    """Buckets ``first`` to ``last`` (positions in the series): their median, its standard error as a fraction of it,
+    their steps."""
 
     first: int
     last: int
@@ -73,7 +77,7 @@ class Shift:
 
     @property
     def change(self) -> float:
-        return self.after_ms / self.before_ms - 1
+        return self.after_ms / max(self.before_ms, 1e-3) - 1  # a timeline's unit is the microsecond
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,13 @@ class SingleSteps:
 def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:
     """Split a series into stretches of one level each. NaN: no value, and part of none.
 
-    ``steps``: how many each value is the median of. ``noise``: standard deviation of a value, where more is known of
-    it than its own scatter tells.
+    ``steps``: how many each value is the median of. ``noise``: standard deviation of a value's logarithm, where more is
+    known of it than the level's own scatter tells.
     """
     known = np.flatnonzero(np.isfinite(values))
     if not known.size:
         return []
-    x, n = values[known], steps[known]
+    x, n = logarithms(values[known]), steps[known]
     cumulated = np.concatenate(([0], np.cumsum(n)))
     found = _merged(x, cumulated, _split(x, cumulated, 0, len(x), noise), noise)
     return [
@@ -104,24 +108,35 @@ def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:
     ]
 
 
-def shifts(
-    found: Sequence[Level], first_steps: Integers, last_steps: Integers, scale: float = 1.0
-) -> tuple[Shift, ...]:
-    """The changes between levels. ``first_steps``, ``last_steps``: of every bucket; ``scale``: a level 1 in
-    milliseconds."""
+def lasting(found: Sequence[Level], seconds: Floats) -> list[Level]:
+    """Without the levels that a series leaves again within `LASTING_SECONDS`. ``seconds``: that every bucket took."""
+    kept = list(found[:1])
+    for level in found[1:]:
+        if np.nansum(seconds[level.first : level.last + 1]) >= LASTING_SECONDS and differ(kept[-1], level):
+            kept.append(level)
+    return kept
+
+
+def shifts(found: Sequence[Level], first_steps: Integers, last_steps: Integers) -> tuple[Shift, ...]:
+    """The changes between levels. ``first_steps``, ``last_steps``: of every bucket."""
     changes = []
     for place in range(1, len(found)):
         before, after = found[place - 1], found[place]
         back = next((f for f in found[place + 1 :] if (f.value < after.value) == (after.value > before.value)), None)
         until = int(last_steps[back.first - 1]) if back else None
-        changes.append(Shift(int(first_steps[after.first]), until, before.value * scale, after.value * scale))
+        changes.append(Shift(int(first_steps[after.first]), until, before.value, after.value))
     return tuple(changes)
 
 
 def differ(before: Level, after: Level) -> bool:
     """Whether two levels differ by more than the thresholds of this module."""
-    difference = abs(after.value - before.value)
-    return difference > EXCESS * before.value and difference > SIGMAS * float(np.hypot(before.error, after.error))
+    difference = abs(np.log(after.value / before.value))
+    return bool(difference > max(np.log1p(EXCESS), SIGMAS * np.hypot(before.error, after.error)))
+
+
+def logarithms(times: Floats) -> Floats:
+    """Natural ones; no time is below a microsecond, the unit of a timeline."""
+    return np.asarray(np.log(np.maximum(times, 1e-3)))
 
 
 def single_steps(steps: Integers, times: Floats) -> SingleSteps:
@@ -190,7 +205,7 @@ def _level(x: Floats, a: int, b: int, noise: float) -> tuple[float, float]:
     own = x[a:b]
     middle = float(np.median(own))
     spread = max(MAD * float(np.median(np.abs(own - middle))), noise)
-    return middle, MEDIAN_ERROR * spread / float(np.sqrt(b - a))
+    return float(np.exp(middle)), MEDIAN_ERROR * spread / float(np.sqrt(b - a))
 
 
 def _split(x: Floats, cumulated: Integers, a: int, b: int, noise: float) -> list[tuple[int, int]]:

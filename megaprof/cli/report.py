@@ -26,21 +26,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--html", metavar="FILE", type=Path, help="also write it as one HTML file to send, with the pipeline's timeline"
     )
+    parser.add_argument(
+        "--run",
+        metavar="N",
+        type=int,
+        help="which run, where timelines of several lie in DIR: 1 is the oldest [the newest]",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json == "-":
         _refuse_to_lose("--html", arguments.html, _is_html_report)
-        report = _analyze(arguments.dir)
+        report = _analyze(arguments.dir, arguments.run)
         sys.stdout.write(_json(report))
         _write("--html", arguments.html, lambda: _html(report))
         return 0
     json_file = Path(arguments.json) if arguments.json else None
-    return report_directory(arguments.dir, json_file=json_file, html_file=arguments.html)
+    return report_directory(arguments.dir, json_file=json_file, html_file=arguments.html, number=arguments.run)
 
 
-def report_directory(directory: Path, *, json_file: Path | None = None, html_file: Path | None = None) -> int:
-    """Print the report on ``directory``, and write it to ``json_file`` and ``html_file``; returns the exit code 0.
+def report_directory(
+    directory: Path, *, json_file: Path | None = None, html_file: Path | None = None, number: int | None = None
+) -> int:
+    """Print the report on ``directory`` (the run with this ``number``, from 1), and write it to ``json_file`` and
+    ``html_file``; returns the exit code 0.
 
     Raises CommandError when there is nothing to report on or a file cannot be written.
     """
@@ -50,7 +59,7 @@ def report_directory(directory: Path, *, json_file: Path | None = None, html_fil
 
     _refuse_to_lose("--json", json_file, _is_json_report)
     _refuse_to_lose("--html", html_file, _is_html_report)
-    report = _analyze(directory)
+    report = _analyze(directory, number)
     show(report, Console(highlight=False))
     if _write("--json", json_file, lambda: _json(report)):
         print(f"The same as JSON: {json_file}")
@@ -59,11 +68,11 @@ def report_directory(directory: Path, *, json_file: Path | None = None, html_fil
     return 0
 
 
-def _analyze(directory: Path) -> Report:
+def _analyze(directory: Path, number: int | None) -> Report:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from megaprof.analysis.report import NothingToReport, analyze
+    from megaprof.analysis.report import NoSuchRun, NothingToReport, analyze
 
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
@@ -72,10 +81,15 @@ def _analyze(directory: Path) -> Report:
             bar = progress.add_task("traces", total=None)
             workers = os.cpu_count() or 1
             return analyze(
-                directory, workers=workers, progress=lambda done, of: progress.update(bar, completed=done, total=of)
+                directory,
+                workers=workers,
+                progress=lambda done, of: progress.update(bar, completed=done, total=of),
+                run=number,
             )
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None
+    except NoSuchRun as fault:
+        raise UsageError(f"--run {fault}") from None
 
 
 def _json(report: Report) -> str:

@@ -24,7 +24,7 @@ CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in 
 
 def fleet_of(directory: Path, layout: WorldLayout, **options: Any) -> Fleet:
     write_timelines(directory, layout, **({"steps": 120, "microbatches": 4} | options))
-    (fleet,) = survey(read_fleet(find_timelines(directory)))
+    (fleet,) = survey(read_fleet(find_timelines(directory)), directory)
     json.dumps(fleet.to_json(), allow_nan=False)
     return fleet
 
@@ -63,7 +63,7 @@ def test_coupled_ranks_are_named_together_with_the_capture_that_tells_more(tmp_p
     (slow,) = fleet.stragglers
     assert slow.ranks == tuple(range(40, 48))  # its expert-parallel group and their tensor-parallel peers
     assert slow.capture == "40-47"
-    assert "megaprof trigger DIR --target train_actor --steps 2 --select 40-47" in fleet.findings[0]
+    assert f"megaprof trigger {tmp_path} --target train_actor --steps 2 --select 40-47" in fleet.findings[0]
     assert any("expert-parallel communication" in note for note in fleet.notes)
 
 
@@ -110,6 +110,36 @@ def test_the_slow_collective_of_one_group(tmp_path: Path) -> None:
     one = fleet_of(tmp_path / "one", PIPELINE, slow=[Slow(rank=10, from_step=50, factor=8, kind="finalize")])
     assert [(pp, shift.step) for pp, shift in one.stage_synchronisation] == [(1, 50)]
     assert not one.stragglers
+
+
+def test_a_pipeline_that_comes_late_without_computing_longer(tmp_path: Path) -> None:
+    write_timelines(tmp_path, PIPELINE, steps=120, microbatches=4, events=False)
+    reading = read_fleet(find_timelines(tmp_path))
+    (series,) = reading.series.values()
+    for rank in series.ranks:
+        if rank.coords.dp != 3:
+            rank.finalize[70:] += 100  # they wait for it
+    (fleet,) = survey(reading, Path("/runs/one job"))
+    (late,) = fleet.stragglers
+    assert (late.what, late.ranks, late.from_step, late.until) == ("arrival", (3, 11, 19, 27), 70, None)
+    assert (late.peers, late.peers_ms - late.own_ms) == (7, pytest.approx(100, abs=1))
+    assert fleet.findings[0] == (
+        "ranks 3, 11, 19, 27 have come last to the gradient synchronisation since step 70: the others spend 105 ms in "
+        "it, they 5.01 ms; none of them was found to compute longer: it may be exchanges, data or what runs "
+        "between steps, as a capture tells: "
+        "`megaprof trigger '/runs/one job' --target train_actor --steps 2 --select 3,11,19,27`"
+    )
+
+
+def test_a_pipeline_that_is_waited_for_because_it_computes_is_one_finding(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, factor=2.0)])
+    assert [slow.what for slow in fleet.stragglers] == ["compute"]
+
+
+def test_what_lasts_for_seconds_is_nothing(tmp_path: Path) -> None:
+    short = {"forward_ms": 1.0, "backward_ms": 2.0, "finalize_ms": 0.0, "steps": 200}
+    fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, until_step=110, factor=3.0)], **short)
+    assert fleet.findings[0].startswith("no rank, no stage and no gradient synchronisation is lastingly slower")
 
 
 def test_what_ended_is_told_with_both_ends(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from hypothesis.extra import numpy as arrays
 from megaprof.analysis.trends import (
     LASTING_STEPS,
     Floats,
+    Shift,
     drift,
+    lasting,
     levels,
     low_median,
     others_median,
@@ -55,6 +57,17 @@ def test_a_change_below_the_threshold_or_too_short_is_none() -> None:
     assert len(levels(series((100, 100.0), (100, 107.0)), ONES)) == 1
     short = LASTING_STEPS // 2 - 1
     assert len(levels(series((100, 100.0), (short, 200.0), (100 - short, 100.0)), ONES)) == 1
+
+
+def test_a_level_that_is_left_within_seconds_is_none() -> None:
+    found = levels(series((60, 100.0), (20, 150.0), (100, 100.0), (20, 150.0)), ONES)
+    assert len(found) == 4
+    assert len(lasting(found, np.full(200, 0.2))) == 1
+    assert len(lasting(found, np.full(200, 0.3))) == 4
+
+
+def test_what_took_no_time_before_has_a_change() -> None:
+    assert Shift(5, None, 0.0, 20.0).change == pytest.approx(20_000, rel=0.01)
 
 
 def test_a_gap_belongs_to_no_level() -> None:

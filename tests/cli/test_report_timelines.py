@@ -81,6 +81,29 @@ def test_only_damaged_timelines_are_one_line_and_exit_code_1(timelines: Path) ->
     assert "holds no trace or timeline of megaprof's" in run.stderr
 
 
+def test_one_run_of_several(timelines: Path) -> None:
+    write_timelines(timelines / "again", LAYOUT, steps=40, microbatches=4, start_ns=2 * 10**18)
+    newest, first = megaprof("report", timelines), megaprof("report", timelines, "--run", 1)
+    assert (newest.returncode, first.returncode) == (0, 0)
+    assert "all timelines: 8 ranks, steps 0-39\nNo rank" in newest.stdout
+    assert "timelines of 2 runs lie here: this is the newest" in " ".join(newest.stdout.split())
+    assert "all timelines: 8 ranks, steps 0-59\nRank 5" in first.stdout
+    wrong = megaprof("report", timelines, "--run", 3)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "--run 3: the timelines are of runs 1 to 2" in wrong.stderr
+
+
+def test_the_command_of_a_finding_is_one_line_to_copy(tmp_path: Path) -> None:
+    directory = tmp_path / "a directory"
+    slow = [Slow(rank=5, from_step=20, factor=1.5)]
+    write_timelines(directory, WorldLayout(ParallelSizes.of(8, tp=2)), steps=60, microbatches=8, slow=slow)
+    run = megaprof("report", directory, "--html", tmp_path / "report.html")
+    command = f"megaprof trigger '{directory}' --target train_actor --steps 2 --select 4-5"
+    assert f"  {command}" in run.stdout.splitlines()
+    shown = command.replace("'", "&#x27;")
+    assert f"<code>{shown}</code>" in (tmp_path / "report.html").read_text()
+
+
 def test_names_from_files_are_escaped(timelines: Path, tmp_path: Path) -> None:
     write_timelines(timelines, LAYOUT, steps=20, microbatches=4, target="<script>alert(1)</script>\x1b[31m")
     page = tmp_path / "report.html"
