@@ -3,7 +3,7 @@
 Shortest way in, no edit: ``VERL_USE_EXTERNAL_MODULES=megaprof.autoload.plugin`` in the workers' environment and
 ``global_profiler.tool=megaprof``. verl takes a tool that it does not know for none, but its trainer still tells every
 worker when a step of ``global_profiler.steps`` starts and ends. Otherwise verl's workers are not told the trainer's
-step, and steps are counted per role.
+step, and steps are counted per role; the SFT trainer's step is known where it calls its worker itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megaprof import roles
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _WORKERS = "verl.workers.engine_workers"
 _PROFILER = "verl.utils.profiler.profile"
+_SFT_TRAINER = "verl.trainer.sft_trainer"
 
 #: The value of ``global_profiler.tool`` that hands verl's settings to megaprof.
 TOOL = "megaprof"
@@ -36,6 +38,8 @@ _PROFILERS = {
 _NO_STEP = 2**31 - 1
 """The number of a step that verl's trainer does not profile. verl counts from 1, and never gets there."""
 _ANY_STEP = range(_NO_STEP)
+_UNNUMBERED = -1
+"""A step that is profiled, and whose number the trainer does not tell: it is counted."""
 
 
 def config_from(config: Any) -> ProfileConfig:
@@ -213,21 +217,38 @@ def _worker(arguments: Mapping[str, Any]) -> Facts:
     """A TrainingWorker by itself: the critic, or the one model of an SFT run. Inside an actor's or a reference's worker
     the role is known from outside."""
     worker = arguments["self"]
-    return _facts(worker, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
+    facts = _facts(worker, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
+    if _sft() and facts.iteration in (None, _UNNUMBERED):
+        facts = facts._replace(iteration=_sft_step())
+    return facts
 
 
 def _infer(arguments: Mapping[str, Any]) -> Facts:
     """An SFT trainer infers for nothing but its validation loss."""
+    return _worker(arguments)._replace(evaluation=_sft())
+
+
+def _sft() -> bool:
+    """Whether this is a process of the SFT trainer that torchrun starts."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
-    trainer = "verl.trainer.sft_trainer"
-    return _worker(arguments)._replace(evaluation=trainer in sys.modules or getattr(main, "name", None) == trainer)
+    return _SFT_TRAINER in sys.modules or getattr(main, "name", None) == _SFT_TRAINER
+
+
+def _sft_step() -> int | None:
+    """The trainer's step, which continues across a resume. ``SFTTrainer.fit`` has it in a variable and tells nobody."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and isinstance(step := frame.f_locals.get("global_step"), int):
+            return step
+        frame = frame.f_back
+    return None
 
 
 def _start(arguments: Mapping[str, Any]) -> Facts:
     """verl's trainer calls this on every worker where a step starts that is to be profiled, whatever the tool."""
     _adopt(arguments["self"])
     if _Settings.step is not None:
-        _Settings.step = arguments.get("kwargs", {}).get("profile_step", -1)  # below 0: not numbered
+        _Settings.step = arguments.get("kwargs", {}).get("profile_step", _UNNUMBERED)
     return Facts()
 
 

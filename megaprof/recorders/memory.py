@@ -29,8 +29,9 @@ MAX_ENTRIES = 100_000
 class MemoryRecorder:
     """Records allocations with Python stacks while a window is open; history is off again afterwards.
 
-    Raises ValueError where there is no CUDA device, or where somebody else records memory history already: there is one
-    per process, and ending ours would end theirs.
+    Raises ValueError in a process that does not use CUDA (a driver or a CPU actor on a machine with GPUs: recording
+    would initialise it there), or where somebody else records memory history already: there is one per process, and
+    ending ours would end theirs.
     """
 
     #: The recorder whose window is open. An observer cannot be detached, so one per process serves all recorders.
@@ -40,8 +41,11 @@ class MemoryRecorder:
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
         if config.dir is None:
             raise ValueError("the memory recorder needs a directory")
-        if not torch.cuda.is_available():
-            raise ValueError(f"{flag('tool')} memory: there is no CUDA device here; drop it, or run where one is")
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise ValueError(
+                f"{flag('tool')} memory: there is no CUDA device here, or this process does not use it yet; drop "
+                "it, or install the hooks where and when the model is on its GPU"
+            )
         if _history_is_on():
             raise ValueError(
                 f"{flag('tool')} memory: memory history is already recorded in this process; switch that off "

@@ -28,7 +28,8 @@ SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
 class NsysRecorder:
     """One capture range per window. Ranges reach nsys as NVTX, domain ``megaprof``, like all our ranges.
 
-    Raises ValueError where there is no CUDA device: without one, cudaProfilerStart reaches nobody.
+    Raises ValueError in a process that does not use CUDA: cudaProfilerStart would reach nobody, and would initialise
+    CUDA where the host did not.
     """
 
     _captures = 0  # capture ranges of this process so far: what nsys numbers its files by
@@ -36,8 +37,11 @@ class NsysRecorder:
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
         if config.dir is None:
             raise ValueError("the nsys recorder needs a directory")
-        if not torch.cuda.is_available():
-            raise ValueError(f"{flag('tool')} nsys: there is no CUDA device here; drop it, or run where one is")
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            raise ValueError(
+                f"{flag('tool')} nsys: there is no CUDA device here, or this process does not use it yet; drop "
+                "it, or install the hooks where and when the model is on its GPU"
+            )
         if SESSION_VARIABLE not in os.environ:
             logger.warning(
                 "megaprof: %s nsys, but this process does not seem to run under nsys, and then nothing is captured; "

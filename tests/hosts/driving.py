@@ -42,6 +42,13 @@ def host_environment(host: Path, config: ProfileConfig | None) -> dict[str, str]
     return environment(config or ProfileConfig(), env)
 
 
+def checkout(variable: str) -> str:
+    """The directory that ``variable`` names; the tests fetch no repository, so a missing one is a skip that says so."""
+    if variable not in os.environ:
+        pytest.skip(f"{variable} is not set; it names a checkout, which the tests do not fetch (docs/hosts/README.md)")
+    return os.environ[variable]
+
+
 def skip_unless_importable(module: str, env: dict[str, str], *edges: str) -> None:
     """Skip, naming it, where a package that the host itself needs is not installed. Any other failure is one."""
     code = f"import driving; driving.prepare(None, *{edges!r}); import {module}"
@@ -70,7 +77,10 @@ def prepare(host: str | None = None, *edges: str) -> None:
     replace(*edges)
     if "transformer_engine" in edges:  # hosts ask for its version, and compare it
         released = importlib.metadata.version
-        importlib.metadata.version = lambda name: "2.9.0" if name == "transformer-engine" else released(name)
+        named = {"transformer-engine": "2.9.0"}
+        importlib.metadata.version = lambda distribution_name: (
+            named.get(distribution_name) or released(distribution_name)
+        )
 
 
 def traces(directory: Path) -> dict[str, Any]:

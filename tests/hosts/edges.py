@@ -28,7 +28,7 @@ class _Class(type):
 class _Nothing(ModuleType):
     """A module whose every attribute exists and does nothing."""
 
-    __path__ = ()
+    __path__ = ()  # type: ignore[assignment]
     __version__ = "2.9.0"
 
     def __getattr__(self, name: str) -> Any:

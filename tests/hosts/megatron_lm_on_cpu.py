@@ -44,7 +44,8 @@ def pretend_a_gpu() -> None:
             torch.zeros(*shape, dtype=dtype) if isinstance(shape[0], int) else torch.tensor(shape[0], dtype=dtype)
         )
 
-    cuda.FloatTensor, cuda.LongTensor, cuda.IntTensor = typed(torch.float32), typed(torch.int64), typed(torch.int32)
+    for name, dtype in {"FloatTensor": torch.float32, "LongTensor": torch.int64, "IntTensor": torch.int32}.items():
+        setattr(cuda, name, typed(dtype))
 
 
 def use_the_wheels_dataset_helpers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from argparse import Namespace
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -105,8 +106,8 @@ def test_what_cannot_be_read_is_left_unsaid(
 
 
 def facts(module: Any, function: str, **arguments: Any) -> Facts:
-    (hook,) = {hook.function: hook for hook in module.HOOKS if hook.function == function}.values()
-    return hook.read(arguments)
+    hooks: dict[str, Hook] = {hook.function: hook for hook in module.HOOKS}
+    return hooks[function].read(arguments)
 
 
 def test_slime_numbers_steps_as_it_logs_them() -> None:
@@ -135,6 +136,18 @@ def test_verl_sft_infers_only_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> No
     language = SimpleNamespace(config=SimpleNamespace(model_type="language_model"))
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="verl.trainer.sft_trainer"))
     assert facts(verl, "TrainingWorker.infer_batch", self=language).evaluation
+
+
+def test_verl_sft_steps_are_its_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    language = SimpleNamespace(config=SimpleNamespace(model_type="language_model"))
+
+    def fit(global_step: int) -> Facts:
+        return facts(verl, "TrainingWorker.train_batch", self=language)
+
+    assert fit(7).iteration is None  # somebody else's function of that name
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="verl.trainer.sft_trainer"))
+    assert fit(7) == Facts(iteration=7)
+    assert facts(verl, "TrainingWorker.train_batch", self=language) == Facts()
 
 
 def test_skyrl_workers() -> None:
@@ -194,7 +207,7 @@ def test_ms_swift_options_mean_what_they_say(tmp_path: Any) -> None:
 def test_slime_init_honours_slimes_own_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     armed: list[Any] = []
     monkeypatch.setattr("megaprof.autoload.arm", armed.append)
-    typed = SimpleNamespace(**slime.DEFAULTS, use_pytorch_profiler=False)
+    typed = Namespace(**slime.DEFAULTS, use_pytorch_profiler=False)
     slime.init(typed)
     assert armed == []
     monkeypatch.setenv("MEGAPROF_DIR", str(tmp_path))

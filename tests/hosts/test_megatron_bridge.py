@@ -97,7 +97,7 @@ def drive(gpt: Any) -> None:
 
 def test_steps_and_evaluation(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     if tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 19):
-        pytest.skip(f"Megatron-Bridge needs megatron-core 0.19; this is {version('megatron-core')}")
+        pytest.skip(f"Megatron-Bridge 0.6.2 needs megatron-core 0.19, and {version('megatron-core')} is installed here")
     config = ProfileConfig(
         target=("train_actor", "train_log_probs", "evaluate"),
         dir=str(tmp_path),

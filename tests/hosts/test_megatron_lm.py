@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import driving
 import pytest
 from driving import ROOT
 
@@ -33,10 +34,10 @@ PROFILE = "--profile-target train_actor train_log_probs evaluate --profile-selec
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    given = os.environ.get("MEGATRON_LM_CHECKOUT")
+    given = driving.checkout("MEGATRON_LM_CHECKOUT")
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if given is None or missing:
-        pytest.skip(f"needs a checkout in MEGATRON_LM_CHECKOUT, and {', '.join(NEEDS)}")
+    if missing:
+        pytest.skip(f"pretrain_gpt.py imports {', '.join(missing)}, not installed here: pip install 'megaprof[hosts]'")
     copy = tmp_path / "Megatron-LM"
     copy.mkdir()
     for name in ("megatron", "pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):

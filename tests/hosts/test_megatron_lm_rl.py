@@ -7,11 +7,11 @@ tokenizer), the arguments, and attention over packed sequences, which only CUDA 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import driving
 import pytest
 from driving import host_environment, labels, prepare, skip_unless_importable, traces
 
@@ -77,7 +77,7 @@ def rounds(checkout: str) -> list[Any]:
         state = gpt.chunks[0].state_dict()
         reference = {name: value if value is None else value * 0.5 for name, value in state.items()}
         given = (gpt.chunks, reference, groups, SimpleNamespace(eod=0, pad=0), False, False)
-        ledger = ({},) if "request_ledger" in rl_utils.prepare_data_for_update.__annotations__ else ()
+        ledger: tuple[Any, ...] = ({},) if "request_ledger" in rl_utils.prepare_data_for_update.__annotations__ else ()
         for _ in range(2):
             data = rl_utils.prepare_data_for_update(*given, *ledger)
             iterator = data[0] if isinstance(data, tuple) else data
@@ -87,11 +87,11 @@ def rounds(checkout: str) -> list[Any]:
 
 
 def test_the_policys_log_probs_and_the_references(tmp_path: Path) -> None:
-    checkout = os.environ.get("MEGATRON_LM_CHECKOUT")
-    if checkout is None:
-        pytest.skip("needs a checkout in MEGATRON_LM_CHECKOUT")
+    checkout = driving.checkout("MEGATRON_LM_CHECKOUT")
     for name in NEEDED:
-        pytest.importorskip(name)
+        pytest.importorskip(
+            name, reason=f"megatron.rl imports {name}, not installed here: pip install 'megaprof[hosts]'"
+        )
     config = ProfileConfig(
         target=("train_actor", "train_log_probs"),
         dir=str(tmp_path),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import py_compile
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -21,8 +22,10 @@ from megaprof.hosts import patch_files
 from megaprof.hosts.patch_files import FilePatch, Hunk, directory, known_hosts, parse, patches_of
 
 sys.path.insert(0, str(Path(__file__).parent))
+from driving import checkout
 from wheels import WHEELS
 
+CHECKOUTS = {"megatron-lm": "MEGATRON_LM_CHECKOUT", "slime": "SLIME_CHECKOUT"}
 SHIPPED = [pytest.param(path, id=f"{path.parent.name}/{path.stem}") for path in sorted(directory().glob("*/*.patch"))]
 
 
@@ -47,9 +50,20 @@ def test_what_is_shipped_adds_a_few_lines_and_quotes_none(path: Path) -> None:
     assert all(re.fullmatch(r"@@ -\d+,0 \+\d+(,\d+)? @@", line) for line in body if line.startswith("@@"))
 
 
-@pytest.mark.parametrize("host", WHEELS)
-def test_a_released_wheel(host: str, wheel: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
-    root = wheel(host)
+def copied(host: str, directory: Path) -> Path:
+    """Of a checkout, the files that some patch of its host's changes."""
+    source = Path(checkout(CHECKOUTS[host]))
+    for path in {file.path for patch in patches_of(host) for file in patch.files}:
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / path, directory / path)
+    return directory
+
+
+@pytest.mark.parametrize("host", [*WHEELS, *CHECKOUTS])
+def test_what_a_host_ships(
+    host: str, wheel: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    root = copied(host, tmp_path) if host in CHECKOUTS else wheel(host)
     released = tree(root)
     assert main(["patch", host, str(root), "--check"]) == 0
     assert capsys.readouterr().out.endswith("unpatched\n")

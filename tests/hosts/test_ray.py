@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ import pytest
 
 from megaprof import ProfileConfig
 from megaprof.autoload import environment
+from megaprof.cli import main
 from megaprof.hosts.ray import HOOK, runtime_env
 
 ROOT = Path(__file__).parents[2]
 
-#: A trainer as the Ray hosts have them: the driver makes actors, each is one rank. It knows nothing of megaprof.
+#: A trainer as the Ray hosts have them: the driver makes actors, each is one rank, and together they are one pipeline.
+#: It installs nothing; ``megaprof.testing`` is its model and what stands in for GPUs.
 DRIVER = """
 import json, sys
 import ray
@@ -25,6 +28,7 @@ import ray
 @ray.remote(num_cpus=0)
 class Rank:
     def __init__(self, rank, store):
+        self.armed = [type(finder).__module__ for finder in sys.meta_path if "megaprof" in type(finder).__module__]
         import torch.distributed as dist
         dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 
@@ -40,12 +44,12 @@ class Rank:
         # Ray kills the workers of a driver that is done, and files are written in the background.
         while any(name.startswith(".") for name in os.listdir(os.environ["MEGAPROF_DIR"])):
             time.sleep(0.1)
-        return os.getcwd()
+        return self.armed
 
 store, env = sys.argv[1], json.loads(sys.argv[2])
 ray.init(num_cpus=2, include_dashboard=False, runtime_env=env, log_to_driver=True, _temp_dir=sys.argv[3])
 ranks = [Rank.remote(i, store) for i in range(2)]
-print(ray.get([rank.train.remote() for rank in ranks], timeout=150))
+print(json.dumps(ray.get([rank.train.remote() for rank in ranks], timeout=150)))
 ray.shutdown()
 """
 
@@ -59,19 +63,20 @@ def config(directory: Path) -> ProfileConfig:
     )
 
 
-def drive(tmp_path: Path, env: dict[str, str], given: dict[str, Any], short: Path) -> None:
+def drive(tmp_path: Path, env: dict[str, str], given: dict[str, Any], short: Path) -> Any:
+    """What armed each actor before its own code imported anything of megaprof's."""
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
     command = [sys.executable, str(driver), str(tmp_path / "store"), json.dumps(given), str(short)]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["runtime_env", "inherited"])
-def test_every_actor_writes_its_traces(way: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_two_actors_are_one_pipeline(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'megaprof[hosts]'")
-    import tempfile
-
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "KINETO_LOG_LEVEL": "6"}
     out = tmp_path / "out"
     if way == "runtime_env":
@@ -79,13 +84,24 @@ def test_every_actor_writes_its_traces(way: str, tmp_path: Path, tmp_path_factor
     else:
         given, env = {}, environment(config(out), env)
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names
-        drive(tmp_path, env, given, Path(short))
+        armed = drive(tmp_path, env, given, Path(short))
+    assert armed == [["megaprof.autoload"]] * 2
     found = sorted(path.name.split(".pt.")[0] for path in out.iterdir())
     assert found == [
         f"{target}.pp{pp}-tp0-cp0-ep0-dp0.rank0000{pp}"
         for target in ("train_actor.step000001", "train_log_probs.step000000")
         for pp in (0, 1)
     ]
+    capsys.readouterr()
+    assert main(["report", str(out), "--json", "-"]) == 0
+    training, log_probs = json.loads(capsys.readouterr().out)["targets"]
+    assert (training["target"], log_probs["target"]) == ("train_actor", "train_log_probs")
+    stages = training["stages"]
+    assert [stage["pp"] for stage in stages] == [0, 1]
+    assert [stage["ranks"] for stage in stages] == [[0], [1]]
+    assert [chunk["layers"] for stage in stages for chunk in stage["chunks"]] == [3, 1]
+    assert all(stage["forward_ms"] > 0 and stage["backward_ms"] > 0 for stage in stages)
+    assert all(stage["backward_ms"] == 0 for stage in log_probs["stages"])
 
 
 def test_a_runtime_env_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

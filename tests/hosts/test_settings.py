@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -334,7 +335,7 @@ def test_slime_variables_reach_its_own_profiling_options(monkeypatch: pytest.Mon
     monkeypatch.setenv("MEGAPROF_DIR", str(tmp_path))
     monkeypatch.setenv("SLIME_PROFILE_ALL_RANKS", "1")
     monkeypatch.setenv("SLIME_PROFILE_WITH_STACK", "true")
-    slime.init(SimpleNamespace(**slime.DEFAULTS | {"profile_target": ["train_actor"]}))
+    slime.init(Namespace(**slime.DEFAULTS | {"profile_target": ["train_actor"]}))
     assert armed == [
         ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="10:12", all_ranks=True, with_stack=True)
     ]

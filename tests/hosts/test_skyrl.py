@@ -7,7 +7,6 @@ Hugging Face weights, the optimizer), Megatron-Bridge and what SkyRL patches in 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import socket
 import subprocess
@@ -129,34 +128,44 @@ def init_model(worker: Any) -> None:
         torch.distributed.init_process_group("gloo")
         worker.on_cpu = cpu_megatron()
         worker.on_cpu.__enter__()  # for the rest of its life
-        equip(worker, build(dataclasses.replace(WORKLOAD, pp=1, layout=None)))
+        equip(worker, build(WORKLOAD))
 
     worker.strategy = SimpleNamespace(backload_to_gpu=load)
 
 
-def drive(port: int, directory: str) -> None:
-    """SkyRL's own actor, in a local Ray."""
+def drive(ports: tuple[int, int], directory: str) -> None:
+    """SkyRL's own actors in one job of a local Ray: two policy workers are a pipeline, and two reference workers."""
     replace_edges()
     import ray
-    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker
+    from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker, RefWorker
 
     hook = {"worker_process_setup_hook": "test_skyrl.replace_edges"}
     ray.init(num_cpus=1, include_dashboard=False, runtime_env=hook, _temp_dir=directory)
-    place = {"world_size": 1, "rank": 0, "local_rank": 0, "master_addr": "127.0.0.1", "master_port": port}
-    options = {"cfg": configuration(), "sequence_parallel_size": 1, **place}
-    worker = PolicyWorker.options(num_cpus=0, num_gpus=0).remote(**options)
-    ray.get(worker.__ray_call__.remote(init_model))
-    ray.get(worker.backload_to_gpu.remote())
+
+    def group(worker: Any, port: int) -> Any:
+        place = {"world_size": WORKLOAD.pp, "local_rank": 0, "master_addr": "127.0.0.1", "master_port": port}
+        options = {"cfg": configuration(), "sequence_parallel_size": 1, **place}
+        actors = [worker.options(num_cpus=0, num_gpus=0).remote(rank=rank, **options) for rank in range(WORKLOAD.pp)]
+
+        def call(method: str, *args: Any) -> None:
+            ray.get([getattr(actor, method).remote(*args) for actor in actors])
+
+        call("__ray_call__", init_model)
+        call("backload_to_gpu")
+        return call
+
+    policy, ref = group(PolicyWorker, ports[0]), group(RefWorker, ports[1])
     for step in (FIRST, FIRST + 1):
-        ray.get(worker.forward.remote(batch()))
-        ray.get(worker.forward_backward.remote(batch(global_step=step)))
-        ray.get(worker.optim_step.remote())
+        ref("forward", batch())
+        policy("forward", batch())
+        policy("forward_backward", batch(global_step=step))
+        policy("optim_step")
     ray.shutdown()
 
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_roles_of_the_workers(patched: bool, wheel: Callable[[str], Path], tmp_path: Path) -> None:
-    options = {
+    options: dict[str, Any] = {
         "target": ["train_actor", "train_log_probs", "evaluate"],
         "dir": str(tmp_path),
         "select": "per-stage",
@@ -188,22 +197,29 @@ def test_roles_of_the_workers(patched: bool, wheel: Callable[[str], Path], tmp_p
         assert labels(trace).count("backward") == (WORKLOAD.microbatches if name.startswith("train_actor") else 0)
 
 
-def test_an_actor_of_rays(wheel: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_roles_in_one_job_of_rays(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     config = ProfileConfig(
         target=("train_actor", "train_log_probs"),
         dir=str(tmp_path),
+        select="per-stage",
         steps=f"train_actor={FIRST + 1};train_log_probs=1",
         activities=("cpu",),
     )
     env = host_environment(wheel("skyrl"), config) | {"RAY_USAGE_STATS_ENABLED": "0"}
     skip_unless_importable(WORKERS, env, *EDGES)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        ports = one.getsockname()[1], other.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names
-        code = f"import test_skyrl; test_skyrl.drive({port}, {short!r})"
+        code = f"import test_skyrl; test_skyrl.drive({ports}, {short!r})"
         run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     assert sorted(traces(tmp_path)) == [
-        f"train_actor.actor.step{FIRST + 1:06d}.pp0",
-        "train_log_probs.actor.step000001.pp0",
+        f"{kind}.pp{pp}"
+        for kind in (
+            f"train_actor.actor.step{FIRST + 1:06d}",
+            "train_log_probs.actor.step000001",
+            "train_log_probs.ref.step000001",
+        )
+        for pp in (0, 1)
     ]

@@ -13,14 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from driving import host_environment, labels, prepare, skip_unless_importable, traces
+from driving import checkout, host_environment, labels, prepare, skip_unless_importable, traces
 
 from megaprof import ProfileConfig
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16)
-CHECKOUTS = ("SLIME_CHECKOUT", "MEGATRON_LM_CHECKOUT")
 
 
 class Options(SimpleNamespace):
@@ -40,7 +38,7 @@ def train(slime: str, megatron_lm: str) -> None:
     from slime.utils import accelerator
     from slime.utils.accelerator.cuda import CUDAAccelerator
 
-    class OnCpu(CUDAAccelerator):
+    class OnCpu(CUDAAccelerator):  # type: ignore[misc]
         def current_device(self) -> int:
             return 0
 
@@ -104,10 +102,7 @@ def train(slime: str, megatron_lm: str) -> None:
 
 
 def test_roles_and_steps(tmp_path: Path) -> None:
-    missing = [name for name in CHECKOUTS if name not in os.environ]
-    if missing:
-        pytest.skip(f"needs a checkout in each of {', '.join(missing)}")
-    slime, megatron_lm = (os.environ[name] for name in CHECKOUTS)
+    slime, megatron_lm = checkout("SLIME_CHECKOUT"), checkout("MEGATRON_LM_CHECKOUT")
     config = ProfileConfig(
         target=("train_actor", "train_log_probs"),
         dir=str(tmp_path),

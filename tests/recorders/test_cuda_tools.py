@@ -56,6 +56,7 @@ class Cuda:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     fake = Cuda()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", fake.cudart)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fake.record_history)
@@ -69,6 +70,18 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 def config(directory: Path, tool: str) -> ProfileConfig:
     return ProfileConfig(target=("train_actor",), dir=str(directory), tool=(tool,))
+
+
+@pytest.mark.parametrize(("tool", "recorder"), [("nsys", NsysRecorder), ("memory", MemoryRecorder)])
+def test_a_process_that_leaves_its_gpu_alone_keeps_doing_so(
+    tool: str, recorder: Any, cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Ray driver, or a CPU actor on a machine with GPUs: even asking how many there are calls cuInit."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda.calls.append("is_available"))
+    with pytest.raises(ValueError, match=f"--profile-tool {tool}: there is no CUDA device here, or this process does"):
+        recorder(config(tmp_path, tool), Writer())
+    assert (cuda.calls, cuda.observers, list(tmp_path.iterdir())) == ([], [], [])
 
 
 def test_nsys_opens_one_capture_range_per_window(cuda: Cuda, tmp_path: Path) -> None:
