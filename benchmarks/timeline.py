@@ -4,9 +4,10 @@
 
 Two parts. *Counts times unit cost*: a schedule with nothing in it goes through the real hooks, with and without a
 timeline; the difference is what the training thread pays for a step of a middle stage (a forward, a backward and two
-exchanges per microbatch), and the background thread's CPU time is counted beside it. *Real steps*: a real Megatron-Core
-GPT at PP=2 over gloo, in blocks of steps with and without the timeline in turns, so that a machine that slows down does
-so for both. Its ratio is only as good as the machine is quiet.
+exchanges per microbatch), and the background thread's CPU time is counted beside it; the quietest of 60 blocks of 20
+steps counts, since other work on the machine only ever adds. *Real steps*: a real Megatron-Core GPT at PP=2 over gloo,
+in blocks of steps with and without the timeline in turns, so that a machine that slows down does so for both. Its ratio
+is only as good as the machine is quiet.
 
 The last line is JSON. ``overhead``: of a step of 100 ms, what training thread and background thread take together;
 ``bytes_per_rank_step``: what a real step wrote, the busiest rank's.
@@ -37,8 +38,8 @@ def _config(directory: str) -> ProfileConfig:
     return ProfileConfig(target=("train_actor",), tool=("timeline",), dir=directory)
 
 
-def unit_costs(microbatches: int, steps: int) -> dict[str, float]:
-    """Microseconds per step of a schedule with nothing in it; one rank."""
+def unit_costs(microbatches: int, blocks: int, steps: int) -> dict[str, float]:
+    """Microseconds per step of a schedule with nothing in it, in the quietest of ``blocks``; one rank."""
     init_distributed()
     with cpu_megatron(), tempfile.TemporaryDirectory() as folder:
         gpt = build(GPTWorkload(layers=1, microbatches=2, hidden=32, seq_length=16, heads=2))
@@ -48,14 +49,18 @@ def unit_costs(microbatches: int, steps: int) -> dict[str, float]:
             chunk = gpt.chunks[0]
             step = IdleStep(idle.forward, idle.backward, idle.exchange, chunk)
             schedule = _hooked("1f1b", dispatcher, lambda: False, lambda **_: step.run(microbatches))
-            times, began = [], _process.background.seconds
-            for _ in range(steps):
-                start = time.perf_counter()
-                schedule(model=gpt.chunks, num_microbatches=microbatches, forward_only=False)
-                times.append(time.perf_counter() - start)
-                time.sleep(0.002)  # as long as the background thread takes
-            time.sleep(0.1)
-            return 1e6 * statistics.median(times), 1e6 * (_process.background.seconds - began) / steps
+            found = []
+            for _ in range(blocks):
+                times, began = [], _process.background.seconds
+                for _ in range(steps):
+                    start = time.perf_counter()
+                    schedule(model=gpt.chunks, num_microbatches=microbatches, forward_only=False)
+                    times.append(time.perf_counter() - start)
+                    time.sleep(0.002)  # as long as the background thread takes
+                time.sleep(0.02)
+                found.append((1e6 * statistics.median(times), 1e6 * (_process.background.seconds - began) / steps))
+            training, background = zip(*found, strict=True)
+            return min(training), min(background)
 
         bare, _ = per_step(Dispatcher())
         with install_hooks(gpt.chunks, _config(folder)) as handle:
@@ -101,7 +106,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="timed steps in a block")
     args = parser.parse_args()
     quiet = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
-    (unit,) = run_ranks(unit_costs, 1, args.microbatches, 400, timeout=300, env=quiet)
+    (unit,) = run_ranks(unit_costs, 1, args.microbatches, 60, 20, timeout=300, env=quiet)
     phases = 4 * args.microbatches
     training = unit["timed"] - unit["bare"]
     print(f"an empty step of {phases} phases: idle hooks {unit['bare']:.0f} us, timeline {unit['timed']:.0f} us")

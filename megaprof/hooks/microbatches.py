@@ -37,9 +37,7 @@ def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[.
 
 def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     output = _argument(original, "output_tensor")
-    return ranged(
-        original, dispatcher, lambda call, args, kwargs: codes.BACKWARD | call.consumed(output(args, kwargs))
-    )
+    return ranged(original, dispatcher, lambda call, args, kwargs: codes.BACKWARD | call.consumed(output(args, kwargs)))
 
 
 def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
@@ -121,7 +119,7 @@ def _place(function: Callable[..., Any], name: str) -> int:
 
 
 def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
-    """``kind``, and the microbatch and the model chunk that a call of ``function`` runs forward, kept as the call's `forward`."""
+    """``kind``, and the microbatch and model chunk that a call of ``function`` runs forward; the call keeps those."""
     model, microbatch = _place(function, model_name), _place(function, "current_microbatch")
 
     def read(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

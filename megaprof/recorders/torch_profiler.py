@@ -33,9 +33,11 @@ class TorchRecorder:
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
         if config.dir is None:
             raise ValueError("the torch recorder needs a directory")
-        self._activities = [_ACTIVITIES[a] for a in config.activities if a != "cuda" or _cuda()]
-        if not self._activities:
-            raise ValueError(f"{flag('activities')} cuda: there is no CUDA device here; add cpu, or run where one is")
+        if not _activities(config):
+            raise ValueError(
+                f"{flag('activities')} cuda: there is no CUDA device here, or this process does not use it yet; add "
+                "cpu, or install the hooks where and when the model is on its GPU"
+            )
         if torch._C._autograd._profiler_enabled():
             raise ValueError(
                 f"{flag('tool')} torch: another torch profiler is already active in this process; stop it first"
@@ -51,11 +53,11 @@ class TorchRecorder:
         """Raises RuntimeError when another profiler, or another execution trace observer, runs in this process."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
-        config = self._config
+        config, activities = self._config, _activities(self._config)
         if config.execution_trace and not window.warmup:
             self._observer = _observe(self._raw_execution_trace(window))
         recording = profile(
-            activities=self._activities,
+            activities=activities,
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,
@@ -66,7 +68,7 @@ class TorchRecorder:
         )
         recording.start()
         self._profile = recording
-        emit.log = None if ProfilerActivity.CPU in self._activities else []
+        emit.log = None if ProfilerActivity.CPU in activities else []
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
         recording, self._profile = self._profile, None
@@ -130,12 +132,18 @@ class TorchRecorder:
         return (*kernels, *((STACKS_SUFFIX, DEVICE_STACKS_SUFFIX) if "stacks" in self._config.export else ()))
 
 
+def _activities(config: ProfileConfig) -> list[ProfilerActivity]:
+    """Those that can be recorded now; a host may come to use CUDA between one window and the next."""
+    return [_ACTIVITIES[each] for each in config.activities if each != "cuda" or _cuda()]
+
+
 def _cuda() -> bool:
     """Whether CUDA activity can be recorded. Without a device, asking for it only prints a warning per window.
 
-    Two must agree: a host on a CPU may have replaced ``is_available``, and Kineto answers for what was built in.
+    Kineto must agree: it answers for what was built in. A process that has not initialised CUDA (a CPU actor on a GPU
+    machine) must not be made to by the profiler's synchronisation at the end of a window.
     """
-    return torch.cuda.is_available() and ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
+    return torch.cuda.is_initialized() and ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
 
 
 def _trace_only(config: ProfileConfig) -> Any:
