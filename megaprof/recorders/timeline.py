@@ -258,7 +258,7 @@ class Timeline:
         """Measure, in the running job, what recording one event costs the training thread."""
         self._until_calibration = _RECALIBRATE
         costs = []
-        for _ in range(3):  # the first one is cold, and one may be interrupted
+        for _ in range(8):  # the first ones are cold, and one may be interrupted
             line = Line("", 0, 0, self._mark)
             begin = time.perf_counter_ns()
             self._probe(line, _TRIALS)
