@@ -13,12 +13,12 @@ PYTEST := $(BIN)/python -m pytest
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
 
-# Under five minutes on two cores; what takes longer is in test-slow.
+# Under five minutes on two cores; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not hosts" $(ARGS)
 
 test-slow: .venv/ready
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow and not hosts" $(ARGS)
 
 # Everything that touches megatron-core, slow or not, on other versions of it.
 test-matrix: $(MATRIX:%=test-mcore-%)

@@ -46,7 +46,7 @@ STEP_SECONDS, MICROBATCHES, STAGES, TRACE_MB = 10.0, 32, 16, 10.0
 
 #: Operations of one rank that is not the lowest: at most those of its start; of each look at the control directory; at
 #: the end.
-START, LOOK, END = 7, 4, 1
+START, LOOK, END = 9, 3, 1
 _AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 
 
@@ -84,7 +84,7 @@ def one_rank(directory: str, looks: int) -> dict[str, Any]:
         gpt = build(GPTWorkload(pp=2, layers=2, microbatches=2, hidden=64, seq_length=32))
         gpt.train_step()
         counted = Counted(Path(directory))
-        done, look = threading.Event(), Listener._look
+        done, look = threading.Event(), Listener.look
         seen: list[int] = []
 
         def watched(self: Listener) -> None:
@@ -93,7 +93,7 @@ def one_rank(directory: str, looks: int) -> dict[str, Any]:
             if len(seen) >= looks:
                 done.set()
 
-        Listener._look = watched  # type: ignore[method-assign]
+        Listener.look = watched  # type: ignore[method-assign]
         config = ProfileConfig(target=("train_actor",), tool=("timeline",), dir=directory)
         begin = time.perf_counter()
         handle = install_hooks(gpt.chunks, config)

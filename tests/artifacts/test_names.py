@@ -75,6 +75,7 @@ def test_a_larger_world_has_directories_of_1024_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
     """Every kind of file that one window can have, on every rank, with the files that are still unfinished."""
     layout = WorldLayout(ParallelSizes.of(131_072, tp=8, pp=16, cp=2, ep=8))

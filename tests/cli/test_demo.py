@@ -41,6 +41,7 @@ def test_the_stage_built_slow_is_the_one_named(tmp_path: Path) -> None:
     raise AssertionError(f"no capture named the slow stage; the last one: {report['targets']}")
 
 
+@pytest.mark.slow
 def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
     out = tmp_path / "out"
     finished = demo("--pp", "1", "--layers", "2", "--out", str(out))

@@ -139,6 +139,7 @@ def test_a_status_of_another_world_is_no_status(tmp_path: Path) -> None:
     assert read_status(paths, run, 0) is None
 
 
+@pytest.mark.slow
 def test_sixteen_thousand_ranks_fit_on_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = job(tp=8, pp=16, cp=2, dp=64)
     assert run.world == 16384

@@ -18,6 +18,8 @@ from driving import host_environment, labels, prepare, skip_unless_importable, t
 from megaprof import ProfileConfig
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
+pytestmark = pytest.mark.hosts
+
 WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16)
 FIRST = 7
 

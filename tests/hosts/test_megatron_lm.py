@@ -18,6 +18,8 @@ import driving
 import pytest
 from driving import ROOT
 
+pytestmark = pytest.mark.hosts
+
 #: pretrain_gpt.py imports them itself.
 NEEDS = ("transformers", "sentencepiece", "tiktoken", "einops", "six")
 ARGUMENTS = """
@@ -83,7 +85,6 @@ def trained(directory: Path) -> dict[str, Any]:
     return next(target for target in report["targets"] if target["target"] == "train_actor")
 
 
-@pytest.mark.slow
 def test_run_without_an_edit_and_resume(checkout: Path, tmp_path: Path) -> None:
     out, resumed, saved = tmp_path / "out", tmp_path / "resumed", str(tmp_path / "saved")
     steps = "train_actor={};train_log_probs=0;evaluate=0"
@@ -106,7 +107,6 @@ def test_run_without_an_edit_and_resume(checkout: Path, tmp_path: Path) -> None:
     assert names(resumed) == stages("evaluate.step000000", "train_actor.step000007")
 
 
-@pytest.mark.slow
 def test_tensor_parallel_stages(checkout: Path, tmp_path: Path) -> None:
     """TP=2 PP=2 without an edit: one rank of each stage. Four ranks on a few busy cores say nothing about time."""
     out = tmp_path / "out"
@@ -126,7 +126,6 @@ def test_tensor_parallel_stages(checkout: Path, tmp_path: Path) -> None:
     assert [chunk["layers"] for stage in reported["stages"] for chunk in stage["chunks"]] == [2, 6]
 
 
-@pytest.mark.slow
 def test_with_the_patch(checkout: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     megaprof("patch", "megatron-lm", str(checkout))

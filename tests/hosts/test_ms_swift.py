@@ -20,6 +20,8 @@ from megaprof import ProfileConfig
 from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
+pytestmark = pytest.mark.hosts
+
 WORKLOAD = GPTWorkload(
     pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16, seq_lengths=(16,) * 4
 )

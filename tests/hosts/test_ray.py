@@ -73,7 +73,7 @@ def drive(tmp_path: Path, env: dict[str, str], given: dict[str, Any], short: Pat
     return json.loads(run.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.hosts
 @pytest.mark.parametrize("way", ["runtime_env", "inherited"])
 def test_two_actors_are_one_pipeline(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'megaprof[hosts]'")

@@ -193,6 +193,7 @@ def test_verl_mistakes_are_raised_where_the_schedule_is_asked_for() -> None:
         table.config()
 
 
+@pytest.mark.hosts
 def test_verls_own_dataclasses(wheel: Callable[[str], Path]) -> None:
     host = wheel("verl")
     env = host_environment(host, None)
@@ -293,6 +294,7 @@ def test_skyrl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: 
         skyrl.config_of(policy({"target": ["train_actor"], "dir": "/t"}, **settings))
 
 
+@pytest.mark.hosts
 def test_skyrls_own_dataclass(wheel: Callable[[str], Path]) -> None:
     host = wheel("skyrl")
     env = host_environment(host, None)

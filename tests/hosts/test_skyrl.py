@@ -24,6 +24,8 @@ from megaprof import ProfileConfig
 from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
+pytestmark = pytest.mark.hosts
+
 WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16)
 RESPONSE = 8
 FIRST = 3
@@ -197,7 +199,6 @@ def test_roles_of_the_workers(patched: bool, wheel: Callable[[str], Path], tmp_p
         assert labels(trace).count("backward") == (WORKLOAD.microbatches if name.startswith("train_actor") else 0)
 
 
-@pytest.mark.slow
 def test_roles_in_one_job_of_rays(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     config = ProfileConfig(
         target=("train_actor", "train_log_probs"),

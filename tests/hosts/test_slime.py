@@ -13,10 +13,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from driving import checkout, host_environment, labels, prepare, skip_unless_importable, traces
 
 from megaprof import ProfileConfig
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+
+pytestmark = pytest.mark.hosts
 
 WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16)
 

@@ -149,7 +149,7 @@ COMBINED: dict[str, Any] = {"ep": 2, "combined_1f1b": True, "dtype": "bfloat16",
 @pytest.mark.parametrize(
     "workload",
     [
-        pytest.param(GPTWorkload(**COMBINED), id="ep2"),
+        pytest.param(GPTWorkload(**COMBINED), id="ep2", marks=pytest.mark.slow),
         pytest.param(GPTWorkload(pp=2, vpp=2, **COMBINED), id="pp2-vpp2-ep2", marks=pytest.mark.slow),
     ],
 )

@@ -101,7 +101,8 @@ def began(step: int) -> bool:
     return abs(step - FROM) <= 3
 
 
-@pytest.mark.parametrize("fault", ["sleep", pytest.param("burn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["sleep", "burn"])
 def test_a_slow_rank_is_named_with_its_first_slow_step(tmp_path: Path, fault: str) -> None:
     fleet = run(tmp_path, fault)
     slow = next(each for each in lasting(fleet) if each.what == "compute" and each.ranks == (SLOW_RANK,))

@@ -95,6 +95,7 @@ def test_every_phase_of_every_step_is_there(name: str, tmp_path: Path) -> None:
         assert len(timeline.shapes) == 2
 
 
+@pytest.mark.slow
 def test_numbers_are_bitwise_the_same(tmp_path: Path) -> None:
     workload = WORKLOADS["pp2"]
     off = run_ranks(train, 2, workload, [], timeout=240)
