@@ -20,11 +20,14 @@ test: .venv/ready
 test-slow: .venv/ready
 	$(PYTEST) -m "slow and not hosts" $(ARGS)
 
-# Everything that touches megatron-core, slow or not, on other versions of it.
+# Everything that touches megatron-core, slow or not, on other versions of it: not what only reads files, nor whole jobs
+# that are there for what follows from them.
+ONCE := analysis artifacts benchmarks cli control faults/test_killed.py hosts integration/test_fleet.py recorders timeline \
+    viewers
 test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
-	.venv/mcore-$*/bin/python -m pytest $(ARGS) $(foreach d,analysis artifacts cli hosts recorders viewers,--ignore=tests/$(d))
+	.venv/mcore-$*/bin/python -m pytest $(ARGS) $(ONCE:%=--ignore=tests/%)
 
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready
@@ -50,6 +53,8 @@ format: .venv/ready
 	$(PIP) "$(MEGATRON_CORE)" "$(TORCH)"
 	$(PIP) --editable ".[dev]" "$(TORCH)"
 	touch $@
+
+.PRECIOUS: .venv/mcore-%/ready
 
 # An environment of its own for each version, above .venv: it sees torch and the tools there, and its own megatron-core.
 .venv/mcore-%/ready: .venv/ready
