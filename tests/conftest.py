@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import pytest
 
 # Before torch is imported: Kineto's own log lines on stderr are not what is tested.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+# A shell without job control starts what runs in the background with SIGINT ignored, and the tests' children inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
