@@ -7,6 +7,7 @@ background thread does everything else.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,6 +36,8 @@ logger = logging.getLogger("megaprof")
 WAITING_STEPS = 64
 #: How long the GPU may take to finish a step before it is written without times.
 GIVE_UP_SECONDS = 300.0
+#: How long the end waits for a write that is under way.
+END_SECONDS = 10.0
 _RECALIBRATE = 512
 _TRIALS = 32
 
@@ -99,6 +102,7 @@ class Timeline:
         self._device = device_clock()
         self._mark: Callable[[], Any] = time.perf_counter_ns if self._device is None else self._device.mark
         self._finished: deque[Line] = deque()
+        self._writing = threading.Lock()
         self._described: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._lengths: dict[tuple[str, str | None], tuple[Any, Any]] = {}
         self._calls: dict[str, tuple[int, int]] = {}
@@ -151,10 +155,15 @@ class Timeline:
         self._line = None
 
     def close(self) -> None:
-        """Write what is finished and end the file. The background thread must not run ``drain`` any more."""
+        """Write what is finished and end the file, after what the background thread is writing just now. A disk that
+        does not answer holds up the end of a job for so long and no longer."""
         self._background.remove(self.drain)
-        self.drain()
-        self._files.close()
+        if self._writing.acquire(timeout=END_SECONDS):
+            try:
+                self._drain()
+                self._files.close()
+            finally:
+                self._writing.release()
 
     def calls(self) -> dict[str, tuple[int, int]]:
         """By target: the last finished step, and how many calls are finished."""
@@ -190,6 +199,10 @@ class Timeline:
 
     def drain(self) -> None:
         """Write every finished step whose times are known, in order."""
+        with self._writing:
+            self._drain()
+
+    def _drain(self) -> None:
         while self._finished:
             try:
                 line = self._finished.popleft()
