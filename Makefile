@@ -22,7 +22,7 @@ test-slow: .venv/ready
 
 # The quick part of everything that touches megatron-core, on other versions of it; make test-mcore-0.14.0 QUICK= runs
 # the slow part too.
-ONCE := analysis artifacts benchmarks cli control hosts recorders timeline viewers
+ONCE := analysis artifacts benchmarks cli control formats integrations metrics parallel recorders runtime viewers
 QUICK ?= -m "not slow"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
@@ -36,12 +36,13 @@ test-viewers: .venv/viewers/ready
 # The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
 # is skipped, and says so.
 test-hosts: .venv/hosts/ready
-	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/hosts
+	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/integrations
 
 lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .
@@ -88,23 +89,23 @@ format: .venv/ready
 bench: bench-capture bench-overhead bench-report bench-timeline bench-scale bench-whatif
 
 bench-capture: .venv/ready
-	$(BIN)/python benchmarks/capture.py $(or $(ARGS),--pairs 5)
+	$(BIN)/python -m tests.benchmarks.capture $(or $(ARGS),--pairs 5)
 
 bench-overhead: .venv/ready
-	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python -m tests.benchmarks.overhead $(ARGS)
 
 bench-report: .venv/bench
-	$(BIN)/python benchmarks/report.py $(ARGS)
+	$(BIN)/python -m tests.benchmarks.report $(ARGS)
 
 bench-timeline: .venv/ready
-	$(BIN)/python benchmarks/timeline.py $(ARGS)
+	$(BIN)/python -m tests.benchmarks.timeline $(ARGS)
 
 bench-whatif: .venv/ready
-	$(BIN)/python benchmarks/whatif.py $(ARGS)
+	$(BIN)/python -m tests.benchmarks.whatif $(ARGS)
 
 # 16,384 ranks; a quick one: make bench-scale ARGS="--ranks 1024"
 bench-scale: .venv/ready
-	$(BIN)/python benchmarks/scale.py $(ARGS)
+	$(BIN)/python -m tests.benchmarks.scale $(ARGS)
 
 .venv/bench: .venv/ready
 	$(PIP) --editable ".[bench]" "$(TORCH)"

@@ -16,30 +16,31 @@ from typing import TYPE_CHECKING, Any
 from megaprof.version import __version__
 
 if TYPE_CHECKING:
-    from megaprof.analysis import analyze
-    from megaprof.analysis.simulation import Simulation, simulate
-    from megaprof.annotations import annotate
-    from megaprof.arguments import add_profile_args, config_from_args
-    from megaprof.config import ProfileConfig
-    from megaprof.hooks.install import Handle, evaluation, install_hooks
-    from megaprof.roles import role
-    from megaprof.topology import ParallelSizes, RankCoords, WorldLayout
+    from megaprof.analysis.report.report import analyze
+    from megaprof.analysis.what_if.simulation import Simulation, simulate
+    from megaprof.capture.annotations import annotate
+    from megaprof.capture.evaluation import evaluation
+    from megaprof.capture.roles import role
+    from megaprof.config.arguments import add_profile_args, config_from_args
+    from megaprof.config.options import ProfileConfig
+    from megaprof.install import Handle, install_hooks
+    from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 
 _HOME = {
-    "Handle": "megaprof.hooks.install",
-    "ParallelSizes": "megaprof.topology",
-    "ProfileConfig": "megaprof.config",
-    "RankCoords": "megaprof.topology",
-    "Simulation": "megaprof.analysis.simulation",
-    "WorldLayout": "megaprof.topology",
-    "add_profile_args": "megaprof.arguments",
-    "analyze": "megaprof.analysis",
-    "annotate": "megaprof.annotations",
-    "config_from_args": "megaprof.arguments",
-    "evaluation": "megaprof.hooks.install",
-    "install_hooks": "megaprof.hooks.install",
-    "role": "megaprof.roles",
-    "simulate": "megaprof.analysis.simulation",
+    "Handle": "megaprof.install",
+    "ParallelSizes": "megaprof.parallel.topology",
+    "ProfileConfig": "megaprof.config.options",
+    "RankCoords": "megaprof.parallel.topology",
+    "Simulation": "megaprof.analysis.what_if.simulation",
+    "WorldLayout": "megaprof.parallel.topology",
+    "add_profile_args": "megaprof.config.arguments",
+    "analyze": "megaprof.analysis.report.report",
+    "annotate": "megaprof.capture.annotations",
+    "config_from_args": "megaprof.config.arguments",
+    "evaluation": "megaprof.capture.evaluation",
+    "install_hooks": "megaprof.install",
+    "role": "megaprof.capture.roles",
+    "simulate": "megaprof.analysis.what_if.simulation",
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ import pytest
 
 import megaprof
 from megaprof.cli import _COMMANDS
-from megaprof.config import flag, options, variable
+from megaprof.config.options import flag, options, variable
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = (ROOT / "docs" / "options.md").read_text()

@@ -6,11 +6,10 @@ import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
-from megaprof.artifacts.names import is_leftover, temporary_path
+from megaprof.formats.files import appearing
+from megaprof.formats.names import is_leftover
 
 logger = logging.getLogger("megaprof")
 
@@ -49,22 +48,6 @@ def compress(raw: Path, final: Path) -> None:
     ):
         shutil.copyfileobj(source, sink, _CHUNK)
     raw.unlink(missing_ok=True)  # given up meanwhile, and kept under another name
-
-
-@contextlib.contextmanager
-def appearing(final: Path) -> Iterator[BinaryIO]:
-    """A file to write, which appears as ``final`` when the block ends; after an exception there is nothing."""
-    temporary = temporary_path(final)
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, final)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 def check_trace(raw: Path) -> None:

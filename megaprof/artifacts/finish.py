@@ -10,11 +10,6 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megaprof.artifacts.writer import Writer
-    from megaprof.recorders import Window
 
 logger = logging.getLogger("megaprof")
 
@@ -82,22 +77,6 @@ class FinishHook:
             self._stopped = True
             if self._running is not None:
                 _kill(self._running)
-
-
-class WindowEnd:
-    """The recorder that is stopped last: every file of the window is with the writer by then."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-
-    def start(self, window: Window) -> None:
-        """Nothing to record."""
-
-    def stop(self, window: Window, metadata: dict[str, Any]) -> None:
-        self._writer.end_window()
-
-    def discard(self) -> None:
-        """A discarded window has no files."""
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megaprof.artifacts.names import host
+from megaprof.formats.names import host
 
 #: Object stores show an object when its upload is complete. Everything else gets a temporary name and a rename.
 _SHOWN_WHEN_COMPLETE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos"})

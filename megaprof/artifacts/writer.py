@@ -14,8 +14,8 @@ from pathlib import Path
 
 from megaprof.artifacts.files import Incomplete, publish, remove_leftovers
 from megaprof.artifacts.finish import FinishHook
-from megaprof.artifacts.names import kineto_temporary, plain_path
 from megaprof.artifacts.remote import Remote
+from megaprof.formats.names import kineto_temporary, plain_path
 
 logger = logging.getLogger("megaprof")
 

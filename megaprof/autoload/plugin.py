@@ -8,7 +8,7 @@ being this one.
 import os
 import sys
 
-from megaprof.autoload import arm
+from megaprof.autoload.arming import arm
 
 if "MEGAPROF_TARGET" in os.environ or "verl" in sys.modules:
     arm()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from megaprof.analysis.diff import Change, Diff, StageDiff, TargetDiff
+    from megaprof.analysis.report.diff import Change, Diff, StageDiff, TargetDiff
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and print tables or JSON. Raises CommandError when there is nothing to compare."""
-    from megaprof.analysis.diff import NothingToCompare, compare
+    from megaprof.analysis.report.diff import NothingToCompare, compare
 
     before, after = _report(arguments.before), _report(arguments.after)
     try:
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _report(path: Path) -> Any:
-    from megaprof.analysis.report import NothingToReport, analyze
+    from megaprof.analysis.report.report import NothingToReport, analyze
 
     if path.is_file() and not path.name.endswith((".pt.trace.json", ".gz")):
         try:
@@ -67,7 +67,7 @@ def _show(diff: Diff) -> None:
 
 
 def _show_target(target: TargetDiff, show: Any) -> None:
-    from megaprof.analysis import words
+    from megaprof.analysis.report import words
 
     show()
     show(_text(words.title({"target": target.target, "role": target.role}), "bold"))
@@ -115,13 +115,13 @@ def _layers(stage: StageDiff) -> str:
 
 
 def _cell(change: Change) -> Text:
-    from megaprof.analysis import words
+    from megaprof.analysis.report import words
 
     return _text(f"{words.number(change.before)} → {words.number(change.after)}\n{_mark(change)}", _style(change))
 
 
 def _mark(change: Change) -> str:
-    from megaprof.analysis import words
+    from megaprof.analysis.report import words
 
     if change.change is None:
         return ""

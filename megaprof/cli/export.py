@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from megaprof.analysis.export import NothingToExport, export
+    from megaprof.analysis.convert.export import NothingToExport, export
 
     out: Path = arguments.parquet
     if arguments.run is not None and not arguments.run.strip():

@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import Progress
 
-    from megaprof.analysis.merge import NothingToMerge, merge
-    from megaprof.selectors import OPTION, parse_selector
+    from megaprof.analysis.convert.merge import NothingToMerge, merge
+    from megaprof.parallel.selectors import OPTION, parse_selector
 
     try:
         ranks = None if arguments.ranks is None else parse_selector(arguments.ranks)

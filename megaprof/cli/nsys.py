@@ -8,7 +8,7 @@ import re
 import shlex
 import sys
 
-from megaprof.arguments import add_profile_args, config_from_args
+from megaprof.config.arguments import add_profile_args, config_from_args
 
 DESCRIPTION = """Print the 'nsys profile' command line for a configuration: the same --profile-... options (or
 MEGAPROF_ variables) as the training gets. In use:
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from megaprof import nsys
+    from megaprof.recorders import nsys_command as nsys
 
     try:
         config = config_from_args(args)

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError
-from megaprof.hosts.patch_files import MISSING, ORIGINAL, OTHER, PATCHED, Patch, known_hosts, patches_of
+from megaprof.integrations.patch_files import MISSING, ORIGINAL, OTHER, PATCHED, Patch, known_hosts, patches_of
 
 DESCRIPTION = """Add --profile-target and its friends, and the install_hooks call, to a host's own source: only added
 lines, and only in a version that is known by its checksums. Most hosts need no patch: see megaprof run."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megaprof.cli import CommandError, UsageError
 
 if TYPE_CHECKING:
-    from megaprof.analysis.report import Report
+    from megaprof.analysis.report.report import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +55,7 @@ def report_directory(
     """
     from rich.console import Console
 
-    from megaprof.analysis.terminal import show
+    from megaprof.analysis.report.terminal import show
 
     _refuse_to_lose("--json", json_file, _is_json_report)
     _refuse_to_lose("--html", html_file, _is_html_report)
@@ -72,7 +72,7 @@ def _analyze(directory: Path, number: int | None) -> Report:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from megaprof.analysis.report import NoSuchRun, NothingToReport, analyze
+    from megaprof.analysis.report.report import NoSuchRun, NothingToReport, analyze
 
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
@@ -97,7 +97,7 @@ def _json(report: Report) -> str:
 
 
 def _html(report: Report) -> str:
-    from megaprof.analysis.html import page, timelines
+    from megaprof.analysis.report.html import page, timelines
 
     return page(report.to_json(), timelines(report), name=report.source.absolute().name)
 

@@ -12,10 +12,10 @@ import os
 import shutil
 import sys
 
-from megaprof.arguments import add_profile_args, config_from_args
-from megaprof.autoload import environment
+from megaprof.autoload.arming import environment
 from megaprof.cli import CommandError, UsageError
-from megaprof.config import flag
+from megaprof.config.arguments import add_profile_args, config_from_args
+from megaprof.config.options import flag
 
 DESCRIPTION = """Run COMMAND with profiling, without an edit of it: a launcher (torchrun, srun, ray job submit, bash),
 a Python script, or -m and a module. The hooks go in when it asks Megatron-Core for its schedule, in whichever process
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
     if args.ray_runtime_env:
-        from megaprof.hosts.ray import runtime_env
+        from megaprof.autoload.ray import runtime_env
 
         print(json.dumps(runtime_env(config)))
         return 0

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.cli import CommandError, UsageError
-from megaprof.windows import TARGETS
+from megaprof.config.windows import TARGETS
 
 _LOOK_SECONDS = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from megaprof.config import ProfileConfig
+    from megaprof.config.options import ProfileConfig
     from megaprof.control.request import OPTIONS
 
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megaprof import ranges
 from megaprof.control.run import Run
 from megaprof.control.status import RankStatus
+from megaprof.formats import ranges
 
 #: A rank hangs when it has not moved for this many seconds, of its intervals, and of its steps.
 STUCK_SECONDS, STUCK_INTERVALS, STUCK_STEPS = 10.0, 3, 5

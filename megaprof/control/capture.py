@@ -9,18 +9,17 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megaprof.artifacts import Job, Writer
-from megaprof.artifacts.finish import WindowEnd
-from megaprof.artifacts.names import plain_path
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.capture.demand import Demand
+from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control import request as states
 from megaprof.control.request import Answer, Refused, Request
-from megaprof.demand import Demand
+from megaprof.formats.names import plain_path
 from megaprof.recorders import build_recorders
 from megaprof.recorders.nsys import SESSION_VARIABLE
-from megaprof.windows import TRAIN_ACTOR, TRAIN_OVERALL
 
 if TYPE_CHECKING:
-    from megaprof.session import Session
+    from megaprof.capture.session import Session
 
 logger = logging.getLogger("megaprof")
 
@@ -88,9 +87,7 @@ class Capture:
             raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
         self._key = self._counted()
         recorders = build_recorders(config, cast(Writer, self._noted))
-        self._demand = Demand(
-            self.request.target, self._key[1], -1, self.request.steps, [*recorders, WindowEnd(writer)]
-        )
+        self._demand = Demand(self.request.target, self._key[1], -1, self.request.steps, recorders)
         self._report()
 
     def _counted(self) -> Key:

@@ -6,11 +6,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.artifacts.names import sanitise
 from megaprof.control.paths import CONTROL, Paths, control_directories
 from megaprof.control.records import Absent, BadRecord
 from megaprof.control.run import Run, dead, read_run
 from megaprof.control.status import RankStatus, read_status, read_statuses
+from megaprof.formats.names import sanitise
 
 #: Looks at a status that seems old, before it counts as such: the clock of the job's host may be another.
 _LOOKS = 3

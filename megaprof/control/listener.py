@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaprof.artifacts import Writer
-from megaprof.background import Background
+from megaprof.artifacts.writer import Writer
 from megaprof.control import records
 from megaprof.control.capture import Capture, Meter
 from megaprof.control.gate import Gate
@@ -22,13 +21,12 @@ from megaprof.control.records import Absent, BadRecord, Owner
 from megaprof.control.request import Answer, Refused, Request
 from megaprof.control.run import Run, interval, read_run
 from megaprof.control.status import SIZE, fitted, of_rank
-from megaprof.control.watchdog import Watchdog
-from megaprof.metrics.overview import Overview
-from megaprof.timeline.progress import Watch
-from megaprof.topology import WorldLayout
+from megaprof.parallel.topology import WorldLayout
+from megaprof.recorders.timeline.progress import Watch
+from megaprof.runtime.background import Background
 
 if TYPE_CHECKING:
-    from megaprof.session import Session
+    from megaprof.capture.session import Session
 
 logger = logging.getLogger("megaprof")
 
@@ -47,11 +45,10 @@ def listen(
     layout: WorldLayout | None,
     writer: Writer,
     directory: str | os.PathLike[str],
-    background: Background,
     *,
     every: float | None = None,
 ) -> Listener | None:
-    """A listener for ``session``; None where another session of this process is in its place already."""
+    """A listener for ``session``, not started yet; None where another session of this process is in its place."""
     listener = Listener(session, layout, writer, directory, every=every)
     if any(other.paths == listener.paths and not other.closed for other in _listeners):
         logger.warning(
@@ -60,17 +57,6 @@ def listen(
         )
         return None
     _listeners.add(listener)
-    config, coords = session.config, session.coords
-    leads, last = coords.rank == 0, coords.rank == coords.sizes.world - 1
-    if leads or last:
-        overview = Overview(config, leads=leads, role=session.role)
-        listener.follow(overview, overview.close)
-        if leads and (config.trigger_step_time is not None or config.trigger_imbalance is not None):
-            watchdog = Watchdog(config)
-            listener.follow(watchdog)
-            if config.trigger_imbalance is not None:
-                overview.want(watchdog.see)
-    listener.start(background)
     return listener
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.artifacts.names import sanitise, shard_of
+from megaprof.formats.names import sanitise, shard_of
 
 CONTROL = "control"
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)

@@ -7,13 +7,13 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megaprof.config import TORCH_ONLY, ProfileConfig, flag
+from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
+from megaprof.config.tools import TIMELINE
+from megaprof.config.windows import TARGETS
 from megaprof.control import records
 from megaprof.control.paths import REQUEST_ID
 from megaprof.control.run import Run
-from megaprof.recorders import TIMELINE
-from megaprof.selectors import Selector, parse_selector
-from megaprof.windows import TARGETS
+from megaprof.parallel.selectors import Selector, parse_selector
 
 #: Fields of ProfileConfig that a request may set, besides the tool.
 OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")

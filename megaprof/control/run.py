@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megaprof.artifacts.names import host
+from megaprof.config.windows import TARGETS
 from megaprof.control import records
 from megaprof.control.paths import Paths
-from megaprof.topology import ParallelSizes, RankCoords, WorldLayout
-from megaprof.windows import TARGETS
+from megaprof.formats.names import host
+from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 
 #: Status files that the whole job writes each second, at most.
 STATUS_RATE = 1000

@@ -10,16 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from megaprof.artifacts.names import host
 from megaprof.control import records
 from megaprof.control.paths import Paths, refresh
 from megaprof.control.request import Answer
 from megaprof.control.run import Run, dead
-from megaprof.timeline.progress import BETWEEN, Watch
+from megaprof.formats.names import host
+from megaprof.recorders.timeline.progress import BETWEEN, Watch
 
 if TYPE_CHECKING:
+    from megaprof.capture.session import Session
     from megaprof.control.capture import Key
-    from megaprof.session import Session
 
 #: Bytes of a status file, always.
 SIZE = 2048
@@ -110,7 +110,7 @@ def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is inside a schedule call, as `megaprof.timeline.progress.Position` has it."""
+    """Where a rank is inside a schedule call, as `megaprof.recorders.timeline.progress.Position` has it."""
 
     target: str
     step: int

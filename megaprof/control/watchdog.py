@@ -9,14 +9,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megaprof.config import ProfileConfig
+from megaprof.config.options import ProfileConfig
+from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.control.request import Refused, Request
 from megaprof.control.requester import Requester, selected_ranks
-from megaprof.windows import TRAIN_ACTOR
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener
-    from megaprof.metrics.compute import Summary
 
 logger = logging.getLogger("megaprof")
 
@@ -56,14 +55,14 @@ class Watchdog:
         if reason is not None and self._clock() >= self._not_before and not listener.busy:
             self._ask(listener, reason)
 
-    def see(self, summary: Summary) -> None:
-        """The stages' latest figures."""
+    def see(self, imbalance: float | None) -> None:
+        """The stages' latest imbalance, None where it is not known."""
         threshold = self._config.trigger_imbalance
-        self._imbalance = summary.imbalance
-        if threshold is None or summary.imbalance is None:
+        self._imbalance = imbalance
+        if threshold is None or imbalance is None:
             self._uneven = self._even = 0
             return
-        over = summary.imbalance > threshold
+        over = imbalance > threshold
         self._uneven, self._even = (self._uneven + 1, 0) if over else (0, self._even + 1)
         if self._even >= _IN_A_ROW:
             self._known_uneven = False

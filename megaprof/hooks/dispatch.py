@@ -8,11 +8,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from megaprof.emit import Range
-from megaprof.isolation import contain
-from megaprof.metadata import innermost
-from megaprof.session import Call, CallFacts, Session
-from megaprof.timeline import codes
+from megaprof.capture.session import Session
+from megaprof.formats import codes
+from megaprof.parallel.chunks import innermost
+from megaprof.recorders.call import Call, CallFacts
+from megaprof.recorders.emit import Range
+from megaprof.runtime.isolation import contain
 
 logger = logging.getLogger("megaprof")
 
@@ -127,7 +128,7 @@ def ranged(
 ) -> Callable[..., Any]:
     """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
 
-    ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.timeline.codes`), once;
+    ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.formats.codes`), once;
     ``after(call, kwargs, result)`` returns what the caller gets. A fault of ours is contained; an exception of
     ``original`` passes unchanged. The timeline's part is what every microbatch of an always-on run pays, so it is
     written out here rather than composed.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from megaprof.formats import codes
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
-from megaprof.metadata import innermost
-from megaprof.timeline import codes
+from megaprof.parallel.chunks import innermost
 
 
 def patch_finalize(patches: Patches, dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:

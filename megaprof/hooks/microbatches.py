@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from megaprof.formats import codes
 from megaprof.hooks.dispatch import Code, Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
-from megaprof.recorders.timeline import Line
-from megaprof.session import Call, CallFacts
-from megaprof.timeline import codes
+from megaprof.recorders.call import Call, CallFacts
+from megaprof.recorders.line import Line
 
 
 def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:

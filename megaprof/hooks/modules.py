@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from megaprof import ranges
-from megaprof.emit import Range
+from megaprof.formats import ranges
 from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.patching import Patches
-from megaprof.isolation import Contained
-from megaprof.metadata import language_model
+from megaprof.parallel.chunks import language_model
+from megaprof.recorders.emit import Range
+from megaprof.runtime.isolation import Contained
 
 Site = tuple[Any, str, str]
 """An object, the method of it that is a range, and the range's name."""

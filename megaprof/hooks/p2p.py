@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from megaprof import ranges
-from megaprof.emit import Range
+from megaprof.formats import codes, ranges
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
-from megaprof.session import Call
-from megaprof.timeline import codes
+from megaprof.recorders.call import Call
+from megaprof.recorders.emit import Range
 
 
 def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:

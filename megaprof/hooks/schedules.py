@@ -12,12 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megaprof.capture.evaluation import evaluating
 from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.modules import patch_modules
 from megaprof.hooks.patching import Patches
-from megaprof.isolation import Contained
-from megaprof.session import CallFacts
+from megaprof.recorders.call import CallFacts
+from megaprof.runtime.isolation import Contained
 
 SCHEDULES = {
     "forward_backward_no_pipelining": "no_pipelining",
@@ -30,22 +31,20 @@ _EVALUATIONS = frozenset({"evaluate", "evaluate_and_print_results", "validate", 
 _STACK_LIMIT = 64
 
 
-def patch_schedules(patches: Patches, dispatcher: Dispatcher, evaluating: Callable[[], bool]) -> None:
+def patch_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
     """Hook the schedules, and the full-iteration CUDA graph wrapper (megatron-core 0.14+) around them."""
     from megatron.core.pipeline_parallel import schedules
 
     for name, label in SCHEDULES.items():
-        patches.apply(schedules, name, partial(_hooked, label, dispatcher, evaluating))
+        patches.apply(schedules, name, partial(_hooked, label, dispatcher))
     try:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     except ImportError:
         return
-    patches.apply(FullCudaGraphWrapper, "__call__", partial(_hooked, None, dispatcher, evaluating))
+    patches.apply(FullCudaGraphWrapper, "__call__", partial(_hooked, None, dispatcher))
 
 
-def _hooked(
-    label: str | None, dispatcher: Dispatcher, evaluating: Callable[[], bool], original: Callable[..., Any]
-) -> Callable[..., Any]:
+def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     """``label`` names the schedule; None: ``original`` is ``FullCudaGraphWrapper.__call__``, which holds one."""
 
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +53,7 @@ def _hooked(
         entered = time.perf_counter_ns()
         recorded, of_this_call, modules = False, Patches(), None
         with Contained("looking at a step", dispatcher.drop):
-            facts = _facts(label, args[0] if label is None else None, kwargs, evaluating)
+            facts = _facts(label, args[0] if label is None else None, kwargs)
             recorded = dispatcher.begin(facts)
             if recorded:
                 patch_finalize(of_this_call, dispatcher, facts.chunks)
@@ -77,7 +76,7 @@ def _hooked(
     return forward_backward
 
 
-def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any], evaluating: Callable[[], bool]) -> CallFacts:
+def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> CallFacts:
     """The schedules take keyword arguments only (0.12 to 0.19), and so does the graph wrapper."""
     model = kwargs.get("model")
     forward_only = bool(kwargs.get("forward_only", False))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megaprof.config import ProfileConfig
+from megaprof.config.options import ProfileConfig
 from megaprof.control.status import read_statuses
 from megaprof.metrics import sinks
 from megaprof.metrics.compute import Summary, summarise

@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megaprof.artifacts.names import sanitise
-from megaprof.hosts import megatron_lm
+from megaprof.formats.names import sanitise
+from megaprof.integrations import megatron_lm
 from megaprof.metrics.compute import Summary
 
 Sink = Callable[[Summary], None]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from megaprof.topology import RankCoords
+from megaprof.config import tools
+from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
-    from megaprof.artifacts import Writer
-    from megaprof.config import ProfileConfig
+    from megaprof.artifacts.writer import Writer
+    from megaprof.config.options import ProfileConfig
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,12 @@ RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]
 """Makes the recorder of one session. Raises ValueError for a tool that cannot run in this process, before the first
 step; a recorder hands finished files over with ``writer.submit(Job(raw, final))``."""
 
-#: Tool -> where its factory is, so that a tool costs nothing until it is chosen. They are stopped in this order and
-#: started in the reverse one: nsys innermost, so that it records neither Kineto's start nor the writing of a trace.
-_BUILTIN = {
+#: Tool -> where its factory is, so that a tool costs nothing until it is chosen.
+_FACTORIES = {
     "nsys": "megaprof.recorders.nsys:NsysRecorder",
     "memory": "megaprof.recorders.memory:MemoryRecorder",
     "torch": "megaprof.recorders.torch_profiler:TorchRecorder",
 }
-_registered: dict[str, RecorderFactory] = {}
-#: Records every step rather than windows (`megaprof.recorders.timeline`), so it is no ``Recorder``.
-TIMELINE = "timeline"
 
 
 def register_recorder(name: str, factory: RecorderFactory) -> None:
@@ -60,27 +57,18 @@ def register_recorder(name: str, factory: RecorderFactory) -> None:
 
     Raises ValueError for a name that is not one lower-case word, or that stands for another factory already.
     """
-    if not isinstance(name, str) or name != name.lower() or [name] != name.replace(",", " ").split():
-        raise ValueError(f"register_recorder: {name!r} is not valid; it must be one lower-case word without a comma")
-    if name in (*_BUILTIN, TIMELINE) or _registered.get(name, factory) is not factory:
-        raise ValueError(f"register_recorder: {name!r} is taken; known tools: {', '.join(known_tools())}")
-    _registered[name] = factory
-
-
-def known_tools() -> tuple[str, ...]:
-    """The values that ``--profile-tool`` takes now."""
-    return (*_BUILTIN, TIMELINE, *_registered)
+    tools.register(name, factory)
 
 
 def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:
     """The recorders of windows in ``config.tool``. Raises ValueError when one of them cannot run in this process."""
-    windowed = (name for name in known_tools() if name in config.tool and name != TIMELINE)
+    windowed = (name for name in tools.known_tools() if name in config.tool and name != tools.TIMELINE)
     return tuple(_factory(name)(config, writer) for name in windowed)
 
 
 def _factory(name: str) -> RecorderFactory:
-    if name in _registered:
-        return _registered[name]
-    module, _, attribute = _BUILTIN[name].partition(":")
+    if name in tools.registered:
+        return cast("RecorderFactory", tools.registered[name])
+    module, _, attribute = _FACTORIES[name].partition(":")
     factory: RecorderFactory = getattr(import_module(module), attribute)
     return factory

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megaprof.emit import LoggedRange
+from megaprof.recorders.emit import LoggedRange
 
 _TAIL = re.compile(rb'\s*\],\s*"traceName"')
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from megaprof.artifacts import Job, Writer, artifact_path, raw_path
-from megaprof.config import ProfileConfig, flag
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.config.options import ProfileConfig, flag
+from megaprof.formats.names import artifact_path, raw_path
 from megaprof.recorders import Window
 
 logger = logging.getLogger("megaprof")

@@ -1,4 +1,4 @@
-"""Nsight Systems: opens a capture range of an ``nsys profile`` that runs around this process (see `megaprof.nsys`).
+"""Nsight Systems: opens a capture range of an ``nsys profile`` that runs around this process (see `nsys_command`).
 
 nsys writes its own files, numbered by capture range. A ``.nsys.json`` per window says which number it has, and carries
 the metadata that nsys cannot.
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from megaprof.artifacts import Job, Writer, artifact_path, raw_path
-from megaprof.config import ProfileConfig, flag
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.config.options import ProfileConfig, flag
+from megaprof.formats.names import artifact_path, raw_path
 from megaprof.recorders import Window
 
 logger = logging.getLogger("megaprof")

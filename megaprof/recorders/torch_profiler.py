@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, supported_activities
 
-from megaprof import emit
-from megaprof.artifacts import TRACE_SUFFIX, Job, Writer, artifact_path, raw_path
-from megaprof.artifacts.names import kineto_temporary
-from megaprof.config import ProfileConfig, flag
-from megaprof.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
-from megaprof.recorders import Window
+from megaprof.artifacts.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.config.options import ProfileConfig, flag
+from megaprof.formats.names import TRACE_SUFFIX, artifact_path, kineto_temporary, raw_path
+from megaprof.recorders import Window, emit
 from megaprof.recorders.host_ranges import add_ranges
 
 EXECUTION_TRACE_SUFFIX = ".et.json"
@@ -117,7 +116,7 @@ class TorchRecorder:
             _drop(observer)
 
     def kernel_summary(self, timeout: float) -> dict[str, Any] | None:
-        """See `megaprof.hooks.install.Handle.kernel_summary`."""
+        """See `megaprof.install.Handle.kernel_summary`."""
         return self._derived.kernel_summary(timeout)
 
     def _final(self, window: Window, suffix: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from synthetic import MS, TraceBuilder, chunk
+from tests.analysis.synthetic import MS, TraceBuilder, chunk
 
 _TRAVELS = 0.1  # milliseconds
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from synthetic import MS, TraceBuilder, chunk
-
-from megaprof.analysis.simulation import simulate
+from megaprof.analysis.what_if.simulation import simulate
+from tests.analysis.synthetic import MS, TraceBuilder, chunk
 
 GROUPS = {
     "tp": "TENSOR_MODEL_PARALLEL_GROUP",

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.artifacts import files, raw_path
-from megaprof.artifacts.files import Incomplete, appearing, check_trace, publish, remove_leftovers
-from megaprof.artifacts.names import host
+from megaprof.artifacts import files
+from megaprof.artifacts.files import Incomplete, check_trace, publish, remove_leftovers
+from megaprof.formats.files import appearing
+from megaprof.formats.names import host, raw_path
 
 TRACE = b'{"traceEvents": [],"traceName": "/tmp/x.json" }\n'
 

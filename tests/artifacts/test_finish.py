@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.artifacts import Job, Writer, raw_path
 from megaprof.artifacts.finish import FinishHook
-from megaprof.config import ProfileConfig
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.config.options import ProfileConfig
+from megaprof.formats.names import raw_path
 
 
 def submit(background: Writer, final: Path) -> None:

@@ -13,9 +13,10 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megaprof.artifacts import Job, Writer, raw_path
 from megaprof.artifacts.remote import Remote, check_remote
-from megaprof.config import ProfileConfig
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.config.options import ProfileConfig
+from megaprof.formats.names import raw_path
 
 
 class HalfWay(MemoryFileSystem):  # type: ignore[misc]

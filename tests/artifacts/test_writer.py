@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.artifacts import Job, Writer, raw_path, writer
+from megaprof.artifacts import writer
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.formats.names import raw_path
 
 Gate = Callable[[], None]
 
@@ -188,7 +190,9 @@ def test_without_a_thread_the_caller_writes(
 FORK = """
 import os, sys, threading, time
 from pathlib import Path
-from megaprof.artifacts import Job, Writer, raw_path, writer
+from megaprof.artifacts import writer
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.formats.names import raw_path
 
 directory = Path(sys.argv[1])
 gate = threading.Event()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
-from running import megaprof
-from synthetic import pipeline
+from tests.analysis.synthetic import pipeline
+from tests.cli.running import megaprof
 
 
 @pytest.fixture

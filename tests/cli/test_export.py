@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from megaprof.testing.timelines import write_timelines
-from megaprof.topology import ParallelSizes, WorldLayout
-
-sys.path.insert(0, str(Path(__file__).parent))
-from running import megaprof
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import write_timelines
+from tests.cli.running import megaprof
 
 
 @pytest.fixture

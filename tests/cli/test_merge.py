@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
-from exchanging import exchanging, write
-from running import megaprof
+from tests.analysis.exchanging import exchanging, write
+from tests.cli.running import megaprof
 
 
 @pytest.fixture

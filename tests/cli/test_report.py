@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
-from running import ROOT, megaprof
-from synthetic import pipeline
+from tests.analysis.synthetic import pipeline
+from tests.cli.running import ROOT, megaprof
 
 
 @pytest.fixture

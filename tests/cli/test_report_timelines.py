@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from running import megaprof
-
-from megaprof.testing.timelines import Slow, write_timelines
-from megaprof.topology import ParallelSizes, WorldLayout
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
+from tests.cli.running import megaprof
 
 LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
 

@@ -15,7 +15,7 @@ from megaprof.control.blame import find_culprits
 from megaprof.control.paths import Paths
 from megaprof.control.run import Run
 from megaprof.control.status import SIZE, RankStatus, read_status
-from megaprof.topology import ParallelSizes, WorldLayout
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 NOW = 1_000_000.0
 

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-from malformed import MALFORMED, changed
 
 from megaprof.control import records
 from megaprof.control.gate import Gate
@@ -12,7 +11,8 @@ from megaprof.control.paths import Paths
 from megaprof.control.records import Owner
 from megaprof.control.request import Request
 from megaprof.control.run import Run
-from megaprof.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
+from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
+from tests.control.malformed import MALFORMED, changed
 
 SIZES = ParallelSizes(pp=2)
 

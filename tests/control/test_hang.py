@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
-from control_jobs import Slow, running
-from running import megaprof
 
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import find_job
+from tests.cli.running import megaprof
+from tests.control.control_jobs import Slow, running
 
 pytestmark = pytest.mark.slow
 

@@ -17,18 +17,19 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.artifacts import Writer
-from megaprof.background import Background
+from megaprof.artifacts.writer import Writer
+from megaprof.capture.demand import Demand
+from megaprof.config import tools
 from megaprof.control import records
 from megaprof.control.gate import Gate
 from megaprof.control.listener import Listener
 from megaprof.control.request import MOST_STEPS, Answer, Request
 from megaprof.control.run import Run, read_run
 from megaprof.control.status import read_status
-from megaprof.demand import Demand
-from megaprof.recorders import _registered, register_recorder
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.recorders import register_recorder
 from megaprof.recorders.nsys import SESSION_VARIABLE, NsysRecorder
-from megaprof.topology import ParallelSizes, WorldLayout
+from megaprof.runtime.background import Background
 
 
 class Job:
@@ -157,7 +158,7 @@ class Failing:
 def test_a_tool_that_fails_ends_its_capture_and_nothing_else(
     job: Job, tmp_path: Path, when: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megaprof.recorders._registered", dict(_registered))
+    monkeypatch.setattr("megaprof.config.tools.registered", dict(tools.registered))
     register_recorder("failing", lambda config, writer: Failing(when))
     request = job.order(options={"tool": ["failing"]})
     job.go(request, 0)
@@ -182,7 +183,7 @@ def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: p
     def broken(config: Any, writer: Any) -> Any:
         raise RuntimeError("no library today")
 
-    monkeypatch.setattr("megaprof.recorders._registered", dict(_registered))
+    monkeypatch.setattr("megaprof.config.tools.registered", dict(tools.registered))
     register_recorder("broken", broken)
     request = job.order(options={"tool": ["broken"]})
     assert job.answer(request).state == "refused"

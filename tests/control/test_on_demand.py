@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from control_jobs import SMALL, Running, running, train
-from malformed import MALFORMED
-from running import megaprof
 
 from megaprof.control.job import find_job
 from megaprof.control.request import Refused, Request
 from megaprof.control.requester import Outcome, Requester
 from megaprof.testing import run_ranks
+from tests.cli.running import megaprof
+from tests.control.control_jobs import SMALL, Running, running, train
+from tests.control.malformed import MALFORMED
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from megaprof.control.records import Owner
 from megaprof.control.request import Answer, Refused, Request
 from megaprof.control.requester import Requester, first_call, selected_ranks
 from megaprof.control.run import Run
-from megaprof.topology import ParallelSizes, WorldLayout
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 
 @given(

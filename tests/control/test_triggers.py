@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from control_jobs import Slow, running
 
 from megaprof.control.job import find_job
+from tests.control.control_jobs import Slow, running
 
 pytestmark = pytest.mark.slow
 

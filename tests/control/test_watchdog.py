@@ -12,7 +12,6 @@ import pytest
 
 from megaprof import ProfileConfig
 from megaprof.control.watchdog import Watchdog
-from megaprof.metrics.compute import Summary
 
 
 def config(tmp_path: Path, **options: Any) -> ProfileConfig:
@@ -81,7 +80,7 @@ def test_uneven_stages_ask_once_until_they_have_been_even(tmp_path: Path, monkey
 
     def see(*imbalances: float | None) -> None:
         for imbalance in imbalances:
-            watchdog.see(Summary("train_actor", 1, (), 1.0, imbalance, 0, None, None, None, None))
+            watchdog.see(imbalance)
             job.steps(100, 1)
             now.time += 10
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.timeline.format import SUFFIX, read_timeline
+from megaprof.formats.timeline import SUFFIX, read_timeline
 
 JOBS = 100
 

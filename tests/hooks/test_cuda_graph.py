@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.ranges import parse
+from megaprof.formats.ranges import parse
 
 full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph", reason="megatron-core 0.14 brought it")
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
 
-from megaprof import ProfileConfig, emit, install_hooks
-from megaprof.analysis.traces import find_traces, read_trace
+from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.formats.ranges import DISPATCHER_STEPS, LAYER_PARTS, MODULES, module_backward, module_range, parse
 from megaprof.hooks.modules import sites
-from megaprof.ranges import DISPATCHER_STEPS, LAYER_PARTS, MODULES, module_backward, module_range, parse
+from megaprof.recorders import emit
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 SMALL: dict[str, Any] = {"hidden": 32, "seq_length": 16, "layers": 4, "microbatches": 4}

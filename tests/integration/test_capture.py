@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaprof.cli.demo import profile_flags
-from megaprof.ranges import P2P_OPERATIONS, parse
+from megaprof.formats.ranges import P2P_OPERATIONS, parse
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 SMALL: dict[str, Any] = {"hidden": 64, "seq_length": 32, "layers": 4, "microbatches": 4}

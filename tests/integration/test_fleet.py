@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.fleet import Fleet
-from megaprof.analysis.fleet_slow import Straggler
-from megaprof.analysis.report import analyze
+from megaprof.analysis.fleet.fleet import Fleet
+from megaprof.analysis.fleet.slow import Straggler
+from megaprof.analysis.report.report import analyze
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 STEPS, SLOW_RANK, FROM = 60, 3, 20

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megaprof import ProfileConfig, annotate, install_hooks, role
-from megaprof.analysis.traces import find_traces
-from megaprof.ranges import PREFIX
+from megaprof.analysis.trace.traces import find_traces
+from megaprof.formats.ranges import PREFIX
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 WORKLOAD = GPTWorkload(pp=2, layers=2, microbatches=3, hidden=32, seq_length=16, heads=2, num_experts=2)

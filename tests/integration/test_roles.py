@@ -9,7 +9,7 @@ import pytest
 from megatron.core.pipeline_parallel import schedules
 
 from megaprof import ProfileConfig, analyze, annotate, install_hooks, role
-from megaprof.analysis.traces import Trace, find_traces, read_trace
+from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 

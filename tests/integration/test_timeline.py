@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from megaprof.formats import codes
+from megaprof.formats import timeline as format
+from megaprof.formats.timeline import Timeline, read_timeline
 from megaprof.testing import GPTWorkload, run_ranks
-from megaprof.timeline import codes, format
-from megaprof.timeline.format import Timeline, read_timeline
 from tests.integration.test_capture import STEPS, WORKLOADS, train
 
 FLAGS = ["--profile-target", "train_actor", "train_log_probs", "evaluate", "--profile-tool", "timeline"]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megaprof.artifacts import Writer
-from megaprof.config import ProfileConfig
+from megaprof.artifacts.writer import Writer
+from megaprof.config.options import ProfileConfig
+from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.memory import MAX_ENTRIES, MemoryRecorder
 from megaprof.recorders.nsys import SESSION_VARIABLE, NsysRecorder
-from megaprof.topology import ParallelSizes, RankCoords
 
 COORDS = RankCoords(rank=3, pp=1, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes(pp=2))
 WINDOW = Window("train_actor", "ref", 7, COORDS)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-import megaprof.recorders as recorders
-from megaprof.artifacts import Job, Writer, raw_path
-from megaprof.config import ProfileConfig
-from megaprof.hooks.install import install_hooks
-from megaprof.recorders import Window, build_recorders, known_tools, register_recorder
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.config.options import ProfileConfig
+from megaprof.config.tools import known_tools
+from megaprof.formats.names import raw_path
+from megaprof.install import install_hooks
+from megaprof.recorders import Window, build_recorders, register_recorder
 
 
 def on(**fields: Any) -> ProfileConfig:
@@ -20,7 +21,7 @@ def on(**fields: Any) -> ProfileConfig:
 
 @pytest.fixture
 def _clean_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorders, "_registered", {})
+    monkeypatch.setattr("megaprof.config.tools.registered", {})
 
 
 def test_an_unknown_tool_is_refused_with_the_known_ones() -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.hooks.install import Handle
-from megaprof.recorders import timeline as recorder
-from megaprof.recorders.timeline import Timeline
-from megaprof.timeline import device, format
-from megaprof.timeline.format import read_timeline
+from megaprof.formats import timeline as format
+from megaprof.formats.timeline import read_timeline
+from megaprof.install import Handle
+from megaprof.recorders.timeline import device, recorder
+from megaprof.recorders.timeline.recorder import Timeline
 
 
 def config(directory: Path, **more: Any) -> ProfileConfig:

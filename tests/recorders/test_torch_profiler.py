@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, supported_activities
 
-from megaprof import emit
-from megaprof.analysis.traces import find_traces
-from megaprof.artifacts import TRACE_SUFFIX, Writer, artifact_name
-from megaprof.config import ProfileConfig
-from megaprof.recorders import Window
+from megaprof.analysis.trace.traces import find_traces
+from megaprof.artifacts.writer import Writer
+from megaprof.config.options import ProfileConfig
+from megaprof.formats.names import TRACE_SUFFIX, artifact_name
+from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
+from megaprof.recorders import Window, emit
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.recorders.torch_profiler import TorchRecorder
-from megaprof.topology import ParallelSizes, RankCoords, WorldLayout
 
 WINDOW = Window("train_actor", None, 7, RankCoords(rank=0, pp=0, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes()))
 STEM = "train_actor.step000007.pp0-tp0-cp0-ep0-dp0.rank00000"

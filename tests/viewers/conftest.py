@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from megaprof.testing import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from job import RANKS, TARGETS, SaveDirectory, train
+from tests.viewers.job import RANKS, TARGETS, SaveDirectory, train
 
 
 @pytest.fixture(scope="package")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaprof.ranges import PREFIX
+from megaprof.formats.ranges import PREFIX
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 
 WORKLOAD = GPTWorkload(pp=2, vpp=2, layers=4, hidden=32, seq_length=16, heads=2, microbatches=4)

@@ -8,7 +8,6 @@ GPU kernels, which no CPU trace has: those get traces of known times.
 from __future__ import annotations
 
 import shutil
-import sys
 from collections import Counter
 from glob import glob
 from pathlib import Path
@@ -19,9 +18,8 @@ import pytest
 pytest.importorskip("hta", reason="`make test-viewers` installs it")
 
 from hta.trace_analysis import TraceAnalysis
-from job import RANKS, TARGETS, SaveDirectory, our_ranges, read
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
+from tests.viewers.job import RANKS, TARGETS, SaveDirectory, our_ranges, read
 
 
 def ranges_in(trace: Any, rank: int) -> Counter[str]:
@@ -50,9 +48,8 @@ def test_a_directory_of_one_window(saved: SaveDirectory, tmp_path: Path) -> None
 
 
 def test_gpu_times_are_those_of_the_report(tmp_path: Path) -> None:
-    from scenarios import Scenario, write
-
-    from megaprof.analysis.report import analyze
+    from megaprof.analysis.report.report import analyze
+    from tests.analysis.scenarios import Scenario, write
 
     write(Scenario("uneven", layers=(4, 2), microbatches=4, exposed={"tp": 0.1}, idle=0.1), tmp_path)
     (target,) = analyze(tmp_path).to_json()["targets"]

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("perfetto", reason="`make test-viewers` installs it")
 pytest.importorskip("viztracer", reason="`make test-viewers` installs it")
 
-from job import PASSES, RANKS, TARGETS, WORKLOAD, SaveDirectory, our_ranges, read
-from trace_processor import query
+from tests.viewers.job import PASSES, RANKS, TARGETS, WORKLOAD, SaveDirectory, our_ranges, read
+from tests.viewers.trace_processor import query
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="Node.js runs Perfetto's WebAssembly build")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import pytest
 
 pytest.importorskip("torch_tb_profiler", reason="`make test-viewers` installs it")
 
-from job import RANKS, TARGETS, SaveDirectory, read
 from torch_tb_profiler import io
 from torch_tb_profiler.profiler.loader import RunLoader
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))
+from tests.viewers.job import RANKS, TARGETS, SaveDirectory, read
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -42,7 +40,7 @@ def test_every_trace_of_a_save_directory(saved: SaveDirectory, timeline: Path) -
 
 
 def test_kernels_of_a_gpu_trace(tmp_path: Path) -> None:
-    from scenarios import Scenario, write
+    from tests.analysis.scenarios import Scenario, write
 
     write(Scenario("even", layers=(2, 2), microbatches=4), tmp_path)
     profiles = load(tmp_path)

@@ -15,17 +15,17 @@ def _arm() -> None:
         return
     try:
         try:
-            import megaprof.autoload
+            import megaprof.autoload.arming
         except ModuleNotFoundError as missing:
             if missing.name != "megaprof":
                 raise
             # An interpreter without megaprof among its packages, such as one that ran it from a checkout.
             sys.path.append(home := os.path.dirname(os.path.dirname(os.path.dirname(_HERE))))
             try:
-                import megaprof.autoload
+                import megaprof.autoload.arming
             finally:
                 sys.path.remove(home)
-        megaprof.autoload.arm()
+        megaprof.autoload.arming.arm()
     except Exception as fault:
         print(f"megaprof: cannot be loaded, profiling is off: {type(fault).__name__}: {fault}", file=sys.stderr)
 

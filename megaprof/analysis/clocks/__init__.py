@@ -1,0 +1,1 @@
+"""Whose clock is off; which send belongs to which receive."""

@@ -1,0 +1,1 @@
+"""For other tools: one merged Perfetto trace, Parquet."""

@@ -1,0 +1,379 @@
+"""One Perfetto timeline of all captured ranks of a step, in Chrome's JSON trace format.
+
+One process per rank, named by its coordinates and sorted by stage; clocks aligned (`clocks`); an arrow from every send
+to its receive. Ranks are read twice, for the clocks and for their events, and written one after the other: the
+largest single trace bounds the memory.
+
+Process, thread and flow ids are unique in a file only: each gets a new one. Perfetto takes a process id of 0 for the
+idle task and a thread id that equals a process id for its main thread, so neither occurs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+from isal import igzip
+
+from megaprof.analysis.clocks.clocks import Alignment, align
+from megaprof.analysis.clocks.timelines import Capture, End, Ends, capture_in, ends_of, links_between
+from megaprof.analysis.convert.captures import NothingToMerge, choose
+from megaprof.analysis.trace.gpu import KERNEL
+from megaprof.analysis.trace.traces import Coords, UnreadableTrace, read_trace
+from megaprof.formats import ranges
+from megaprof.formats.files import appearing
+from megaprof.parallel.selectors import Selector
+from megaprof.version import __version__
+
+__all__ = ["MARK", "Merged", "NothingToMerge", "merge"]
+
+#: Key of the object that tells a merged timeline from every other file.
+MARK = "megaprofMerge"
+
+_FIRST_THREAD = 1 << 21  # above every process id, which is a rank + 1
+_BATCH = 4096
+_INSIDE_NS = 10  # an arrow that ends with a slice would belong to what comes behind it
+_ARRIVAL_NS = 5  # what an arrow ends in; shorter than _INSIDE_NS, so it lies inside its receive
+_LONGEST = 1 << 53  # microseconds
+_OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written. ``others``: captured steps that were not; ``left_out``: ranks of this one that were not;
+    ``arrows`` from sends to receives."""
+
+    out: Path
+    capture: Capture
+    ranks: tuple[int, ...]
+    events: int
+    arrows: int
+    alignment: Alignment
+    others: tuple[Capture, ...]
+    left_out: int
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Arrow:
+    """One end of a flow, in its rank's own time: ``phase`` is ``s`` (start) or ``f`` (finish)."""
+
+    phase: str
+    number: int
+    name: str
+    time: int
+
+
+@dataclass
+class _Rank:
+    """A rank on its way into the file; ``arrows`` by the range in which they start or end."""
+
+    path: Path
+    coords: Coords
+    ends: Ends
+    start: int
+    arrows: dict[tuple[int, int], list[_Arrow]] = field(default_factory=dict)
+
+
+@dataclass
+class _Writer:
+    file: BinaryIO
+    numbers: Iterator[int]
+    base: int
+    written: int = 0
+    dropped: int = 0
+    _batch: list[bytes] = field(default_factory=list)
+
+    def add(self, event: dict[str, Any]) -> None:
+        self._batch.append(msgspec.json.encode(event))
+        if len(self._batch) >= _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._batch:
+            self.file.write((b",\n" if self.written else b"\n") + b",\n".join(self._batch))
+            self.written += len(self._batch)
+            self._batch.clear()
+
+
+class _Top(msgspec.Struct):
+    traceEvents: list[msgspec.Raw]
+    baseTimeNanoseconds: int = 0
+
+
+def merge(
+    source: Path,
+    out: Path,
+    *,
+    target: str | None = None,
+    role: str | None = None,
+    step: int | None = None,
+    ranks: Selector | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Merged:
+    """Merge one captured step below ``source`` into ``out`` (gzipped where that ends in ``.gz``).
+
+    Which step and ranks, of several, `captures.choose` says. ``progress(done, total)`` is called behind every file
+    that was read. ``out`` appears whole or not at all, and replaces nothing but an older merged timeline. Files that
+    cannot be used become warnings.
+
+    Raises:
+        NothingToMerge: there is no such step, or none of its files can be read.
+        ValueError: ``out`` is something else than a merged timeline.
+        OSError: ``out`` cannot be written.
+    """
+    _refuse_to_lose(out)
+    warnings: list[str] = []
+    chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks)
+    capture, paths = chosen.capture, chosen.paths
+    found = []
+    for number, path in enumerate(paths):
+        rank = _examine(path, capture, warnings)
+        found += [rank] if rank else []
+        progress(number + 1, 2 * len(paths))
+    found = _one_file_per_rank(found, warnings)
+    if not found:
+        raise NothingToMerge(f"no file of {capture} can be read: {'; '.join(warnings[:5])}")
+    found.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
+    numbers = itertools.count(1)
+    alignment, arrows = _connect(found, numbers, warnings)
+    events = _write(
+        out, capture, found, alignment, numbers, warnings, lambda n: progress(len(paths) + n, 2 * len(paths))
+    )
+    return Merged(
+        out=out,
+        capture=capture,
+        ranks=tuple(rank.coords.rank for rank in found),
+        events=events,
+        arrows=arrows,
+        alignment=alignment,
+        others=chosen.others,
+        left_out=chosen.left_out,
+        warnings=tuple(warnings),
+    )
+
+
+def _examine(path: Path, capture: Capture, warnings: list[str]) -> _Rank | None:
+    """Read a trace for its place and its messages."""
+    try:
+        trace = read_trace(path)
+    except UnreadableTrace as fault:
+        warnings.append(f"{path.name} was skipped: {fault.reason}")
+        return None
+    warnings += trace.warnings
+    found = capture_in(trace.metadata)
+    if found != capture:
+        warnings.append(f"{path.name} was skipped: it holds {found}, whatever its name says")
+        return None
+    start = trace.ranges[0].start if trace.ranges else 0
+    return _Rank(path, trace.metadata.coords, ends_of(trace), start)
+
+
+def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[str]) -> list[_Rank]:
+    kept: dict[int, _Rank] = {}
+    for rank in sorted(ranks, key=lambda r: (r.start, r.path)):
+        if rank.coords.rank in kept:
+            older = kept[rank.coords.rank].path.name
+            warnings.append(f"rank {rank.coords.rank} is there twice ({older}, {rank.path.name}): the later one counts")
+        kept[rank.coords.rank] = rank
+    return list(kept.values())
+
+
+def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[str]) -> tuple[Alignment, int]:
+    """Align the clocks, and hand every rank its ends of the arrows."""
+    of_rank = {rank.coords.rank: rank for rank in ranks}
+    links = links_between({number: rank.ends for number, rank in of_rank.items()})
+    alignment = align({n: rank.ends.metadata.host for n, rank in of_rank.items()}, [link for link, _ in links])
+    warnings += alignment.warnings
+    for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
+        if reason and len(ranks) > 1:
+            which = [str(rank.coords.rank) for rank in ranks if rank.ends.unknown == reason]
+            warnings.append(f"rank{'s' if len(which) > 1 else ''} {_some(which)}: no arrows, because {reason}")
+    arrows = backwards = 0
+    for link, messages in links:
+        sender, receiver = of_rank[link.sender], of_rank[link.receiver]
+        ahead = alignment.offset(link.receiver) - alignment.offset(link.sender)
+        for message in messages:
+            send, receive = sender.ends.sends[message], receiver.ends.receives[message]
+            departure, arrival = _inside(send, send.time[0]), _inside(receive, receive.time[1])
+            if arrival + ahead < departure:
+                backwards += 1
+                continue
+            name, number = f"{message.kind} mb={message.microbatch} chunk={message.chunk}", next(numbers)
+            sender.arrows.setdefault(send.within, []).append(_Arrow("s", number, name, departure))
+            receiver.arrows.setdefault(receive.within, []).append(_Arrow("f", number, name, arrival))
+            arrows += 1
+    if backwards:
+        warnings.append(f"{backwards} messages have no arrow: by these clocks they arrived before they were sent")
+    return alignment, arrows
+
+
+def _inside(end: End, time: int) -> int:
+    return max(end.within[0], min(time, end.within[1] - _INSIDE_NS))
+
+
+def _write(
+    out: Path,
+    capture: Capture,
+    ranks: list[_Rank],
+    alignment: Alignment,
+    numbers: Iterator[int],
+    warnings: list[str],
+    progress: Callable[[int], None],
+) -> int:
+    threads = itertools.count(_FIRST_THREAD)
+    with appearing(out) as raw:
+        file: Any = igzip.IGzipFile(filename="", mode="wb", fileobj=raw) if out.suffix == ".gz" else raw
+        writer = _Writer(file, numbers, 0)
+        for position, rank in enumerate(ranks):
+            try:
+                base, events = _events(rank.path)
+            except (OSError, EOFError, ValueError, zlib.error) as fault:
+                # It could be read a moment ago.
+                raise NothingToMerge(f"{rank.path} changed while it was read: {fault}") from None
+            if position == 0:
+                writer.base = base
+                file.write(_header(capture, alignment, base))
+            for event in _of_rank(rank, position):
+                writer.add(event)
+            dropped = writer.dropped
+            _copy(events, rank, writer, base - writer.base + alignment.offset(rank.coords.rank), base, threads)
+            writer.flush()
+            if writer.dropped > dropped:
+                lost = writer.dropped - dropped
+                warnings.append(f"{rank.path.name}: {lost} events without a usable time or place were left out")
+            progress(position + 1)
+        file.write(b"\n]}\n")
+        if file is not raw:
+            file.close()
+    return writer.written
+
+
+def _header(capture: Capture, alignment: Alignment, base: int) -> bytes:
+    about = {
+        "version": __version__,
+        "target": capture.target,
+        "role": capture.role or None,
+        "step": capture.step,
+        "clocks": {str(rank): asdict(clock) for rank, clock in alignment.clocks.items()},
+    }
+    top = {MARK: about, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}
+    return msgspec.json.encode(top)[:-1] + b',"traceEvents":['
+
+
+def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
+    c = rank.coords
+    pid, host = c.rank + 1, rank.ends.metadata.host
+    name = f"pp{c.pp} tp{c.tp} cp{c.cp} ep{c.ep} dp{c.dp} (rank {c.rank})"
+    for kind, value in (("name", name), ("labels", host), ("sort_index", position)):
+        if value is not None:
+            key = "sort_index" if kind == "sort_index" else kind
+            yield {"ph": "M", "name": f"process_{kind}", "pid": pid, "tid": 0, "ts": 0, "args": {key: value}}
+
+
+def _events(path: Path) -> tuple[int, Iterator[Any]]:
+    """Base time and events of a trace, each decoded when it is its turn. Raises OSError, or ValueError for no JSON."""
+    data = path.read_bytes()
+    text = igzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+    del data
+    try:
+        top = msgspec.json.decode(text, type=_Top)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        # NaN, which JSON forbids and profilers write, or bytes that are no UTF-8.
+        loose = json.loads(bytes(text).decode("utf-8", "replace"))
+        return int(loose.get("baseTimeNanoseconds", 0)), iter(loose["traceEvents"])
+    return top.baseTimeNanoseconds, map(_decoded, top.traceEvents)
+
+
+def _decoded(raw: msgspec.Raw) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base: int, threads: Iterator[int]) -> None:
+    """Write ``events`` with new ids and with times ``shift`` nanoseconds later, and the arrows behind their ranges."""
+    pid = rank.coords.rank + 1
+    tids: dict[tuple[Any, Any], int] = {}
+    ids: dict[Any, int] = {}
+    for event in events:
+        time = _time(event)
+        place = (event.get("pid"), event.get("tid", 0)) if isinstance(event, dict) else (None, None)
+        if time is None or not all(isinstance(part, (int, str)) for part in place):
+            writer.dropped += 1
+            continue
+        if event["ph"] == "M" and event.get("name") in _OF_PROCESS:
+            continue
+        tid = tids.get(place)
+        if tid is None:
+            tid = tids[place] = next(threads)
+            if isinstance(place[1], str) and place[1]:  # Kineto gives its window's end a thread without a name
+                name = {"name": place[1]}
+                writer.add({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "ts": 0, "args": name})
+        event["pid"], event["tid"], event["ts"] = pid, tid, (time + shift) / 1000
+        for key in ("id", "bind_id"):
+            if key in event:
+                old = json.dumps(event[key], sort_keys=True)
+                event[key] = ids[old] if old in ids else ids.setdefault(old, next(writer.numbers))
+        try:
+            writer.add(event)
+        except (ValueError, TypeError, RecursionError, OverflowError):
+            writer.dropped += 1
+            continue
+        if event["ph"] != "X" or not _may_have_arrows(event):
+            continue
+        start = base + time
+        for arrow in rank.arrows.pop((start, start + round(event.get("dur", 0) * 1000)), ()):
+            more = {"bp": "e"} if arrow.phase == "f" else {}
+            about = {"cat": "p2p", "name": arrow.name}
+            at = {"pid": pid, "tid": tid, "ts": (arrow.time - base + shift) / 1000}
+            if arrow.phase == "f":
+                # Perfetto turns an arrow around that ends in a slice older than the one it starts in, and a receive
+                # that waits for a late neighbour began before the send: so it ends in a slice of its own.
+                writer.add({"ph": "X", **about, **at, "dur": _ARRIVAL_NS / 1000})
+            writer.add({"ph": arrow.phase, **more, **about, "id": arrow.number, **at})
+
+
+def _may_have_arrows(event: dict[str, Any]) -> bool:
+    return event.get("cat") == KERNEL or str(event.get("name")).startswith(ranges.PREFIX)
+
+
+def _time(event: Any) -> int | None:
+    """An event's ``ts`` in nanoseconds; None where it has none, or a duration that is no duration."""
+    if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
+        return None
+    ts: Any = event.get("ts", 0 if event["ph"] == "M" else None)
+    duration = event.get("dur", 0)
+    for number in (ts, duration):
+        # A comparison with NaN is false.
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) < _LONGEST:
+            return None
+    return round(float(ts) * 1000) if duration >= 0 else None
+
+
+def _refuse_to_lose(out: Path) -> None:
+    """An older merged timeline may be replaced; a trace, or any other file, would be lost."""
+    if out.is_dir():
+        raise ValueError(f"{out} is a directory, not a file")
+    if not out.exists() or (out.is_file() and out.stat().st_size == 0):
+        return
+    try:
+        with open(out, "rb") as raw:
+            zipped = raw.read(2) == b"\x1f\x8b"
+        with igzip.open(out, "rb") if zipped else open(out, "rb") as file:
+            ours = file.read(256).startswith(b'{"' + MARK.encode())
+    except (OSError, EOFError, ValueError):
+        ours = False
+    if not ours:
+        raise ValueError(f"{out} exists and is no merged timeline of megaprof's: it is not overwritten")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

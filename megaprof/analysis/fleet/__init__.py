@@ -1,0 +1,1 @@
+"""The whole run on all ranks, from timelines."""

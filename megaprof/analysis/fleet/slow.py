@@ -1,0 +1,169 @@
+"""Ranks and groups of ranks that hold the others up: by computing, in a collective, or by coming late to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megaprof.analysis.fleet.reading import Key, RankSeries
+from megaprof.analysis.fleet.stragglers import Buckets, Run, groups_of, layout_of, slow_rows
+from megaprof.analysis.fleet.trends import Floats, others_median
+from megaprof.analysis.report.fleet_words import spans
+
+Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with each other
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """Ranks that are slower than the others of their stage: ``factor`` is own over peers, from ``from_step`` to
+    ``until`` (None: to the end), ``since_start``: from the first step that is known. ``peers``: how many ranks, or
+    groups of as many ranks, they were compared with; ``capture``: the selection that would tell which of them it is.
+
+    ``what``: ``compute``; ``synchronisation`` of gradients among all of ``ranks``; or ``arrival``: they come later
+    to the synchronisation than the others, who spend ``peers_ms`` in it, and were not found to compute longer.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    stage: int
+    from_step: int
+    until: int | None
+    since_start: bool
+    factor: float
+    own_ms: float
+    peers_ms: float
+    peers: int
+    capture: str | None
+
+
+def matrix_of(ranks: Sequence[RankSeries], name: str, first: int, count: int) -> Floats:
+    """``compute`` or ``finalize``, [rank, bucket], NaN where a rank has no steps."""
+    matrix = np.full((len(ranks), count), np.nan)
+    for row, rank in enumerate(ranks):
+        matrix[row, rank.first - first : rank.first - first + len(rank.counts)] = getattr(rank, name)
+    return matrix
+
+
+def slow_ranks(
+    key: Key,
+    ranks: Sequence[RankSeries],
+    at_stage: dict[int, list[int]],
+    compute: Floats,
+    buckets: Buckets,
+) -> list[Straggler]:
+    """Ranks, or groups of ranks that wait for each other inside a microbatch, that compute longer than the others of
+    their stage. ``at_stage``: rows of ``compute`` [rank, bucket]; what is slow until the end comes first."""
+    places = {r.coords.rank: r.coords for r in ranks}
+    layout = layout_of(places.values(), key.sizes)
+    row_of = {r.coords.rank: row for row, r in enumerate(ranks)}
+    by_stage: dict[int, list[tuple[int, ...]]] = {pp: [] for pp in at_stage}
+    for group in groups_of(places, layout):
+        by_stage[places[group[0]].pp].append(group)
+    found = []
+    for pp, groups in by_stage.items():
+        rows = [[row_of[rank] for rank in group] for group in groups]
+        typical = np.array([np.nanmedian(compute[own], axis=0) if len(own) > 1 else compute[own[0]] for own in rows])
+        for run in slow_rows(typical, buckets):
+            found.append(_straggler(ranks, groups[run.row], pp, run, buckets, len(groups) - 1))
+        # Who waits for nobody inside a microbatch stands out of its group.
+        members = [(number, rank) for number, group in enumerate(groups) if len(group) > 1 for rank in group]
+        if members:
+            own = compute[[row_of[rank] for _, rank in members]]
+            against = np.concatenate([others_median(compute[each]) for each in rows if len(each) > 1])
+            for run in slow_rows(own, buckets, against=against):
+                number, rank = members[run.row]
+                found.append(_straggler(ranks, (rank,), pp, run, buckets, len(groups[number]) - 1))
+    return sorted(found, key=lambda s: (s.until is not None, -s.factor))
+
+
+def _straggler(
+    ranks: Sequence[RankSeries],
+    members: Iterable[int],
+    pp: int,
+    run: Run,
+    buckets: Buckets,
+    peers: int,
+    what: str = "compute",
+) -> Straggler:
+    members = tuple(sorted(members))
+    hosts = {r.coords.rank: r.host for r in ranks}
+    return Straggler(
+        what=what,
+        ranks=members,
+        hosts=tuple(sorted({host for rank in members if (host := hosts[rank]) is not None})),
+        stage=pp,
+        from_step=int(buckets.first[run.first]),
+        until=None if run.to_end else int(buckets.last[run.last]),
+        since_start=run.since_start,
+        factor=run.factor,
+        own_ms=run.own_ms,
+        peers_ms=run.peers_ms,
+        peers=peers,
+        capture=spans(members) if len(members) > 1 else None,
+    )
+
+
+def slow_groups(
+    ranks: Sequence[RankSeries], groups: list[Group], rows: Floats | None, buckets: Buckets, floor: float
+) -> list[Straggler]:
+    """Groups whose gradient synchronisation is slower than that of the others of their stage."""
+    found: list[Straggler] = []
+    if rows is None:
+        return found
+    for pp in sorted({pp for pp, _ in groups}):
+        which = [n for n, group in enumerate(groups) if group[0] == pp]
+        for run in slow_rows(rows[which], buckets, floor_ms=floor):
+            group = groups[which[run.row]]
+            members = [r.coords.rank for r in ranks if (r.coords.pp, r.coords.tp) == group]
+            found.append(_straggler(ranks, members, pp, run, buckets, len(which) - 1, "synchronisation"))
+    return found
+
+
+def late_ranks(
+    ranks: Sequence[RankSeries], first: int, count: int, step_ms: Floats, buckets: Buckets, slow: Sequence[Straggler]
+) -> list[Straggler]:
+    """Ranks that the others wait for in the gradient synchronisation, whose pipeline holds none that computes longer:
+    their exchanges, their data or what runs between the steps takes longer. Those of one time are one entry."""
+    finalize = matrix_of(ranks, "finalize", first, count)
+    typical = float(np.nanmedian(step_ms))
+    groups: dict[Group, list[int]] = {}
+    for row, rank in enumerate(ranks):
+        groups.setdefault((rank.coords.pp, rank.coords.tp), []).append(row)
+    pipeline = {r.coords.rank: (r.coords.dp, r.coords.cp) for r in ranks}
+    explained = [({pipeline[rank] for rank in s.ranks}, s) for s in slow]
+    found: list[tuple[Run, list[int]]] = []
+    for rows in groups.values():
+        own = finalize[rows]
+        waited = others_median(own) - own
+        # Against one step time: a step is as much longer as the others wait.
+        late = np.maximum(typical + waited, typical / 2)
+        for run in slow_rows(late, buckets, against=np.full_like(late, typical)):
+            row = rows[run.row]
+            begin, end = buckets.first[run.first], buckets.last[run.last]
+            where = pipeline[ranks[row].coords.rank]
+            if any(where in held and s.from_step <= end and begin <= (s.until or end) for held, s in explained):
+                continue
+            stretch = slice(run.first, run.last + 1)
+            alone, others = (float(np.nanmedian(part[run.row, stretch])) for part in (own, waited + own))
+            run = replace(run, row=row, own_ms=alone, peers_ms=others)
+            same = next((each for each in found if each[0].first <= run.last and run.first <= each[0].last), None)
+            if same is None:
+                found.append((run, [row]))
+            else:
+                same[1].append(row)
+    return [
+        _straggler(
+            ranks,
+            [ranks[row].coords.rank for row in rows],
+            ranks[rows[0]].coords.pp,
+            run,
+            buckets,
+            len(groups[ranks[run.row].coords.pp, ranks[run.row].coords.tp]) - len(pipelines),
+            "arrival",
+        )
+        for run, rows in found
+        for pipelines in [{pipeline[ranks[row].coords.rank] for row in rows}]
+    ]

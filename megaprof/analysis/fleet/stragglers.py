@@ -1,0 +1,270 @@
+"""Ranks and stages that are slower than those beside them for more than a few steps, and from when on.
+
+A rank is compared with the ranks of its stage, which do the same work at the same time: what makes a step long for all
+of them (a longer sequence, an evaluation, the first steps of a run) cancels out. It is called slow when it exceeds
+their median by more than `trends.EXCESS`, by more than `trends.SIGMAS` standard errors, by more than `SPREAD` times
+what ranks of this stage usually differ by, and for `trends.LASTING_STEPS` steps and `trends.LASTING_SECONDS`. Ranks
+that wait for each other inside a microbatch slow down together and are named together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from megaprof.analysis.fleet.trends import (
+    EXCESS,
+    LASTING_BUCKETS,
+    LASTING_SECONDS,
+    LASTING_STEPS,
+    MAD,
+    SIGMAS,
+    Floats,
+    Integers,
+    Level,
+    Shift,
+    lasting,
+    levels,
+    logarithms,
+    low_median,
+    moving_median,
+    others_median,
+    shifts,
+)
+from megaprof.analysis.trace.traces import Coords, Sizes
+from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
+
+#: Standard deviations between the ranks of a stage, where there are enough of them to know it.
+SPREAD = 6.0
+_ENOUGH = 5
+#: Rows that are looked at closely, the worst first.
+_MOST = 256
+#: A rank that is a little slow and then far slower is two findings, so that the second has its own beginning: when the
+#: first excess is less than this part of the highest.
+_ALIKE = 0.5
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Of every bucket of a series: its ``first`` and ``last`` step, how many ``steps`` there are, their ``seconds``."""
+
+    first: Integers
+    last: Integers
+    steps: Integers
+    seconds: Floats
+
+    @property
+    def lasting(self) -> int:
+        """Buckets that hold `trends.LASTING_STEPS`."""
+        per_bucket = max(1.0, float(np.median(self.steps)))
+        return int(np.clip(-(-LASTING_STEPS // per_bucket), LASTING_BUCKETS, LASTING_STEPS))
+
+    def took(self, first: int, last: int) -> float:
+        """Seconds from bucket ``first`` to ``last``."""
+        return float(np.nansum(self.seconds[first : last + 1]))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Row ``row`` was ``factor`` times its peers' level in the buckets ``first`` to ``last``, in milliseconds."""
+
+    row: int
+    first: int
+    last: int
+    factor: float
+    own_ms: float
+    peers_ms: float
+    since_start: bool
+    to_end: bool
+
+
+def layout_of(places: Iterable[Coords], sizes: Sizes) -> WorldLayout | None:
+    """The rank order that explains where these ranks stand; None where no order does."""
+    places = list(places)
+    try:
+        parallel = ParallelSizes(
+            sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.dp, sizes.vpp or 1, sizes.etp or sizes.tp
+        )
+    except ValueError:
+        return None
+    for order in (DEFAULT_ORDER, *map("-".join, permutations(DEFAULT_ORDER.split("-")))):
+        try:
+            layout = WorldLayout(parallel, order)
+        except ValueError:
+            continue
+        if all(_stands(layout, place) for place in places):
+            return layout
+    return None
+
+
+def coupled(layout: WorldLayout, rank: int) -> frozenset[int]:
+    """The ranks that wait for ``rank`` inside a microbatch, itself included: its tensor- and context-parallel peers,
+    its expert-parallel group, and theirs in turn."""
+    sizes, stride = layout.sizes, layout.strides
+    axes = [(stride[axis], getattr(sizes, axis)) for axis in ("tp", "cp", "ep") if getattr(sizes, axis) > 1]
+    found, new = {rank}, [rank]
+    while new:
+        own = new.pop()
+        for step, size in axes:
+            start = own - own // step % size * step
+            peers = set(range(start, start + size * step, step)) - found
+            found |= peers
+            new += peers
+    return frozenset(found)
+
+
+def groups_of(places: Mapping[int, Coords], layout: WorldLayout | None) -> list[tuple[int, ...]]:
+    """The given ranks in groups that slow down together. Without a layout those of one pipeline position are."""
+    if layout is None:
+        by_place: dict[tuple[int, int], list[int]] = {}
+        for rank, place in places.items():
+            by_place.setdefault((place.pp, place.dp), []).append(rank)
+        return [tuple(sorted(ranks)) for ranks in by_place.values()]
+    left, groups = set(places), []
+    for rank in sorted(places):
+        if rank in left:
+            members = coupled(layout, rank) & left
+            left -= members
+            groups.append(tuple(sorted(members)))
+    return groups
+
+
+def slow_rows(
+    values: Floats, buckets: Buckets, *, floor_ms: float | Floats = 0.0, against: Floats | None = None
+) -> list[Run]:
+    """Rows of ``values`` [row, bucket] in milliseconds that are lastingly above the median of the others.
+
+    ``floor_ms``: added to all before they are compared, for times that matter only beside something longer;
+    ``against``: what each row is compared with instead.
+    """
+    if len(values) < 2 and against is None:
+        return []
+    peers = others_median(values) if against is None else against
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(peers + floor_ms > 0, (values + floor_ms) / (peers + floor_ms), np.nan)
+    usual, noise = _usual(relative), noise_of(relative)
+    limit = 1 + max(EXCESS, SPREAD * usual if len(values) >= _ENOUGH else 0.0)
+    found: list[Run] = []
+    for row in _suspects(relative, buckets, 1 + 0.9 * (limit - 1)):
+        known = np.flatnonzero(np.isfinite(relative[row]))
+        slow = [
+            level
+            for level in levels(relative[row], buckets.steps, noise)
+            if level.value > limit and np.log(level.value) > SIGMAS * level.error and level.steps >= LASTING_STEPS
+        ]
+        for first, last in _adjacent(slow, known):
+            first = known[
+                np.searchsorted(known, first) + _onset(relative[row, known[(known >= first) & (known <= last)]])
+            ]
+            if buckets.took(first, last) < LASTING_SECONDS:
+                continue
+            own_ms, peers_ms = _median(values[row, first : last + 1]), _median(peers[row, first : last + 1])
+            factor = own_ms / max(peers_ms, 1e-3)
+            ends = bool(first == known[0]), bool(last == known[-1])
+            found.append(Run(row, first, last, factor, own_ms, peers_ms, *ends))
+    return found
+
+
+def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> list[tuple[Shift, ...]]:
+    """When each row of ``values`` [row, bucket] changed its level, beside what changed all rows alike. With one row,
+    when that changed. ``floor_ms`` as for `slow_rows`."""
+    raised = values + floor_ms
+    baseline = np.array([_quickest(row) for row in raised])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = raised / baseline[:, None]
+        relative = own / low_median(own) if len(values) > 1 else own
+    noise = noise_of(relative)
+    out = []
+    for row in range(len(values)):
+        changes: list[Shift] = []
+        since = 0
+        found = lasting(levels(relative[row], buckets.steps, noise), buckets.seconds)
+        for shift in shifts(found, buckets.first, buckets.last):
+            at = int(np.searchsorted(buckets.first, shift.step))
+            end = len(buckets.last) if shift.until is None else int(np.searchsorted(buckets.last, shift.until)) + 1
+            before, after = _median(values[row, since:at]), _median(values[row, at:end])
+            since = at
+            if (after > before) == (shift.change > 0):
+                changes.append(Shift(shift.step, shift.until, before, after))
+        out.append(tuple(changes))
+    return out
+
+
+def _quickest(row: Floats) -> float:
+    """The level that a row had when it was quickest, for some buckets."""
+    known = row[np.isfinite(row)]
+    if len(known) < 2 * LASTING_BUCKETS:
+        return _median(known)
+    width = min(LASTING_STEPS, len(known) // 2) | 1
+    return float(moving_median(known, width).min())
+
+
+def _stands(layout: WorldLayout, place: Coords) -> bool:
+    if place.rank >= layout.sizes.world:
+        return False
+    own = layout.coords(place.rank)
+    return (own.pp, own.tp, own.cp, own.ep, own.dp) == (place.pp, place.tp, place.cp, place.ep, place.dp)
+
+
+def _median(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if known.size else float("nan")
+
+
+def _usual(relative: Floats) -> float:
+    """Standard deviation between rows, of their medians over time."""
+    rows = relative[np.isfinite(relative).any(axis=1)]
+    if not len(rows):
+        return 0.0
+    middles = np.nanmedian(rows, axis=1)
+    return MAD * float(np.median(np.abs(middles - np.median(middles))))
+
+
+def noise_of(relative: Floats) -> float:
+    """Standard deviation of the logarithm of one bucket of a row: by differences of neighbours, which a change of level
+    does not move."""
+    jumps = np.abs(np.diff(logarithms(relative), axis=1))
+    return MAD / float(np.sqrt(2)) * float(np.nanmedian(jumps)) if np.isfinite(jumps).any() else 0.0
+
+
+def _onset(relative: Floats) -> int:
+    """How many of a slow stretch's first values are those of a row like others, by the least absolute deviation from
+    either: a stretch that stands out on the whole need not be slow from its beginning on."""
+    x = logarithms(relative)
+    as_slow = np.abs(x - np.median(x))
+    cost = np.concatenate(([0.0], np.cumsum(np.abs(x) - as_slow)))
+    place = int(np.argmin(cost))
+    return place if LASTING_BUCKETS <= place < len(x) else 0
+
+
+def _suspects(relative: Floats, buckets: Buckets, limit: float) -> list[int]:
+    """Rows that are above ``limit`` in the median of some stretch, the worst first."""
+    filled = np.where(np.isfinite(relative), relative, 0.0)
+    width = min(buckets.lasting, filled.shape[1])
+    if width == 0:
+        return []
+    worst = np.array([np.median(sliding_window_view(row, width), axis=1).max() for row in filled])
+    which = np.flatnonzero(worst > limit)
+    ordered: list[int] = which[np.argsort(-worst[which], kind="stable")][:_MOST].tolist()
+    return ordered
+
+
+def _adjacent(found: Sequence[Level], known: Integers) -> list[tuple[int, int]]:
+    """Levels above 1 that follow each other as one stretch; what leads up to a far higher one is its own."""
+    place = {int(bucket): number for number, bucket in enumerate(known)}
+    runs: list[list[Level]] = []
+    for level in found:
+        if runs and place[level.first] == place[runs[-1][-1].last] + 1:
+            runs[-1].append(level)
+        else:
+            runs.append([level])
+    joined = []
+    for run in runs:
+        highest = max(level.value for level in run) - 1
+        begin = next(number for number, level in enumerate(run) if level.value - 1 >= _ALIKE * highest)
+        joined += [(part[0].first, part[-1].last) for part in (run[:begin], run[begin:]) if part]
+    return joined

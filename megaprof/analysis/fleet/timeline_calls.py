@@ -1,0 +1,228 @@
+"""The last steps of a timeline as a trace has them, so that the stage report is made of either.
+
+One rank per stage is enough for it: all the others are in the fleet's part.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.clocks.clocks import align
+from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, uncertainty
+from megaprof.analysis.clocks.timelines import Ends, ends_of, links_between
+from megaprof.analysis.fleet.reading import Key, described
+from megaprof.analysis.trace.calls import Call, calls_of
+from megaprof.analysis.trace.traces import Coords, Metadata, Range, RangeInfo, Trace
+from megaprof.formats import codes
+from megaprof.formats import timeline as format
+from megaprof.formats.ranges import RangeName
+
+#: Steps of which details are shown, ...
+LAST_STEPS = 20
+#: ... fewer where all their events would be more than this.
+MOST_EVENTS = 400_000
+_FEWEST_STEPS = 3
+_LEFT_OUT = format.FAILED | format.CAPTURED
+
+
+@dataclass(frozen=True)
+class Detail:
+    """``calls`` of the last steps on every chosen rank, and ``traces`` of the very last, to be drawn."""
+
+    calls: tuple[Call, ...]
+    traces: tuple[Trace, ...]
+
+
+def detail_of(
+    key: Key, places: Sequence[Coords], files: Mapping[int, tuple[Path, ...]], suspects: AbstractSet[int] = frozenset()
+) -> Detail:
+    """``places``: all ranks of ``key`` whose timelines are there, in ``files`` by rank; ``suspects``: slow ranks."""
+    ranks = column(places, suspects)
+    steps = _common([_calls(key, files[rank]) for rank in ranks])
+    if not steps:
+        return Detail((), ())
+    traces = {rank: found for rank in ranks if (found := _traces(key, files[rank], set(steps)))}
+    told, traces = _on_one_clock(traces)
+    calls = [call for by_step in traces.values() for trace in by_step.values() for call in calls_of(trace)]
+    told_of = tuple(replace(call, reasons=(*call.reasons, *told)) for call in calls)
+    return Detail(told_of, tuple(by_step[steps[-1]] for by_step in traces.values() if steps[-1] in by_step))
+
+
+def column(places: Iterable[Coords], suspects: AbstractSet[int] = frozenset()) -> list[int]:
+    """One rank per stage: of the pipelines that most stages are known of and that hold the fewest suspects, the one
+    with the lowest coordinates. What is said of the layout is not to be a slow machine's."""
+    pipelines: dict[tuple[int, int, int], dict[int, int]] = {}
+    for place in places:
+        pipelines.setdefault((place.dp, place.cp, place.tp), {})[place.pp] = place.rank
+    best = min(pipelines, key=lambda at: (-len(pipelines[at]), len(suspects & set(pipelines[at].values())), at))
+    return [rank for _, rank in sorted(pipelines[best].items())]
+
+
+def _calls(key: Key, files: Iterable[Path]) -> dict[int, tuple[int, int]]:
+    """Step: flags of its calls together, and how many events they have; of the last files that hold enough of them."""
+    found: dict[int, tuple[int, int]] = {}
+    for path in sorted(files, key=_first_step, reverse=True):
+        try:
+            timeline = format.read_timeline(path, events=False)
+        except format.UnreadableTimeline:
+            continue
+        own = timeline.steps[_of_key(timeline, key)]
+        for step, flags, shape in zip(own["step"].tolist(), own["flags"].tolist(), own["shape"].tolist(), strict=True):
+            before = found.get(step, (0, 0))
+            found[step] = before[0] | flags, before[1] + timeline.shapes[shape].size
+        if sum(not flags & _LEFT_OUT for flags, _ in found.values()) >= 4 * LAST_STEPS:
+            break
+    return found
+
+
+def _first_step(path: Path) -> tuple[int, str]:
+    number = path.name.partition(".step")[2].partition(".")[0]
+    return int(number) if number.isascii() and number.isdigit() else 0, path.name
+
+
+def _of_key(timeline: format.Timeline, key: Key) -> npt.NDArray[np.bool_]:
+    own = []
+    for number, raw in enumerate(timeline.metadata):
+        try:
+            metadata = described(raw)
+        except ValueError:
+            continue
+        if Key(metadata.target, metadata.role, metadata.sizes) == key:
+            own.append(number)
+    return np.isin(timeline.steps["metadata"], own)
+
+
+def _common(calls: Sequence[dict[int, tuple[int, int]]]) -> list[int]:
+    """The last steps that all ranks have whole, or, where there are none, without the times of their events."""
+    everywhere = set(calls[0]).intersection(*calls[1:])
+    for bad in (_LEFT_OUT | format.INCOMPLETE, _LEFT_OUT):
+        steps = sorted(step for step in everywhere if not any(each[step][0] & bad for each in calls))
+        if steps:
+            events = max(1, sum(each[steps[-1]][1] for each in calls))
+            return steps[-max(_FEWEST_STEPS, min(LAST_STEPS, MOST_EVENTS // events)) :]
+    return []
+
+
+def _traces(key: Key, files: Iterable[Path], steps: set[int]) -> dict[int, Trace]:
+    """One rank's trace of every step."""
+    newest: dict[tuple[int, int], tuple[int, Trace]] = {}
+    for path in sorted(files, key=_first_step):
+        try:
+            timeline = format.read_timeline(path)
+        except format.UnreadableTimeline:
+            continue
+        wanted = _of_key(timeline, key) & np.isin(timeline.steps["step"], sorted(steps))
+        for position in np.flatnonzero(wanted).tolist():
+            step = timeline.steps[position]
+            at, start = (int(step["step"]), int(step["index"])), int(step["start_ns"])
+            if at not in newest or newest[at][0] <= start:  # a step that ran again counts as it ran last
+                metadata = described(timeline.metadata[step["metadata"]])
+                newest[at] = start, _trace(path, metadata, step, timeline.events(position))
+    found: dict[int, Trace] = {}
+    for (number, _), (_, trace) in sorted(newest.items()):
+        before = found.get(number)
+        found[number] = trace if before is None else replace(before, ranges=before.ranges + trace.ranges)
+    return found
+
+
+def _trace(path: Path, metadata: Metadata, step: Any, events: format.Events | None) -> Trace:
+    number = int(step["step"])
+    if events is None:
+        metadata = replace(
+            metadata, ranges=RangeInfo(False, "the step was recorded without the times of its microbatches")
+        )
+    return Trace(
+        path=path,
+        metadata=replace(metadata, steps=(number, number)),
+        ranges=tuple(sorted(_ranges(metadata, step, events), key=lambda r: (r.start, -r.end))),
+        timeline="device" if step["flags"] & format.DEVICE_CLOCK else "host",
+    )
+
+
+def _ranges(metadata: Metadata, step: Any, events: format.Events | None) -> list[Range]:
+    begin, end, place = int(step["start_ns"]), 1000 * int(step["duration"]), metadata.coords
+    inside: list[Range] = []
+    if events is not None:
+        for code, first, last in zip(events.code.tolist(), events.start.tolist(), events.end.tolist(), strict=True):
+            if (name := codes.name(code)) is not None:
+                inside.append(Range(name, begin + 1000 * first, begin + 1000 * last))
+                end = max(end, 1000 * last)
+    fields: dict[str, int | None] = {"step": int(step["step"])}
+    fields |= {axis: getattr(place, axis) for axis in ("pp", "tp", "cp", "ep", "dp")}
+    return [Range(RangeName(metadata.target, fields), begin, begin + end), *inside]
+
+
+_Traces = dict[int, dict[int, Trace]]  # by rank and step
+
+
+def _on_one_clock(traces: _Traces) -> tuple[tuple[str, ...], _Traces]:
+    """All on the clock of the first host, where their exchanges tell it well enough, and what must be told of that."""
+    if len(traces) < 2:
+        return (), traces
+    first = {rank: next(iter(by_step.values())) for rank, by_step in traces.items()}
+    if any(trace.timeline == "device" for trace in first.values()):
+        return _by_step(traces)
+    hosts = {rank: trace.metadata.host for rank, trace in first.items()}
+    if len(set(hosts.values())) == 1 and None not in hosts.values():
+        return (), traces
+    shifts, worst, warnings = _aligned(hosts, traces)
+    if worst is None:
+        return (), traces
+    told = f"the clocks of the stages' hosts were aligned by their exchanges, to {worst / 1e6:.2g} ms"
+    host = hosts[min(hosts)] or f"rank {min(hosts)}"
+    moved = {
+        rank: {step: _moved(trace, shifts[rank], host) for step, trace in by_step.items()}
+        for rank, by_step in traces.items()
+    }
+    return (told, *warnings), moved
+
+
+def _by_step(traces: _Traces) -> tuple[tuple[str, ...], _Traces]:
+    """A step begins on the GPU when it has finished what was before, which is not when the host began it: so each step
+    is aligned on its own, by which phase must have waited for which."""
+    moved: _Traces = {rank: dict(by_step) for rank, by_step in traces.items()}
+    worst = 0
+    for step in set[int]().union(*traces.values()):
+        own = {rank: {step: by_step[step]} for rank, by_step in traces.items() if step in by_step}
+        shifts, uncertain, _ = _aligned(dict.fromkeys(own), own)
+        if uncertain is None:
+            why = "on the GPU's clock and laid beside each other by the hosts' clocks at the start of the step"
+            return (f"the stages' times are {why}",), traces
+        worst = max(worst, uncertain)
+        host = own[min(own)][step].metadata.host or f"rank {min(own)}"
+        for rank, by_step in own.items():
+            moved[rank][step] = _moved(by_step[step], shifts[rank], host)
+    return (
+        f"the stages' steps were aligned on the GPU's clock by which phase waits for which, to {worst / 1e6:.2g} ms",
+    ), moved
+
+
+def _aligned(hosts: Mapping[int, str | None], traces: _Traces) -> tuple[dict[int, int], int | None, tuple[str, ...]]:
+    """Nanoseconds to add by rank, and how uncertain: None where that is too much of a step."""
+    ends = {rank: _ends(list(by_step.values())) for rank, by_step in traces.items()}
+    alignment = align(hosts, [link for link, _ in links_between(ends)])
+    worst = uncertainty(alignment)
+    every = [trace for by_step in traces.values() for trace in by_step.values()]
+    lengths = [r.end - r.start for t in every for r in t.ranges if r.name.fields.get("step") is not None]
+    if worst is not None and worst > MOST_UNCERTAIN * statistics.median(lengths):
+        worst = None
+    return {rank: alignment.offset(rank) for rank in traces}, worst, alignment.warnings
+
+
+def _ends(traces: Sequence[Trace]) -> Ends:
+    parts = [ends_of(trace) for trace in traces]
+    sends, receives = ({m: e for part in parts for m, e in getattr(part, way).items()} for way in ("sends", "receives"))
+    return replace(parts[0], sends=sends, receives=receives)
+
+
+def _moved(trace: Trace, by: int, host: str) -> Trace:
+    moved = tuple(Range(r.name, r.start + by, r.end + by) for r in trace.ranges)
+    return replace(trace, ranges=moved, metadata=replace(trace.metadata, host=host))

@@ -1,0 +1,1 @@
+"""The report as data, and for people: terminal, HTML, diff."""

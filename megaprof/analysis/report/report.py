@@ -1,0 +1,262 @@
+"""The stage report as plain data: `analyze` a directory of traces, `Report.to_json` for tools.
+
+Times are milliseconds, per step and averaged over the captured steps, with their spread beside them. A number that the
+traces do not allow is null, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaprof.analysis.fleet.fleet import Fleet, survey
+from megaprof.analysis.fleet.reading import FleetReading, find_timelines, read_fleet
+from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
+from megaprof.analysis.fleet.timeline_calls import detail_of
+from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, SIGMAS
+from megaprof.analysis.report.fleet_words import evidence
+from megaprof.analysis.stages.advice import Cause, Verdict, judge
+from megaprof.analysis.stages.causes import OF_STEP
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.stages import Stage, TargetStages, measure
+from megaprof.analysis.trace.calls import GROUPS, Call
+from megaprof.analysis.trace.reading import Progress, read_all
+from megaprof.analysis.trace.traces import Trace, find_traces
+from megaprof.analysis.what_if.what_if import WhatIf, what_if
+from megaprof.formats.timeline import SUFFIX
+from megaprof.version import __version__
+
+#: A directory without files of ours is searched for renamed ones, up to this many.
+_MOST_OTHERS = 64
+
+
+class NothingToReport(Exception):
+    """There is no trace or timeline of ours to report on; the message says what was found instead."""
+
+
+@dataclass(frozen=True)
+class TargetReport:
+    """One target and role: its stages as measured (with warnings), which is slow and why, and what to change.
+
+    ``fleet``: the whole run on all ranks, where there are timelines.
+    """
+
+    measured: TargetStages
+    verdict: Verdict
+    what_if: WhatIf
+    fleet: Fleet | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        measured, verdict = self.measured, self.verdict
+        return {
+            "target": measured.target,
+            "role": measured.role,
+            "steps": list(measured.steps),
+            "sizes": asdict(measured.sizes),
+            "schedule": measured.schedule,
+            "forward_only": measured.forward_only,
+            "microbatches": measured.microbatches,
+            "step_time_ms": _mean(measured.step_time_ms),
+            "step_time_basis": measured.step_time_basis,
+            "spread": {"step_time_ms": _spread(measured.step_time_ms)},
+            "stages": [_stage(stage) for stage in measured.stages],
+            "imbalance": verdict.imbalance,
+            "slowest_stage": verdict.slowest_stage,
+            "causes": [asdict(cause) for cause in verdict.causes],
+            "notes": list(verdict.notes),
+            "what_if": self.what_if.to_json(),
+            "warnings": list(measured.warnings),
+            "fleet": self.fleet.to_json() if self.fleet else None,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything found in ``source``. ``traces``, ``timelines``: the files that were read; ``warnings``: about single
+    files; ``drawn``: of targets without a trace, the last step of their timelines."""
+
+    source: Path
+    traces: tuple[Path, ...]
+    targets: tuple[TargetReport, ...]
+    warnings: tuple[str, ...]
+    timelines: tuple[Path, ...] = ()
+    drawn: tuple[Trace, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``: strings, finite numbers, lists, dicts and None."""
+        return {
+            "version": __version__,
+            "targets": [target.to_json() for target in self.targets],
+            "warnings": list(self.warnings),
+        }
+
+
+def analyze(
+    source: str | os.PathLike[str], *, workers: int = 1, progress: Progress | None = None, run: int | None = None
+) -> Report:
+    """Report on every trace and timeline under a directory (or on one file).
+
+    Stages come from traces, and for targets without any from the last steps of their timelines; timelines also tell of
+    the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`);
+    ``progress(done, files)`` is called as they are done; ``run``: which run's timelines, where those of several lie
+    there, from 1, the newest by default. A file that cannot be used becomes a warning of the report.
+    Raises NothingToReport when no file can be, and NoSuchRun.
+    """
+    path = Path(source)
+    traces, timelines = _files(path)
+    calls: list[Call] = []
+    read: list[Path] = []
+    warnings: list[str] = []
+    every = len(traces) + len(timelines)
+    for reading in read_all(traces, workers, progress and (lambda done, _: progress(done, every))):
+        warnings += reading.warnings
+        if reading.calls:
+            read.append(reading.path)
+            calls += reading.calls
+    fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), run)
+    warnings += fleet.warnings_of_files()
+    fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
+    drawn = _details(fleet, fleets, calls)
+    if not calls:
+        raise NothingToReport(f"{path} holds no trace or timeline of megaprof's. " + " ".join(_sentences(warnings)))
+    targets = tuple(_target(measured, calls, fleets) for measured in measure(calls))
+    return Report(path, tuple(read), targets, tuple(warnings), tuple(fleet.read), drawn)
+
+
+def _files(path: Path) -> tuple[list[Path], list[Path]]:
+    """Traces and timelines. Raises NothingToReport."""
+    if path.is_file():
+        return ([], [path]) if path.name.endswith(SUFFIX) else ([path], [])
+    if not path.is_dir():
+        raise NothingToReport(f"{path} does not exist")
+    traces, timelines = find_traces(path), find_timelines(path)
+    if not traces and not timelines:
+        traces = _others(path)
+    if not traces and not timelines:
+        kinds = f"*.pt.trace.json.gz or *.pt.trace.json, and no timeline (*{SUFFIX})"
+        raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}")
+    return traces, timelines
+
+
+def _details(fleet: FleetReading, fleets: Sequence[Fleet], calls: list[Call]) -> tuple[Trace, ...]:
+    """The calls of targets that no trace shows are added; what is to be drawn of them is returned."""
+    traced = {(call.label, call.metadata.role) for call in calls}
+    drawn: list[Trace] = []
+    for each in fleets:
+        if (each.key.target, each.key.role) in traced:
+            continue
+        slow = [s for s in each.stragglers if s.what != "synchronisation" and s.until is None]
+        suspects = {rank for s in slow for rank in s.ranks}
+        places = [rank.coords for rank in fleet.series[each.key].ranks]
+        detail = detail_of(each.key, places, fleet.files[each.key], suspects)
+        calls += detail.calls
+        drawn += detail.traces
+    return tuple(drawn)
+
+
+def _target(measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet]) -> TargetReport:
+    key = measured.target, measured.role, measured.sizes
+    fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
+    verdict = judge(measured)
+    if fleet is not None:
+        kept = tuple(c for c in verdict.causes if not _was_waiting(c, measured, fleet))
+        verdict = replace(verdict, causes=(*_slow_ranks(fleet, kept), *kept))
+    return TargetReport(measured, verdict, what_if(measured, calls), fleet)
+
+
+def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
+    """Stragglers of the whole run that the last steps of one rank per stage do not show."""
+    named = {cause.rank for cause in known if cause.kind == "slow_rank"}
+    for each in fleet.stragglers:
+        if each.what == "compute" and each.until is None and not named & set(each.ranks):
+            yield Cause(
+                kind="slow_rank",
+                stage=each.stage,
+                rank=each.ranks[0] if len(each.ranks) == 1 else None,
+                evidence=evidence(fleet, each),
+                threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
+                f"{LASTING_STEPS} steps",
+                excess_ms=each.own_ms - each.peers_ms,
+                basis="per step over its peers",
+            )
+
+
+def _was_waiting(cause: Cause, measured: TargetStages, fleet: Fleet) -> bool:
+    """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: the
+    fleet knows what it takes the last of them."""
+    steps = {step - step % fleet.width for step in measured.steps}
+    alone = [ms for first, ms in zip(fleet.buckets, fleet.synchronisation_ms, strict=True) if ms and first in steps]
+    return (
+        cause.kind == "communication"
+        and cause.group == "dp"
+        and measured.step_time_ms is not None
+        and bool(alone)
+        and max(alone) <= OF_STEP * measured.step_time_ms.mean
+    )
+
+
+def _others(directory: Path) -> list[Path]:
+    """Files that may be traces under another name: names are only a hint."""
+    listed = (p for p in sorted(directory.iterdir()) if p.name.endswith((".json", ".json.gz")) and p.is_file())
+    return [p for p in listed if not p.name.startswith(".")][:_MOST_OTHERS]
+
+
+def _contents(directory: Path) -> str:
+    names = sorted(os.listdir(directory))
+    if not names:
+        return "it is empty"
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"it holds {', '.join(names[:5])}{more}"
+
+
+def _sentences(warnings: list[str]) -> Iterator[str]:
+    for warning in warnings[:5]:
+        yield warning.rstrip(".") + "."
+    if len(warnings) > 5:
+        yield f"And {len(warnings) - 5} more like it."
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    per_step = {
+        "forward_ms": stage.forward_ms,
+        "backward_ms": stage.backward_ms,
+        "compute_ms": stage.compute_ms,
+        "bubble_ms": stage.bubble_ms,
+        "host_bound_ms": stage.host_bound_ms,
+        "dp_tail_ms": stage.dp_tail_ms,
+        "pp_waiting_ms": stage.pp_waiting_ms,
+    }
+    return {
+        "pp": stage.pp,
+        "ranks": list(stage.ranks),
+        "chunks": [asdict(chunk.holds) if chunk.holds else None for chunk in stage.chunks],
+        **{name: _mean(spread) for name, spread in per_step.items()},
+        "bubble_fraction": stage.bubble_fraction,
+        "bubble_split": {part: _mean(spread) for part, spread in stage.bubble_split.items()},
+        "exposed_ms": {group: _mean(stage.exposed_ms[group]) for group in GROUPS},
+        "host_ms": {kind: _mean(spread) for kind, spread in stage.host_ms.items()},
+        "modules_ms": {name: _spread(spread) for name, spread in stage.modules_ms.items()},
+        "per_microbatch": {
+            "forward_ms": _spread(stage.forward_per_microbatch_ms),
+            "backward_ms": _spread(stage.backward_per_microbatch_ms),
+            "by_chunk": [
+                {"chunk": c.chunk, "forward_ms": _spread(c.forward_ms), "backward_ms": _spread(c.backward_ms)}
+                for c in stage.chunks
+            ],
+        },
+        "spread": {
+            **{name: _spread(spread) for name, spread in per_step.items()},
+            "exposed_ms": {group: _spread(stage.exposed_ms[group]) for group in GROUPS},
+        },
+    }
+
+
+def _mean(spread: Spread | None) -> float | None:
+    return spread.mean if spread else None
+
+
+def _spread(spread: Spread | None) -> dict[str, float] | None:
+    return asdict(spread) if spread else None

@@ -1,0 +1,1 @@
+"""Metrics of every stage, the verdict and its causes."""

@@ -1,0 +1,189 @@
+"""Do these calls belong together? What is missing, doubled or of another run, said once and in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, offsets, uncertainty
+from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.traces import Metadata, Sizes
+
+
+@dataclass
+class Findings:
+    """Collects what a reader must know: warnings, facts about single stages, and why no stage may be called slow."""
+
+    stages: int
+    unjudgeable: str | None = None
+    _notes: dict[str, set[int]] = field(default_factory=dict)
+
+    def warn(self, message: str) -> None:
+        """A warning about the whole target; the same one is kept once."""
+        self._notes.setdefault(message, set())
+
+    def note(self, message: str, stage: int) -> None:
+        """A warning about one stage; the same one about several stages becomes one line."""
+        self._notes.setdefault(message, set()).add(stage)
+
+    def block(self, reason: str) -> None:
+        """No verdict about imbalance; the first reason is the one that is told."""
+        self.unjudgeable = self.unjudgeable or reason
+
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(
+            f"{name_stages(stages)}: {message}" if stages and len(stages) < self.stages else message
+            for message, stages in self._notes.items()
+        )
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Whether the calls of one step can be laid on one time axis, and what must be known about it.
+
+    ``offset``: nanoseconds to add to a rank's times, where clocks had to be aligned.
+    """
+
+    one_clock: bool
+    problems: tuple[str, ...] = ()
+    different_runs: bool = False
+    offset: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> str | None:
+        """What stands against one time axis."""
+        return self.problems[0] if self.problems and not self.one_clock else None
+
+
+def examine(calls: list[Call], sizes: Sizes, findings: Findings) -> list[Call]:
+    """The calls that may be averaged together: no duplicates, and only steps that every captured stage has.
+
+    Adds what it leaves out to ``findings``, and blocks a verdict that the rest does not allow.
+    """
+    calls = _without_duplicates(calls, findings)
+    missing = set(range(sizes.pp)) - {call.metadata.coords.pp for call in calls}
+    if missing:
+        findings.warn(
+            f"{name_stages(missing)} of {sizes.pp} not captured: times between stages cover only those that were"
+        )
+        findings.block(f"{name_stages(missing)} of {sizes.pp} not captured")
+    _check_same_job(calls, findings)
+    return _common_steps(calls, findings)
+
+
+def comparable(step: list[Call]) -> Clocks:
+    """Whether all calls of one step ran on one host's clock, and touch each other in time as one step's do."""
+    if len(step) == 1:
+        return Clocks(one_clock=True)
+    hosts = sorted({call.metadata.host or "an unnamed host" for call in step})
+    offset: dict[int, int] = {}
+    aligned: tuple[str, ...] = ()
+    if len(hosts) > 1 or None in {call.metadata.host for call in step}:
+        found = _aligned(step)
+        if found is None:
+            where = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
+            shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+            problem = (
+                f"the stages ran on {where} ({shown}), whose clocks are not aligned: "
+                "the step time is the longest stage's own range"
+            )
+            return Clocks(one_clock=False, problems=(problem,))
+        offset, aligned = found
+    reach = None
+    for begin, end in sorted(_shifted(call, offset) for call in step):
+        if reach is not None and begin >= reach:
+            problem = (
+                f"the stages of step {step[0].step} do not overlap in time, so their traces are of different "
+                "runs: the step time is the longest stage's own range"
+            )
+            return Clocks(one_clock=False, problems=(problem,), different_runs=True)
+        reach = end if reach is None else max(reach, end)
+    return Clocks(one_clock=True, problems=aligned, offset=offset)
+
+
+def _shifted(call: Call, offset: dict[int, int]) -> tuple[int, int]:
+    begin, end = call.extent
+    by = offset.get(call.metadata.coords.rank, 0)
+    return begin + by, end + by
+
+
+def _aligned(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
+    """Offsets between hosts from GPU exchanges, with what must be told; None where they are not known well enough."""
+    alignment = offsets(step)
+    worst = uncertainty(alignment) if alignment else None
+    if alignment is None or worst is None:
+        return None
+    if worst > MOST_UNCERTAIN * max(end - begin for begin, end in (call.extent for call in step)):
+        return None
+    told = f"the clocks of the stages' hosts were aligned by their send-receive kernels, to {worst / 1e6:.2g} ms"
+    return {rank: alignment.offset(rank) for rank in alignment.hosts}, (told, *alignment.warnings)
+
+
+def name_stages(stages: Iterable[int]) -> str:
+    """``stage 3``, ``stages 0, 2-5``: consecutive ones as a range."""
+    ordered = sorted(stages)
+    spans: list[list[int]] = []
+    for stage in ordered:
+        if spans and spans[-1][1] == stage - 1:
+            spans[-1][1] = stage
+        else:
+            spans.append([stage, stage])
+    listed = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"stage {listed}" if len(ordered) == 1 else f"stages {listed}"
+
+
+def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
+    kept: dict[tuple[int, int, int], Call] = {}
+    for call in sorted(calls, key=lambda c: (c.start, c.source)):
+        key = (call.metadata.coords.rank, call.step, call.index)
+        if key in kept:
+            findings.warn(
+                f"rank {key[0]} has step {call.step} twice ({kept[key].source}, {call.source}): the later one counts"
+            )
+        kept[key] = call
+    return list(kept.values())
+
+
+def _check_same_job(calls: list[Call], findings: Findings) -> None:
+    """Facts that are one job's own: the layers of a rank, its place, the schedule, the number of microbatches."""
+    of_rank: dict[int, Metadata] = {}
+    at_stage: dict[int, Metadata] = {}
+    for metadata in (call.metadata for call in calls):
+        rank, pp = metadata.coords.rank, metadata.coords.pp
+        first = of_rank.setdefault(rank, metadata)
+        if (metadata.coords, metadata.chunks) != (first.coords, first.chunks):
+            findings.warn(f"rank {rank}'s traces are of different jobs: its coordinates or its layers changed")
+            findings.block("the traces are of different jobs")
+        elif metadata.chunks != at_stage.setdefault(pp, metadata).chunks:
+            findings.note("its ranks do not hold the same layers, so their traces are of different jobs", pp)
+            findings.block("the traces are of different jobs")
+    if len({(call.metadata.schedule, call.forward_only) for call in calls}) > 1:
+        findings.warn("the traces are of different schedules")
+        findings.block("the traces are of different schedules")
+    if len({call.has_kernels for call in calls}) > 1:
+        findings.warn("some traces hold GPU kernels and some do not: their times are not comparable")
+        findings.block("some traces hold GPU kernels and some do not")
+    counts: dict[tuple[int, int], set[int | None]] = {}
+    for call in calls:
+        counts.setdefault((call.step, call.index), set()).add(call.metadata.microbatches)
+    if any(len(each) > 1 for each in counts.values()):
+        findings.warn("within one step the stages report different numbers of microbatches")
+        findings.block("the stages report different numbers of microbatches")
+    elif len({frozenset(each) for each in counts.values()}) > 1:
+        findings.warn("the steps have different numbers of microbatches; times per step are averaged over all of them")
+
+
+def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
+    stages: dict[tuple[int, int], set[int]] = {}
+    for call in calls:
+        stages.setdefault((call.step, call.index), set()).add(call.metadata.coords.pp)
+    captured = {call.metadata.coords.pp for call in calls}
+    common = {key for key, present in stages.items() if present == captured}
+    if not common:
+        findings.warn("no step was captured on every stage: the stages' times are of different steps")
+        findings.block("no step was captured on every stage")
+        return calls
+    for step, index in sorted(stages.keys() - common):
+        which = f"step {step}" + (f" (call {index})" if index else "")
+        findings.warn(f"{which} was captured on {name_stages(stages[step, index])} only and is left out")
+    return [call for call in calls if (call.step, call.index) in common]

@@ -1,0 +1,308 @@
+"""Metrics of every pipeline stage, per step and per microbatch, from the schedule calls of one target.
+
+All times are milliseconds. A number that the traces do not allow is None, and a warning says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megaprof.analysis.stages.consistency import Findings, examine
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.steps import UNMET, Step, lay_out
+from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call, Phase
+from megaprof.analysis.trace.intervals import total
+from megaprof.analysis.trace.traces import Chunk, Sizes
+from megaprof.formats import ranges
+
+ONE_CLOCK = "from the first stage's start to the last stage's end"
+LONGEST = "the longest stage's own range"
+
+_TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
+_StepKey = tuple[int, int]  # step, and which of its calls
+
+
+@dataclass(frozen=True)
+class ChunkTimes:
+    """One model chunk of a stage: what it holds, and one sample per microbatch, step and rank.
+
+    ``forward_ms`` and ``backward_ms`` are whole passes (on a GPU what it computed for them); ``compute_ms`` holds the
+    same samples by kind of pass (``forward``, ``backward``, ``combined``) without exposed communication.
+    """
+
+    chunk: int
+    holds: Chunk | None
+    forward_ms: Spread | None
+    backward_ms: Spread | None
+    compute_ms: dict[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage. The `Spread` of a quantity per step is over steps and the stage's captured ranks.
+
+    ``compute_ms`` is the time in forward, backward and combined passes without exposed communication; ``bubble_ms``
+    what is left of the step after it, exposed communication, gradient finalisation and ``host_bound_ms`` (the GPU
+    idled in a pass because nothing was launched; None on a CPU). ``bubble_split``: its warm-up, steady and cool-down
+    parts. ``dp_tail_ms``: data-parallel communication after the last pass. ``pp_waiting_ms``: of the time in exchanges,
+    what was waiting for the neighbour; it is in the bubble. Per microbatch, the passes on all chunks of the stage are
+    added up: ``microbatch_ms`` is their computation by step, call and microbatch, the slowest rank's. ``host_ms``: on a
+    GPU trace the host's time in forward and backward. ``modules_ms``: every pass through a module, by label and kind
+    of pass. ``by_rank``: the chunks of each rank alone; ``exposed_by_rank``: mean milliseconds by group.
+    """
+
+    pp: int
+    ranks: tuple[int, ...]
+    chunks: tuple[ChunkTimes, ...]
+    forward_ms: Spread | None
+    backward_ms: Spread | None
+    compute_ms: Spread | None
+    exposed_ms: dict[str, Spread | None]
+    bubble_ms: Spread | None
+    bubble_fraction: float | None
+    forward_per_microbatch_ms: Spread | None
+    backward_per_microbatch_ms: Spread | None
+    bubble_split: dict[str, Spread | None]
+    dp_tail_ms: Spread | None
+    pp_waiting_ms: Spread | None
+    host_bound_ms: Spread | None
+    host_ms: dict[str, Spread | None]
+    microbatch_ms: dict[tuple[int, int, int], float]
+    modules_ms: dict[str, Spread]
+    by_rank: dict[int, tuple[ChunkTimes, ...]]
+    exposed_by_rank: dict[int, dict[str, float | None]]
+
+
+@dataclass(frozen=True)
+class TargetStages:
+    """The stages of one target and role. ``unjudgeable``: why no stage may be called slow, or None."""
+
+    target: str
+    role: str | None
+    sizes: Sizes
+    schedule: str | None
+    forward_only: bool
+    microbatches: int | None
+    steps: tuple[int, ...]
+    step_time_ms: Spread | None
+    step_time_basis: str
+    stages: tuple[Stage, ...]
+    unjudgeable: str | None
+    warnings: tuple[str, ...]
+
+
+def measure(calls: Iterable[Call]) -> list[TargetStages]:
+    """Group calls by label, role and parallel sizes, and measure the stages of each group."""
+    groups: dict[tuple[str, str | None, Sizes], list[Call]] = {}
+    for call in calls:
+        groups.setdefault((call.label, call.metadata.role, call.metadata.sizes), []).append(call)
+    measured = []
+    for label, role, sizes in sorted(groups, key=lambda key: (_order(key[0]), key[0], key[1] or "", str(key[2]))):
+        findings = Findings(stages=sizes.pp)
+        for other in groups:
+            if other[:2] == (label, role) and other[2] != sizes:
+                findings.warn(f"the directory also holds traces with other sizes ({other[2]}), reported on their own")
+        measured.append(_measure(sizes, examine(groups[label, role, sizes], sizes, findings), findings))
+    return measured
+
+
+def _order(label: str) -> int:
+    return _TARGET_ORDER.index(label) if label in _TARGET_ORDER else len(_TARGET_ORDER)
+
+
+def _measure(sizes: Sizes, calls: list[Call], findings: Findings) -> TargetStages:
+    by_step: dict[_StepKey, list[Call]] = {}
+    by_stage: dict[int, list[Call]] = {}
+    for call in calls:
+        by_step.setdefault((call.step, call.index), []).append(call)
+        by_stage.setdefault(call.metadata.coords.pp, []).append(call)
+    steps = {key: lay_out(step, findings) for key, step in by_step.items()}
+    first = calls[0]
+    counts = {call.metadata.microbatches for call in calls}
+    return TargetStages(
+        target=first.label,
+        role=first.metadata.role,
+        sizes=sizes,
+        schedule=first.metadata.schedule,
+        forward_only=first.forward_only,
+        microbatches=counts.pop() if len(counts) == 1 and first.label == first.metadata.target else None,
+        steps=tuple(sorted({call.step for call in calls})),
+        step_time_ms=Spread.of([step.ms for step in steps.values() if step.ms is not None]),
+        step_time_basis=ONE_CLOCK if all(step.one_clock for step in steps.values()) else LONGEST,
+        stages=tuple(_stage(pp, by_stage[pp], steps, findings) for pp in sorted(by_stage)),
+        unjudgeable=findings.unjudgeable,
+        warnings=findings.warnings(),
+    )
+
+
+def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Findings) -> Stage:
+    for call in calls:
+        _explain(call, pp, findings)
+    combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
+    if combined:
+        findings.note("forward and backward run combined: only their sum, compute, is known", pp)
+    whole = [call for call in calls if call.phases and not call.incomplete]
+    separate = [] if combined else whole
+    measured = [call for call in whole if call.gpu is not None or not call.has_kernels]
+    on_gpu = [call for call in measured if call.gpu is not None]
+    of_one_pass = [] if calls[0].label == WHOLE_STEP else [call for call in calls if call.phases]
+    apart = [] if combined else of_one_pass
+    bubbles = [(bubble, step) for call in measured for step in [_step(steps, call)] if (bubble := step.bubble(call))]
+    fractions = [bubble.total / 1e6 / step.ms if step.ms else 0.0 for bubble, step in bubbles]
+    met = [step.met[c.metadata.coords.rank] for c in on_gpu for step in [_step(steps, c)] if _is_met(c, step)]
+    if on_gpu and calls[0].metadata.sizes.pp > 1 and len(met) < len(on_gpu):
+        findings.note(UNMET, pp)
+    return Stage(
+        pp=pp,
+        ranks=tuple(sorted({call.metadata.coords.rank for call in calls})),
+        chunks=_chunks(of_one_pass),
+        forward_ms=Spread.of([_milliseconds(call, ranges.FORWARD) for call in separate]),
+        backward_ms=Spread.of([_milliseconds(call, ranges.BACKWARD) for call in separate]),
+        compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in measured]),
+        exposed_ms={group: _spread([_step(steps, call).exposed_ns(call, group) for call in whole]) for group in GROUPS},
+        bubble_ms=Spread.of([bubble.total / 1e6 for bubble, _ in bubbles]),
+        bubble_fraction=sum(fractions) / len(fractions) if fractions else None,
+        forward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.FORWARD)),
+        backward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.BACKWARD)),
+        bubble_split={
+            "warmup_ms": _spread([bubble.warmup for bubble, _ in bubbles]),
+            "steady_ms": _spread([bubble.steady for bubble, _ in bubbles]),
+            "cooldown_ms": _spread([bubble.cooldown for bubble, _ in bubbles]),
+        },
+        dp_tail_ms=_spread([_step(steps, call).tail_ns(call) for call in whole]),
+        pp_waiting_ms=_spread([each.waiting_ns for each in met]) if len(met) == len(on_gpu) else None,
+        host_bound_ms=_spread([total(call.gpu.host_bound) for call in on_gpu if call.gpu]),
+        host_ms={kind: _host(on_gpu if not combined else [], kind) for kind in (ranges.FORWARD, ranges.BACKWARD)},
+        microbatch_ms=_microbatches(of_one_pass),
+        modules_ms=_modules(calls),
+        by_rank=_by_rank(of_one_pass),
+        exposed_by_rank=_exposed_by_rank(whole, steps),
+    )
+
+
+def _step(steps: dict[_StepKey, Step], call: Call) -> Step:
+    return steps[call.step, call.index]
+
+
+def _is_met(call: Call, step: Step) -> bool:
+    return call.metadata.coords.rank in step.met
+
+
+def _explain(call: Call, pp: int, findings: Findings) -> None:
+    """Say why numbers of ``call`` are missing."""
+    if not call.phases:
+        reason = call.metadata.ranges.reason or "the trace holds none"
+        findings.note(f"no microbatch ranges, so only the time of the step is known: {reason}", pp)
+        findings.block("there are no microbatch ranges")
+    if call.incomplete:
+        findings.note(f"{call.source} is left out of the times per step: {call.incomplete}", pp)
+    if call.has_kernels and call.gpu is None:
+        findings.note(
+            "nothing in the trace says who launched its GPU kernels: forward and backward are the host's time", pp
+        )
+        findings.block("the traces do not say who launched the GPU's kernels")
+    elif call.gpu is not None and call.gpu.lost:
+        findings.note("GPU activities without a launch in the trace belong to no range and are not counted", pp)
+    if call.label == WHOLE_STEP:
+        findings.warn("a whole step is more than its pipeline: microbatches and bubbles stand with the calls inside it")
+        findings.block("a whole step is more than its pipeline")
+    for reason in call.reasons:
+        findings.note(reason, pp)
+
+
+def _milliseconds(call: Call, kind: str) -> float:
+    return sum(phase.pass_ns for phase in call.phases if phase.kind == kind) / 1e6
+
+
+def _host(calls: list[Call], kind: str) -> Spread | None:
+    return Spread.of([sum(p.duration_ns for p in call.phases if p.kind == kind) / 1e6 for call in calls])
+
+
+def _spread(nanoseconds: list[int | None]) -> Spread | None:
+    """None as soon as one sample is not known: an average of the others would be of something else."""
+    return Spread.of([ns / 1e6 for ns in nanoseconds if ns is not None]) if None not in nanoseconds else None
+
+
+def _by_rank(calls: list[Call]) -> dict[int, tuple[ChunkTimes, ...]]:
+    by_rank: dict[int, list[Call]] = {}
+    for call in calls:
+        by_rank.setdefault(call.metadata.coords.rank, []).append(call)
+    return {rank: _chunks(each) for rank, each in sorted(by_rank.items())}
+
+
+def _exposed_by_rank(calls: list[Call], steps: dict[_StepKey, Step]) -> dict[int, dict[str, float | None]]:
+    samples: dict[int, dict[str, list[int | None]]] = {}
+    for call in calls:
+        own = samples.setdefault(call.metadata.coords.rank, {group: [] for group in GROUPS})
+        for group in GROUPS:
+            own[group].append(_step(steps, call).exposed_ns(call, group))
+    spreads = {rank: {group: _spread(each) for group, each in own.items()} for rank, own in samples.items()}
+    return {rank: {group: s.mean if s else None for group, s in own.items()} for rank, own in sorted(spreads.items())}
+
+
+def _microbatches(calls: list[Call]) -> dict[tuple[int, int, int], float]:
+    """Computation of every microbatch on all chunks of the stage, where it is complete."""
+    found: dict[tuple[int, int, int], float] = {}
+    for call in calls:
+        parts: dict[int, list[int]] = {}
+        for phase in call.phases:
+            if phase.microbatch is not None and phase.kind != ranges.COMBINED:
+                parts.setdefault(phase.microbatch, []).append(phase.compute_ns)
+        complete = max(map(len, parts.values()), default=0)
+        for microbatch, each in parts.items():
+            if len(each) == complete:
+                key = (call.step, call.index, microbatch)
+                found[key] = max(found.get(key, 0.0), sum(each) / 1e6)
+    return found
+
+
+def _modules(calls: list[Call]) -> dict[str, Spread]:
+    samples: dict[str, list[float]] = {}
+    for call in calls:
+        for key, each in call.modules.items():
+            samples.setdefault(f"{key.label} {key.kind}", []).extend(ns / 1e6 for ns in each)
+    return {name: spread for name, each in sorted(samples.items()) if (spread := Spread.of(each))}
+
+
+def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
+    holds = calls[0].metadata.chunks if calls else ()
+    by_chunk: dict[int, list[Phase]] = {chunk: [] for chunk in range(len(holds))}
+    for call in calls:
+        for phase in call.phases:
+            if phase.chunk is not None:
+                by_chunk.setdefault(phase.chunk, []).append(phase)
+    return tuple(
+        ChunkTimes(
+            chunk=chunk,
+            holds=holds[chunk] if chunk < len(holds) else None,
+            forward_ms=Spread.of([p.pass_ns / 1e6 for p in phases if p.kind == ranges.FORWARD]),
+            backward_ms=Spread.of([p.pass_ns / 1e6 for p in phases if p.kind == ranges.BACKWARD]),
+            compute_ms={
+                kind: tuple(p.compute_ns / 1e6 for p in phases if p.kind == kind)
+                for kind in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)
+            },
+        )
+        for chunk, phases in sorted(by_chunk.items())
+    )
+
+
+def _per_microbatch(calls: list[Call], kind: str) -> list[float]:
+    """One sample per microbatch, step and rank: its passes on all chunks of the stage, in milliseconds.
+
+    A microbatch that is not there on every chunk, or a pass whose microbatch is unknown, gives no sample (but with
+    one chunk every pass is one).
+    """
+    samples = []
+    for call in calls:
+        passes = [phase for phase in call.phases if phase.kind == kind]
+        if len(call.metadata.chunks) == 1:
+            samples += [phase.pass_ns / 1e6 for phase in passes]
+            continue
+        parts: dict[int, list[int]] = {}
+        for phase in passes:
+            if phase.microbatch is not None:
+                parts.setdefault(phase.microbatch, []).append(phase.pass_ns)
+        complete = len(call.metadata.chunks) or max(map(len, parts.values()), default=0)
+        samples += [sum(each) / 1e6 for each in parts.values() if len(each) == complete]
+    return samples

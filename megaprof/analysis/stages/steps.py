@@ -1,0 +1,149 @@
+"""One step of all captured ranks on one time axis: how long it took, and who waited for whom, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaprof.analysis.clocks.exchanges import Meeting, meetings
+from megaprof.analysis.stages.consistency import Findings, comparable
+from megaprof.analysis.trace.calls import WHOLE_STEP, Call
+from megaprof.analysis.trace.intervals import Intervals, difference, intersection, intervals, total, union
+from megaprof.formats import ranges
+
+UNMET = (
+    "exposed pp is not split into waiting and transferring, and both are in the bubble: not both ends of its exchanges "
+    "are known"
+)
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Nanoseconds that one rank waited for other stages. ``warmup``: before its first backward began; ``cooldown``:
+    after its last forward; ``steady``: between (forward-only: before, between and after its forwards). The three are
+    None where the clocks of the stages are not one."""
+
+    total: int
+    warmup: int | None
+    steady: int | None
+    cooldown: int | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """``ms``: how long it took, None when a rank's part is incomplete. ``bounds``: from the first stage's start to the
+    last one's end in nanoseconds, where there is ``one_clock``, on which ``offset`` puts each rank. ``waits``: its
+    stages waited for each other. ``waited``: by rank, waiting inside gradient finalisation; ``met``: by rank, its
+    exchanges split into waiting and transferring."""
+
+    ms: float | None
+    one_clock: bool
+    waits: bool
+    bounds: tuple[int, int]
+    offset: dict[int, int]
+    waited: dict[int, Intervals]
+    met: dict[int, Meeting]
+
+    def bubble(self, call: Call) -> Bubble | None:
+        """None where there is none to measure: the step is incomplete, of different runs, or more than a pipeline."""
+        if call.metadata.sizes.pp == 1:
+            return Bubble(0, 0, 0, 0)  # nobody to wait for
+        if self.ms is None or not self.waits or call.label == WHOLE_STEP:
+            return None
+        rank = call.metadata.coords.rank
+        busy = difference(call.busy, self.waited.get(rank, intervals(())))
+        if rank in self.met:
+            busy = union(np.concatenate((busy, self.met[rank].transfer)))
+        if not self.one_clock:
+            return Bubble(max(0, round(self.ms * 1e6) - total(busy)), None, None, None)
+        offset = self.offset.get(rank, 0)
+        idle = difference(intervals([(self.bounds[0] - offset, self.bounds[1] - offset)]), busy)
+        filled, drained = _edges(call)
+        start, end = self.bounds[0] - offset, self.bounds[1] - offset
+        warmup = total(intersection(idle, intervals([(start, max(start, filled))])))
+        cooldown = total(intersection(idle, intervals([(min(max(filled, drained), end), end)])))
+        return Bubble(total(idle), warmup, total(idle) - warmup - cooldown, cooldown)
+
+    def exposed_ns(self, call: Call, group: str) -> int | None:
+        """Exposed communication of one group, as far as this step tells more than the call alone."""
+        rank, known = call.metadata.coords.rank, call.exposed_ns[group]
+        if group == "pp" and call.metadata.sizes.pp > 1:
+            return total(self.met[rank].transfer) if rank in self.met else None
+        if group == "dp" and known and call.gpu is None:
+            return known - total(self.waited.get(rank, intervals(())))
+        return known
+
+    def tail_ns(self, call: Call) -> int | None:
+        """Data-parallel communication after the last pass, nothing computing beside it."""
+        if call.gpu is not None:
+            return call.gpu.tail
+        if call.has_kernels:
+            return None
+        if call.metadata.sizes.dp == 1:
+            return 0
+        return total(call.finalize) - total(self.waited.get(call.metadata.coords.rank, intervals(())))
+
+
+def lay_out(step: Sequence[Call], findings: Findings) -> Step:
+    """``step``: the calls of one step, one a rank. What stands in the way is added to ``findings``."""
+    clocks = comparable(list(step))
+    for message in clocks.problems:
+        findings.warn(message)
+    if clocks.different_runs:
+        findings.block("the stages' traces are of different runs")
+    offset = clocks.offset
+    extents = [
+        (begin + offset.get(c.metadata.coords.rank, 0), end + offset.get(c.metadata.coords.rank, 0))
+        for c in step
+        for begin, end in [c.extent]
+    ]
+    bounds = min(begin for begin, _ in extents), max(end for _, end in extents)
+    whole = not any(call.incomplete for call in step)
+    length = bounds[1] - bounds[0] if clocks.one_clock else max(end - begin for begin, end in extents)
+    return Step(
+        ms=length / 1e6 if whole else None,
+        one_clock=clocks.one_clock,
+        waits=whole and not clocks.different_runs,
+        bounds=bounds,
+        offset=offset,
+        waited={c.metadata.coords.rank: _waited(c, step, clocks.one_clock) for c in step if c.gpu is None},
+        met=meetings(step, offset) if clocks.one_clock else {},
+    )
+
+
+def _edges(call: Call) -> tuple[int, int]:
+    """When the pipeline was filled (its first backward began) and when it began to drain (its last forward ended)."""
+    forwards = [p for p in call.phases if p.kind in (ranges.FORWARD, ranges.COMBINED)]
+    backwards = [p for p in call.phases if p.kind in (ranges.BACKWARD, ranges.COMBINED)]
+    first = backwards or forwards
+    start, end = call.extent
+    return min((p.when[0] for p in first), default=start), max((p.when[1] for p in forwards), default=end)
+
+
+def _waited(call: Call, step: Sequence[Call], one_clock: bool) -> Intervals:
+    """Where gradient finalisation waited for a rank that had not come to it yet.
+
+    A collective cannot end before all its ranks have begun it: one that was open when the last of them came was
+    waiting until then. Who takes part is not in a CPU trace: the ranks of the same stage, and for tied embeddings the
+    first and the last stage; without data parallelism everything that is waited for is another stage.
+    """
+    metadata, found = call.metadata, call.collectives
+    ends = (0, metadata.sizes.pp - 1)
+    others = [
+        other
+        for other in step
+        if other is not call
+        and len(other.finalize)
+        and (
+            metadata.sizes.dp == 1
+            or other.metadata.coords.pp == metadata.coords.pp
+            or {other.metadata.coords.pp, metadata.coords.pp} == set(ends)
+        )
+    ]
+    if not others or not one_clock:
+        return found if metadata.sizes.dp == 1 else intervals(())
+    last = max(int(other.finalize[0, 0]) for other in others)
+    open_then = found[(found[:, 0] < last) & (found[:, 1] >= last)]
+    return intervals((start, last) for start, _ in open_then.tolist())

@@ -1,0 +1,1 @@
+"""A file -> events -> calls: what one rank recorded."""

@@ -1,0 +1,191 @@
+"""Whose GPU time is it: the activities of one schedule call, each by the moment of its launch.
+
+A launch while a microbatch's range is open belongs to that microbatch, in whatever thread it happened: a backward's
+range is on the main thread, its launches come from autograd's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.trace.gpu import COMPUTE, OTHER, PP, USES, Activities
+from megaprof.analysis.trace.intervals import (
+    Intervals,
+    covered,
+    difference,
+    intersection,
+    intervals,
+    total,
+    union,
+    union_by,
+)
+from megaprof.analysis.trace.traces import Range
+from megaprof.formats import ranges
+
+_Rows = npt.NDArray[np.bool_]
+_NOBODY = -1
+#: Communication without which a pass cannot go on; gradients are reduced beside it, and exchanges come between passes.
+_IN_PASSES = [USES.index(group) for group in ("tp", "ep", "cp")]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A send-receive kernel of the pipeline group, launched inside the range ``label``; host and GPU times."""
+
+    label: str
+    launched: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """One call on the GPU, in nanoseconds.
+
+    ``start`` to ``end``: from when the GPU was free for it to the end of its last activity. Per pass, in the order of
+    the passes given: ``compute`` (busy with anything but communication), ``exposed`` (communication, not of the
+    pipeline, while nothing computed) and ``extents`` (from its first kernel to its last, shape ``[passes, 2]``).
+    ``exposed_by`` group, ``other`` included; ``tail``: the data-parallel part after the last computation. ``busy``:
+    when this rank did not wait for another stage, gaps inside passes included. ``host_bound``: when it idled in a pass
+    because nothing was launched. ``pipeline``: exposed time of the pipeline group. ``lost``: activities whose launch
+    is not in the trace.
+    """
+
+    start: int
+    end: int
+    compute: list[int]
+    exposed: list[int]
+    extents: Intervals
+    exposed_by: dict[str, int]
+    tail: int
+    busy: Intervals
+    host_bound: Intervals
+    pipeline: Intervals
+    exchanges: tuple[Exchange, ...]
+    lost: int
+
+
+def attribute(gpu: Activities, outer: Range, passes: Sequence[Range], others: Sequence[Range]) -> Attribution | None:
+    """None when nothing on the GPU was launched inside ``outer``. ``others``: its exchanges and finalisation."""
+    own = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
+    if not own.any():
+        return None
+    use = _by_elimination(gpu, own, others)
+    computing = union(gpu.spans[use == COMPUTE])  # whoever launched it: what runs beside it is hidden
+    start, end = _extent(gpu, own, outer)
+    owner = owners(gpu.launched, passes)
+    owner[~own] = _NOBODY
+    alone = own & (use != COMPUTE) & (use != PP)
+    compute = own & (use == COMPUTE)
+    communication = {name: gpu.spans[own & (use == index)] for index, name in enumerate(USES) if index != COMPUTE}
+    exposed_by = {name: total(difference(union(spans), computing)) for name, spans in communication.items()}
+    inside = compute & gpu.kernel | own & np.isin(use, _IN_PASSES)
+    extents = _extents(gpu, owner, inside, len(passes))
+    everything = union(gpu.spans)
+    rows = extents[extents[:, 1] > extents[:, 0]]
+    work = union(np.concatenate((gpu.spans[compute | alone], rows)))
+    host_bound = _host_bound(gpu, everything, union(np.concatenate((rows, _times(passes)))), (start, end))
+    data_parallel = difference(union(communication["dp"]), computing)
+    last = int(gpu.spans[compute, 1].max()) if compute.any() else end
+    return Attribution(
+        start=start,
+        end=end,
+        compute=_per_owner(owner, compute, gpu.spans, len(passes)),
+        exposed=_per_owner(owner, alone, gpu.spans, len(passes), hidden_by=computing),
+        extents=extents,
+        exposed_by=exposed_by,
+        tail=total(intersection(data_parallel, intervals([(last, end)] if end > last else []))),
+        busy=intersection(union(np.concatenate((work, host_bound))), intervals([(start, end)])),
+        host_bound=host_bound,
+        pipeline=difference(union(communication["pp"]), computing),
+        exchanges=_exchanges(gpu, own & (use == PP), [r for r in others if r.name.is_p2p]),
+        lost=int((~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)).sum()),
+    )
+
+
+def owners(times: npt.NDArray[np.int64], opened: Sequence[Range]) -> npt.NDArray[np.int64]:
+    """For every moment which of the ranges, sorted by start, was open then; -1 for none, the innermost of several."""
+    spans = _times(opened)
+    place = np.searchsorted(spans[:, 0], times, side="right") - 1
+    if not len(spans):
+        return place
+    return np.where((place >= 0) & (times <= spans[np.maximum(place, 0), 1]), place, _NOBODY)
+
+
+def busy_in(gpu: Activities, opened: Sequence[Range]) -> list[int]:
+    """Nanoseconds that the GPU computed for each of some ranges of one kind, sorted by start."""
+    owner = owners(gpu.launched, opened)
+    return _per_owner(owner, gpu.known & (gpu.use == COMPUTE) & (owner >= 0), gpu.spans, len(opened))
+
+
+def _by_elimination(gpu: Activities, own: _Rows, others: Sequence[Range]) -> npt.NDArray[np.int8]:
+    """Communication without a group's name is the pipeline's when it was launched inside a pipeline exchange."""
+    use = gpu.use.copy()
+    unnamed = own & (use == OTHER)
+    if unnamed.any():
+        exchanges = [r for r in others if r.name.is_p2p]
+        use[unnamed & (owners(gpu.launched, exchanges) >= 0)] = PP
+    return use
+
+
+def _extent(gpu: Activities, own: _Rows, outer: Range) -> tuple[int, int]:
+    """From when the host was in the call and the GPU done with what came before, to the end of its last activity."""
+    first, end = int(gpu.spans[own, 0].min()), int(gpu.spans[own, 1].max())
+    before = gpu.spans[gpu.launched < outer.start, 1]
+    free = max(outer.start, int(before.max())) if len(before) else outer.start
+    return min(first, free), end
+
+
+def _extents(gpu: Activities, owner: npt.NDArray[np.int64], rows: _Rows, count: int) -> Intervals:
+    found = np.zeros((count, 2), dtype=np.int64)
+    rows = rows & (owner >= 0)
+    first = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(first, owner[rows], gpu.spans[rows, 0])
+    np.maximum.at(found[:, 1], owner[rows], gpu.spans[rows, 1])
+    has = np.zeros(count, dtype=np.bool_)
+    has[owner[rows]] = True
+    found[has, 0] = first[has]
+    return found
+
+
+def _per_owner(
+    owner: npt.NDArray[np.int64], rows: _Rows, spans: Intervals, count: int, hidden_by: Intervals | None = None
+) -> list[int]:
+    rows = rows & (owner >= 0)
+    who, busy = union_by(owner[rows], spans[rows])
+    lengths = busy[:, 1] - busy[:, 0]
+    if hidden_by is not None:
+        lengths = lengths - covered(hidden_by, busy)
+    sums = np.zeros(count, dtype=np.int64)
+    np.add.at(sums, who, lengths)
+    listed: list[int] = sums.tolist()
+    return listed
+
+
+def _host_bound(gpu: Activities, busy: Intervals, passes: Intervals, extent: tuple[int, int]) -> Intervals:
+    """The GPU's idle times inside passes at whose beginning nothing that had been launched was left to run."""
+    idle = difference(intervals([extent] if extent[1] > extent[0] else []), busy)
+    if not len(idle):
+        return idle
+    launched = np.searchsorted(np.sort(gpu.launched), idle[:, 0], side="right")
+    begun = np.searchsorted(gpu.spans[:, 0], idle[:, 0], side="left")
+    return intersection(idle[launched <= begun], passes)
+
+
+def _exchanges(gpu: Activities, rows: _Rows, operations: Sequence[Range]) -> tuple[Exchange, ...]:
+    inside = owners(gpu.launched, operations)
+    return tuple(
+        Exchange(operations[which].name.label, launch, start, end)
+        for which, launch, (start, end) in zip(
+            inside[rows].tolist(), gpu.launched[rows].tolist(), gpu.spans[rows].tolist(), strict=True
+        )
+        if which != _NOBODY and operations[which].name.label in ranges.P2P_OPERATIONS
+    )
+
+
+def _times(things: Sequence[Range]) -> Intervals:
+    return intervals((t.start, t.end) for t in things)

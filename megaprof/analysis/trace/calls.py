@@ -1,0 +1,346 @@
+"""From a trace to its schedule calls: which microbatch ran when, and how much of it was waiting for a collective.
+
+A *call* is one outermost range: one ``forward_backward_func`` call on one rank, or a whole `train_overall` step around
+several of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
+from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
+from megaprof.analysis.trace.traces import Collective, Metadata, Range, Trace
+from megaprof.formats import ranges
+
+#: The groups whose communication is split apart, in the order of the report's ``exposed_ms``.
+GROUPS = ("tp", "ep", "cp", "pp", "dp")
+WHOLE_STEP = "train_overall"
+RECOMPUTE = "recompute"
+#: Communication that cannot be given to a group is told from this fraction of the call on.
+_UNNAMED = 0.01
+
+_PHASES = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)
+_FORWARD_ONLY = ("train_log_probs", "evaluate")
+#: Who may use a collective inside a microbatch, by operation; any of tp, cp, ep and dp where not listed. Megatron's
+#: tensor and data parallelism have no all-to-all: tokens are dispatched by it (ep), and heads exchanged (cp).
+_USERS = {"all_to_all": ("ep", "cp")}
+_ANY_USER = ("tp", "ep", "cp", "dp")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One microbatch's forward, backward or combined pass on one model chunk; times in nanoseconds.
+
+    ``start`` and ``end`` are the host's. ``exposed_ns`` is the part in which a collective ran and nothing computed. On
+    a GPU trace ``gpu_ns`` is how long the GPU computed for it, and ``gpu`` when: from its first to its last kernel.
+    """
+
+    kind: str
+    microbatch: int | None
+    chunk: int | None
+    start: int
+    end: int
+    exposed_ns: int
+    gpu_ns: int | None = None
+    gpu: tuple[int, int] | None = None
+
+    @property
+    def duration_ns(self) -> int:
+        """The host's time."""
+        return self.end - self.start
+
+    @property
+    def compute_ns(self) -> int:
+        return self.duration_ns - self.exposed_ns if self.gpu_ns is None else self.gpu_ns
+
+    @property
+    def pass_ns(self) -> int:
+        """What ``forward_ms`` and ``backward_ms`` report: the whole pass on a CPU, computation on a GPU."""
+        return self.duration_ns if self.gpu_ns is None else self.gpu_ns
+
+    @property
+    def occupied_ns(self) -> int:
+        """How long it keeps its stage: the whole pass on a CPU, from its first kernel to its last on a GPU."""
+        return self.duration_ns if self.gpu_ns is None else self.gpu[1] - self.gpu[0] if self.gpu else 0
+
+    @property
+    def when(self) -> tuple[int, int]:
+        """When it ran: on the GPU, if that was captured."""
+        return self.gpu or (self.start, self.end)
+
+
+class ModuleKey(NamedTuple):
+    """Whose time it is: the module's label (`ranges.MODULES`), its layer, and the layer's MTP layer. ``kind`` is
+    ``forward``, ``backward``, or ``recompute`` for a forward inside a backward pass."""
+
+    label: str
+    number: int | None
+    mtp: int | None
+    kind: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """One schedule call on one rank.
+
+    ``index`` counts the calls of one step and label (RL trains several times per step). ``start`` and ``end`` are the
+    host's. ``busy`` is when it ran passes and gradient finalisation, what is not waiting for another stage.
+    ``exposed_ns`` by group, None where the trace cannot tell, with the reason in ``reasons``. ``incomplete``: why its
+    sums are no whole step's, or None. ``finalize``: gradient finalisation, and in it on CPU traces ``collectives``
+    that nothing hid. ``modules``: nanoseconds of every pass through a module. ``gpu``: what ran on the GPU.
+    """
+
+    label: str
+    step: int
+    index: int
+    metadata: Metadata
+    source: str
+    start: int
+    end: int
+    phases: tuple[Phase, ...]
+    busy: Intervals = field(compare=False)
+    exposed_ns: dict[str, int | None]
+    incomplete: str | None
+    has_kernels: bool
+    reasons: tuple[str, ...]
+    finalize: Intervals = field(compare=False)
+    collectives: Intervals = field(compare=False)
+    modules: dict[ModuleKey, tuple[int, ...]]
+    gpu: Attribution | None = field(compare=False, default=None)
+
+    @property
+    def busy_ns(self) -> int:
+        return total(self.busy)
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """When it ran: on the GPU, if that was captured."""
+        return (self.gpu.start, self.gpu.end) if self.gpu else (self.start, self.end)
+
+    @property
+    def forward_only(self) -> bool:
+        if self.label == self.metadata.target:
+            return self.metadata.forward_only
+        return self.label in _FORWARD_ONLY
+
+
+def calls_of(trace: Trace) -> list[Call]:
+    """Every schedule call in ``trace``, in order of time."""
+    exposed = difference(_collective_times(trace.collectives), trace.compute)
+    outermost = [r for r in trace.ranges if r.name.fields.get("step") is not None]
+    seen: Counter[tuple[str, int]] = Counter()
+    calls = []
+    for outer in outermost:
+        label, step = outer.name.label, outer.name.fields["step"]
+        if step is None:
+            continue
+        calls.append(_call(trace, outer, step, seen[label, step], exposed))
+        seen[label, step] += 1
+    return calls
+
+
+def consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | None:
+    """Stage and chunk that the result of a forward or backward goes to, None behind the last one: with interleaving,
+    Megatron goes round the stages once per chunk (``forward_backward_pipelining_with_interleaving``)."""
+    stage, last, last_chunk = metadata.coords.pp, metadata.sizes.pp - 1, max(len(metadata.chunks), 1) - 1
+    if kind == ranges.FORWARD:
+        return (stage + 1, chunk) if stage < last else (0, chunk + 1) if chunk < last_chunk else None
+    return (stage - 1, chunk) if stage > 0 else (last, chunk - 1) if chunk > 0 else None
+
+
+def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals) -> Call:
+    metadata, label = trace.metadata, outer.name.label
+    inside = [r for r in trace.ranges if outer.start <= r.start and r.end <= outer.end]
+    passes = [r for r in inside if r.name.label in _PHASES]
+    finalizing = [r for r in inside if r.name.label == ranges.FINALIZE_GRADS]
+    finalize = union(_times(finalizing))
+    gpu = None
+    if trace.gpu is not None:
+        gpu = attribute(trace.gpu, outer, passes, [r for r in inside if r.name.is_p2p] + finalizing)
+    if gpu is not None:
+        phases = tuple(_phase(r, metadata, *times) for r, times in zip(passes, _gpu_times(gpu), strict=True))
+        busy = gpu.busy
+        split, reasons = _split_gpu(metadata, gpu)
+    else:
+        waited = covered(exposed, _times(passes)).tolist()
+        phases = tuple(_phase(r, metadata, ns) for r, ns in zip(passes, waited, strict=True))
+        busy = union(_times(passes + finalizing))
+        split, reasons = _split(trace, passes, finalize)
+    return Call(
+        label=label,
+        step=step,
+        index=index,
+        metadata=metadata,
+        source=trace.path.name,
+        start=outer.start,
+        end=outer.end,
+        phases=phases,
+        busy=busy,
+        exposed_ns=split,
+        incomplete=_incomplete(label, metadata, phases),
+        has_kernels=trace.has_kernels,
+        reasons=tuple(reasons),
+        finalize=finalize,
+        collectives=intersection(exposed, finalize),
+        modules=_modules(inside, passes, trace),
+        gpu=gpu,
+    )
+
+
+def _phase(
+    r: Range, metadata: Metadata, exposed_ns: int, gpu_ns: int | None = None, gpu: tuple[int, int] | None = None
+) -> Phase:
+    return Phase(
+        kind=r.name.label,
+        microbatch=r.name.fields.get("mb"),
+        chunk=_chunk(r, metadata),
+        start=r.start,
+        end=r.end,
+        exposed_ns=exposed_ns,
+        gpu_ns=gpu_ns,
+        gpu=gpu,
+    )
+
+
+def _gpu_times(gpu: Attribution) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
+    for exposed, compute, (start, end) in zip(gpu.exposed, gpu.compute, gpu.extents.tolist(), strict=True):
+        yield exposed, compute, (start, end) if end > start else None
+
+
+def _modules(inside: list[Range], passes: list[Range], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
+    """Every pass through a module: the GPU's computation for it, the CPU's whole time."""
+    by_label: dict[str, list[Range]] = {}
+    for r in inside:
+        if r.name.module is not None:
+            by_label.setdefault(r.name.label, []).append(r)
+    found: dict[ModuleKey, list[int]] = {}
+    for opened in by_label.values():
+        within = owners(np.array([r.start for r in opened], dtype=np.int64), passes).tolist()
+        times = [r.end - r.start for r in opened] if trace.gpu is None else busy_in(trace.gpu, opened)
+        for r, which, ns in zip(opened, within, times, strict=True):
+            again = which >= 0 and passes[which].name.label == ranges.BACKWARD
+            kind = ranges.BACKWARD if r.name.is_module_backward else RECOMPUTE if again else ranges.FORWARD
+            key = ModuleKey(r.name.module or "", r.name.fields.get("n"), r.name.fields.get("mtp"), kind)
+            found.setdefault(key, []).append(ns)
+    return {key: tuple(each) for key, each in found.items()}
+
+
+def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | None], list[str]]:
+    """Exposed communication by group; the pipeline's is left to those who see both ends of it."""
+    split: dict[str, int | None] = {group: gpu.exposed_by[group] for group in GROUPS}
+    reasons: list[str] = []
+    if metadata.sizes.pp > 1:
+        split["pp"] = None
+    if gpu.exposed_by["other"] > _UNNAMED * (gpu.end - gpu.start):
+        reasons.append(
+            "communication of process groups that bear none of Megatron's names took time and is counted for no group"
+        )
+    return split, reasons
+
+
+def _split(trace: Trace, passes: list[Range], finalize: Intervals) -> tuple[dict[str, int | None], list[str]]:
+    """Exposed communication by group, by elimination: gloo's events do not name their group."""
+    sizes = trace.metadata.sizes
+    split: dict[str, int | None] = dict.fromkeys(GROUPS, 0)
+    reasons: list[str] = []
+    if sizes.dp > 1:
+        split["dp"] = total(finalize)
+    if trace.timeline is not None:
+        return _split_timeline(trace, split)
+    if sizes.pp > 1:
+        split["pp"] = None
+        reasons.append(
+            "exposed pp is not measured: a CPU trace cannot tell waiting for a neighbour from transferring, "
+            "so both are in the bubble"
+        )
+    if trace.has_kernels:
+        split.update({group: None for group in GROUPS if getattr(sizes, group) > 1})
+        reasons.append("exposed communication is not measured: the trace does not say who launched its GPU kernels")
+        return split, reasons
+    passing = union(_times(passes))
+    within = [c for c, part in zip(trace.collectives, _overlaps(trace.collectives, passing), strict=True) if part]
+    even = _even(passes, within)
+    by_user: dict[tuple[str, ...], list[Collective]] = {}
+    for collective in within:
+        possible = _USERS.get(collective.operation, _ANY_USER)
+        present = [group for group in possible if getattr(sizes, group) > 1]
+        if even and len(present) > 1 and "dp" in present:
+            present.remove("dp")
+        by_user.setdefault(tuple(present), []).append(collective)
+    for users, collectives in by_user.items():
+        if len(users) == 1 and (known := split[users[0]]) is not None:
+            alone = difference(_collective_times(collectives), trace.compute)
+            split[users[0]] = known + int(covered(alone, passing).sum())
+        elif len(users) > 1:
+            split.update(dict.fromkeys(users))
+            reasons.append(
+                f"exposed {', '.join(users)} are not told apart: the collectives of a CPU trace name no process group"
+            )
+    return split, reasons
+
+
+def _split_timeline(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
+    """Of the groups, a timeline knows gradient synchronisation only."""
+    sizes, reasons = trace.metadata.sizes, []
+    if sizes.pp > 1:
+        split["pp"] = None
+        why = "the gaps between phases hold" if trace.timeline == "device" else "an exchange is"
+        reasons.append(f"exposed pp is not measured: in a timeline {why} waiting and transfer in one, both are bubble")
+    inside = [group for group in ("tp", "ep", "cp") if getattr(sizes, group) > 1]
+    if inside:
+        split.update(dict.fromkeys(inside))
+        reasons.append(f"exposed {', '.join(inside)} are in compute: a timeline does not look inside a microbatch")
+    if sizes.dp > 1:
+        reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
+    return split, reasons
+
+
+def _even(passes: list[Range], collectives: list[Collective]) -> bool:
+    """Whether every microbatch issued equally many collectives, on every chunk: then none of them is of gradients or
+    parameters, which data-parallel ranks exchange once per step."""
+    times = _times(passes)
+    edges = np.searchsorted(np.array([c.start for c in collectives], dtype=np.int64), times)
+    counts: dict[tuple[str, int | None], list[int]] = {}
+    for phase, count in zip(passes, (edges[:, 1] - edges[:, 0]).tolist(), strict=True):
+        counts.setdefault((phase.name.label, phase.name.fields.get("chunk")), []).append(count)
+    return all(len(each) > 1 and len(set(each)) == 1 for each in counts.values())
+
+
+def _overlaps(collectives: tuple[Collective, ...], passes: Intervals) -> list[int]:
+    times: list[int] = covered(passes, _times(collectives)).tolist()
+    return times
+
+
+def _incomplete(label: str, metadata: Metadata, phases: tuple[Phase, ...]) -> str | None:
+    if label != metadata.target or label == WHOLE_STEP:
+        return None  # the metadata count the microbatches of another call
+    if metadata.truncated:
+        return f"the window was closed early ({metadata.truncated_reason or 'no reason given'})"
+    if metadata.microbatches is None or not metadata.chunks or not phases:
+        return None
+    expected = metadata.microbatches * len(metadata.chunks)
+    found = Counter(p.kind for p in phases)
+    for kind in (ranges.FORWARD,) if metadata.forward_only else (ranges.FORWARD, ranges.BACKWARD):
+        count = found[kind] + found[ranges.COMBINED]
+        if count != expected:
+            return f"it holds {count} {kind} ranges where {expected} belong"
+    return None
+
+
+def _chunk(phase: Range, metadata: Metadata) -> int | None:
+    chunk = phase.name.fields.get("chunk")
+    return 0 if chunk is None and len(metadata.chunks) == 1 else chunk
+
+
+def _times(things: list[Range] | tuple[Collective, ...] | list[Collective]) -> Intervals:
+    return intervals((t.start, t.end) for t in things)
+
+
+def _collective_times(collectives: tuple[Collective, ...] | list[Collective]) -> Intervals:
+    return union(_times(collectives))

@@ -1,0 +1,155 @@
+"""What the GPU did, as arrays: every kernel, copy and memset with its time, its launch, and whose communication it is.
+
+Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch is what ties an
+activity to a range: the range is on the main thread, the launches of a backward come from autograd's own thread, and
+both run while the range is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.trace.decoding import Event
+from megaprof.analysis.trace.intervals import Intervals
+
+KERNEL = "kernel"
+COPIES = ("gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+#: What an activity is for: its index here in `Activities.use`. ``other``: communication of a group without a name.
+USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other")
+_AXES = USES[1:-1]
+COMPUTE, PP, OTHER = USES.index("compute"), USES.index("pp"), USES.index("other")
+
+#: Axes of Megatron's process groups by the description it gives them (``megatron.core.parallel_state``, 0.12 to 0.19),
+#: by beginning, the longest match first. Of several axes the first with more than one rank counts.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "TENSOR_MODEL_PARALLEL_GROUP": ("tp",),
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": ("cp", "tp"),
+    "TENSOR_AND_DATA_PARALLEL_GROUP": ("dp", "cp", "tp"),
+    "EXPERT_MODEL_PARALLEL_GROUP": ("ep",),
+    "EXPERT_TENSOR_PARALLEL_GROUP": ("tp",),
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": ("ep", "tp"),
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": ("pp", "ep", "tp"),
+    "EXPERT_DATA_PARALLEL_GROUP": ("dp",),
+    "CONTEXT_PARALLEL_GROUP": ("cp",),
+    "HIERARCHICAL_CONTEXT_PARALLEL_GROUP": ("cp",),
+    "HYBRID_DP_CP_GROUP": ("cp",),
+    "PIPELINE_MODEL_PARALLEL_GROUP": ("pp",),
+    "EMBEDDING_GROUP": ("pp",),
+    "POSITION_EMBEDDING_GROUP": ("pp",),
+    "MODEL_PARALLEL_GROUP": ("pp", "tp"),
+    "DATA_PARALLEL_GROUP": ("dp", "cp"),
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP": ("dp", "cp"),
+    "INTER_PARTIAL_DATA_PARALLEL_GROUP": ("dp", "cp"),
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": ("dp",),
+    "INTER_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": ("dp",),
+    "WEIGHT_GRADIENT_COMM_GROUP": ("dp",),
+}
+#: Communication kernels that bring no metadata: DeepEP's dispatch and combine, Transformer Engine's user buffers.
+_NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "userbuffers": "tp"}
+_BY_GROUP = -1
+_LONGEST = 1 << 61
+_NAME, _START, _DURATION = attrgetter("name"), attrgetter("ts"), attrgetter("dur")
+_CORRELATION = attrgetter("args.correlation")
+
+
+@dataclass(frozen=True)
+class Activities:
+    """GPU activities in order of their start; one row each.
+
+    ``spans``: start and end, wall-clock nanoseconds, shape ``[n, 2]``. ``launched``: when their launch call began.
+    ``known``: whether the trace holds that call. ``use``: index into `USES`. ``kernel``: a kernel, no copy or memset.
+    """
+
+    spans: Intervals
+    launched: npt.NDArray[np.int64]
+    known: npt.NDArray[np.bool_]
+    use: npt.NDArray[np.int8]
+    kernel: npt.NDArray[np.bool_]
+
+
+def spans_of(base: int, events: Sequence[Event]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
+    """Times in nanoseconds of those events whose times are possible, and which ones these are."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        start = np.array(list(map(_START, events)), dtype=np.float64) * 1000
+        duration = np.array(list(map(_DURATION, events)), dtype=np.float64) * 1000
+    # A comparison with NaN is false, so this also drops what is not a number.
+    usable = (np.abs(start) < _LONGEST) & (duration >= 0) & (duration < _LONGEST)
+    begin = base + np.rint(start[usable]).astype(np.int64)
+    return np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64))), usable
+
+
+def activities_of(
+    base: int, kernels: Sequence[Event], copies: Sequence[Event], launches: Sequence[Event], sizes: object
+) -> Activities:
+    """Read GPU activities and the calls that launched them; ``sizes`` has the number of ranks of every axis."""
+    events = [*kernels, *copies]
+    spans, usable = spans_of(base, events)
+    use = np.zeros(len(events), dtype=np.int8)
+    use[: len(kernels)] = _uses(kernels, sizes)
+    launched, known = _launches(base, list(map(_CORRELATION, events)), launches)
+    kernel = (np.arange(len(events)) < len(kernels))[usable]
+    use, launched, known = use[usable], launched[usable], known[usable]
+    order = np.argsort(spans[:, 0], kind="stable")
+    launched = np.where(known, np.minimum(launched, spans[:, 0]), spans[:, 0])
+    return Activities(spans[order], launched[order], known[order], use[order], kernel[order])
+
+
+def _launches(
+    base: int, correlations: list[int], launches: Sequence[Event]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    wanted = _numbers(correlations)
+    spans, usable = spans_of(base, launches)
+    numbers = _numbers(list(map(_CORRELATION, launches)))[usable]
+    order = np.argsort(numbers, kind="stable")
+    numbers, starts = numbers[order], spans[order, 0]
+    if not len(numbers):
+        return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=np.bool_)
+    place = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
+    return starts[place], (numbers[place] == wanted) & (wanted > 0)
+
+
+def _numbers(values: list[int]) -> npt.NDArray[np.int64]:
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError:  # a hostile file
+        return np.array([value if abs(value) < _LONGEST else 0 for value in values], dtype=np.int64)
+
+
+def _uses(kernels: Sequence[Event], sizes: object) -> list[int]:
+    by_name = _ByName()
+    uses = [by_name[name] for name in map(_NAME, kernels)]
+    by_group: dict[str | None, int] = {}
+    for number, use in enumerate(uses):
+        if use == _BY_GROUP:
+            group = kernels[number].args.description
+            if group not in by_group:
+                by_group[group] = USES.index(_axis(group, sizes))
+            uses[number] = by_group[group]
+    return uses
+
+
+class _ByName(dict[str, int]):
+    """Index into `USES` by a kernel's name, `_BY_GROUP` for NCCL's; found once for each name."""
+
+    def __missing__(self, name: str) -> int:
+        use = next((use for part, use in _NAMES.items() if part in name), "compute")
+        self[name] = index = _BY_GROUP if name.startswith("nccl") else USES.index(use)
+        return index
+
+
+def _axis(description: str | None, sizes: object) -> str:
+    axes: tuple[str, ...] = ()
+    for known in sorted(_GROUPS, key=len):
+        if description is not None and description.startswith(known):
+            axes = _GROUPS[known]
+    parallel = [axis for axis in axes or _AXES if (getattr(sizes, axis, 1) or 1) > 1]
+    if axes:
+        return parallel[0] if parallel else axes[0]
+    return parallel[0] if len(parallel) == 1 else "other"  # with one kind of parallelism there is no other

@@ -1,0 +1,318 @@
+"""Captured traces read back: what megaprof wrote into them and the times that the stage metrics need, nothing else.
+
+Times are wall-clock nanoseconds, ``baseTimeNanoseconds + 1000 * ts`` (Kineto writes ``ts`` and ``dur`` in
+microseconds), comparable between the ranks of one host. A file's name is only a hint; its metadata decide.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from megaprof.analysis.trace.decoding import Document, Event, Undecodable, load
+from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, activities_of, spans_of
+from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
+from megaprof.formats import ranges
+
+TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
+
+# No machine has more of anything; keeps a hostile file from making us count for ever.
+_LIMIT = 1 << 20
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=_LIMIT)]
+_Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+# Base, start and duration each stay below a quarter of int64, so that no sum of them overflows.
+_LONGEST = 1 << 61
+_COORDS_IN_NAME = re.compile(r"\.pp(\d{1,9})-tp(\d{1,9})-cp(\d{1,9})-ep(\d{1,9})-dp(\d{1,9})\.rank(\d{1,9})\.")
+
+
+class UnreadableTrace(Exception):
+    """A file that holds no usable trace of ours; ``path`` names it, ``reason`` completes "<path>: ..."."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Coords:
+    """A rank and its position along every axis of parallelism."""
+
+    rank: _Count
+    pp: _Count = 0
+    tp: _Count = 0
+    cp: _Count = 0
+    ep: _Count = 0
+    dp: _Count = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many there are along every axis; ``vpp`` model chunks per stage."""
+
+    tp: _Size = 1
+    pp: _Size = 1
+    cp: _Size = 1
+    ep: _Size = 1
+    dp: _Size = 1
+    vpp: _Size | None = None
+    etp: _Size | None = None
+
+    def __str__(self) -> str:
+        parallel = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if (getattr(self, axis) or 1) > 1]
+        return " ".join(f"{axis}={getattr(self, axis)}" for axis in parallel) or "no parallelism"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one model chunk consists of; None where the model did not say."""
+
+    embedding: bool | None = None
+    layers: _Count | None = None
+    layer_numbers: tuple[int | None, ...] | None = None
+    mtp: _Count | None = None
+    loss: bool | None = None
+    kinds: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RangeInfo:
+    """Whether the step holds ranges per microbatch, and why not."""
+
+    microbatch: bool = True
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The `megaprof` object of a trace; docs/trace-metadata.md says what the keys mean."""
+
+    target: str
+    coords: Coords
+    sizes: Sizes
+    steps: tuple[_Step, _Step]
+    version: str | None = None
+    role: str | None = None
+    schedule: str | None = None
+    forward_only: bool = False
+    microbatches: _Count | None = None
+    microbatch_group_size: _Count | None = None
+    chunks: tuple[Chunk, ...] = ()
+    p2p: dict[str, Any] | None = None
+    host: str | None = None
+    ranges: RangeInfo = RangeInfo()
+    truncated: bool = False
+    truncated_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Range:
+    """One of megaprof's ranges, in wall-clock nanoseconds."""
+
+    name: ranges.RangeName
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective (not a pipeline exchange) as the CPU saw it; ``operation`` as gloo names it, e.g. ``all_reduce``.
+
+    Gloo's events do not say which process group they belong to.
+    """
+
+    operation: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One readable file. ``ranges`` are sorted by start, an enclosing one before what it encloses.
+
+    ``compute`` is when the CPU ran an operator that is not communication (a disjoint set; only filled in when there are
+    collectives to hide). ``has_kernels``: GPU kernels ran, so the ranges are host time, ``gpu`` what it did.
+    ``timeline``: made of a timeline, whose times are the ``host``'s or the ``device``'s.
+    """
+
+    path: Path
+    metadata: Metadata
+    ranges: tuple[Range, ...]
+    collectives: tuple[Collective, ...] = ()
+    compute: Intervals = field(default_factory=lambda: intervals(()))
+    has_kernels: bool = False
+    gpu: Activities | None = None
+    warnings: tuple[str, ...] = ()
+    timeline: str | None = None
+
+
+def find_traces(directory: Path) -> list[Path]:
+    """Every file under ``directory`` whose name ends like a trace of ours, sorted. Hidden files are unfinished ones."""
+    return sorted(
+        Path(folder, name)
+        for folder, _, names in os.walk(directory)
+        for name in names
+        if name.endswith(TRACE_SUFFIXES) and not name.startswith(".")
+    )
+
+
+def read_trace(path: Path) -> Trace:
+    """Read one trace, gzipped or plain. Raises UnreadableTrace, whatever the file holds."""
+    try:
+        document = load(path)
+        metadata = _metadata(document)
+        if not -_LONGEST < document.baseTimeNanoseconds < _LONGEST:
+            raise Undecodable("its `baseTimeNanoseconds` is out of range")
+    except Undecodable as fault:
+        raise UnreadableTrace(path, str(fault)) from None
+    except OSError as fault:
+        raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
+    return _trace(path, metadata, document)
+
+
+def _metadata(document: Document) -> Metadata:
+    if not bytes(document.megaprof):
+        raise Undecodable("it was not written by megaprof (no `megaprof` metadata): nothing in it tells a stage")
+    try:
+        metadata = msgspec.json.decode(document.megaprof, type=Metadata)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
+        raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
+    if (reason := impossible(metadata)) is not None:
+        raise Undecodable(f"its `megaprof` metadata is damaged: {reason}")
+    return metadata
+
+
+def impossible(metadata: Metadata) -> str | None:
+    """What in a rank's place cannot be, None for a possible one."""
+    for axis in ("pp", "tp", "cp", "ep", "dp"):
+        position, size = getattr(metadata.coords, axis), getattr(metadata.sizes, axis)
+        if position >= size:
+            return f"{axis}={position} where there are {size}"
+    return None
+
+
+def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
+    base = document.baseTimeNanoseconds
+    by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
+    for event in document.traceEvents:
+        by_category[event.cat].append(event)
+    document.traceEvents.clear()
+    has_kernels = bool(by_category[KERNEL])
+    found, collectives, broken = _ranges_and_collectives(
+        # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
+        base,
+        by_category["user_annotation"] + ([] if has_kernels else by_category["cpu_op"]),
+    )
+    warnings = list(_name_warnings(path, metadata.coords))
+    if unusable := broken + document.unreadable_events:
+        warnings.append(f"{path.name}: {unusable} events with impossible times or types were left out")
+    copies = [event for category in COPIES for event in by_category[category]]
+    launches = [event for category in LAUNCHES for event in by_category[category]]
+    return Trace(
+        path=path,
+        metadata=metadata,
+        ranges=tuple(found),
+        collectives=tuple(collectives),
+        compute=_compute(base, by_category["cpu_op"]) if collectives and not has_kernels else intervals(()),
+        has_kernels=has_kernels,
+        gpu=activities_of(base, by_category[KERNEL], copies, launches, metadata.sizes) if has_kernels else None,
+        warnings=tuple(warnings),
+    )
+
+
+def _ranges_and_collectives(base: int, events: list[Event]) -> tuple[list[Range], list[Collective], int]:
+    """Both in order of time, and how many had impossible times."""
+    names, broken = _Names(), 0
+    found: list[Range] = []
+    collectives: list[Collective] = []
+    for event in events:
+        meaning = names[event.name]
+        if meaning is None or event.ph != "X":
+            continue
+        if (span := _span(base, event)) is None:
+            broken += 1
+        elif isinstance(meaning, ranges.RangeName):
+            found.append(Range(meaning, *span))
+        else:
+            collectives.append(Collective(meaning, *span))
+    found.sort(key=lambda r: (r.start, -r.end))
+    collectives.sort(key=lambda c: c.start)
+    return found, collectives, broken
+
+
+class _Names(dict[str, "ranges.RangeName | str | None"]):
+    """What an event's name means to the metrics, found once per name: a range, a collective's operation, or nothing."""
+
+    def __missing__(self, name: str) -> ranges.RangeName | str | None:
+        meaning: ranges.RangeName | str | None = None
+        if name.startswith(ranges.PREFIX):
+            meaning = ranges.parse(name)
+        elif name.startswith("gloo:"):
+            operation = name[len("gloo:") :]
+            meaning = None if operation.startswith(("send", "recv")) else operation
+        elif name.startswith("c10d::"):
+            meaning = _DISPATCHED.get(name[len("c10d::") :].rstrip("_"))
+        self[name] = meaning
+        return meaning
+
+
+#: Operators that hand a collective to its backend. Their time is communication too: the caller waits in them.
+_DISPATCHED = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+}
+
+
+def _span(base: int, event: Event) -> tuple[int, int] | None:
+    start, duration = event.ts * 1000, event.dur * 1000
+    if not (math.isfinite(start) and abs(start) < _LONGEST and 0 <= duration < _LONGEST):
+        return None
+    begin = base + round(start)
+    return begin, begin + round(duration)
+
+
+def _compute(base: int, operators: list[Event]) -> Intervals:
+    """When any thread ran an operator that is no communication: leaf operators, since their parents also wait."""
+    operators = [op for op in operators if op.ph == "X" and not op.name.startswith(ranges.PREFIX)]
+    numbers = {tid: number for number, tid in enumerate({op.tid for op in operators})}
+    communicating = {
+        name for name in {op.name for op in operators} if name.startswith(("c10d::", "record_param_comms"))
+    }
+    threads = np.array([numbers[op.tid] for op in operators], dtype=np.int64)
+    own = np.array([op.name not in communicating for op in operators], dtype=np.bool_)
+    spans, usable = spans_of(base, operators)
+    return union(spans[leaves(threads[usable], spans) & own[usable]])
+
+
+def _name_warnings(path: Path, coords: Coords) -> Iterable[str]:
+    if not (match := _COORDS_IN_NAME.search(path.name)):
+        return
+    named = tuple(map(int, match.groups()))
+    actual = (coords.pp, coords.tp, coords.cp, coords.ep, coords.dp, coords.rank)
+    if named != actual:
+        written = "pp={} tp={} cp={} ep={} dp={} rank={}".format(*actual)
+        yield f"{path.name}: its name and its metadata disagree; the metadata ({written}) count"

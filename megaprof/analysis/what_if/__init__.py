@@ -1,0 +1,1 @@
+"""Schedule orders, simulation, layouts, cost model, candidates."""

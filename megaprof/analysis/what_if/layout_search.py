@@ -1,0 +1,382 @@
+"""Find the pipeline layout with the shortest replayed step, from what each kind of layer costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import comb, inf, isfinite
+from typing import NamedTuple
+
+from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
+from megaprof.analysis.what_if.simulation import Simulation, simulate
+
+__all__ = ["Candidate", "Cost", "CostModel", "balanced_ms", "lower_bound_ms", "replay_layout", "search"]
+
+_PHASES_PER_SEARCH = 12_000_000  # replayed phases; about 2 s of one core
+_FEWEST, _MOST = 100, 2000  # replays a search
+
+_Counts = tuple[int, ...]
+"""How many units each piece holds. A layout keeps the units in their order, so this is all there is to choose."""
+
+
+class Cost(NamedTuple):
+    """One microbatch through one layer, in milliseconds."""
+
+    forward_ms: float
+    backward_ms: float = 0.0
+
+
+_FREE = Cost(0.0)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a microbatch costs in each kind of layer, and on its way from one piece to the next.
+
+    ``layer``: one cost for all decoder layers, or one for each in the model's order (dense and MoE layers mixed).
+    ``mtp``: each MTP layer. ``p2p_ms``: one transfer.
+    """
+
+    layer: Cost | tuple[Cost, ...]
+    embedding: Cost = _FREE
+    loss: Cost = _FREE
+    mtp: Cost = _FREE
+    p2p_ms: float = 0.0
+
+    def units(self, layers: int, mtp_layers: int = 0) -> list[tuple[str, Cost]]:
+        """The model from front to back in parts that no layout divides: all MTP layers are one.
+
+        Raises:
+            ValueError: a cost that is negative or not finite, no layer, or not one cost for each layer.
+        """
+        if layers < 1 or mtp_layers < 0:
+            raise ValueError(f"layers={layers} must be at least 1 and mtp_layers={mtp_layers} at least 0")
+        each = (self.layer,) * layers if isinstance(self.layer, Cost) else tuple(self.layer)
+        if len(each) != layers:
+            raise ValueError(f"CostModel.layer has {len(each)} costs, expected one or layers={layers}")
+        mtp = Cost(self.mtp.forward_ms * mtp_layers, self.mtp.backward_ms * mtp_layers)
+        units = [("E", self.embedding), *(("t", cost) for cost in each)]
+        units += [("m" * mtp_layers, mtp)] * (mtp_layers > 0) + [("L", self.loss)]
+        for name, cost in units:
+            if not all(isfinite(ms) and ms >= 0 for ms in cost):
+                raise ValueError(f"CostModel has {cost} for {name!r}; times must be finite and not negative")
+        return units
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout and what its replay says. ``layers``: decoder layers of each stage."""
+
+    layout: str
+    flags: tuple[str, ...]
+    step_ms: float
+    layers: tuple[int, ...]
+    bubble_fraction: tuple[float, ...]
+    pieces: Layout
+
+
+class _Problem:
+    """One search: the units, the run that they belong to, and every layout replayed so far."""
+
+    def __init__(
+        self,
+        cost: CostModel,
+        pp: int,
+        vpp: int,
+        layers: int,
+        microbatches: int,
+        mtp_layers: int,
+        forward_only: bool,
+        microbatch_group_size: int | None,
+        rendezvous: bool,
+    ) -> None:
+        units = cost.units(layers, mtp_layers)
+        self.names = [name for name, _ in units]
+        self.forward = [one.forward_ms for _, one in units]
+        self.backward = None if forward_only else [one.backward_ms for _, one in units]
+        self.work = [one.forward_ms + (0.0 if forward_only else one.backward_ms) for _, one in units]
+        self.pp, self.vpp, self.microbatches, self.p2p_ms = pp, vpp, microbatches, cost.p2p_ms
+        self.group_size, self.rendezvous = microbatch_group_size, rendezvous
+        if pp < 1 or vpp < 1 or len(units) < pp * vpp:
+            raise ValueError(f"pp={pp} x vpp={vpp} pieces cannot be made of {len(units)} layers (E and L included)")
+        self.replays: dict[_Counts, Simulation] = {}
+        phases = pp * vpp * microbatches * (1 if forward_only else 2)
+        self.budget = min(_MOST, max(_FEWEST, _PHASES_PER_SEARCH // phases))
+
+    def bounds(self, counts: _Counts) -> list[tuple[int, int]]:
+        begins = [sum(counts[:piece]) for piece in range(len(counts) + 1)]
+        return list(pairwise(begins))
+
+    def pieces(self, counts: _Counts) -> Layout:
+        return tuple("".join(self.names[begin:end]) for begin, end in self.bounds(counts))
+
+    def counts(self, pieces: Layout) -> _Counts | None:
+        """None for pieces that this search does not make (an empty one)."""
+        found = tuple(len(piece.replace("m", "")) + ("m" in piece) for piece in pieces)
+        return found if all(found) else None
+
+    def replay(self, counts: _Counts) -> Simulation:
+        if counts not in self.replays:
+            bounds = self.bounds(counts)
+
+            def times(units: list[float]) -> list[list[float]]:
+                pieces = [sum(units[begin:end]) for begin, end in bounds]
+                return [pieces[stage :: self.pp] for stage in range(self.pp)]
+
+            self.replays[counts] = simulate(
+                times(self.forward),
+                None if self.backward is None else times(self.backward),
+                self.microbatches,
+                p2p_ms=self.p2p_ms,
+                microbatch_group_size=self.group_size,
+                rendezvous=self.rendezvous,
+            )
+        return self.replays[counts]
+
+    @property
+    def exhausted(self) -> bool:
+        return len(self.replays) >= self.budget
+
+
+def search(
+    cost: CostModel,
+    pp: int,
+    vpp: int,
+    layers: int,
+    microbatches: int,
+    *,
+    mtp_layers: int = 0,
+    forward_only: bool = False,
+    microbatch_group_size: int | None = None,
+    rendezvous: bool = False,
+    top: int = 5,
+) -> list[Candidate]:
+    """The ``top`` layouts with the shortest replayed step, the shortest first; of equals those with simpler flags.
+
+    Exact where all layouts can be replayed (up to 2000 of them). Otherwise the replay judges Megatron's own splits and
+    two exact optima (of the heaviest piece, and of a bound on the step that also counts filling and draining the
+    pipeline), and improves the best of them by moving one layer at a time. Deterministic. Every piece holds something.
+    MTP layers apart from the loss need megatron-core 0.16.
+
+    Raises:
+        ValueError: costs, counts or a schedule that cannot be, see :meth:`CostModel.units` and :func:`simulate`.
+    """
+    if top < 1:
+        raise ValueError(f"top={top} must be at least 1")
+    problem = _Problem(cost, pp, vpp, layers, microbatches, mtp_layers, forward_only, microbatch_group_size, rendezvous)
+    pieces, units = pp * vpp, len(problem.work)
+    if comb(units - 1, pieces - 1) <= problem.budget:
+        for cuts in combinations(range(1, units), pieces - 1):
+            problem.replay(tuple(end - begin for begin, end in zip((0, *cuts), (*cuts, units), strict=True)))
+    else:
+        for start in _starts(problem, layers, mtp_layers):
+            problem.replay(start)
+        for start in sorted(problem.replays, key=lambda counts: (problem.replays[counts].step_ms, counts))[:3]:
+            _improve(problem, start)
+    return _best(problem, top)
+
+
+def replay_layout(
+    pieces: Sequence[str],
+    pp: int,
+    cost: CostModel,
+    microbatches: int,
+    *,
+    forward_only: bool = False,
+    microbatch_group_size: int | None = None,
+    rendezvous: bool = False,
+) -> Simulation:
+    """Replay any layout (checked or not, empty pieces too) with the times that a cost model gives it."""
+    layers, mtp_layers = "".join(pieces).count("t"), "".join(pieces).count("m")
+    costs: dict[str, Iterator[Cost]] = {"E": iter([cost.embedding]), "L": iter([cost.loss])}
+    costs["t"] = iter([one for name, one in cost.units(layers) if name == "t"])
+    costs["m"] = iter([cost.mtp] * mtp_layers)
+    placed = [[next(costs[letter]) for letter in piece] for piece in pieces]
+
+    def times(values: list[float]) -> list[list[float]]:
+        return [values[stage::pp] for stage in range(pp)]
+
+    return simulate(
+        times([sum(one.forward_ms for one in piece) for piece in placed]),
+        None if forward_only else times([sum(one.backward_ms for one in piece) for piece in placed]),
+        microbatches,
+        p2p_ms=cost.p2p_ms,
+        microbatch_group_size=microbatch_group_size,
+        rendezvous=rendezvous,
+    )
+
+
+def balanced_ms(
+    cost: CostModel,
+    pp: int,
+    vpp: int,
+    layers: int,
+    microbatches: int,
+    *,
+    mtp_layers: int = 0,
+    forward_only: bool = False,
+    microbatch_group_size: int | None = None,
+    rendezvous: bool = False,
+) -> float:
+    """The step if every piece took the same time, as if layers could be divided: what imbalance costs in all.
+
+    No bound in the strict sense: heavier early stages can fill and drain a short pipeline faster.
+    """
+    units, pieces = cost.units(layers, mtp_layers), pp * vpp
+    forward = sum(one.forward_ms for _, one in units) / pieces
+    backward = sum(one.backward_ms for _, one in units) / pieces
+    return simulate(
+        [[forward] * vpp] * pp,
+        None if forward_only else [[backward] * vpp] * pp,
+        microbatches,
+        p2p_ms=cost.p2p_ms,
+        microbatch_group_size=microbatch_group_size,
+        rendezvous=rendezvous,
+    ).step_ms
+
+
+def lower_bound_ms(
+    cost: CostModel,
+    pp: int,
+    vpp: int,
+    layers: int,
+    microbatches: int,
+    *,
+    mtp_layers: int = 0,
+    forward_only: bool = False,
+) -> float:
+    """No layout's step is shorter than this.
+
+    The largest of: the mean stage's work; one microbatch's way through all pieces; the heaviest indivisible layer's
+    work; and, with one chunk a stage, this. Stage s can begin only after the first microbatch's forward through the
+    stages before it and is followed by the last one's backward through them, so step >= m w_s + (w_0 + ... + w_{s-1})
+    for m microbatches and work w per microbatch; the sum W of all w fixed, the largest of these is smallest when all
+    are equal, which gives W / (1 - (1 - 1/m)^p). A forward passes the later stages too: (m - 1 + p) W / p.
+    """
+    if min(pp, vpp, microbatches) < 1:
+        raise ValueError(f"pp={pp}, vpp={vpp} and microbatches={microbatches} must be at least 1")
+    work = [sum(one) if not forward_only else one.forward_ms for _, one in cost.units(layers, mtp_layers)]
+    total, m = sum(work), microbatches
+    way = total + (pp * vpp - 1) * (1 if forward_only else 2) * cost.p2p_ms
+    bounds = [m * total / pp, way, m * max(work)]
+    if vpp == 1:
+        bounds.append((m - 1 + pp) * total / pp if forward_only else total / (1 - (1 - 1 / m) ** pp))
+    return max(bounds)
+
+
+def _starts(problem: _Problem, layers: int, mtp_layers: int) -> Iterator[_Counts]:
+    """Layouts worth a replay before the local search."""
+    pp, vpp, m = problem.pp, problem.vpp, problem.microbatches
+    prefix = [sum(problem.work[:index]) for index in range(len(problem.work) + 1)]
+    pieces = pp * vpp
+    yield _smallest_maximum(len(problem.work), pieces, lambda begin, end: prefix[end] - prefix[begin])
+    if vpp == 1:
+        yield _smallest_maximum(
+            len(problem.work), pieces, lambda begin, end: m * (prefix[end] - prefix[begin]) + prefix[begin]
+        )
+    plain = [
+        default_layout(pp, vpp, layers, mtp_layers, account_for_embedding=embedding, account_for_loss=loss)
+        for embedding in (False, True)
+        for loss in (False, True)
+    ]
+    uneven = {
+        default_layout(pp, vpp, layers, mtp_layers, first=layers - each * (pp - 2) - last, last=last)
+        for each in range(vpp, layers // max(1, pp - 2) + 1, vpp)
+        for last in range(vpp, layers - each * (pp - 2), vpp)
+    }
+
+    def heaviest(counts: _Counts) -> float:
+        return max(_stage_work(problem, counts))
+
+    found = [counts for layout in uneven if layout is not None and (counts := problem.counts(layout)) is not None]
+    yield from (counts for layout in plain if layout is not None and (counts := problem.counts(layout)) is not None)
+    yield from sorted(found, key=lambda counts: (heaviest(counts), counts))[:8]
+
+
+def _smallest_maximum(units: int, pieces: int, cost: Callable[[int, int], float]) -> _Counts:
+    """Cut ``units`` into non-empty ``pieces`` so that the largest ``cost(begin, end)`` is smallest, and of such cuts
+    the one with the smallest sum of squares. Exact, by dynamic programming; the cost must grow with the piece."""
+    largest = _best_cuts(units, pieces, cost, max)[0]
+    limit = largest * (1 + 1e-12)
+    squares = _best_cuts(units, pieces, lambda b, e: inf if (c := cost(b, e)) > limit else c * c, lambda a, b: a + b)[1]
+    return tuple(end - begin for begin, end in zip((0, *squares), (*squares, units), strict=True))
+
+
+def _best_cuts(
+    units: int, pieces: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    best = [0.0] + [inf] * units
+    choices: list[list[int]] = []
+    for piece in range(pieces):
+        values, choice = [inf] * (units + 1), [0] * (units + 1)
+        for end in range(piece + 1, units - (pieces - piece - 1) + 1):
+            for begin in range(end - 1, piece - 1, -1):
+                added = cost(begin, end)
+                if added > values[end]:  # and more so for every earlier begin
+                    break
+                joined = join(best[begin], added)
+                if joined < values[end]:
+                    values[end], choice[end] = joined, begin
+        best = values
+        choices.append(choice)
+    cuts, end = [], units
+    for choice in reversed(choices[1:]):
+        end = choice[end]
+        cuts.append(end)
+    return best[units], cuts[::-1]
+
+
+def _stage_work(problem: _Problem, counts: _Counts) -> list[float]:
+    work = [sum(problem.work[begin:end]) for begin, end in problem.bounds(counts)]
+    return [sum(work[stage :: problem.pp]) for stage in range(problem.pp)]
+
+
+def _improve(problem: _Problem, counts: _Counts) -> None:
+    """Move one unit from a piece to another (what lies between moves along) as long as the step gets shorter, from
+    the most loaded stages to the least loaded first."""
+    improved = True
+    while improved:
+        improved = False
+        step = problem.replay(counts).step_ms
+        for moved in _moves(problem, counts):
+            if problem.exhausted:
+                return
+            if problem.replay(moved).step_ms < step * (1 - 1e-12):
+                counts, improved = moved, True
+                break
+
+
+def _moves(problem: _Problem, counts: _Counts) -> Iterator[_Counts]:
+    load = _stage_work(problem, counts)
+    by_load = sorted(range(len(counts)), key=lambda piece: (load[piece % problem.pp], piece))
+    for giver in reversed(by_load):
+        for taker in by_load:
+            if counts[giver] > 1 and giver % problem.pp != taker % problem.pp:
+                moved = list(counts)
+                moved[giver] -= 1
+                moved[taker] += 1
+                yield tuple(moved)
+
+
+def _best(problem: _Problem, top: int) -> list[Candidate]:
+    def step(counts: _Counts) -> float:
+        # Equal work summed in another order differs in the last bits; that must not decide between layouts.
+        return float(f"{problem.replays[counts].step_ms:.10e}")
+
+    ranked = sorted(problem.replays, key=lambda counts: (step(counts), counts))
+    limit = step(ranked[min(top, len(ranked)) - 1])
+    candidates = []
+    for counts in ranked:
+        if step(counts) > limit:
+            break
+        pieces = problem.pieces(counts)
+        replay, flags = problem.replays[counts], to_flags(pieces, problem.pp)
+        stages = layers_per_stage(pieces, problem.pp)
+        candidates.append(
+            (
+                (step(counts), "--pipeline-model-parallel-layout" in flags, len(flags), counts),
+                Candidate(format_layout(pieces), flags, replay.step_ms, stages, replay.bubble_fraction, pieces),
+            )
+        )
+    return [candidate for _, candidate in sorted(candidates, key=lambda pair: pair[0])[:top]]

@@ -1,0 +1,310 @@
+"""A captured run as the simulation takes it: its schedule, its measured times, and how well a replay reproduces it.
+
+What is replayed is the pipeline: from the start of the first microbatch to the end of the last. What lies outside it in
+a step (stages that enter the step at different times, the gradient finalisation) is kept as measured.
+
+Exchanges are replayed as a rendezvous unless they overlap with compute (``overlap_p2p_comm``, which the interleaved
+schedule heeds except in forward-only passes): Megatron waits for its sends, and neither NCCL nor gloo completes a send
+before the receiver has asked for it. With 2 stages Megatron only runs the interleaved schedule with overlap.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from megaprof.analysis.stages.consistency import comparable
+from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.what_if.layouts import Layout
+from megaprof.analysis.what_if.orders import Schedule, phase_order
+from megaprof.analysis.what_if.simulation import Simulation, simulate
+from megaprof.formats import ranges
+
+__all__ = ["CapturedStep", "Run", "Times", "Withheld", "captured_run", "in_flight_layers", "run_schedule"]
+
+Times = list[list[list[float]]]
+"""Milliseconds as ``[stage][chunk][microbatch]``."""
+_Pass = tuple[float, float]
+
+
+#: Fewer transfers than this say nothing about their time.
+_FEWEST = 3
+
+
+class Withheld(Exception):
+    """This run cannot be replayed, or not well enough to predict from; the message says why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What all steps of a run have in common. ``p2p_ms``: one transfer between stages, where nobody waited."""
+
+    schedule: str
+    stages: int
+    chunks: int
+    group_size: int | None
+    forward_only: bool
+    rendezvous: bool
+    p2p_ms: float
+
+    def simulate(self, forward_ms: Times, backward_ms: Times | None) -> Simulation:
+        """Replay one step of this run's schedule with other times, or with another number of microbatches."""
+        return simulate(
+            forward_ms,
+            backward_ms,
+            len(forward_ms[0][0]),
+            schedule=self.schedule,
+            p2p_ms=self.p2p_ms,
+            microbatch_group_size=self.group_size,
+            rendezvous=self.rendezvous,
+        )
+
+    def checked(self, microbatches: int) -> Schedule:
+        """The schedule that determines the order of phases. Raises ValueError where Megatron refuses it."""
+        return Schedule.checked(
+            self.stages,
+            self.chunks,
+            microbatches,
+            name=self.schedule,
+            group_size=self.group_size,
+            forward_only=self.forward_only,
+        )
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """One captured step: the times of its slowest pipeline (of several data-parallel ones), and what it took.
+
+    ``peers_forward_ms``, ``peers_backward_ms``: where a stage has several captured ranks, the times that they have in
+    common, else None. ``pipeline_ms``: measured, from the first microbatch's start to the last one's end;
+    ``outside_ms``: the rest of the step; ``replay_ms``: the replayed pipeline.
+    """
+
+    step: int
+    forward_ms: Times
+    backward_ms: Times | None
+    peers_forward_ms: Times | None
+    peers_backward_ms: Times | None
+    pipeline_ms: float
+    outside_ms: float
+    replay_ms: float
+
+    @property
+    def replay_error(self) -> float:
+        """(replayed - measured pipeline) / measured pipeline."""
+        return self.replay_ms / self.pipeline_ms - 1.0
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.forward_ms[0][0])
+
+
+def run_schedule(calls: Sequence[Call], stages: int) -> Run:
+    """What the calls' metadata say about the schedule. Raises Withheld when they do not, or when it is not known."""
+    metadata = calls[0].metadata
+    name, chunks = metadata.schedule, len(metadata.chunks)
+    if any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases):
+        raise Withheld("forward and backward run combined: their own times are not known")
+    if not chunks or name is None:
+        raise Withheld("the traces do not say which schedule ran, or on which model chunks")
+    forward_only = calls[0].forward_only
+    rendezvous = stages > 1
+    if name == "interleaved":
+        overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
+        # Megatron-LM overlaps unless told otherwise.
+        rendezvous = stages > 2 and (forward_only or overlap is False)
+    run = Run(name, stages, chunks, metadata.microbatch_group_size, forward_only, rendezvous, 0.0)
+    try:
+        run.checked(metadata.microbatches or 0)
+    except ValueError as fault:
+        raise Withheld(f"the schedule of the traces cannot be rebuilt: {fault}") from None
+    return run
+
+
+def captured_run(calls: Sequence[Call], stages: int) -> tuple[Run, list[CapturedStep]]:
+    """The run that some calls of one target belong to, and every step that can be replayed.
+
+    Raises:
+        Withheld: no step can be.
+    """
+    run = run_schedule(calls, stages)
+    by_step: dict[tuple[int, int], list[Call]] = {}
+    for call in calls:
+        by_step.setdefault((call.step, call.index), []).append(call)
+    transfers: list[float] = []
+    for step in by_step.values():
+        clocks = comparable(step)
+        for pipeline in _pipelines(step, stages) if clocks.one_clock else ():
+            transfers += _transfers(pipeline, run, clocks.offset)
+    p2p_ms = statistics.median(transfers) if len(transfers) >= _FEWEST else 0.0
+    run = replace(run, p2p_ms=p2p_ms)
+    captured, reason = [], Withheld("no step was captured")
+    for (number, _), step in sorted(by_step.items()):
+        try:
+            captured.append(_captured_step(number, step, run))
+        except Withheld as fault:
+            reason = fault
+    if not captured:
+        raise reason
+    return run, captured
+
+
+def in_flight_layers(pieces: Layout, schedule: Schedule) -> list[int]:
+    """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
+    forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
+    most = [0] * schedule.stages
+    if schedule.forward_only:
+        return most
+    for stage in range(schedule.stages):
+        layers = [sum(piece.count(letter) for letter in "tm") for piece in pieces[stage :: schedule.stages]]
+        held = 0
+        for phase in phase_order(schedule, stage):
+            held += layers[phase.chunk] if phase.kind == "forward" else -layers[phase.chunk]
+            most[stage] = max(most[stage], held)
+    return most
+
+
+def _pipelines(step: Sequence[Call], stages: int) -> list[list[list[Call]]]:
+    """The calls of one step by pipeline and stage.
+
+    Ranks that differ in their stage alone form a pipeline. Where no such set was captured whole, all calls of a stage
+    are taken together.
+    """
+    by_place: dict[tuple[int, int, int, int], dict[int, Call]] = {}
+    by_stage: dict[int, list[Call]] = {}
+    for call in step:
+        c = call.metadata.coords
+        by_place.setdefault((c.tp, c.cp, c.ep, c.dp), {})[c.pp] = call
+        by_stage.setdefault(c.pp, []).append(call)
+    whole = [[[own[stage]] for stage in range(stages)] for _, own in sorted(by_place.items()) if len(own) == stages]
+    if whole:
+        return whole
+    if len(by_stage) < stages:
+        raise Withheld("a stage was not captured")
+    return [[by_stage[stage] for stage in range(stages)]]
+
+
+def _captured_step(number: int, step: list[Call], run: Run) -> CapturedStep:
+    replays = []
+    for pipeline in _pipelines(step, run.stages):
+        forward = _times(pipeline, ranges.FORWARD)
+        backward = None if run.forward_only else _times(pipeline, ranges.BACKWARD)
+        try:
+            replays.append((run.simulate(forward, backward).step_ms, forward, backward))
+        except ValueError as fault:
+            raise Withheld(f"the schedule of step {number} cannot be rebuilt: {fault}") from None
+    replay_ms, forward, backward = max(replays, key=lambda each: each[0])
+    pipeline_ms, outside_ms = _measured(number, step, run)
+    return CapturedStep(
+        step=number,
+        forward_ms=forward,
+        backward_ms=backward,
+        peers_forward_ms=_as_peers(step, ranges.FORWARD, run.stages),
+        peers_backward_ms=None if run.forward_only else _as_peers(step, ranges.BACKWARD, run.stages),
+        pipeline_ms=pipeline_ms,
+        outside_ms=outside_ms,
+        replay_ms=replay_ms,
+    )
+
+
+def _measured(number: int, step: list[Call], run: Run) -> tuple[float, float]:
+    """Milliseconds of a step's pipeline, and of what is outside it.
+
+    Without a common clock the first stage's own times count: training begins and ends there.
+    """
+    clocks = comparable(step)
+    if clocks.different_runs:
+        raise Withheld("the stages' traces are of different runs")
+    if not clocks.one_clock:
+        if run.forward_only:
+            raise Withheld(
+                "the hosts' clocks are not aligned, and a forward-only pass begins and ends on different stages"
+            )
+        step = [call for call in step if call.metadata.coords.pp == 0][:1]
+    passes, extents = [], []
+    for call in step:
+        offset = clocks.offset.get(call.metadata.coords.rank, 0)
+        passes += [tuple(ns + offset for ns in phase.when) for phase in call.phases]
+        extents.append(tuple(ns + offset for ns in call.extent))
+    pipeline = max(end for _, end in passes) - min(start for start, _ in passes)
+    whole = max(end for _, end in extents) - min(start for start, _ in extents)
+    if pipeline <= 0:
+        raise Withheld(f"the pipeline of step {number} took no time")
+    return pipeline / 1e6, (whole - pipeline) / 1e6
+
+
+def _times(pipeline: list[list[Call]], kind: str) -> Times:
+    """The passes of one kind, averaged over the ranks of a stage where there are several."""
+    return [
+        _mean([[[sum(each) for each in row] for row in _passes(call, kind)] for call in stage]) for stage in pipeline
+    ]
+
+
+def _passes(call: Call, kind: str) -> list[list[_Pass]]:
+    """Computation and exposed communication of every pass of one kind, ``[chunk][microbatch]`` in milliseconds."""
+    count, chunks = call.metadata.microbatches or 0, len(call.metadata.chunks)
+    phases = [phase for phase in call.phases if phase.kind == kind]
+    if len(phases) != count * chunks or not phases:
+        raise Withheld(f"{call.source} holds {len(phases)} {kind} ranges where {count * chunks} belong")
+    own = {(phase.chunk, phase.microbatch): (phase.compute_ns / 1e6, phase.exposed_ns / 1e6) for phase in phases}
+    try:
+        return [[own[chunk, microbatch] for microbatch in range(count)] for chunk in range(chunks)]
+    except KeyError:
+        raise Withheld(f"{call.source} holds a {kind} whose microbatch or model chunk is not known") from None
+
+
+def _mean(ranks: list[list[list[float]]]) -> list[list[float]]:
+    return [[statistics.fmean(same) for same in zip(*rows, strict=True)] for rows in zip(*ranks, strict=True)]
+
+
+def _as_peers(step: list[Call], kind: str, stages: int) -> Times | None:
+    """Every pass as its stage's ranks have it in common; None where no stage has two ranks.
+
+    That is the lower median of their computation (of two the quicker one's), with the least exposed communication of
+    them: the others' holds the waiting for the slowest.
+    """
+    by_stage: list[list[Call]] = [[] for _ in range(stages)]
+    for call in step:
+        by_stage[call.metadata.coords.pp].append(call)
+    if all(len(ranks) < 2 for ranks in by_stage):
+        return None
+
+    def common(times: tuple[_Pass, ...]) -> float:
+        return statistics.median_low(compute for compute, _ in times) + min(exposed for _, exposed in times)
+
+    return [
+        [
+            [common(same) for same in zip(*rows, strict=True)]
+            for rows in zip(*(_passes(c, kind) for c in own), strict=True)
+        ]
+        for own in by_stage
+    ]
+
+
+def _transfers(pipeline: list[list[Call]], run: Run, offset: dict[int, int]) -> Iterator[float]:
+    """How long each input was under way for which a stage was already waiting, in milliseconds.
+
+    Only the first rank of a stage is looked at. ``offset``: nanoseconds to add to a rank's times.
+    """
+    passes = []
+    ends = {}
+    for stage, ranks in enumerate(pipeline):
+        call = ranks[0]
+        by = offset.get(call.metadata.coords.rank, 0)
+        passes.append(
+            sorted(((phase.when[0] + by, phase.when[1] + by, phase) for phase in call.phases), key=itemgetter(0))
+        )
+        ends.update({(stage, phase.kind, phase.chunk, phase.microbatch): end for _, end, phase in passes[-1]})
+    for stage, own in enumerate(passes):
+        free = None
+        for start, end, phase in own:
+            towards = -1 if phase.kind == ranges.FORWARD else 1
+            source, chunk = stage + towards, phase.chunk or 0
+            if not 0 <= source < run.stages:
+                source, chunk = source % run.stages, chunk + towards
+            produced = ends.get((source, phase.kind, chunk, phase.microbatch))
+            if source != stage and produced is not None and (free is None or free <= produced) and produced <= start:
+                yield (start - produced) / 1e6
+            free = end

@@ -1,0 +1,148 @@
+"""Files that are computed from a finished raw trace: the kernel summary and collapsed stacks.
+
+The computing is done by a child process: in a thread of this one it would hold the interpreter lock, which the training
+thread needs. The child runs at a lower priority, on the standard library alone, and reads the trace through a file
+that was opened for it, so it does not matter when the trace is compressed and its raw file removed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from megaprof.artifacts.kernels import KernelSummary, read_events
+from megaprof.artifacts.stacks import CollapsedStacks
+
+if TYPE_CHECKING:
+    from megaprof.artifacts.writer import Writer
+
+logger = logging.getLogger("megaprof")
+
+KERNELS_SUFFIX = ".kernels.json"
+STACKS_SUFFIX = ".stacks.txt"
+DEVICE_STACKS_SUFFIX = ".cuda.stacks.txt"
+#: Windows whose files may wait for their turn; each holds a raw trace on disk, and none in memory.
+_QUEUE = 8
+#: -I -S: neither the user's PYTHON* variables nor site-packages decide how long an interpreter takes to start.
+_CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from megaprof.artifacts.derived import main; main(sys.argv[2])"
+
+
+@dataclass(frozen=True)
+class _Task:
+    trace: IO[bytes]
+    files: Mapping[str, Path]
+    identity: Mapping[str, Any]
+
+
+class DerivedFiles:
+    """Derives files from raw traces in the writer's thread, which waits for the child."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._changed = threading.Condition()
+        self._pending = 0
+        self._summary: bytes | None = None  # of the last window, once it is ready
+
+    def prepare(self, raw: Path, files: Mapping[str, Path], identity: Mapping[str, Any]) -> Callable[[], None] | None:
+        """A task for the writer that derives ``files`` (suffix -> final path) from the trace ``raw``; None: it cannot.
+
+        Opens ``raw`` now, so it may be renamed or removed before the task runs. ``identity`` is plain data for inside
+        the kernel summary.
+        """
+        names = ", ".join(path.name for path in files.values())
+        with self._changed:
+            self._summary = None
+            if self._pending >= _QUEUE:
+                logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
+                return None
+            try:
+                task = _Task(open(raw, "rb"), files, identity)  # noqa: SIM115 - closed when it is done
+            except OSError as fault:
+                logger.error("megaprof: no %s: there is no trace to make it from: %s", names, fault)
+                return None
+            self._pending += 1
+        return lambda: self._do(task)
+
+    def kernel_summary(self, timeout: float) -> dict[str, Any] | None:
+        """The summary of the last window, or None: it is not ready within ``timeout`` seconds, or could not be made."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._pending, timeout)
+            summary = None if self._pending else self._summary
+        if summary is None:
+            return None
+        loaded: dict[str, Any] = json.loads(summary)
+        return loaded
+
+    def _do(self, task: _Task) -> None:
+        summary = None
+        try:
+            with task.trace:
+                summary = self._derive(task)
+        except Exception as fault:
+            logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, task.files.values())), fault)
+        finally:
+            with self._changed:
+                self._pending -= 1
+                self._summary = summary
+                self._changed.notify_all()
+
+    def _derive(self, task: _Task) -> bytes | None:
+        from megaprof.artifacts.writer import Job
+        from megaprof.formats.names import raw_path
+
+        raws = {suffix: raw_path(final) for suffix, final in task.files.items()}
+        order = json.dumps({"identity": task.identity, "files": {s: str(raw) for s, raw in raws.items()}})
+        root = str(Path(__file__).resolve().parents[2])
+        try:
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", _CHILD, root, order],
+                stdin=task.trace,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                check=True,
+            )
+            kernels = raws.get(KERNELS_SUFFIX)
+            summary = None if kernels is None else kernels.read_bytes()
+        except BaseException as fault:
+            for raw in raws.values():
+                raw.unlink(missing_ok=True)
+            if isinstance(fault, subprocess.CalledProcessError):
+                last = fault.stderr.decode(errors="replace").strip().splitlines()[-1:]
+                raise RuntimeError(f"exit {fault.returncode}: {' '.join(last)}") from None
+            raise
+        for suffix, raw in raws.items():
+            if raw.exists():
+                self._writer.finish(Job(raw, task.files[suffix]))
+        return summary
+
+
+def main(order: str) -> None:
+    """The child: reads a raw trace on standard input and writes the files that ``order`` (JSON) names."""
+    os.nice(5)
+    wanted = json.loads(order)
+    files: dict[str, str] = wanted["files"]
+    summary, stacks = KernelSummary(), CollapsedStacks()
+    with open(sys.stdin.fileno(), encoding="utf-8", errors="replace") as trace:
+        for event in read_events(trace):
+            if KERNELS_SUFFIX in files:
+                summary.add(event)
+            if STACKS_SUFFIX in files:
+                stacks.add(event)
+    if KERNELS_SUFFIX in files:
+        with open(files[KERNELS_SUFFIX], "w", encoding="utf-8") as file:
+            json.dump(summary.result(wanted["identity"]), file)
+    if STACKS_SUFFIX in files:
+        with open(files[STACKS_SUFFIX], "w", encoding="utf-8") as file:
+            file.writelines(stacks.host())
+        device = list(stacks.device())
+        if device and DEVICE_STACKS_SUFFIX in files:
+            with open(files[DEVICE_STACKS_SUFFIX], "w", encoding="utf-8") as file:
+                file.writelines(device)

@@ -1,0 +1,173 @@
+"""Hooks in a host that nobody edited: they go in when it asks megatron-core for its schedule.
+
+``arm()`` waits for ``megatron.core.pipeline_parallel.schedules`` to be imported and wraps ``get_forward_backward_func``
+there, before any host can import the name. The first time the host asks, its ranks are laid out and its arguments are
+parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. The functions of a host that say more
+about a call (`megaprof.integrations`) are wrapped when their modules are imported.
+
+`environment` is what a process must be started with to arm itself: the directory ``path`` beside this file goes on
+``PYTHONPATH``, and Python runs the ``sitecustomize.py`` in it at start-up. Children inherit it, however they start.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
+
+logger = logging.getLogger("megaprof")
+
+PATH = str(Path(__file__).resolve().parent / "path")
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_ASKED = "get_forward_backward_func"
+#: Packages that have a module to watch: all else passes the finder at the cost of one look-up.
+_ROOTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
+
+_settled: ProfileConfig | None = None
+
+
+def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` for a process that is to profile itself as ``config`` says, and so its children.
+
+    A configuration without a target leaves no trace of megaprof in it: nothing is armed.
+    """
+    from megaprof.config.options import ENV_PREFIX
+
+    child = {name: value for name, value in env.items() if not name.startswith(ENV_PREFIX)}
+    paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path != PATH]
+    if config.enabled:
+        child |= config.to_env()
+        paths.insert(0, PATH)
+    if paths or "PYTHONPATH" in child:
+        child["PYTHONPATH"] = os.pathsep.join(paths)
+    return child
+
+
+def arm(config: ProfileConfig | None = None) -> None:
+    """Wait for megatron-core, and install then with ``config`` or, without one, with the ``MEGAPROF_*`` environment.
+
+    Idempotent; the first configuration counts. Imports neither torch nor Megatron by itself.
+    """
+    global _settled
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    _settled = config
+    from megaprof.integrations import contract
+
+    contract.when_settled.append(install)
+    sys.meta_path.insert(0, _Finder())
+    for name in [name for name in sys.modules if name.partition(".")[0] in _ROOTS]:
+        _loaded(name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, and is told when a watched module has been loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] not in _ROOTS or not _watched(fullname):
+            return None
+        for finder in list(sys.meta_path):
+            find = getattr(finder, "find_spec", None)
+            spec = None if finder is self or find is None else find(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """The module's own loader, and a call when it is done. The module keeps no sign of it."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._own
+        self._own.exec_module(module)
+        _loaded(module.__name__)
+
+
+def _watched(name: str) -> bool:
+    from megaprof.integrations.registry import MODULES
+
+    return name == _SCHEDULES or name in MODULES
+
+
+def _loaded(name: str) -> None:
+    try:
+        if name == _SCHEDULES:
+            _watch(sys.modules[name])
+        elif _watched(name):
+            from megaprof.hooks.patching import Patches
+            from megaprof.integrations.registry import adapt
+
+            adapt(Patches(), name)
+    except Exception as fault:
+        logger.error("megaprof: %s cannot be hooked: %s: %s", name, type(fault).__name__, fault)
+
+
+def _watch(schedules: ModuleType) -> None:
+    original = getattr(schedules, _ASKED, None)
+    if original is None or hasattr(original, "_megaprof"):
+        return
+    asked = _asked(original)
+    for module in list(sys.modules.values()):  # those who took it by name before we were armed
+        names = getattr(module, "__dict__", {})
+        if names.get(_ASKED) is original:
+            names[_ASKED] = asked
+
+
+def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
+    pending = True
+
+    @functools.wraps(original)
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        nonlocal pending
+        if pending:
+            pending = not install()
+        return original(*args, **kwargs)
+
+    get_forward_backward_func._megaprof = True  # type: ignore[attr-defined]
+    return get_forward_backward_func
+
+
+def install() -> bool:
+    """Install now, for any model: what the hooks above do when a host asks for its schedule.
+
+    False: too early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
+    """
+    try:
+        from megatron.core import parallel_state
+
+        if not parallel_state.model_parallel_is_initialized():
+            return False
+        from megaprof.config.options import ProfileConfig
+        from megaprof.install import install_hooks
+        from megaprof.integrations import registry as table
+
+        install_hooks(None, _settled or table.config() or ProfileConfig.from_env())
+    except ValueError:
+        raise
+    except Exception as fault:
+        logger.error(
+            "megaprof: the hooks could not be installed, profiling is off: %s: %s", type(fault).__name__, fault
+        )
+    return True

@@ -1,0 +1,29 @@
+"""slime: the function that its ``--custom-megatron-init-path`` calls."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from megaprof.autoload.arming import arm
+from megaprof.integrations.slime import DEFAULTS, config_of
+
+
+def init(args: argparse.Namespace) -> None:
+    """For ``--custom-megatron-init-path``: slime calls it on every training rank before the model is built.
+
+    slime's ``--profile-target``, ``--profile-ranks``, ``--profile-step-start`` and ``--profile-step-end`` mean what
+    they mean in slime, with windows of one step each, and so do the variables in VARIABLES. Everything else comes from
+    the ``MEGAPROF_*`` environment, and without ``MEGAPROF_DIR`` there nothing is profiled. Raises ValueError for what
+    cannot be honoured.
+    """
+    if "MEGAPROF_DIR" not in os.environ:
+        return
+    own = {name: getattr(args, name, default) for name, default in DEFAULTS.items()}
+    named = argparse.Namespace(
+        **own, profile_dir=os.environ["MEGAPROF_DIR"], megaprof_host_defaults=DEFAULTS, profile=False
+    )
+    named.use_pytorch_profiler = getattr(args, "use_pytorch_profiler", False)
+    config = config_of(named)
+    if config.enabled:
+        arm(config)

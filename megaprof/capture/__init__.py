@@ -1,0 +1,1 @@
+"""What is captured when: the session, roles, annotations, captures on demand."""

@@ -1,0 +1,263 @@
+"""``annotate``: a range around a function or a block of the host's, and its role.
+
+    @annotate                                        @annotate(role="rollout", color="red")
+    def load_batch(): ...                            async def generate(prompts): ...
+
+    with annotate(role="critic", message="values"): ...
+
+The range is written while a window is open; schedule calls inside count under the role. With ``--profile-discrete`` the
+outermost annotated work of a role opens a window of its own on captured steps. With no hooks installed an annotated
+function costs one call more than itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megaprof.capture import roles
+from megaprof.config.per_role import checked_role
+from megaprof.formats.ranges import DOMAIN, annotation_range
+from megaprof.runtime.isolation import Contained
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+    from contextvars import Token
+
+    from megaprof.capture.session import Session
+    from megaprof.recorders.emit import Range
+
+_COLORS = "an ARGB integer, one of NVTX's names (red, green, blue, ...), or matplotlib's where that is installed"
+
+
+class annotate:
+    """Decorator, with and without arguments, and context manager.
+
+    ``role``: whose work it is (actor, ref, critic, rollout, ...). ``message``: the range's name, by default the
+    function's qualified name. ``color``, ``domain`` and ``category`` go to NVTX; the domain is ``megaprof`` by default.
+
+    Functions, methods (also static and class methods), coroutine functions, generators and asynchronous generators are
+    wrapped as what they are. A coroutine's range lasts from its first step to its end, waiting included; a generator
+    has a range for each time that it runs, since what happens between belongs to its consumer. Exceptions pass through
+    unchanged. Raises ValueError for arguments that could not be honoured, when the annotation is made.
+    """
+
+    def __new__(cls, message: Any = None, **options: Any) -> Any:
+        made = super().__new__(cls)
+        if callable(message) or isinstance(message, staticmethod | classmethod):  # @annotate
+            made.__init__(**options)  # type: ignore[misc]
+            return made(message)
+        return made
+
+    def __init__(
+        self,
+        message: str | None = None,
+        *,
+        role: str | None = None,
+        color: str | int | None = None,
+        domain: str | None = None,
+        category: str | int | None = None,
+    ) -> None:
+        for name, value, kinds in (
+            ("message", message, str),
+            ("color", color, str | int),
+            ("domain", domain, str),
+            ("category", category, str | int),
+        ):
+            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
+                raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")
+        self._message = message
+        self._role = None if role is None else checked_role(role, "annotate: role")
+        self._look = {"color": _checked_color(color), "domain": domain or DOMAIN, "category": category}
+        self._entered: list[_Work] = []
+
+    def __call__(self, function: Any) -> Any:
+        if isinstance(function, staticmethod | classmethod):
+            return type(function)(self(function.__func__))
+        if not callable(function) or isinstance(function, type):
+            raise ValueError(f"annotate: {function!r} is not a function or method")
+        message = self._message or str(getattr(function, "__qualname__", type(function).__qualname__))
+        if inspect.isasyncgenfunction(function):
+            wrapper = self._async_generator(function, message)
+        elif inspect.isgeneratorfunction(function):
+            wrapper = self._generator(function, message)
+        elif inspect.iscoroutinefunction(function):
+            wrapper = self._coroutine(function, message)
+        else:
+            wrapper = self._function(function, message)
+        return functools.wraps(function)(wrapper)
+
+    def __enter__(self) -> None:
+        work = _Work(self._role, self._message or "block", self._look)
+        work.__enter__()
+        self._entered.append(work)
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        self._entered.pop().__exit__(kind, fault, tb)
+
+    def _function(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
+        role, look, sessions = self._role, self._look, roles.sessions
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not sessions:
+                return function(*args, **kwargs)
+            with _Work(role, message, look):
+                return function(*args, **kwargs)
+
+        return wrapper
+
+    def _coroutine(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
+        async def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with _Work(self._role, message, self._look, overlapping=True) if roles.sessions else nullcontext():
+                return await function(*args, **kwargs)
+
+        return wrapper
+
+    def _generator(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            generator = function(*args, **kwargs)
+            resume: Callable[[], Any] = functools.partial(next, generator)
+            with self._life():
+                try:
+                    while True:
+                        with self._stretch(message):
+                            try:
+                                value = resume()
+                            except StopIteration as end:
+                                return end.value
+                        try:
+                            sent = yield value
+                        except GeneratorExit:
+                            raise
+                        except BaseException as fault:
+                            resume = functools.partial(generator.throw, fault)
+                        else:
+                            resume = functools.partial(generator.send, sent)
+                finally:
+                    generator.close()
+
+        return wrapper
+
+    def _async_generator(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
+        async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+            generator = function(*args, **kwargs)
+            resume: Callable[[], Any] = generator.__anext__
+            with self._life():
+                try:
+                    while True:
+                        with self._stretch(message, overlapping=True):
+                            try:
+                                value = await resume()
+                            except StopAsyncIteration:
+                                return
+                        try:
+                            sent = yield value
+                        except GeneratorExit:
+                            raise
+                        except BaseException as fault:
+                            resume = functools.partial(generator.athrow, fault)
+                        else:
+                            resume = functools.partial(generator.asend, sent)
+                finally:
+                    await generator.aclose()
+
+        return wrapper
+
+    def _life(self) -> AbstractContextManager[Any]:
+        """A generator from its first step to its end: one piece of work, without a scope or a range between steps."""
+        return _RoleWindow(self._role) if roles.sessions else nullcontext()
+
+    def _stretch(self, message: str, *, overlapping: bool = False) -> AbstractContextManager[Any]:
+        if not roles.sessions:
+            return nullcontext()
+        return _Work(self._role, message, self._look, overlapping=overlapping, window=False)
+
+
+class _RoleWindow:
+    """The window of a role's annotated work, where one is to be opened."""
+
+    __slots__ = ("_role", "_session")
+
+    def __init__(self, role: str | None) -> None:
+        self._role = role
+        self._session: Session | None = None
+
+    def __enter__(self) -> None:
+        role = self._role
+        if role is None or roles.current().role == role:  # inside work of the same role
+            return
+        sessions = roles.sessions
+        session = next((s for s in sessions if s.role == role), None)
+        session = session or next((s for s in sessions if s.role is None), None) or next(iter(sessions), None)
+        with roles.held():
+            if session is not None and session.begin_work(role):
+                self._session = session
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            with roles.held():
+                session.end_work(failed=fault is not None and not isinstance(fault, GeneratorExit))
+
+
+class _Work:
+    """One run of annotated code: the window of its role, its role scope and its range, around it in this order."""
+
+    __slots__ = ("_look", "_message", "_opened", "_overlapping", "_role", "_scope", "_window")
+
+    def __init__(
+        self, role: str | None, message: str, look: dict[str, Any], *, overlapping: bool = False, window: bool = True
+    ) -> None:
+        self._role = role
+        self._message = message
+        self._look = look
+        self._overlapping = overlapping
+        self._window = _RoleWindow(role) if window and role is not None else None
+        self._scope: Token[roles.Scope] | None = None
+        self._opened: Range | None = None
+
+    def __enter__(self) -> None:
+        if self._window is not None:
+            self._window.__enter__()
+        if self._role is not None:
+            self._scope = roles.enter(self._role)
+        if roles.recording():
+            with Contained("opening an annotation's range", _abandon):
+                from megaprof.recorders.emit import Range
+
+                name = annotation_range(self._message, roles.current().role)
+                entering = Range(name, self._look, overlapping=self._overlapping)
+                entering.__enter__()
+                self._opened = entering
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            with Contained("closing an annotation's range", _abandon):
+                opened.__exit__(None, None, None)
+        if self._scope is not None:
+            roles.leave(self._scope)
+        if self._window is not None:
+            self._window.__exit__(kind, fault, tb)
+
+
+def _abandon() -> None:
+    for session in roles.sessions:
+        session.abandon()
+
+
+def _checked_color(color: str | int | None) -> str | int | None:
+    if isinstance(color, str):
+        from nvtx.colors import color_to_hex
+
+        try:
+            color_to_hex(color)
+        except (TypeError, ValueError):
+            raise ValueError(f"annotate: color={color!r} is not a color; valid: {_COLORS}") from None
+    elif color is not None and not 0 <= color <= 0xFFFFFFFF:
+        raise ValueError(f"annotate: color={color!r} is not a color; valid: {_COLORS}")
+    return color

@@ -1,0 +1,85 @@
+"""Configurations that cannot work together with profiling, whatever we do: refused before the first step.
+
+FSDP2 keeps its parameters in DTensors, so ``model.to("cpu")``, the manual way of offloading, exchanges them with
+``torch.utils.swap_tensors``, and that fails on a tensor with weak references: "_apply(): Couldn't swap ...". While a
+window is open, torch.profiler holds such references to every tensor that an operator saw, if it records shapes or
+FLOPs. With stacks it holds the parameters of ordinary modules; a DTensor was not seen to be held (torch 2.13), but
+nothing promises that. Frameworks offload that way inside their loop when models share a GPU. FSDP2's own offload swaps
+nothing, and neither does Megatron, which moves flat buffers.
+After a window nothing is held any more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from megaprof.config.options import ProfileConfig, flag
+from megaprof.config.windows import TRAIN_OVERALL
+
+#: Options with which the profiler holds weak references to tensors.
+HOLDING = ("record_shapes", "with_flops", "with_stack")
+
+
+def check_offload(config: ProfileConfig | None = None, *, strategy: str, cpu_offload: bool, colocated: bool) -> None:
+    """For hosts that know how they offload: raises ValueError for what would crash the training under a window.
+
+    ``strategy`` is the host's name for it (``fsdp``, ``fsdp2``, ``megatron``, ...); ``cpu_offload`` is true where FSDP2
+    offloads by itself (``CPUOffloadPolicy``), ``colocated`` where models share GPUs and take turns on them. Without
+    ``config``, any profiling is assumed; with one, only what it records matters.
+    """
+    if not strategy.strip().lower().startswith("fsdp") or cpu_offload or not colocated:
+        return
+    held = HOLDING if config is None else held_by(config)
+    if config is not None and not held:
+        return
+    raise ValueError(
+        f"strategy={strategy} cpu_offload={cpu_offload} colocated={colocated}: moving the model to the CPU under an "
+        f"open window fails ('Couldn't swap ...'), because the profiler holds its tensors ({_flags(held)}). Set "
+        f"cpu_offload=true, or do not colocate, or use Megatron, or drop {_flags(held)}"
+    )
+
+
+def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
+    """What a model itself tells: raises ValueError for FSDP2 without its own offload under windows that outlast a call.
+
+    Whether somebody is going to move it between calls, the model cannot tell; such a window would make that a crash.
+    Windows of the other targets are closed by then.
+    """
+    held = held_by(config)
+    if TRAIN_OVERALL not in config.target or not held or not any(offloads_manually(chunk) for chunk in chunks):
+        return
+    raise ValueError(
+        f"{flag('target')} {TRAIN_OVERALL} with {_flags(held)} on an FSDP2 model: its window is open between steps, "
+        "and moving the model to the CPU meanwhile would fail ('Couldn't swap ...'). Use CPUOffloadPolicy "
+        f"(cpu_offload=true), or Megatron, or another target, or drop {_flags(held)}"
+    )
+
+
+def held_by(config: ProfileConfig) -> tuple[str, ...]:
+    """The options of ``config`` with which the torch profiler holds tensors."""
+    return tuple(name for name in HOLDING if config.enabled and "torch" in config.tool and getattr(config, name))
+
+
+def offloads_manually(model: Any) -> bool:
+    """True for a model that FSDP2 (``fully_shard``) shards, in whole or in part, without ``CPUOffloadPolicy``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: then nothing is sharded by it
+    sharded, policy = getattr(fsdp, "FSDPModule", None), getattr(fsdp, "CPUOffloadPolicy", None)
+    if sharded is None or policy is None or not hasattr(model, "modules"):
+        return False
+    return any(isinstance(module, sharded) and not _has_policy(module, policy) for module in model.modules())
+
+
+def _has_policy(module: Any, policy: type) -> bool:
+    """The policy is private to FSDP2 (torch 2.6 to 2.13); where it cannot be read, there is none."""
+    try:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    except AttributeError:
+        return False
+    return all(group is None or isinstance(getattr(group, "offload_policy", None), policy) for group in groups)
+
+
+def _flags(names: Iterable[str]) -> str:
+    return ", ".join(map(flag, names))

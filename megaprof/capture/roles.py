@@ -1,0 +1,107 @@
+"""Roles: whose work the process is doing now (actor, ref, critic, reward, rollout) where they share a model.
+
+    with megaprof.role("ref"):
+        forward_backward_func(...)      # counted, captured and named as the reference model's
+
+A scope is a context variable: it holds for the code inside, for coroutines and tasks started inside, and for
+``asyncio.to_thread``; not for other threads, and not for a task that was already running. So interleaved tasks of an
+asynchronous rollout each keep their own role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+from megaprof.config.per_role import checked_role
+
+if TYPE_CHECKING:
+    from megaprof.capture.session import Session
+    from megaprof.recorders.emit import Range
+
+#: The sessions whose hooks are in. Empty is the one thing that annotations look at while profiling is off.
+sessions: list[Session] = []
+
+
+class Scope(NamedTuple):
+    role: str | None
+    window: object
+    """The open window that has a range for this scope, if any."""
+
+
+_NO_SCOPE = Scope(None, None)
+_scope: ContextVar[Scope] = ContextVar("megaprof_role", default=_NO_SCOPE)
+_held: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def current() -> Scope:
+    """The innermost scope around the caller."""
+    return _scope.get()
+
+
+class role:
+    """``with role("ref"): ...``: what runs inside is the work of that role.
+
+    Steps are counted per target and role. Nested scopes: the innermost one counts. Raises ValueError for a name that is
+    not a non-empty string.
+    """
+
+    __slots__ = ("_entered", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = checked_role(name, "role")
+        self._entered: list[tuple[Token[Scope], Range | None]] = []
+
+    def __enter__(self) -> None:
+        opened: Range | None = None
+        window = _open_window() if sessions else None
+        if window is not None:
+            from megaprof.formats.ranges import role_range
+            from megaprof.recorders.emit import Range
+
+            opened = Range(role_range(self._name))
+            opened.__enter__()
+        self._entered.append((_scope.set(Scope(self._name, window)), opened))
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        token, opened = self._entered.pop()
+        _scope.reset(token)
+        if opened is not None:
+            opened.__exit__(None, None, None)
+
+
+def enter(name: str) -> Token[Scope]:
+    """A scope without a range of its own; undone by ``leave``."""
+    return _scope.set(Scope(name, _open_window()))
+
+
+def leave(token: Token[Scope]) -> None:
+    _scope.reset(token)
+
+
+def attach(session: Session, held: Callable[[], AbstractContextManager[None]]) -> None:
+    """Annotations may open windows of ``session`` from now on, inside a ``held()`` block."""
+    global _held
+    _held = held
+    sessions.append(session)
+
+
+def detach(session: Session) -> None:
+    if session in sessions:
+        sessions.remove(session)
+
+
+def held() -> AbstractContextManager[None]:
+    return _held()
+
+
+def recording() -> bool:
+    """True while a window is open in this process."""
+    return _open_window() is not None
+
+
+def _open_window() -> object:
+    return sessions[0].open_window() if sessions else None

@@ -1,0 +1,25 @@
+"""Which tools exist: the values of ``--profile-tool``. What each of them does is in `megaprof.recorders`."""
+
+from __future__ import annotations
+
+#: They are stopped in this order and started in the reverse one: nsys innermost, so that it records neither Kineto's
+#: start nor the writing of a trace.
+BUILTIN = ("nsys", "memory", "torch")
+#: Records every step rather than windows (`megaprof.recorders.timeline`), so it is no ``Recorder``.
+TIMELINE = "timeline"
+#: Tools of third parties, each with the factory of its recorder.
+registered: dict[str, object] = {}
+
+
+def known_tools() -> tuple[str, ...]:
+    """The values that ``--profile-tool`` takes now."""
+    return (*BUILTIN, TIMELINE, *registered)
+
+
+def register(name: str, factory: object) -> None:
+    """Add a tool; see `megaprof.recorders.register_recorder`. Raises ValueError for a name that cannot be taken."""
+    if not isinstance(name, str) or name != name.lower() or [name] != name.replace(",", " ").split():
+        raise ValueError(f"register_recorder: {name!r} is not valid; it must be one lower-case word without a comma")
+    if name in (*BUILTIN, TIMELINE) or registered.get(name, factory) is not factory:
+        raise ValueError(f"register_recorder: {name!r} is taken; known tools: {', '.join(known_tools())}")
+    registered[name] = factory

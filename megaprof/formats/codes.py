@@ -1,0 +1,81 @@
+"""Events of a timeline as whole numbers, so that naming one on the training path is a few shifts.
+
+An event is what a range is elsewhere (`ranges`), packed: kind, model chunk and microbatch, and for a combined
+pass those of its backward. A position that is not known is 0 in its field, position ``n`` is ``n + 1``.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from megaprof.formats import ranges
+from megaprof.formats.ranges import RangeName
+
+FORWARD, BACKWARD, COMBINED, FINALIZE, P2P, WAIT = range(1, 7)
+#: What a step's totals are kept of, in this order.
+KINDS = {FORWARD: "forward", BACKWARD: "backward", COMBINED: "combined", FINALIZE: "finalize", P2P: "p2p"}
+#: Handles of overlapped exchanges, as Megatron's schedules name them (0.12 to 0.19).
+WAITS = ("recv_prev", "recv_next", "send_next", "send_prev")
+
+KIND_BITS, CHUNK_BITS, MICROBATCH_BITS = 4, 8, 20
+_CHUNK = KIND_BITS
+_MICROBATCH = _CHUNK + CHUNK_BITS
+_SECOND = CHUNK_BITS + MICROBATCH_BITS
+KIND_MASK = (1 << KIND_BITS) - 1
+_CHUNK_MASK = (1 << CHUNK_BITS) - 1
+_MICROBATCH_MASK = (1 << MICROBATCH_BITS) - 1
+_LABELS = {FORWARD: ranges.FORWARD, BACKWARD: ranges.BACKWARD, COMBINED: ranges.COMBINED}
+
+
+def phase(kind: int, microbatch: int | None, chunk: int | None) -> int:
+    """Code of one microbatch's forward or backward."""
+    return kind | of_chunk(chunk) | of_microbatch(microbatch)
+
+
+def of_chunk(number: int | None) -> int:
+    """The part of a code that says which model chunk. A number too large for its field counts as not known."""
+    return 0 if number is None or number >= _CHUNK_MASK else (number + 1) << _CHUNK
+
+
+def of_microbatch(number: int | None) -> int:
+    """The part of a code that says which microbatch."""
+    return 0 if number is None or number >= _MICROBATCH_MASK else (int(number) + 1) << _MICROBATCH
+
+
+def combined(forward: int, backward: int) -> int:
+    """Code of a combined-1F1B pass, from the parts that say which microbatch and chunk its two halves are of."""
+    return COMBINED | forward | backward << _SECOND
+
+
+def exchange(operation: str) -> int:
+    """Code of a pipeline exchange, one of `ranges.P2P_OPERATIONS`."""
+    return P2P | (ranges.P2P_OPERATIONS.index(operation) + 1) << _CHUNK
+
+
+def wait(handle: str) -> int:
+    """Code of the wait for an overlapped exchange, by the name of its handle."""
+    return WAIT | ((WAITS.index(handle) + 1) << _CHUNK if handle in WAITS else 0)
+
+
+@functools.cache
+def name(code: int) -> RangeName | None:
+    """The range name that ``code`` stands for; None for a number that is no code (a newer format, a damaged file)."""
+    kind, which = code & KIND_MASK, (code >> _CHUNK) & _CHUNK_MASK
+    if kind in _LABELS:
+        microbatch, chunk = _position(code)
+        fields = {"mb": microbatch, "chunk": chunk}
+        if kind == COMBINED:
+            fields["bmb"], fields["bchunk"] = _position(code >> _SECOND)
+        return RangeName(_LABELS[kind], fields)
+    if kind == FINALIZE:
+        return RangeName(ranges.FINALIZE_GRADS, {})
+    if kind == P2P and 1 <= which <= len(ranges.P2P_OPERATIONS):
+        return RangeName(ranges.P2P_OPERATIONS[which - 1], {})
+    if kind == WAIT and which <= len(WAITS):
+        return RangeName(ranges.WAIT + (WAITS[which - 1] if which else "exchange"), {})
+    return None
+
+
+def _position(code: int) -> tuple[int | None, int | None]:
+    chunk, microbatch = (code >> _CHUNK) & _CHUNK_MASK, (code >> _MICROBATCH) & _MICROBATCH_MASK
+    return (microbatch - 1 if microbatch else None), (chunk - 1 if chunk else None)

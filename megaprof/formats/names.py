@@ -1,0 +1,121 @@
+"""What files are called: artifacts by what they show, unfinished files by who is writing them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megaprof.parallel.topology import RankCoords
+
+TRACE_SUFFIX = ".pt.trace.json.gz"
+_LONGEST_PART = 40
+#: Ranks whose files share a directory. A larger world has several, so that none ever holds 100,000 files.
+SHARD_RANKS = 1024
+#: ``.{final name}.{writer's host}.{writer's pid}.{kind}``; Kineto itself writes ``{path}.tmp`` before ``{path}``.
+_UNFINISHED = re.compile(r"\..+\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.(?:raw|tmp|raw\.tmp|json)", re.ASCII)
+
+
+def artifact_name(target: str, role: str | None, step: int, coords: RankCoords, suffix: str) -> str:
+    """``{target}[.{role}].step{step:06d}.pp{p}-tp{t}-cp{c}-ep{e}-dp{d}.rank{r:05d}{suffix}``.
+
+    Every part is sanitised: whatever a role is called, the name is one component of a path.
+    """
+    c = coords
+    parts = [sanitise(target)]
+    if role:
+        parts.append(sanitise(role))
+    parts.append(f"step{step:06d}")
+    parts.append(f"pp{c.pp}-tp{c.tp}-cp{c.cp}-ep{c.ep}-dp{c.dp}")
+    parts.append(f"rank{c.rank:05d}")
+    return ".".join(parts) + suffix
+
+
+def shard(coords: RankCoords) -> str:
+    """The directory of a rank's files below the save path: empty up to 1,024 ranks, then ``ranks001024-002047``."""
+    return shard_of(coords.rank, coords.sizes.world)
+
+
+def shard_of(rank: int, world: int) -> str:
+    """`shard` for whoever knows no more of a rank than its number."""
+    if world <= SHARD_RANKS:
+        return ""
+    first = rank // SHARD_RANKS * SHARD_RANKS
+    return f"ranks{first:06d}-{first + SHARD_RANKS - 1:06d}"
+
+
+def artifact_path(
+    directory: str | os.PathLike[str], target: str, role: str | None, step: int, coords: RankCoords, suffix: str
+) -> Path:
+    """Where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
+    return Path(directory, shard(coords), artifact_name(target, role, step, coords, suffix))
+
+
+def sanitise(part: str) -> str:
+    """``part`` as letters, digits, ``-`` and ``_``, at most 40; a digest keeps changed names apart."""
+    clean = re.sub(r"[^A-Za-z0-9_-]+", "_", part)[:_LONGEST_PART]
+    if clean == part:
+        return clean
+    digest = hashlib.sha256(part.encode("utf-8", "surrogatepass")).hexdigest()[:6]
+    return f"{clean[: _LONGEST_PART - 7]}_{digest}"
+
+
+def raw_path(final: Path) -> Path:
+    """Where the raw file of ``final`` lies until it is finished: hidden, beside it, and this process's own.
+
+    Its directory exists afterwards, also when somebody removed it in the middle of the run. Raises OSError where it
+    cannot be created.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    return _unfinished(final, "raw")
+
+
+def temporary_path(final: Path) -> Path:
+    """The name under which ``final`` grows before it is renamed."""
+    return _unfinished(final, "tmp")
+
+
+def plain_path(final: Path) -> Path:
+    """The name of ``final`` when it is kept uncompressed: ``x.pt.trace.json`` for ``x.pt.trace.json.gz``."""
+    return final.with_suffix("") if final.suffix == ".gz" else final
+
+
+def kineto_temporary(raw: Path) -> Path:
+    """What Kineto leaves behind when it could not finish ``raw``: on a full disk, all that had filled it."""
+    return raw.with_name(raw.name + ".tmp")
+
+
+def is_leftover(name: str) -> bool:
+    """True for an unfinished file of a process of this host that is dead. Never for a file of another host."""
+    match = _UNFINISHED.fullmatch(name)
+    if match is None or match["host"] != host():
+        return False
+    try:
+        os.kill(int(match["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # somebody else's process, or no process id at all
+        return False
+    return False
+
+
+@functools.cache
+def host() -> str:
+    """This host as part of a file name: the name, and the process id namespace, in which alone a pid means anything.
+
+    Containers may share a host name and a directory without seeing each other's processes.
+    """
+    try:
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        namespace = "0"
+    return f"{sanitise(socket.gethostname() or 'unknown')}-{namespace}"
+
+
+def _unfinished(final: Path, kind: str) -> Path:
+    return final.with_name(f".{final.name}.{host()}.{os.getpid()}.{kind}")

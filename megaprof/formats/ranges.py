@@ -1,0 +1,183 @@
+"""Range names: one grammar, written by the hooks and parsed back by the analysis.
+
+The same name goes to NVTX (domain ``megaprof``) and to the torch trace::
+
+    megaprof/train_actor step=12 pp=1 tp=0 cp=0 ep=0 dp=0     the outermost range, one per schedule call
+    megaprof/forward mb=3 chunk=0                             one microbatch on one model chunk
+    megaprof/backward mb=3 chunk=0
+    megaprof/combined mb=4 chunk=0 bmb=3 bchunk=0             combined 1F1B: forward of one, backward of another
+    megaprof/recv_forward                                     a pipeline exchange, named as Megatron names it
+    megaprof/layer n=5                                        one module's forward, in Megatron's layer numbers (from 1)
+    megaprof/attention_backward n=5                           its backward
+    megaprof/experts mtp=1 n=1                                the same inside multi-token prediction layer 1
+    megaprof/token_dispatch n=5                               a step of the MoE token dispatcher, as Megatron names it
+    megaprof/role/ref                                         work of a role, where the file's name does not tell it
+    megaprof/role/ref/compute_log_prob                        an annotated function or block of a role
+    megaprof/annotated/load_batch                             the same without a role
+
+A label and ``key=value`` fields, separated by single spaces. A value that is not known is ``?``: it is read back as
+``None`` and never as a number. A module's forward that runs inside a ``backward`` is a recomputation of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megaprof.parallel.topology import RankCoords
+
+PREFIX = "megaprof/"
+DOMAIN = "megaprof"
+
+FORWARD = "forward"
+BACKWARD = "backward"
+COMBINED = "combined"
+FINALIZE_GRADS = "finalize_grads"
+
+#: Megatron's exchanges between stages, in every version from 0.12: functions of ``p2p_communication`` up to 0.13,
+#: methods of ``P2PCommunicator`` from 0.14.
+P2P_OPERATIONS = (
+    "recv_forward",
+    "recv_backward",
+    "send_forward",
+    "send_backward",
+    "send_forward_recv_backward",
+    "send_backward_recv_forward",
+    "send_forward_recv_forward",
+    "send_backward_recv_backward",
+    "send_forward_backward_recv_forward_backward",
+)
+#: Prefix of the range in which an overlapped exchange (``overlap_p2p_comm``) is waited for, e.g. ``wait_recv_prev``.
+WAIT = "wait_"
+
+#: Modules by their role in megatron-core's module tree (0.12 to 0.19), whatever class implements them.
+EMBEDDING = "embedding"
+LAYER = "layer"
+MTP_LAYER = "mtp_layer"
+OUTPUT_LAYER = "output_layer"
+#: Attributes of a layer that hold its parts, and the label of each.
+LAYER_PARTS = {"self_attention": "attention", "cross_attention": "cross_attention", "mixer": "mixer", "mlp": "mlp"}
+#: Attributes of a mixture-of-experts ``mlp`` that are modules.
+MOE_PARTS = ("router", "experts", "shared_experts")
+#: Methods of its ``token_dispatcher`` (no module): the first two up to 0.12, the others from 0.13.
+DISPATCHER_STEPS = (
+    "token_permutation",
+    "token_unpermutation",
+    "dispatch_preprocess",
+    "token_dispatch",
+    "dispatch_postprocess",
+    "combine_preprocess",
+    "token_combine",
+    "combine_postprocess",
+)
+MODULES = frozenset((EMBEDDING, LAYER, MTP_LAYER, OUTPUT_LAYER, *LAYER_PARTS.values(), *MOE_PARTS, *DISPATCHER_STEPS))
+
+_BACKWARD_OF_MODULE = "_backward"
+_ROLE = "role/"
+_ANNOTATED = "annotated/"
+_LONGEST_WORDS = 120
+_UNKNOWN = "?"
+_LABEL = re.compile(r"[^\s=/][^\s=]*")
+_NO_LABEL = re.compile(r"[\s=/\x00-\x1f]+")
+
+
+@dataclass(frozen=True)
+class RangeName:
+    """A range name, parsed: ``label`` and its integer fields (``None`` where it is not known); ``str`` writes it."""
+
+    label: str
+    fields: dict[str, int | None]
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.label}" + "".join(f" {key}={_value(number)}" for key, number in self.fields.items())
+
+    @property
+    def is_p2p(self) -> bool:
+        return self.label in P2P_OPERATIONS or self.label.startswith(WAIT)
+
+    @property
+    def module(self) -> str | None:
+        """The module's label (one of ``MODULES``) of a forward or a backward module range, None for other ranges."""
+        label = self.label.removesuffix(_BACKWARD_OF_MODULE)
+        return label if label in MODULES else None
+
+    @property
+    def is_module_backward(self) -> bool:
+        return self.module is not None and self.label.endswith(_BACKWARD_OF_MODULE)
+
+    @property
+    def role(self) -> str | None:
+        """The role of a role range or of an annotation, as far as the name tells."""
+        return self.label.removeprefix(_ROLE).partition("/")[0] if self.label.startswith(_ROLE) else None
+
+    @property
+    def annotation(self) -> str | None:
+        """The message of an annotation, None for other ranges."""
+        if self.label.startswith(_ANNOTATED):
+            return self.label.removeprefix(_ANNOTATED)
+        return self.label.removeprefix(_ROLE).partition("/")[2] or None if self.label.startswith(_ROLE) else None
+
+
+def step_range(target: str, step: int, coords: RankCoords) -> str:
+    """Name of the outermost range of one schedule call."""
+    c = coords
+    return f"{PREFIX}{target} step={step} pp={c.pp} tp={c.tp} cp={c.cp} ep={c.ep} dp={c.dp}"
+
+
+def operation_range(operation: str) -> str:
+    """Name of a range without fields: a pipeline exchange, a wait, the gradient finalisation."""
+    return PREFIX + operation
+
+
+def module_range(label: str, number: int | None, mtp: int | None = None) -> str:
+    """Name of one forward of a module in layer ``number``, where ``mtp`` is given inside that MTP layer."""
+    within = "" if mtp is None else f" mtp={mtp}"
+    return f"{PREFIX}{label}{within} n={_value(number)}"
+
+
+def module_backward(name: str) -> str:
+    """Name of the backward of the module whose forward is called ``name``."""
+    label, space, rest = name.partition(" ")
+    return f"{label}{_BACKWARD_OF_MODULE}{space}{rest}"
+
+
+def role_range(role: str) -> str:
+    """Name of a stretch of a role's work. What a label cannot hold is written as ``_``, here and in a message."""
+    return f"{PREFIX}{_ROLE}{_words(role)}"
+
+
+def annotation_range(message: str, role: str | None) -> str:
+    """Name of an annotated function or block."""
+    return f"{role_range(role)}/{_words(message)}" if role else f"{PREFIX}{_ANNOTATED}{_words(message)}"
+
+
+def parse(name: str) -> RangeName | None:
+    """Read a range name back; ``None`` when ``name`` is not one of ours (never raises)."""
+    if not name.startswith(PREFIX):
+        return None
+    label, *rest = name[len(PREFIX) :].split(" ")
+    if not _LABEL.fullmatch(label):
+        return None
+    fields: dict[str, int | None] = {}
+    for part in rest:
+        key, separator, value = part.partition("=")
+        if not separator or not key or key in fields:
+            return None
+        if value == _UNKNOWN:
+            fields[key] = None
+        elif value.isascii() and value.isdigit() and len(value) < 19:
+            fields[key] = int(value)
+        else:
+            return None
+    return RangeName(label, fields)
+
+
+def _words(text: str) -> str:
+    clean = _NO_LABEL.sub("_", text)[:_LONGEST_WORDS].encode("utf-8", "replace").decode()
+    return clean or "_"
+
+
+def _value(number: int | None) -> str:
+    return _UNKNOWN if number is None else str(number)

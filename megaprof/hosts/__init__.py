@@ -1,1 +1,0 @@
-"""Adapters: what a host framework knows and megaprof cannot see. Each as thin as it can be."""

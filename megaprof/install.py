@@ -1,0 +1,290 @@
+"""``install_hooks``: the one call in a pretrain entrypoint, and the handle that takes everything back."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from megaprof.artifacts.finish import FinishHook
+from megaprof.artifacts.remote import Remote, is_remote
+from megaprof.artifacts.writer import Writer
+from megaprof.capture import roles
+from megaprof.capture.compat import check_model
+from megaprof.capture.session import Session
+from megaprof.config.arguments import config_from_args
+from megaprof.config.options import ProfileConfig
+from megaprof.config.per_role import checked_role
+from megaprof.control.listener import Listener, listen
+from megaprof.control.watchdog import Watchdog
+from megaprof.hooks.dispatch import Dispatcher
+from megaprof.hooks.microbatches import patch_microbatches, probe
+from megaprof.hooks.p2p import patch_p2p
+from megaprof.hooks.patching import Patches
+from megaprof.hooks.schedules import patch_schedules
+from megaprof.integrations import contract as adapter
+from megaprof.integrations import megatron_lm
+from megaprof.integrations import registry as table
+from megaprof.metrics.overview import Overview
+from megaprof.parallel.chunks import innermost
+from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
+from megaprof.recorders import Recorder, build_recorders
+from megaprof.recorders.timeline.recorder import Timeline
+from megaprof.runtime.background import Background
+from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
+
+logger = logging.getLogger("megaprof")
+
+
+class Handle:
+    """What ``install_hooks`` returns. ``remove()``, or leaving it as a context manager, takes the hooks out again."""
+
+    def __init__(self, config: ProfileConfig, models: tuple[Any, ...] | None, role: str | None) -> None:
+        self.config = config
+        self.role = role
+        self._models = None if models is None else [id(innermost(m)) for m in models]
+        self._session: Session | None = None
+        self._writer: Writer | None = None
+        self._recorders: tuple[Recorder, ...] = ()
+        self._timeline: Timeline | None = None
+        self._listener: Listener | None = None
+
+    @property
+    def active(self) -> bool:
+        """True while hooks are in: profiling is on, this rank is selected, nothing was removed and nothing failed."""
+        return self._session is not None and not self._session.disabled
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
+        return self._writer is None or self._writer.flush(timeout)
+
+    def kernel_summary(self, timeout: float = 0.0) -> dict[str, Any] | None:
+        """The kernel summary of the last closed window, as plain data (see docs: ``.kernels.json``), picklable.
+
+        None while it is being made in the background, for at most ``timeout`` seconds; it never shows an older window
+        than the last. None as well without ``--profile-kernels``, on a rank that captures nothing, and after a failure
+        (which was logged). Works after ``remove``, too.
+        """
+        for recorder in self._recorders:
+            summary = getattr(recorder, "kernel_summary", None)
+            if summary is not None:
+                found: dict[str, Any] | None = summary(timeout)
+                return found
+        return None
+
+    def remove(self) -> None:
+        """Close an open window, finish its files, and put every original function back. Idempotent."""
+        session, self._session = self._session, None
+        if session is None:
+            return
+        not_at_exit(self.remove)
+        try:
+            self._finish(session, "the hooks were removed", self.config.flush_seconds)
+        finally:
+            _process.release(self, session)
+
+    def _finish(self, session: Session | None, reason: str, seconds: float) -> None:
+        """Close an open window and finish every file, within ``seconds``."""
+        if session is not None:
+            with _process.termination.held():
+                session.finish(reason)
+        if self._timeline is not None:
+            self._timeline.close()
+        if self._writer is not None:
+            self._writer.close(seconds)
+        if self._listener is not None:
+            self._listener.close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        self.remove()
+
+
+class _Process:
+    """The hooks of this process: patched while at least one handle is active."""
+
+    def __init__(self) -> None:
+        self.handles: list[Handle] = []
+        self.termination = Termination(self._save, self._unsaved)
+        self._dispatcher = Dispatcher(self.termination.held)
+        self._patches = Patches()
+        self._forks_watched = False
+        self.background = Background()
+
+    def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None) -> None:
+        if not self._forks_watched:
+            self._forks_watched = True
+            os.register_at_fork(after_in_child=self._forget)
+        if not self.handles:
+            self._dispatcher = Dispatcher(self.termination.held)
+            patch_schedules(self._patches, self._dispatcher)
+            patch_microbatches(self._patches, self._dispatcher)
+            patch_p2p(self._patches, self._dispatcher)
+            table.adapt(self._patches)
+        self.handles.append(handle)
+        self._dispatcher.add(session, models)
+        roles.attach(session, self.termination.held)
+
+    def release(self, handle: Handle, session: Session) -> None:
+        with self.termination.held():
+            roles.detach(session)
+            self._dispatcher.remove(session)
+            self.handles.remove(handle)
+            if not self.handles:
+                self._patches.restore()
+
+    def _unsaved(self) -> bool:
+        writers = (handle._writer for handle in self.handles)
+        return Session._holder is not None or any(writer is not None and writer.pending for writer in writers)
+
+    def _save(self) -> None:
+        """SIGTERM: what an open window has, and every file, within the shorter of two limits."""
+        deadline = time.monotonic() + TERM_SECONDS
+        for handle in list(self.handles):
+            left = max(0.0, deadline - time.monotonic())
+            handle._finish(
+                handle._session, "the process was terminated (SIGTERM)", min(left, handle.config.flush_seconds)
+            )
+
+    def _forget(self) -> None:
+        """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
+        for handle in self.handles:
+            not_at_exit(handle.remove)
+            handle._session = handle._writer = handle._timeline = handle._listener = None
+            handle._recorders = ()
+        self.handles.clear()
+        self._patches.restore()
+        self._dispatcher.forget()
+        roles.sessions.clear()
+        in_forked_child(recording=Session._holder is not None)
+        Session._holder = None
+        self.termination.reset()
+
+
+_process = _Process()
+
+
+def install_hooks(
+    model: Any = None,
+    config: ProfileConfig | argparse.Namespace | None = None,
+    *,
+    role: str | None = None,
+    iteration: Callable[[], int | None] | None = None,
+) -> Handle:
+    """Hook Megatron's schedules for ``model`` and return a handle that removes everything again.
+
+    Call it after ``initialize_model_parallel`` and before the training loop asks for ``get_forward_backward_func()``
+    (Megatron-LM asks once). ``model`` is one module, the list of model chunks, or None for any model that no other
+    handle owns. ``config`` is a ProfileConfig or a parsed namespace; without one, Megatron-LM's global arguments where
+    it is loaded, else the ``MEGAPROF_*`` environment. ``role`` is whose model it is (actor, ref, critic, ...), in
+    file names and for the steps and ranks that the configuration has per role; ``megaprof.role`` scopes override it.
+    ``iteration`` returns the host's current iteration number, or None; those of known hosts are found by themselves.
+
+    With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
+    same model again with the same configuration returns the first handle.
+
+    Raises ValueError for a configuration that cannot be honoured, before the first step.
+    """
+    settled = _settle(config)
+    models = _models(model)
+    handle = Handle(settled, models, role)
+    if role is not None:
+        handle.role = role = checked_role(role, "install_hooks: role")
+    if not settled.enabled or settled.never:
+        return handle
+    for existing in _process.handles:
+        if existing._models == handle._models:
+            if (existing.config, existing.role) != (settled, role):
+                raise ValueError(
+                    "install_hooks: this model has hooks with another configuration; remove() their handle first"
+                )
+            return existing
+    chunks = None if models is None else len(models)
+    coords = coords_from_parallel_state(chunks)
+    # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
+    selectors = [s for r in (role, *settled.roles) if (s := settled.selector(r)) is not None]
+    for selector in selectors:
+        selector.check(coords.sizes, layout_from_parallel_state(chunks))
+    check_model(settled, models or ())
+    windowed = settled.windowed and any(selector.selects(coords) for selector in selectors)
+    timed = settled.timeline_selector
+    if timed is not None:
+        timed.check(coords.sizes, layout_from_parallel_state(chunks))
+    if not windowed and not settled.listens and (timed is None or not timed.selects(coords)):
+        return handle
+    try:
+        remote = Remote(str(settled.dir)) if is_remote(str(settled.dir)) else None
+        local = str(settled.dir if remote is None else remote.staging)
+        os.makedirs(local, exist_ok=True)
+    except OSError as fault:
+        # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
+        logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", settled.dir, fault)
+        return handle
+    hook = FinishHook(settled.on_finish, str(settled.dir), settled.on_finish_when) if settled.on_finish else None
+    handle._writer = Writer(remote=remote, hook=hook)
+    if windowed:
+        handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
+    if timed is not None and timed.selects(coords):
+        handle._timeline = Timeline(settled, coords, role, _process.background, probe)
+    session = Session(
+        settled,
+        coords,
+        handle._recorders,
+        role=role,
+        iteration=iteration or table.iteration,
+        pass_iteration=adapter.iteration,
+        timeline=handle._timeline,
+        window_ended=handle._writer.end_window,
+    )
+    handle._session = session
+    _process.acquire(handle, session, models)
+    if settled.listens:
+        layout = layout_from_parallel_state(chunks)
+        handle._listener = _listen(session, layout, handle._writer, local)
+    at_exit(handle.remove)
+    staged = "" if remote is None else f" (staged in {local})"
+    logger.info("megaprof: rank %d captures %s into %s%s", coords.rank, ", ".join(settled.target), settled.dir, staged)
+    return handle
+
+
+def _listen(session: Session, layout: WorldLayout | None, writer: Writer, directory: str) -> Listener | None:
+    """Start to answer requests in ``directory``; the lowest rank also watches the job, and the last one its scalars,
+    since Megatron-LM keeps its writers there."""
+    listener = listen(session, layout, writer, directory)
+    if listener is None:
+        return None
+    config, coords = session.config, session.coords
+    leads, last = coords.rank == 0, coords.rank == coords.sizes.world - 1
+    if leads or last:
+        overview = Overview(config, leads=leads, role=session.role)
+        listener.follow(overview, overview.close)
+        if leads and (config.trigger_step_time is not None or config.trigger_imbalance is not None):
+            watchdog = Watchdog(config)
+            listener.follow(watchdog)
+            if config.trigger_imbalance is not None:
+                overview.want(lambda summary: watchdog.see(summary.imbalance))
+    listener.start(_process.background)
+    return listener
+
+
+def _settle(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
+    if isinstance(config, ProfileConfig):
+        return config
+    args = megatron_lm.global_args() if config is None else config
+    return ProfileConfig.from_env() if args is None else config_from_args(args)
+
+
+def _models(model: Any) -> tuple[Any, ...] | None:
+    if model is None:
+        return None
+    models: Sequence[Any] = model if isinstance(model, list | tuple) else [model]
+    if not models or not all(callable(m) for m in models):
+        raise ValueError(f"install_hooks: model {model!r} is neither a module nor a non-empty list of model chunks")
+    return tuple(models)

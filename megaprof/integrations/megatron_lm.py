@@ -1,0 +1,73 @@
+"""Megatron-LM: its global arguments, its iteration number, and its RL log-prob passes.
+
+Imports nothing of it: it only looks at what is loaded. Evaluation needs no adapter: ``evaluate`` is known by its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from megaprof.integrations.contract import Facts, Hook
+
+_RL = "megatron.rl.rl_utils"
+
+
+def global_args() -> Any | None:
+    """Megatron-LM's parsed arguments, or None where its trainer is not loaded or has not parsed them yet."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return getattr(module, "_GLOBAL_ARGS", None)
+
+
+def iteration() -> int | None:
+    """The number of the running training iteration: ``train()`` keeps it in ``args.curr_iteration``.
+
+    It continues across a resume, which is what --profile-step-start counts in, too. None outside ``train()``.
+    """
+    value = getattr(global_args(), "curr_iteration", None)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def tensorboard_writer() -> Any | None:
+    """Its ``SummaryWriter``, which only the last rank has."""
+    return _global("_GLOBAL_TENSORBOARD_WRITER")
+
+
+def wandb_writer() -> Any | None:
+    """The module ``wandb`` with a run in it, on the last rank."""
+    return _global("_GLOBAL_WANDB_WRITER")
+
+
+def meter() -> Any | None:
+    """The OpenTelemetry meter of its telemetry (nemo-lens; at the head of August 2026), where this rank exports."""
+    handle = _global("_GLOBAL_TELEMETRY_HANDLE")
+    return handle.meter if handle is not None and handle.is_exporting else None
+
+
+def _global(name: str) -> Any | None:
+    return getattr(sys.modules.get("megatron.training.global_vars"), name, None)
+
+
+class _LogProbs:
+    """``prepare_data_for_update`` computes log-probs twice with the same model: the policy's own, then, with other
+    weights loaded, the reference's (0.16 to the head of August 2026). Nothing in the calls tells them apart."""
+
+    passes = 0
+
+    def prepare(self, arguments: Mapping[str, Any]) -> Facts:
+        self.passes = 0
+        return Facts()
+
+    def compute(self, arguments: Mapping[str, Any]) -> Facts:
+        self.passes += 1
+        return Facts(role="actor" if self.passes == 1 else "ref")
+
+
+_log_probs = _LogProbs()
+
+HOOKS = (
+    Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
+    Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
+    Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
+)

@@ -1,0 +1,66 @@
+"""ms-swift's Megatron trainers: the trainer's iteration, and whose log-probs are computed.
+
+ms-swift computes log-probs without Megatron's schedule, so such a pass is annotated work and never a
+``train_log_probs`` step. Evaluation needs no adapter: ``evaluate`` is known by its name.
+
+Shortest way in, no edit: ``--external_plugins`` with the file of ``megaprof.autoload.plugin``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megaprof.capture import roles
+from megaprof.integrations.contract import Facts, Hook
+
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
+
+_TRAINERS = "swift.megatron.trainers"
+
+
+def _train_step(arguments: Mapping[str, Any]) -> Facts:
+    return Facts(iteration=arguments["self"].state.iteration)
+
+
+def _log_probs(arguments: Mapping[str, Any]) -> Facts:
+    return Facts(role=roles.current().role or "actor")
+
+
+HOOKS = (
+    Hook(f"{_TRAINERS}.base", "BaseMegatronTrainer.train_step", _train_step),
+    Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.null_ref_context", lambda _: Facts(role="ref"), context=True),
+    Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.compute_per_token_logps", _log_probs),
+    Hook(f"{_TRAINERS}.grpo_trainer", "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher")),
+)
+
+#: What ``--profiler_contents`` names, in the terms of ProfileConfig.
+_CONTENTS = {"stack": "with_stack", "memory": "profile_memory", "shapes": "record_shapes", "flops": "with_flops"}
+
+
+def config_of(args: Any) -> ProfileConfig:
+    """The ProfileConfig of ms-swift's arguments with the patch: ``--enable_profiler``, ``--profiler_save_path``,
+    ``--profiler_ranks``, ``--profiler_contents``, ``--profiler_steps``, ``--profiler_target``.
+
+    ``--profiler_ranks`` is what --profile-select takes, ``--profiler_steps`` what --profile-steps takes, in the
+    trainer's own iterations (the first is 0). Without ``--enable_profiler`` the ``MEGAPROF_*`` environment decides.
+    Raises ValueError for what cannot be honoured.
+    """
+    from megaprof.config.options import ACTIVITIES, ProfileConfig
+
+    if not args.enable_profiler:
+        return ProfileConfig.from_env()
+    contents = [word.lower() for word in args.profiler_contents]
+    for word in contents:
+        if word not in (*ACTIVITIES, *_CONTENTS):
+            raise ValueError(f"--profiler_contents: unknown {word!r}; valid: {', '.join((*ACTIVITIES, *_CONTENTS))}")
+    given: dict[str, Any] = {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
+    optional = {
+        "target": args.profiler_target,
+        "activities": [word for word in contents if word in ACTIVITIES],
+        "dir": args.profiler_save_path,
+        "select": args.profiler_ranks,
+        "steps": args.profiler_steps,
+    }
+    return ProfileConfig.from_values(given | {name: value for name, value in optional.items() if value})

@@ -1,0 +1,95 @@
+"""SkyRL: the role by the worker's class, the global step that travels with the batch, and its own profiler's settings.
+
+Ray takes the worker classes' methods while their module is loading: wrapping them afterwards would come too late, and
+would have the driver send them to its workers by value. What they call is wrapped instead, and the worker found among
+its callers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from megaprof.integrations.contract import Facts, Hook
+
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
+
+_WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
+_PROFILER = "torch_profiler_config"
+#: Its fields that have another name here; the rest have the same.
+_RENAMED = {"ranks": "select", "save_path": "dir", "export_type": "export"}
+_SAME = ("activities", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+
+
+def config_of(policy: Any) -> ProfileConfig:
+    """The ProfileConfig of ``trainer.policy`` with the patch: ``megatron_config.megaprof`` and the environment, and for
+    what they leave open, the fields of ``torch_profiler_config`` that differ from their defaults.
+
+    Without a target of megaprof's the fields are for SkyRL's own profiler. Raises ValueError for what cannot be
+    honoured, ``enable`` beside a target among it.
+    """
+    from megaprof.config.options import SCHEDULE, ProfileConfig, options, variable
+
+    own, settings = dict(policy.megatron_config.megaprof), policy.torch_profiler_config
+    named = {*own, *(option.name for option in options() if variable(option.name) in os.environ)}
+    if "target" not in named:
+        return ProfileConfig.from_values(own)
+    if settings.enable:
+        raise ValueError(
+            f"{_PROFILER}.enable: True is not valid beside a target of megaprof: a process holds one profiler session; "
+            "valid: False"
+        )
+    read = {option.name: option.metadata["read"] for option in options()}
+    defaults = type(settings)()
+    changed = {name for name in (*_RENAMED, *SCHEDULE, *_SAME) if getattr(settings, name) != getattr(defaults, name)}
+    if not changed.isdisjoint(SCHEDULE):
+        changed.update(SCHEDULE)
+    if "export_type" in changed:
+        changed.add("with_stack")
+    if not named.isdisjoint({"steps", *SCHEDULE}):
+        changed.difference_update(SCHEDULE)
+    if "all_ranks" in named:
+        changed.discard("ranks")
+    theirs = {}
+    for name in sorted(changed):
+        ours, value = _RENAMED.get(name, name), getattr(settings, name)
+        if ours not in named:
+            theirs[ours] = read[ours](f"{_PROFILER}.{name}", ",".join(map(str, value)) if name == "ranks" else value)
+    return ProfileConfig.from_values(theirs | own)
+
+
+def _forward(arguments: Mapping[str, Any]) -> Facts:
+    """Log-probs, of the policy or of the reference."""
+    return _worker(arguments["self"])._replace(iteration=None)
+
+
+def _forward_backward(arguments: Mapping[str, Any]) -> Facts:
+    """All mini-batches of one global step have its number; the first of them is the one that is captured. Forward only,
+    it is the evaluation of an SFT run."""
+    if arguments.get("forward_only"):
+        return _forward(arguments)._replace(evaluation=True)
+    return _worker(arguments["self"])
+
+
+def _worker(model: Any) -> Facts:
+    """What the worker around ``model`` knows, from the frame of its method, which has the batch as ``data``."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if {"self", "data"} <= {*frame.f_code.co_varnames}:
+            worker, data = frame.f_locals.get("self"), frame.f_locals.get("data")
+            if getattr(worker, "model", None) is model:
+                reference = any(base.__name__ == "MegatronRefWorkerBase" for base in type(worker).__mro__)
+                metadata = getattr(data, "metadata", None) or {}
+                return Facts(role="ref" if reference else "actor", iteration=metadata.get("global_step"))
+        frame = frame.f_back
+    return Facts()
+
+
+HOOKS = (
+    Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
+    Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),
+)

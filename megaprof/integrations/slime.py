@@ -1,0 +1,90 @@
+"""slime: its roles, its training step, and its own profiling options.
+
+Shortest way in, no edit: ``--custom-megatron-init-path megaprof.autoload.slime.init`` and ``MEGAPROF_DIR``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megaprof.integrations.contract import Facts, Hook
+
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
+
+_MODEL = "slime.backends.megatron_utils.model"
+
+#: Defaults of slime's parser for options that mean the same as ours. Whoever reads the parsed arguments needs them, to
+#: tell a default from a wish.
+DEFAULTS = {
+    "profile_target": ["train_overall"],
+    "profile_ranks": [0],
+    "profile_step_start": 10,
+    "profile_step_end": 12,
+}
+
+
+#: The variables of slime's pull request 1879, which mean the same as ours.
+VARIABLES = {
+    "SLIME_PROFILE_ALL_RANKS": "all_ranks",
+    "SLIME_PROFILE_RECORD_SHAPES": "record_shapes",
+    "SLIME_PROFILE_WITH_FLOPS": "with_flops",
+    "SLIME_PROFILE_WITH_STACK": "with_stack",
+    "SLIME_PROFILE_MEMORY": "profile_memory",
+}
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` with slime's own variables as ours, which come first. Raises ValueError for a value that is neither true
+    nor false."""
+    from megaprof.config.options import options, variable
+
+    read = {option.name: option.metadata["read"] for option in options()}
+    own = {ours: read[ours](name, env[name]) for name, ours in VARIABLES.items() if name in env}
+    if variable("select") in env:
+        own.pop("all_ranks", None)
+    return {variable(name): "1" for name, wanted in own.items() if wanted} | dict(env)
+
+
+def config_of(args: argparse.Namespace) -> ProfileConfig:
+    """The ProfileConfig of slime's arguments with the patch, and of the environment, slime's own variables included."""
+    from megaprof.config.arguments import config_from_args
+
+    return config_from_args(args, environment(os.environ))
+
+
+def _train(arguments: Mapping[str, Any]) -> Facts:
+    """``train(rollout_id, model, ..., num_microbatches, ...)``: a step for each entry of ``num_microbatches``."""
+    _Rollout.steps = len(arguments["num_microbatches"])
+    return Facts(role=_role(arguments))
+
+
+class _Rollout:
+    steps = 1  # training steps in the running rollout
+
+
+def _train_one_step(arguments: Mapping[str, Any]) -> Facts:
+    """Numbered as slime logs them in ``train/step``."""
+    return Facts(iteration=arguments["rollout_id"] * _Rollout.steps + arguments["step_id"])
+
+
+def _forward_only(arguments: Mapping[str, Any]) -> Facts:
+    """``store_prefix`` says whose weights are loaded: ``ref_``, ``teacher_``; empty for the model's own role."""
+    return Facts(role=arguments.get("store_prefix", "").rstrip("_") or _role(arguments))
+
+
+def _role(arguments: Mapping[str, Any]) -> str:
+    return str(getattr(arguments["model"][0], "role", "actor"))
+
+
+HOOKS = (
+    Hook(_MODEL, "train", _train),
+    Hook(_MODEL, "train_one_step", _train_one_step),
+    Hook(_MODEL, "forward_only", _forward_only),
+    # Where they were imported by name before megaprof was armed.
+    Hook("slime.backends.megatron_utils.actor", "train", _train),
+    Hook("slime.backends.megatron_utils.actor", "forward_only", _forward_only),
+)

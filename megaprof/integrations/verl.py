@@ -1,0 +1,267 @@
+"""verl: whose work a worker does, and verl's own profiling settings, where they name megaprof as their tool.
+
+Shortest way in, no edit: ``VERL_USE_EXTERNAL_MODULES=megaprof.autoload.plugin`` in the workers' environment and
+``global_profiler.tool=megaprof``. verl takes a tool that it does not know for none, but its trainer still tells every
+worker when a step of ``global_profiler.steps`` starts and ends. Otherwise verl's workers are not told the trainer's
+step, and steps are counted per role; the SFT trainer's step is known where it calls its worker itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from megaprof.capture import roles
+from megaprof.integrations.contract import Facts, Hook, settled
+
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
+
+_WORKERS = "verl.workers.engine_workers"
+_PROFILER = "verl.utils.profiler.profile"
+_SFT_TRAINER = "verl.trainer.sft_trainer"
+
+#: The value of ``global_profiler.tool`` that hands verl's settings to megaprof.
+TOOL = "megaprof"
+#: What verl's tools are here. What there is to set about a trace is in ``tool_config.torch`` for megaprof, too.
+_TOOLS = {TOOL: "torch", "torch": "torch", "nsys": "nsys", "torch_memory": "memory"}
+_CONTENTS = {"shapes": "record_shapes", "memory": "profile_memory", "stack": "with_stack"}
+#: Where each role's profiler settings are. ``rollout`` is missing: an inference engine runs no schedule of Megatron's.
+_PROFILERS = {
+    "actor": "actor_rollout_ref.actor.profiler",
+    "ref": "actor_rollout_ref.ref.profiler",
+    "critic": "critic.profiler",
+}
+_NO_STEP = 2**31 - 1
+"""The number of a step that verl's trainer does not profile. verl counts from 1, and never gets there."""
+_ANY_STEP = range(_NO_STEP)
+_UNNUMBERED = -1
+"""A step that is profiled, and whose number the trainer does not tell: it is counted."""
+
+
+def config_from(config: Any) -> ProfileConfig:
+    """What verl's whole configuration asks of its profiler, as a ProfileConfig.
+
+    ``config``: the hydra tree, or mappings and objects in its shape. Off without a tool, steps or an enabled role.
+    What verl has no setting for is read from the ``MEGAPROF_*`` environment. Raises ValueError, naming setting, value
+    and what would be valid, for what cannot be honoured.
+    """
+    if _get(config, "global_profiler.profile_continuous_steps", False):
+        raise ValueError(
+            "global_profiler.profile_continuous_steps: True is not valid: a file of megaprof's holds one step; valid: "
+            "False"
+        )
+    profilers = {path: found for path in _PROFILERS.values() if (found := _get(config, path)) is not None}
+    return _translated(_get(config, "global_profiler.steps"), profilers)
+
+
+def _translated(steps: Any, profilers: Mapping[str, Any]) -> ProfileConfig:
+    from megaprof.config.options import ProfileConfig
+
+    enabled = {path: found for path, found in profilers.items() if _get(found, "enable", False)}
+    if steps is not None and not isinstance(steps, range):
+        steps = _numbers("global_profiler.steps", steps)
+    tool = _one(enabled, "tool")
+    if not steps or tool is None:
+        return ProfileConfig()
+    if tool not in _TOOLS:
+        raise ValueError(f"global_profiler.tool: {tool!r} is not valid for megaprof; valid: {', '.join(_TOOLS)}")
+    section = "tool_config." + (tool if tool != TOOL else "torch")
+    given: dict[str, Any] = {
+        "target": ("train_actor", "train_log_probs"),
+        "dir": _one(enabled, "save_path"),
+        "steps": f"{steps.start}:{steps.stop}" if isinstance(steps, range) else ",".join(map(str, steps)),
+        "tool": (_TOOLS[tool],),
+        "discrete": bool(_one(enabled, f"{section}.discrete", False)),
+    }
+    ranks = {path: _ranks(path, found) for path, found in profilers.items()}
+    named = {role: ranks[path] for role, path in _PROFILERS.items() if ranks.get(path) is not None}
+    if named:
+        given["role_select"] = ";".join(f"{role}={chosen}" for role, chosen in named.items())
+    if ranks.keys().isdisjoint(_PROFILERS.values()):  # the one model of an SFT run
+        given["select"] = next(iter(ranks.values())) or "0"
+    if _TOOLS[tool] == "torch":
+        given |= _torch(enabled, section)
+    command = _one(enabled, "finish_hook_cmd")
+    if command is not None:
+        given |= {"on_finish": _finish(enabled, tool, command), "on_finish_when": "end"}
+    return ProfileConfig.from_values(given)
+
+
+def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
+    schedule = _one(enabled, f"{section}.schedule")
+    for name in ("active", "skip_first", "wait", "warmup") if schedule is not None else ():
+        value, valid = _get(schedule, name, 0), (0, 1) if name == "active" else (0,)
+        if value not in valid:
+            raise ValueError(
+                f"{section}.schedule.{name}: {value!r} is not valid for megaprof, which captures the first mini-batch "
+                f"of a step; valid: {', '.join(map(str, valid))}"
+            )
+    contents = list(_one(enabled, f"{section}.contents") or ())
+    known = ("cpu", "cuda", *_CONTENTS)
+    for word in contents:
+        if word not in known:
+            raise ValueError(f"{section}.contents: unknown {word!r}; valid: {', '.join(known)}")
+    # verl records CPU activity whatever is listed, and CUDA activity where nothing is.
+    activities = ("cpu", "cuda") if "cuda" in contents or not contents else ("cpu",)
+    return {"activities": activities} | {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
+
+
+def _ranks(path: str, profiler: Any) -> str | None:
+    """What --profile-role-select takes; None: enabled, and no ranks named."""
+    if not _get(profiler, "enable", False):
+        return "none"
+    ranks = _numbers(f"{path}.ranks", _get(profiler, "ranks") or ())
+    if _get(profiler, "all_ranks", False):
+        if ranks:
+            raise ValueError(f"{path}.all_ranks: True and {path}.ranks: {ranks} contradict each other; valid: one")
+        return "all"
+    return ",".join(map(str, ranks)) or None
+
+
+def _finish(enabled: Mapping[str, Any], tool: str, command: str) -> str:
+    """verl's command with those of verl's variables that a command like that reads."""
+    for name in ("finish_hook_all_ranks", "finish_hook_ranks"):
+        value = _one(enabled, name)
+        if value:
+            raise ValueError(
+                f"{name}: {value!r} is not valid for megaprof, which runs finish_hook_cmd on the ranks that capture; "
+                "valid: unset"
+            )
+    known = f'VERL_PROFILE_SAVE_PATH="$PROFILED_DIR" VERL_PROFILE_TOOL={tool} VERL_PROFILE_RANK="$RANK"'
+    return f"export {known}; {command}"
+
+
+def _one(enabled: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """The setting ``name`` of all enabled roles: a process has one profiler, whatever the roles in it."""
+    values = {path: _get(profiler, name, default) for path, profiler in enabled.items()}
+    for path, value in values.items():
+        first = next(iter(values))
+        if value != values[first]:
+            raise ValueError(
+                f"{path}.{name}: {value!r} is not valid beside {first}.{name}: {values[first]!r}; valid: the same for "
+                "all enabled roles"
+            )
+    return next(iter(values.values()), default)
+
+
+def _numbers(name: str, values: Iterable[Any]) -> list[int]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ValueError(f"{name}: {values!r} is not valid; valid: a list of whole numbers of at least 0")
+    numbers = list(values)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(f"{name}: {number!r} in {numbers} is not valid; valid: whole numbers of at least 0")
+    return numbers
+
+
+def _get(node: Any, path: str, default: Any = None) -> Any:
+    for name in path.split("."):
+        node = node.get(name) if isinstance(node, Mapping) else getattr(node, name, None)
+        if node is None or node == "???":  # OmegaConf's way to say that a value is missing
+            return default
+    return node
+
+
+class _Settings:
+    """verl's own settings, once a worker turned up that has them and names megaprof in them."""
+
+    config: ProfileConfig | ValueError | None = None
+    step: int | None = None
+
+
+def config() -> ProfileConfig | None:
+    """What verl's own settings ask for, None where they do not name megaprof. Raises ValueError like `config_from`."""
+    if isinstance(_Settings.config, ValueError):
+        raise _Settings.config
+    return _Settings.config
+
+
+def _adopt(worker: Any) -> None:
+    """Take verl's settings from a worker that has them; whatever else configures megaprof comes first."""
+    if _Settings.config is not None or roles.sessions or "MEGAPROF_TARGET" in os.environ:
+        return
+    own: Any = getattr(worker, "config", None)
+    whole = own._get_root() if hasattr(own, "_get_root") else {}
+    alone = "global_profiler" not in whole  # then it has its own profiler's settings, and is told when to profile
+    if (_get(own, "profiler_config.tool") if alone else _get(whole, "global_profiler.tool")) != TOOL:
+        return
+    _Settings.step = _NO_STEP
+    try:
+        if alone:
+            path = _PROFILERS["critic"] if _get(own, "model_type") == "value_model" else "profiler"
+            _Settings.config = _translated(_ANY_STEP, {path: own.profiler_config})
+        else:
+            _Settings.config = config_from(whole)
+    except ValueError as mistake:
+        _Settings.config = mistake  # raised where the schedule is asked for: not in here, which must not fail
+        return
+    settled()
+
+
+def _facts(worker: Any, role: str | None) -> Facts:
+    _adopt(worker)
+    return Facts(role=role, iteration=_Settings.step)
+
+
+def _as(role: str) -> Any:
+    return lambda arguments: _facts(arguments["self"], role)
+
+
+def _worker(arguments: Mapping[str, Any]) -> Facts:
+    """A TrainingWorker by itself: the critic, or the one model of an SFT run. Inside an actor's or a reference's worker
+    the role is known from outside."""
+    worker = arguments["self"]
+    facts = _facts(worker, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
+    if _sft() and facts.iteration in (None, _UNNUMBERED):
+        facts = facts._replace(iteration=_sft_step())
+    return facts
+
+
+def _infer(arguments: Mapping[str, Any]) -> Facts:
+    """An SFT trainer infers for nothing but its validation loss."""
+    return _worker(arguments)._replace(evaluation=_sft())
+
+
+def _sft() -> bool:
+    """Whether this is a process of the SFT trainer that torchrun starts."""
+    main = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return _SFT_TRAINER in sys.modules or getattr(main, "name", None) == _SFT_TRAINER
+
+
+def _sft_step() -> int | None:
+    """The trainer's step, which continues across a resume. ``SFTTrainer.fit`` has it in a variable and tells nobody."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "fit" and isinstance(step := frame.f_locals.get("global_step"), int):
+            return step
+        frame = frame.f_back
+    return None
+
+
+def _start(arguments: Mapping[str, Any]) -> Facts:
+    """verl's trainer calls this on every worker where a step starts that is to be profiled, whatever the tool."""
+    _adopt(arguments["self"])
+    if _Settings.step is not None:
+        _Settings.step = arguments.get("kwargs", {}).get("profile_step", _UNNUMBERED)
+    return Facts()
+
+
+def _stop(arguments: Mapping[str, Any]) -> Facts:
+    if _Settings.step is not None:
+        _Settings.step = _NO_STEP
+    return Facts()
+
+
+HOOKS = (
+    Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", _as("ref")),
+    Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _as("actor")),
+    Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _as("actor")),
+    Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
+    Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
+    Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
+    Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
+)

@@ -1,0 +1,45 @@
+"""What a model chunk consists of, read off the model: layers and their kinds, embedding, loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def describe_chunk(chunk: Any) -> dict[str, Any]:
+    """What a model chunk consists of, read off the model: null where the model does not say.
+
+    GPTModel, HybridModel and their kin share ``pre_process`` (owns the embedding), ``post_process`` (owns the output
+    layer and the loss), ``decoder.layers`` and ``mtp``.
+    """
+    language = language_model(chunk)
+    layers = getattr(getattr(language, "decoder", None), "layers", None)
+    mtp = getattr(getattr(language, "mtp", None), "layers", None)
+    return {
+        "embedding": getattr(language, "pre_process", None),
+        "layers": None if layers is None else len(layers),
+        "layer_numbers": None if layers is None else [getattr(layer, "layer_number", None) for layer in layers],
+        "kinds": None if layers is None else [_kind(layer) for layer in layers],
+        "mtp": 0 if mtp is None else len(mtp),
+        "loss": getattr(language, "post_process", None),
+    }
+
+
+def innermost(model: Any) -> Any:
+    """The model inside its wrappers (DistributedDataParallel, Float16Module, ...), which all call it ``module``."""
+    while (inner := getattr(model, "module", None)) is not None and callable(inner):
+        model = inner
+    return model
+
+
+def language_model(chunk: Any) -> Any:
+    """The module of a model chunk that has the decoder; multimodal models hold it one level down."""
+    model = innermost(chunk)
+    return model if hasattr(model, "decoder") else getattr(model, "language_model", model)
+
+
+def _kind(layer: Any) -> str:
+    """``moe`` or ``dense`` by the layer's MLP, else the layer's class name (Mamba and others have no MLP)."""
+    mlp = getattr(layer, "mlp", None)
+    if mlp is None:
+        return type(layer).__name__
+    return "moe" if hasattr(mlp, "router") else "dense"

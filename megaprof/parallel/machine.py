@@ -1,0 +1,92 @@
+"""The machine that a rank stands on: how much memory it and the containers around this process have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Something whose memory can run out: what it is called, and ``read() -> (bytes in use, bytes there are)``."""
+
+    name: str
+    read: Callable[[], tuple[int, int]]
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def find_bounds(proc: Path = Path("/proc")) -> tuple[Bound, ...]:
+    """The machine, and every control group above this process that limits memory."""
+    return (Bound("the machine", lambda: _machine(proc)), *_cgroups(proc))
+
+
+def _machine(proc: Path) -> tuple[int, int]:
+    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
+    kilobytes = {words[0]: int(words[1]) for words in lines if len(words) > 1}
+    total = kilobytes["MemTotal:"]
+    return (total - kilobytes["MemAvailable:"]) * 1024, total * 1024
+
+
+def _cgroups(proc: Path) -> list[Bound]:
+    """Own group first, then its parents up to the root of the mount: any of them may hold the limit.
+
+    ``/proc/self/cgroup`` gives the group's path in its hierarchy, ``mountinfo`` which part of the hierarchy is mounted
+    where. In a container without a cgroup namespace the path is the host's and the mount's root a prefix of it.
+    """
+    total = _machine(proc)[1]
+    mounts = _cgroup_mounts(proc)
+    bounds = []
+    for line in (proc / "self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        version = 2 if not controllers else 1 if "memory" in controllers.split(",") else None
+        if version not in mounts or version is None:
+            continue
+        root, mount = mounts[version]
+        inside = os.path.relpath(path, root) if root == "/" or path == root or path.startswith(root + "/") else "."
+        group = mount if inside.startswith("..") else (mount / inside)
+        for level in (group, *group.parents):
+            if (bound := _cgroup(level, version, total)) is not None:
+                bounds.append(bound)
+            if level == mount:
+                break
+    return bounds
+
+
+def _cgroup_mounts(proc: Path) -> dict[int, tuple[str, Path]]:
+    """Version -> (root within the hierarchy, mount point) of the hierarchy that controls memory."""
+    mounts = {}
+    for line in (proc / "self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if not kind or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        if kind[0] == "cgroup" and "memory" not in kind[-1].split(","):
+            continue
+        mounts[2 if kind[0] == "cgroup2" else 1] = (fields[3], Path(fields[4]))
+    return mounts
+
+
+def _cgroup(group: Path, version: int, machine: int) -> Bound | None:
+    """The limit of one group; None where it has none, or none below the machine's memory."""
+    if version == 2:
+        usage, limit, cached = "memory.current", "memory.max", ("inactive_file", "active_file")
+    else:
+        usage, limit = "memory.usage_in_bytes", "memory.limit_in_bytes"
+        cached = ("total_inactive_file", "total_active_file")
+
+    def read() -> tuple[int, int]:
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / usage).read_text()) - sum(int(stat.get(name, 0)) for name in cached)
+        return used, int((group / limit).read_text())
+
+    try:
+        return Bound(f"the container ({group})", read) if read()[1] < machine else None
+    except (OSError, ValueError):  # no such controller here, or "max"
+        return None

@@ -1,0 +1,183 @@
+"""Which ranks are captured: `--profile-select`, decided by each rank from its own coordinates, without communication.
+
+    0                     that rank (the default)
+    0,8,16-23             these ranks
+    all                   every rank
+    per-stage             the lowest rank of each pipeline stage
+    pp=*,tp=0,dp=0        every rank with these coordinates; unnamed axes are free
+    pp=0|2-4,ep=*         several positions of one axis
+
+Everything is kept as spans of numbers, never as lists of ranks, so the size of the world and of the numbers in the
+text does not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords, WorldLayout
+
+OPTION = "--profile-select"
+
+Spans = tuple[tuple[int, int], ...]
+"""Numbers as inclusive ranges (first, last), sorted, with gaps between them."""
+
+_FORMS = "all, per-stage, ranks such as 0,8,16-23, or coordinates such as pp=*,tp=0,dp=0"
+_SPAN = re.compile(r"\s*([0-9]+)\s*(?:-\s*([0-9]+)\s*)?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Ranks by number (`rank_spans`) or by coordinates (`axes`); make one with `parse_selector`.
+
+    `rank_spans` is None for a selector by coordinates. `axes` holds the constrained axes only, in the order of
+    `topology.AXES`; no constraint at all is every rank. `str()` gives the text back in its shortest form.
+    """
+
+    rank_spans: Spans | None = None
+    axes: tuple[tuple[str, Spans], ...] = ()
+
+    def __str__(self) -> str:
+        if self.rank_spans is not None:
+            return _join(self.rank_spans, ",")
+        if self == ALL:
+            return "all"
+        if self == PER_STAGE:
+            return "per-stage"
+        return ",".join(f"{axis}={_join(spans, '|')}" for axis, spans in self.axes)
+
+    def selects(self, coords: RankCoords) -> bool:
+        """Whether the rank with these coordinates is captured. O(1), local."""
+        if self.rank_spans is not None:
+            return _holds(self.rank_spans, coords.rank)
+        return all(_holds(spans, getattr(coords, axis)) for axis, spans in self.axes)
+
+    def ranks(self, layout: WorldLayout) -> list[int]:
+        """All selected global ranks of a world, ascending. For reports; a rank asks `selects` about itself."""
+        return sorted(self._matches(layout))
+
+    def check(self, sizes: ParallelSizes, layout: WorldLayout | None = None) -> None:
+        """ValueError unless every rank and coordinate named exists and at least one rank is selected.
+
+        An `ep` constraint beside others can be empty (the expert grid is another one than the decoder's), and whether
+        it is depends on the rank order: that is checked when a layout is given, since guessing one would be wrong.
+        """
+        if self.rank_spans is not None:
+            last = self.rank_spans[-1][1]
+            if last >= sizes.world:
+                raise ValueError(
+                    f"{OPTION}: rank {last} in '{self}' is outside the world of {sizes.world} ranks "
+                    f"(valid: 0..{sizes.world - 1})"
+                )
+            return
+        for axis, spans in self.axes:
+            size, last = getattr(sizes, axis), spans[-1][1]
+            if last >= size:
+                noun = "stage" if axis == "pp" else "rank"
+                existing = f"{noun}s 0..{size - 1}" if size > 1 else f"{noun} 0 only"
+                raise ValueError(f"{OPTION}: {axis}={last} in '{self}' does not exist; {axis} has {existing}")
+        if layout is not None and next(self._matches(layout), None) is None:
+            raise ValueError(
+                f"{OPTION}: '{self}' selects no rank at all: no rank has these coordinates together "
+                f"(tp={sizes.tp} pp={sizes.pp} cp={sizes.cp} ep={sizes.ep} dp={sizes.dp}, order {layout.order})"
+            )
+
+    def _matches(self, layout: WorldLayout) -> Iterator[int]:
+        sizes, strides = layout.sizes, layout.strides
+        if self.rank_spans is not None:
+            yield from _clip(self.rank_spans, sizes.world)
+            return
+        wanted = dict(self.axes)
+        # tp, cp, dp and pp name every rank once, so only ep has to be looked up rank by rank.
+        offsets = [
+            [value * strides[axis] for value in _clip(wanted.get(axis), getattr(sizes, axis))]
+            for axis in ("pp", "dp", "cp", "tp")
+        ]
+        found = map(sum, product(*offsets))
+        if "ep" not in wanted:
+            yield from found
+            return
+        stride, size, allowed = strides["ep"], sizes.ep, set(_clip(wanted["ep"], sizes.ep))
+        yield from (rank for rank in found if rank // stride % size in allowed)
+
+
+ALL = Selector()
+PER_STAGE = Selector(axes=tuple((axis, ((0, 0),)) for axis in ("tp", "cp", "dp")))
+"""The lowest rank of a stage has tp = cp = dp = 0 in every rank order, since ranks grow along each axis."""
+
+
+def parse_selector(text: str) -> Selector:
+    """Read the value of `--profile-select` (grammar above; keywords and axis names in any case, spaces free).
+
+    Equal selections written differently give equal selectors: `pp=*` is `all`. ValueError for anything else.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{OPTION}: empty value {text!r}; valid: {_FORMS}")
+    word = text.strip().lower()
+    if word in ("all", "per-stage"):
+        return ALL if word == "all" else PER_STAGE
+    items = [item.strip() for item in text.split(",")]
+    if not any("=" in item for item in items):
+        return Selector(rank_spans=_parse_spans(items, text))
+    return Selector(axes=_parse_axes(items, text))
+
+
+def _parse_axes(items: list[str], text: str) -> tuple[tuple[str, Spans], ...]:
+    wanted: dict[str, Spans | None] = {}
+    for item in items:
+        name, equals, values = item.partition("=")
+        axis = name.strip().lower()
+        if not equals:
+            raise ValueError(
+                f"{OPTION}: {item!r} in {text!r} is no coordinate; several positions of one axis are written pp=0|3, "
+                "and ranks and coordinates cannot be mixed"
+            )
+        if axis not in AXES:
+            raise ValueError(f"{OPTION}: unknown coordinate {axis!r} in {text!r}; known: {', '.join(AXES)}")
+        if axis in wanted:
+            raise ValueError(f"{OPTION}: coordinate {axis!r} stands twice in {text!r}; write {axis}=0|3 for several")
+        wanted[axis] = None if values.strip() == "*" else _parse_spans(values.split("|"), text)
+    return tuple((axis, spans) for axis in AXES if (spans := wanted.get(axis)) is not None)
+
+
+def _parse_spans(items: list[str], text: str) -> Spans:
+    spans = []
+    for item in items:
+        match = _SPAN.fullmatch(item)
+        if match is None:
+            raise ValueError(
+                f"{OPTION}: {item.strip()!r} in {text!r} is not a number from 0 or a range such as 0-7; valid: {_FORMS}"
+            )
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"{OPTION}: reversed range {item.strip()!r} in {text!r}; write {last}-{first}")
+        spans.append((first, last))
+    return _merge(spans)
+
+
+def _merge(spans: Iterable[tuple[int, int]]) -> Spans:
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(spans):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def _holds(spans: Spans, number: int) -> bool:
+    return any(first <= number <= last for first, last in spans)
+
+
+def _clip(spans: Spans | None, size: int) -> list[int]:
+    """The numbers of the spans below `size`; all of them where there is no constraint."""
+    if spans is None:
+        return list(range(size))
+    return [number for first, last in spans for number in range(first, min(last + 1, size))]
+
+
+def _join(spans: Spans, between: str) -> str:
+    return between.join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,0 +1,68 @@
+"""Opens and closes ranges: the same name in the torch trace and in NVTX (domain ``megaprof``)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import nvtx
+from torch.profiler import record_function
+
+from megaprof.formats.ranges import DOMAIN
+
+
+class LoggedRange(NamedTuple):
+    """A range that has ended, for a recorder that does not see user annotations."""
+
+    name: str
+    start: int
+    """Nanoseconds since the epoch, as Kineto counts."""
+    end: int
+    thread: int
+    """The system's thread number."""
+
+
+#: Where ended ranges go while a recorder wants them; None otherwise.
+log: list[LoggedRange] | None = None
+
+
+_OURS: dict[str, Any] = {"domain": DOMAIN}
+
+
+class Range:
+    """``with Range("megaprof/forward mb=3 chunk=0"): ...``. Created only while a window is open.
+
+    ``look``: the domain, color and category that NVTX gives it. ``overlapping``: it need not end before what began
+    after it, as a coroutine's; NVTX keeps such ranges beside the threads' stacks of ranges.
+    """
+
+    __slots__ = ("_began", "_handle", "_look", "_name", "_overlapping", "_recorded")
+
+    def __init__(self, name: str, look: dict[str, Any] = _OURS, *, overlapping: bool = False) -> None:
+        self._name = name
+        self._look = look
+        self._overlapping = overlapping
+        self._handle: Any = None
+        self._began = 0
+        # A user annotation rather than the cheaper fast record: Kineto mirrors it on the GPU's timeline.
+        self._recorded = record_function(name)
+
+    def __enter__(self) -> None:
+        if log is not None:
+            self._began = time.time_ns()
+        if self._overlapping:
+            self._handle = nvtx.start_range(self._name, **self._look)
+        else:
+            nvtx.push_range(self._name, **self._look)
+        self._recorded.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        self._recorded.__exit__(kind, fault, tb)
+        if self._overlapping:
+            nvtx.end_range(self._handle)
+        else:
+            nvtx.pop_range(domain=self._look["domain"])
+        if log is not None and self._began:
+            log.append(LoggedRange(self._name, self._began, time.time_ns(), threading.get_native_id()))

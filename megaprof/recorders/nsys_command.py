@@ -1,0 +1,127 @@
+"""Nsight Systems command lines for a configuration: for a launcher, and for Ray.
+
+Option names and values are those of ``nsys profile`` (Nsight Systems user guide, "CLI Profile Command Switch Options").
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megaprof.config.options import ProfileConfig, flag
+from megaprof.config.windows import Schedule
+
+#: What to trace. ``osrt`` is left out: operating system calls make the largest part of a report, and say little here.
+TRACE = "cuda,nvtx,cudnn,cublas"
+CONTROLLER_TRACE = "nvtx,osrt"
+#: nsys replaces %q{NAME} by a variable, %h by the host's name and %p by the process id, and appends the number of the
+#: capture range. A variable that is not set is an error of nsys's.
+RANK_NAME = "nsys.rank%q{RANK}.%h.%p"
+WORKER_NAME = "nsys.worker.%h.%p"
+CONTROLLER_NAME = "nsys.controller.%h.%p"
+_PLAIN_PATH = re.compile(r"[\w./%{}=@:+,-]+")
+
+
+def windows(config: ProfileConfig) -> int | None:
+    """The most windows that one process captures for one model; None where the configuration does not bound them:
+    a schedule for the whole run, steps per role, or a window for each role's work."""
+    if config.roles or config.discrete:
+        return None
+    total = 0
+    for target in config.target:
+        plan = config.plan(target)
+        if isinstance(plan, Schedule):
+            if plan.repeat == 0:
+                return None
+            total += plan.active * plan.repeat
+        else:
+            total += len(set().union(*plan.ranges))
+    return total
+
+
+def command(config: ProfileConfig, *, output: str | None = None, shutdown: bool = False, models: int = 1) -> list[str]:
+    """The ``nsys profile ...`` arguments that go before the command of every rank.
+
+    ``output`` is nsys's ``--output``; without one, a file name with rank, host and process in ``config.dir``.
+    ``shutdown`` ends nsys in each process after its last window, instead of with the process; it needs to know the
+    number of windows, and so how many ``models`` of a process have hooks.
+
+    Raises ValueError for a configuration without windows, without the nsys tool, or of unknown length to shut down.
+    """
+    arguments = ["nsys", "profile"]
+    for name, value in {**_options(config, shutdown, models), "output": output or _output(config, RANK_NAME)}.items():
+        arguments.append(f"--{name}={value}")
+    return arguments
+
+
+def ray_runtime_env(
+    config: ProfileConfig, *, output: str | None = None, shutdown: bool = False, models: int = 1
+) -> dict[str, dict[str, str]]:
+    """``runtime_env`` of a Ray actor: ``{"nsight": {option: value}}``. Arguments and errors as for `command`.
+
+    Ray writes into its own log directory unless the output path is absolute, and starts the worker before anybody sets
+    its ``RANK``, so the name has host and process only; the ``.nsys.json`` beside the reports says which rank it was.
+    """
+    options = _options(config, shutdown, models)
+    return {"nsight": {**options, "o": _plain(output or _output(config, WORKER_NAME))}}
+
+
+def controller_options(config: ProfileConfig, *, output: str | None = None) -> dict[str, str]:
+    """Ray's nsight options for the controller, which has no GPU and no windows: NVTX and system calls, start to end."""
+    _check(config)
+    return {
+        "trace": CONTROLLER_TRACE,
+        "sample": "none",
+        "cpuctxsw": "none",
+        "force-overwrite": "true",
+        "o": _plain(output or _output(config, CONTROLLER_NAME)),
+    }
+
+
+def _check(config: ProfileConfig) -> None:
+    if not config.enabled or config.never:
+        raise ValueError(f"there is nothing to capture: set {flag('target')}, e.g. to train_actor, and steps")
+    if "nsys" not in config.tool:
+        raise ValueError(f"{flag('tool')} {' '.join(config.tool)} opens no capture range: use {flag('tool')} nsys")
+
+
+def _options(config: ProfileConfig, shutdown: bool, models: int) -> dict[str, str]:
+    _check(config)
+    if models < 1:
+        raise ValueError(f"models={models} is not valid; it must be at least 1")
+    end = "repeat"
+    if shutdown:
+        count = windows(config)
+        if count is None:
+            raise ValueError(
+                f"shutdown: the number of windows is not known with {flag('repeat')} 0, {flag('role_steps')} or "
+                f"{flag('discrete')}; set {flag('repeat')} or {flag('steps')} alone, or leave shutdown out"
+            )
+        end = f"repeat-shutdown:{count * models}"
+    options = {
+        "trace": TRACE,
+        "capture-range": "cudaProfilerApi",
+        "capture-range-end": end,
+        # nsys ends the program that it profiles when it shuts down, unless told otherwise.
+        **({"kill": "none"} if shutdown else {}),
+        "sample": "none",
+        "cpuctxsw": "none",
+        "cuda-graph-trace": "graph",
+        "force-overwrite": "true",
+    }
+    if config.profile_memory:
+        options["cuda-memory-usage"] = "true"
+    if config.with_stack:
+        options["python-sampling"] = "true"
+    return options
+
+
+def _output(config: ProfileConfig, name: str) -> str:
+    return str(Path(str(config.dir)).absolute() / name)
+
+
+def _plain(path: str) -> str:
+    """Ray joins the options to a shell command, and quotes them in some versions only."""
+    if not _PLAIN_PATH.fullmatch(path):
+        raise ValueError(f"output {path!r} has characters that Ray's shell would interpret; use letters, digits, ./_-%")
+    return path

@@ -1,0 +1,124 @@
+"""A rank's timeline on disk: appended to, rotated, bounded, and whole up to its last record whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megaprof.formats import timeline as format
+from megaprof.formats.names import artifact_path
+from megaprof.parallel.topology import RankCoords
+
+logger = logging.getLogger("megaprof")
+
+#: A rank keeps this many files at most; the oldest goes when another one begins.
+FILES = 4
+#: After a write that failed (a full disk, a file server that is gone), how long not to try again, in seconds.
+PAUSE_SECONDS = 60.0
+
+
+class TimelineFiles:
+    """Appends steps for one rank. Only the background thread calls it. Never overwrites a file that exists.
+
+    ``limit``: bytes of all files together. A write that fails is logged once, taken back as far as it got, and tried
+    again a minute later with the steps that come then.
+    """
+
+    def __init__(self, directory: Path, role: str | None, coords: RankCoords, limit: int) -> None:
+        self._directory = directory
+        self._role = role
+        self._coords = coords
+        self._largest = max(limit // FILES, 1 << 16)
+        self._written: deque[Path] = deque()
+        self._file: int | None = None
+        self._size = 0
+        self._metadata: dict[Any, int] = {}
+        self._shapes: dict[tuple[int, ...], int] = {}
+        self._paused_until = 0.0
+        self.bytes_written = 0
+        self.steps_lost = 0
+
+    def append(self, key: Any, metadata: dict[str, Any], events: Sequence[int], step: format.StepRecord) -> None:
+        """Write ``step``; the numbers of its metadata, for which ``key`` stands, and of its shape are filled in."""
+        if time.monotonic() < self._paused_until:
+            self.steps_lost += 1
+            return
+        try:
+            self._append(key, metadata, tuple(events), step)
+        except OSError as fault:
+            self.steps_lost += 1
+            self._paused_until = time.monotonic() + PAUSE_SECONDS
+            self._end_file()
+            logger.error(
+                "megaprof: the timeline cannot be written to %s: %s; trying again in %.0f s",
+                self._directory,
+                fault.strerror or fault,
+                PAUSE_SECONDS,
+            )
+
+    def close(self) -> None:
+        self._end_file()
+
+    def _append(self, key: Any, metadata: dict[str, Any], events: tuple[int, ...], step: format.StepRecord) -> None:
+        full = self._size >= self._largest or max(len(self._metadata), len(self._shapes)) >= format.MOST_NUMBERS
+        if self._file is not None and full:
+            self._end_file()
+        if self._file is None:
+            self._begin_file(step.step)
+        records = []
+        if (number := self._metadata.get(key)) is None:
+            number = len(self._metadata)
+            records.append(format.metadata_record(metadata))
+        if (shape := self._shapes.get(events)) is None:
+            shape = len(self._shapes)
+            records.append(format.shape_record(events))
+        records.append(format.step_record(step, number, shape))
+        self._write(b"".join(records))
+        self._metadata[key], self._shapes[events] = number, shape
+
+    def _begin_file(self, step: int) -> None:
+        path = artifact_path(self._directory, "timeline", self._role, max(step, 0), self._coords, format.SUFFIX)
+        stem = path.name.removesuffix(format.SUFFIX)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        for number in itertools.count(2):
+            try:
+                self._file = os.open(path, flags, 0o666)
+                break
+            except FileExistsError:  # an earlier run's, or a step that the host runs again
+                path = path.with_name(f"{stem}.{number}{format.SUFFIX}")
+        self._size = 0
+        self._metadata, self._shapes = {}, {}
+        self._write(format.MAGIC)
+        self._written.append(path)
+        while len(self._written) > FILES:
+            with contextlib.suppress(OSError):
+                self._written.popleft().unlink()
+
+    def _write(self, data: bytes) -> None:
+        """All of ``data`` or, after an OSError, nothing of it."""
+        if self._file is None:
+            raise OSError("no file is open")
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(data)
+        self.bytes_written += len(data)
+
+    def _end_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                os.close(file)

@@ -1,0 +1,149 @@
+"""What ranks did in a step: boxes, and which send belongs to which receive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaprof.analysis.clocks.clocks import align
+from megaprof.analysis.clocks.timelines import EXCHANGE, Capture, capture_of, ends_of, links_between, timelines_of
+from megaprof.analysis.trace.traces import read_trace
+from tests.analysis.exchanging import exchanging, write
+from tests.analysis.synthetic import BASE, TraceBuilder, chunk
+
+
+def ends(traces, directory):
+    read = [read_trace(path) for path in write(traces, directory)]
+    return {trace.metadata.coords.rank: ends_of(trace) for trace in read}
+
+
+def test_boxes_are_in_order_and_know_their_microbatch(tmp_path):
+    (path, _) = write(exchanging([0.0, 0.0]), tmp_path)
+    (timeline,) = timelines_of(read_trace(path))
+    assert [(b.kind, b.microbatch) for b in timeline.boxes[:4]] == [
+        ("forward", 0),
+        (EXCHANGE, None),
+        ("forward", 1),
+        (EXCHANGE, None),
+    ]
+    assert (timeline.boxes[0].start - BASE, timeline.boxes[0].end - BASE) == (0, 2_000_000)
+    assert {b.name for b in timeline.boxes} == {"forward", "backward", "send_forward", "recv_backward"}
+    assert not timeline.host_time
+
+
+def test_every_message_is_matched_with_its_receive(tmp_path):
+    found = links_between(ends(exchanging([0.0, 0.0, 0.0], microbatches=4), tmp_path))
+    assert [(link.sender, link.receiver, len(messages)) for link, messages in found] == [
+        (0, 1, 4),
+        (1, 0, 4),
+        (1, 2, 4),
+        (2, 1, 4),
+    ]
+    for link, messages in found:
+        assert [message.microbatch for message in messages] == [0, 1, 2, 3]
+        for send, receive in zip(link.sends, link.receives, strict=True):
+            assert receive[1] >= send[0] + 100_000  # it travelled 0.1 ms, and may have been there before
+
+
+@pytest.mark.parametrize("ahead", [0.0, 250.0, -3.5])
+def test_clocks_of_captured_ranks_are_aligned(tmp_path, ahead):
+    found = ends(exchanging([0.0, ahead]), tmp_path)
+    links = [link for link, _ in links_between(found)]
+    alignment = align({rank: each.metadata.host for rank, each in found.items()}, links)
+    assert alignment.warnings == ()
+    assert abs(alignment.offset(1) + ahead * 1e6) <= alignment.clocks[1].uncertainty_ns <= 100_000
+
+
+def test_interleaved_stages_send_round_to_the_first_one(tmp_path):
+    holds = [chunk(1), chunk(1)]
+    traces = [TraceBuilder(pp=pp, pp_size=2, microbatches=1, chunks=holds) for pp in (0, 1)]
+    for start, stage, name in [
+        (0, 0, "forward mb=0 chunk=0"),
+        (1, 0, "send_forward_recv_forward"),
+        (1, 1, "recv_forward"),
+        (2, 1, "forward mb=0 chunk=0"),
+        (3, 1, "send_forward_recv_forward"),
+        (3, 0, "recv_forward"),
+        (4, 0, "forward mb=0 chunk=1"),
+        (5, 0, "send_forward"),
+        (5, 1, "recv_forward"),
+        (6, 1, "forward mb=0 chunk=1"),
+        (7, 1, "backward mb=0 chunk=1"),
+        (8, 1, "send_backward"),
+        (8, 0, "recv_backward"),
+        (9, 0, "backward mb=0 chunk=1"),
+        (10, 0, "send_backward_recv_backward"),
+        (10, 1, "recv_backward"),
+        (11, 1, "backward mb=0 chunk=0"),
+    ]:
+        traces[stage].event(f"megaprof/{name}", start, 0.9)
+    for trace in traces:
+        trace.call(0, 13)
+    found = {(link.sender, link.receiver): messages for link, messages in links_between(ends(traces, tmp_path))}
+    assert [(m.kind, m.stage, m.chunk) for m in found[0, 1]] == [
+        ("forward", 1, 0),
+        ("forward", 1, 1),
+        ("backward", 1, 0),
+    ]
+    assert [(m.kind, m.stage, m.chunk) for m in found[1, 0]] == [("forward", 0, 1), ("backward", 0, 1)]
+
+
+def test_an_overlapped_receive_ends_with_its_wait(tmp_path):
+    p2p = {"batch_p2p_comm": False, "batch_p2p_sync": True, "overlap_p2p_comm": True}
+    trace = TraceBuilder(pp=1, pp_size=2, microbatches=1, metadata={"p2p": p2p})
+    trace.event("megaprof/recv_forward", 1, 0.1)  # returns at once
+    trace.event("megaprof/wait_recv_prev", 2, 5)
+    trace.forward(0, 8, 1)
+    trace.call(0, 10)
+    (receive,) = ends({1: trace}.values(), tmp_path)[1].receives.values()
+    assert receive.time == (BASE + 2_000_000, BASE + 7_000_000)
+
+
+def test_without_an_exchange_of_its_own_a_pass_bounds_its_messages(tmp_path):
+    trace = TraceBuilder(pp=1, pp_size=3, microbatches=2)
+    trace.event("megaprof/recv_forward", 0, 1)
+    trace.forward(0, 1, 1)
+    trace.forward(1, 3, 1)
+    trace.call(0, 10)
+    found = ends([trace], tmp_path)[1]
+    received = {m.microbatch: end.time for m, end in found.receives.items()}
+    assert received == {0: (BASE, BASE + 1_000_000), 1: (BASE + 3_000_000, BASE + 3_000_000)}
+    assert {m.microbatch: end.time[0] - BASE for m, end in found.sends.items()} == {0: 2_000_000, 1: 4_000_000}
+
+
+def test_exchanges_of_a_combined_pass_are_somewhere_inside_it(tmp_path):
+    trace = TraceBuilder(pp=0, pp_size=2, microbatches=2)
+    trace.event("megaprof/combined mb=1 chunk=0 bmb=0 bchunk=0", 5, 4)
+    trace.call(0, 10)
+    found = ends([trace], tmp_path)[0]
+    assert {(m.kind, m.stage, m.microbatch): end.time for m, end in found.sends.items()} == {
+        ("forward", 1, 1): (BASE + 5_000_000, BASE + 9_000_000)
+    }
+    assert {(m.kind, m.microbatch) for m in found.receives} == {("backward", 0)}
+
+
+def test_host_ranges_say_nothing_about_a_gpu_that_runs_behind(tmp_path):
+    trace = TraceBuilder(pp=0, pp_size=2, metadata={"p2p": {"batch_p2p_comm": True, "batch_p2p_sync": False}})
+    trace.forward(0, 0, 1)
+    trace.event("some_kernel", 0, 1, cat="kernel", tid=7)
+    trace.call(0, 10)
+    found = ends([trace], tmp_path)[0]
+    assert (found.sends, found.receives) == ({}, {})
+    assert "GPU" in found.unknown
+
+
+@pytest.mark.parametrize(
+    ("name", "capture"),
+    [
+        ("train_actor.step000012.pp0-tp0-cp0-ep0-dp0.rank00000.pt.trace.json.gz", Capture("train_actor", "", 12)),
+        (
+            "train_log_probs.ref.step000000.pp1-tp0-cp0-ep0-dp0.rank00001.pt.trace.json",
+            Capture("train_log_probs", "ref", 0),
+        ),
+        ("renamed.pt.trace.json.gz", None),
+        ("x.step.pp0", None),
+    ],
+)
+def test_names_say_which_step_they_hold(name, capture):
+    assert capture_of(Path(name)) == capture

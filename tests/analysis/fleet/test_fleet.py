@@ -1,0 +1,228 @@
+"""Slow ranks, stages and collectives in runs that are known, and nothing in healthy ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.analysis.fleet.fleet import Fleet, survey
+from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.fleet.stragglers import coupled, groups_of, layout_of
+from megaprof.analysis.trace.traces import Coords, Sizes
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
+
+PIPELINE = WorldLayout(ParallelSizes.of(32, pp=4))
+EXPERTS = WorldLayout(ParallelSizes.of(64, tp=2, pp=2, ep=4))
+WARM_UP = Slow(from_step=0, until_step=4, factor=6)
+CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in range(49, 300, 50))
+
+
+def fleet_of(directory: Path, layout: WorldLayout, **options: Any) -> Fleet:
+    write_timelines(directory, layout, **({"steps": 120, "microbatches": 4} | options))
+    (fleet,) = survey(read_fleet(find_timelines(directory)), directory)
+    json.dumps(fleet.to_json(), allow_nan=False)
+    return fleet
+
+
+def test_a_slow_rank_is_named_with_its_onset(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, factor=1.31), WARM_UP, *CHECKPOINTS])
+    (slow,) = fleet.stragglers
+    assert (slow.ranks, slow.stage, slow.hosts, slow.peers) == ((19,), 2, ("node-0002",), 7)
+    assert (slow.from_step, slow.until, slow.since_start, slow.capture) == (70, None, False, None)
+    assert slow.factor == pytest.approx(1.31, abs=0.02)
+    assert re.match(
+        r"rank 19 \(stage 2, node-0002\) has been 3\d% slower than its 7 peers since step 70, computing 15\d ms per "
+        r"step instead of 1\d\d ms; the step takes 1\d% longer since then$",
+        fleet.findings[0],
+    )
+    assert not any(stage.shifts for stage in fleet.stages)
+    assert [shift.step for shift in fleet.step_shifts] == [70]
+    assert not fleet.synchronisation_shifts  # the others waited in it, and nobody was slow in it
+    assert fleet.single.count == 5 + 2  # those of the warm-up, and steps 49 and 99
+
+
+def test_thousands_of_steps_are_kept_in_a_few_buckets(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(8, pp=2))
+    fleet = fleet_of(tmp_path, layout, steps=3000, events=False, slow=[Slow(rank=2, from_step=1500, factor=1.2)])
+    assert fleet.width == 15
+    assert len(fleet.buckets) == 200
+    (slow,) = fleet.stragglers
+    assert slow.ranks == (2,)
+    assert abs(slow.from_step - 1500) <= fleet.width
+    assert fleet.calls == 3000
+    assert "about step 1500" in fleet.findings[0]
+
+
+def test_coupled_ranks_are_named_together_with_the_capture_that_tells_more(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, EXPERTS, slow=[Slow(rank=41, from_step=60, factor=1.4)])
+    (slow,) = fleet.stragglers
+    assert slow.ranks == tuple(range(40, 48))  # its expert-parallel group and their tensor-parallel peers
+    assert slow.capture == "40-47"
+    assert f"megaprof trigger {tmp_path} --target train_actor --steps 2 --select 40-47" in fleet.findings[0]
+    assert any("expert-parallel communication" in note for note in fleet.notes)
+
+
+def test_a_rank_that_is_slow_alone_stands_out_of_its_group(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(8, tp=4))
+    write_timelines(tmp_path, layout, steps=120, microbatches=4, slow=[Slow(stage=0, factor=1.5)], ranks=[5])
+    fleet = fleet_of(tmp_path, layout, ranks=[0, 1, 2, 3, 4, 6, 7])
+    (slow,) = fleet.stragglers
+    assert (slow.ranks, slow.peers, slow.since_start) == ((5,), 3, True)
+    assert "rank 5 (stage 0, node-0000) has been 50% slower than its 3 peers since the first step" in fleet.findings[0]
+
+
+def test_a_slow_stage_is_no_slow_rank(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(stage=1, from_step=50, factor=1.25)])
+    assert not fleet.stragglers
+    shifts = {stage.pp: [(s.step, s.until) for s in stage.shifts] for stage in fleet.stages}
+    assert shifts == {0: [], 1: [(50, None)], 2: [], 3: []}
+    assert fleet.findings[0].startswith("stage 1 has been 25% slower since step 50, beside the other stages")
+    assert fleet.imbalance[10] == pytest.approx(1.0, abs=0.02)
+    assert fleet.imbalance[-1] == pytest.approx(5 / 4.25, abs=0.02)
+
+
+def test_two_stages_of_one_rank_each(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(2, pp=2))
+    fleet = fleet_of(tmp_path, layout, slow=[Slow(rank=1, from_step=50, factor=1.25)])
+    assert {stage.pp: [s.step for s in stage.shifts] for stage in fleet.stages} == {0: [], 1: [50]}
+
+
+def test_a_slow_collective_is_no_slow_compute(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(from_step=50, factor=8, kind="finalize")])
+    assert not fleet.stragglers
+    assert not any(stage.shifts for stage in fleet.stages)
+    (shift,) = fleet.synchronisation_shifts
+    assert (shift.step, shift.until) == (50, None)
+    assert shift.after_ms == pytest.approx(8 * shift.before_ms, rel=0.05)
+    assert fleet.findings[0].startswith("gradient synchronisation has taken 40.")
+
+
+def test_the_slow_collective_of_one_group(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(32, tp=2, pp=2))
+    fleet = fleet_of(tmp_path, layout, slow=[Slow(rank=17, from_step=50, factor=8, kind="finalize")])
+    (slow,) = fleet.stragglers
+    assert (slow.what, slow.stage, slow.ranks, slow.from_step) == ("synchronisation", 1, tuple(range(17, 32, 2)), 50)
+    one = fleet_of(tmp_path / "one", PIPELINE, slow=[Slow(rank=10, from_step=50, factor=8, kind="finalize")])
+    assert [(pp, shift.step) for pp, shift in one.stage_synchronisation] == [(1, 50)]
+    assert not one.stragglers
+
+
+def test_a_pipeline_that_comes_late_without_computing_longer(tmp_path: Path) -> None:
+    write_timelines(tmp_path, PIPELINE, steps=120, microbatches=4, events=False)
+    reading = read_fleet(find_timelines(tmp_path))
+    (series,) = reading.series.values()
+    for rank in series.ranks:
+        if rank.coords.dp != 3:
+            rank.finalize[70:] += 100  # they wait for it
+    (fleet,) = survey(reading, Path("/runs/one job"))
+    (late,) = fleet.stragglers
+    assert (late.what, late.ranks, late.from_step, late.until) == ("arrival", (3, 11, 19, 27), 70, None)
+    assert (late.peers, late.peers_ms - late.own_ms) == (7, pytest.approx(100, abs=1))
+    assert fleet.findings[0] == (
+        "ranks 3, 11, 19, 27 have come last to the gradient synchronisation since step 70: the others spend 105 ms in "
+        "it, they 5.01 ms; none of them was found to compute longer: it may be exchanges, data or what runs "
+        "between steps, as a capture tells: "
+        "`megaprof trigger '/runs/one job' --target train_actor --steps 2 --select 3,11,19,27`"
+    )
+
+
+def test_a_pipeline_that_is_waited_for_because_it_computes_is_one_finding(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, factor=2.0)])
+    assert [slow.what for slow in fleet.stragglers] == ["compute"]
+
+
+def test_what_lasts_for_seconds_is_nothing(tmp_path: Path) -> None:
+    short = {"forward_ms": 1.0, "backward_ms": 2.0, "finalize_ms": 0.0, "steps": 200}
+    fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, until_step=110, factor=3.0)], **short)
+    assert fleet.findings[0].startswith("no rank, no stage and no gradient synchronisation is lastingly slower")
+
+
+def test_what_ended_is_told_with_both_ends(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=30, until_step=60, factor=1.5)])
+    (slow,) = fleet.stragglers
+    assert (slow.from_step, slow.until) == (30, 60)
+    assert "was 50% slower than its 7 peers from step 30 to step 60" in fleet.findings[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("layout", "noise", "tails"),
+    [
+        (PIPELINE, 0.02, 0.0),
+        (PIPELINE, 0.15, 0.05),
+        (EXPERTS, 0.05, 0.02),
+        (WorldLayout(ParallelSizes.of(2)), 0.2, 0.02),
+    ],
+    ids=["quiet", "noisy", "experts", "two ranks"],
+)
+def test_healthy_runs_raise_no_alarm(
+    tmp_path: Path, layout: WorldLayout, noise: float, tails: float, seed: int
+) -> None:
+    fleet = fleet_of(
+        tmp_path,
+        layout,
+        steps=200,
+        noise=noise,
+        tails=tails,
+        seed=seed,
+        events=False,
+        slow=[WARM_UP, *CHECKPOINTS],
+    )
+    assert fleet.findings == (
+        "no rank, no stage and no gradient synchronisation is lastingly slower than those beside it",
+    )
+
+
+def test_ranks_that_ended_early_and_ranks_that_are_missing(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, ranks=[r for r in range(32) if r not in (3, 8, 9, 10)], last_step={20: 77})
+    assert fleet.missing == (3, 8, 9, 10)
+    assert [(e.rank, e.stage, e.host, e.last_step) for e in fleet.ended] == [(20, 2, "node-0002", 77)]
+    assert any(note.startswith("timelines of 28 of 32 ranks; missing: 3, 8-10") for note in fleet.notes)
+    assert "rank 20 (stage 2, node-0002) after step 77; the others' last step is 119" in fleet.findings[-1]
+    # The rank that ended may have been the one that its group waited for.
+    assert not fleet.stage_synchronisation
+
+
+def test_the_recorders_own_cost_is_told(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE)
+    assert 50 < fleet.own_us < 70
+    assert 0 < fleet.own_fraction < 0.001
+    assert fleet.notes[-1].startswith("recording cost ")
+
+
+def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
+    fleet = fleet_of(tmp_path, PIPELINE, steps=5, slow=[Slow(rank=3, factor=2)])
+    assert not fleet.stragglers
+    assert any("5 steps are too few" in note for note in fleet.notes)
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+def test_the_rank_order_is_found_from_coordinates(order: str) -> None:
+    layout = WorldLayout(ParallelSizes.of(32, tp=2, pp=2, cp=2, ep=2, etp=2), order)
+    places = {c.rank: Coords(c.rank, c.pp, c.tp, c.cp, c.ep, c.dp) for c in layout}
+    found = layout_of(places.values(), Sizes(tp=2, pp=2, cp=2, ep=2, dp=4, vpp=1, etp=2))
+    assert found is not None
+    assert list(found) == list(layout)
+    groups = groups_of(places, found)
+    assert sorted(rank for group in groups for rank in group) == list(range(32))
+    for group in groups:
+        assert {coupled(layout, rank) for rank in group} == {frozenset(group)}
+        assert len({places[rank].pp for rank in group}) == 1
+
+
+def test_without_a_known_order_a_pipelines_position_is_a_group() -> None:
+    places = {rank: Coords(rank, 0, tp=rank % 2, dp=1 - rank // 2) for rank in range(4)}
+    assert layout_of(places.values(), Sizes(tp=2, dp=2)) is None
+    assert groups_of(places, None) == [(0, 1), (2, 3)]
+
+
+def test_a_rank_that_becomes_much_slower_has_two_beginnings(tmp_path: Path) -> None:
+    slow = [Slow(rank=19, from_step=20, factor=1.2), Slow(rank=19, from_step=70, factor=2.0)]
+    fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
+    assert [(s.ranks, s.from_step, s.until) for s in fleet.stragglers] == [((19,), 70, None), ((19,), 20, 69)]
+    assert "2.4 times as slow as its 7 peers since step 70" in fleet.findings[0]

@@ -1,0 +1,133 @@
+"""Timelines of many ranks read to a few numbers each, whatever the files hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megaprof.analysis.fleet.fleet import survey
+from megaprof.analysis.fleet.reading import BIN, bucketed, find_timelines, percentile, read_fleet
+from megaprof.formats import timeline as format
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
+
+LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
+
+
+def write(directory: Path, **options: object) -> list[Path]:
+    return write_timelines(directory, LAYOUT, **({"steps": 30, "microbatches": 2} | options))  # type: ignore[arg-type]
+
+
+def test_medians_of_buckets() -> None:
+    steps = np.array([10, 11, 12, 13, 20, 21, 22])
+    first, medians, counts = bucketed(steps, np.array([1.0, 9.0, 2.0, 8.0, 5.0, 6.0, 7.0]), 5)
+    assert (first, counts.tolist()) == (2, [4, 0, 3])
+    assert medians[[0, 2]].tolist() == [5.0, 6.0]
+    assert np.isnan(medians[1])
+    assert bucketed(steps[:0], np.empty(0), 5)[2].size == 0
+
+
+def test_a_rank_is_read_to_what_stands_in_its_file(tmp_path: Path) -> None:
+    paths = write(tmp_path)
+    reading = read_fleet(paths)
+    ((key, series),) = reading.series.items()
+    assert (key.target, key.role, key.sizes.pp) == ("train_actor", None, 2)
+    assert sorted(r.coords.rank for r in series.ranks) == [0, 1, 2, 3]
+    everything = {path: format.read_timeline(path).steps for path in paths}
+    for rank in series.ranks:
+        steps = everything[paths[rank.coords.rank]]
+        compute = (steps["forward"].astype(np.int64) + steps["backward"] + steps["combined"]) / 1000
+        assert np.allclose(rank.compute, compute)
+        assert (rank.steps, rank.first_step, rank.last_step) == (30, 0, 29)
+    longest = np.max([steps["duration"] for steps in everything.values()], axis=0) / 1000
+    assert np.allclose(series.longest, longest)
+    least = np.minimum(everything[paths[0]]["finalize"], everything[paths[1]]["finalize"]) / 1000
+    assert np.allclose(series.synchronising[0, 0][1], least)
+    own = np.sort([(everything[p]["forward"] + everything[p]["backward"]) / 1000 for p in paths[:2]], axis=None)
+    assert percentile(series.histograms[0], 0.5) == pytest.approx(float(np.median(own)), rel=2 * BIN)
+    assert series.most[0] == own[-1]
+
+
+def test_rotated_files_are_one_rank_and_a_restart_counts_as_it_ran_last(tmp_path: Path) -> None:
+    write(tmp_path, steps=20)
+    write(tmp_path, steps=20, first_step=20, start_ns=2_000_000_000_000_000_000)
+    # The job goes back to the checkpoint of step 30, and is slower then.
+    later = write(tmp_path, steps=10, first_step=30, start_ns=3_000_000_000_000_000_000, forward_ms=50.0)
+    reading = read_fleet(find_timelines(tmp_path))
+    (series,) = reading.series.values()
+    assert len(series.ranks) == 4
+    for rank in series.ranks:
+        assert (rank.steps, rank.again, rank.last_step) == (40, 10, 39)
+        assert rank.compute[30:].min() > 1.5 * rank.compute[:30].max()
+    (fleet,) = survey(reading, tmp_path)
+    assert any("10 steps of a rank ran twice" in note for note in fleet.notes)
+    assert set(later) < set(reading.read)
+
+
+def test_targets_and_roles_are_kept_apart(tmp_path: Path) -> None:
+    write(tmp_path, role="actor")
+    write(tmp_path, role="critic", steps=7)
+    write(tmp_path, target="train_log_probs", role="actor", first_step=1000)
+    reading = read_fleet(find_timelines(tmp_path))
+    found = {(key.target, key.role): len(series.steps) for key, series in reading.series.items()}
+    assert found == {("train_actor", "actor"): 30, ("train_actor", "critic"): 7, ("train_log_probs", "actor"): 30}
+
+
+def test_captured_and_failed_steps_are_left_out(tmp_path: Path) -> None:
+    paths = write(tmp_path)
+    timeline = format.read_timeline(paths[0])
+    records = [format.MAGIC, format.metadata_record(timeline.metadata[0]), format.shape_record([])]
+    for step, flag in zip(timeline.steps[:10], [0] * 8 + [format.CAPTURED, format.FAILED], strict=True):
+        kinds = {name: int(step[name]) for name in ("forward", "backward", "finalize")}
+        records.append(
+            format.step_record(
+                format.StepRecord(
+                    0, 0, int(step["step"]), 0, int(step["start_ns"]), int(step["duration"]), [], [], kinds, flags=flag
+                )
+            )
+        )
+    paths[0].write_bytes(b"".join(records))
+    (series,) = read_fleet(paths[:1]).series.values()
+    (rank,) = series.ranks
+    assert (rank.steps, rank.left_out, rank.last_step) == (8, 2, 9)
+
+
+def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = write(tmp_path, slow=[Slow(rank=1, factor=2.0)])
+    monkeypatch.setattr("megaprof.analysis.fleet.reading._WORTH_IT", 0)
+    done: list[tuple[int, int]] = []
+    several = read_fleet(paths, 2, lambda now, of: done.append((now, of)))
+    alone = read_fleet(paths, 1)
+    assert done[-1] == (4, 4)
+    assert [fleet.to_json() for fleet in survey(several, tmp_path)] == [
+        fleet.to_json() for fleet in survey(alone, tmp_path)
+    ]
+
+
+def test_a_file_that_ends_in_a_record_is_normal_and_told_once(tmp_path: Path) -> None:
+    for path in write(tmp_path):
+        path.write_bytes(path.read_bytes()[:-5])
+    reading = read_fleet(find_timelines(tmp_path))
+    (told,) = reading.warnings_of_files()
+    assert told.startswith("4 timelines end in the middle of a step")
+    assert {r.last_step for series in reading.series.values() for r in series.ranks} == {28}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 5000), change=st.binary(max_size=30), cut=st.integers(0, 60))
+def test_a_damaged_file_is_told_and_raises_nothing(tmp_path: Path, position: int, change: bytes, cut: int) -> None:
+    paths = write(tmp_path)
+    data = paths[2].read_bytes()
+    position %= len(data)
+    paths[2].write_bytes(data[:position] + change + data[position + cut :])
+    reading = read_fleet(paths)
+    told = reading.warnings_of_files()
+    ranks = {r.coords.rank for series in reading.series.values() for r in series.ranks}
+    assert {0, 1, 3} <= ranks
+    assert ranks == {0, 1, 2, 3} or told
+    for fleet in survey(reading, tmp_path):
+        assert fleet.findings

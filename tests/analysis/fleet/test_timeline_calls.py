@@ -1,0 +1,163 @@
+"""The last steps of timelines, as the stage report takes them from traces."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.analysis.fleet.fleet import survey
+from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.fleet.timeline_calls import LAST_STEPS, column, detail_of
+from megaprof.analysis.report.report import TargetReport, analyze
+from megaprof.analysis.trace.traces import Coords
+from megaprof.formats import timeline as format
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.synthetic import pipeline
+
+LAYOUT = WorldLayout(ParallelSizes.of(4, pp=4))
+
+
+def report_of(directory: Path, layout: WorldLayout = LAYOUT, **options: Any) -> TargetReport:
+    write_timelines(directory, layout, **({"steps": 40, "microbatches": 8, "noise": 0.0} | options))
+    (target,) = analyze(directory).targets
+    return target
+
+
+def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> None:
+    target = report_of(tmp_path, forward_ms=[10, 10, 20, 10], backward_ms=[20, 20, 40, 20], chunk_layers=[4, 4, 8, 4])
+    measured, verdict = target.measured, target.verdict
+    assert measured.steps == tuple(range(40 - LAST_STEPS, 40))
+    assert [stage.ranks for stage in measured.stages] == [(0,), (1,), (2,), (3,)]
+    assert [round(stage.forward_ms.mean) for stage in measured.stages if stage.forward_ms] == [80, 80, 160, 80]
+    assert [round(stage.backward_ms.mean) for stage in measured.stages if stage.backward_ms] == [160, 160, 320, 160]
+    assert measured.step_time_ms is not None
+    for stage in measured.stages:
+        # Without data parallelism the synchronisation is in the step, and so in what is no bubble.
+        assert stage.compute_ms is not None
+        assert stage.bubble_ms is not None
+        assert stage.bubble_ms.mean == pytest.approx(measured.step_time_ms.mean - stage.compute_ms.mean - 5, abs=1)
+        assert None not in stage.bubble_split.values()
+    assert verdict.slowest_stage == 2
+    assert [cause.kind for cause in verdict.causes][:1] == ["layers"]
+    assert verdict.imbalance == pytest.approx(60 / 37.5, rel=0.01)
+    assert target.what_if.replay_error is not None
+    assert abs(target.what_if.replay_error.mean) < 0.05
+    assert target.fleet is not None
+    assert target.fleet.imbalance[-1] == pytest.approx(60 / 37.5, rel=0.01)
+
+
+def test_interleaved_chunks(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(2, pp=2, vpp=2))
+    target = report_of(tmp_path, layout, microbatches=4, chunk_layers=[2, 2])
+    assert [len(stage.chunks) for stage in target.measured.stages] == [2, 2]
+    assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([120] * 2)
+
+
+def test_clocks_of_different_hosts_are_aligned(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(32, tp=8, pp=4))
+    skewed = report_of(tmp_path / "skewed", layout, skew_ms=500.0).measured
+    exact = report_of(tmp_path / "exact", layout).measured
+    assert [stage.ranks for stage in skewed.stages] == [(0,), (8,), (16,), (24,)]
+    assert skewed.step_time_basis == exact.step_time_basis == "from the first stage's start to the last stage's end"
+    assert skewed.step_time_ms is not None
+    assert exact.step_time_ms is not None
+    assert skewed.step_time_ms.mean == pytest.approx(exact.step_time_ms.mean, rel=0.01)
+    assert any("were aligned by their exchanges" in warning for warning in skewed.warnings)
+
+
+def test_what_a_timeline_does_not_tell_is_null(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(16, tp=2, pp=2, cp=2, ep=2))
+    measured = report_of(tmp_path, layout).measured
+    for stage in measured.stages:
+        assert [axis for axis, exposed in stage.exposed_ms.items() if exposed is None] == ["tp", "ep", "cp", "pp"]
+    assert any("exposed tp, ep, cp are in compute" in warning for warning in measured.warnings)
+    assert any("an exchange is waiting and transfer" in warning for warning in measured.warnings)
+
+
+def test_on_the_devices_clock_gaps_hold_the_exchanges(tmp_path: Path) -> None:
+    target = report_of(tmp_path, device_clock=True)
+    assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([240] * 4)
+    assert any("the gaps between phases hold waiting" in warning for warning in target.measured.warnings)
+    assert target.fleet is not None
+    assert target.fleet.clock == "device"
+    assert any("on the GPU's clock" in note for note in target.fleet.notes)
+
+
+def test_without_times_of_events_the_step_is_known(tmp_path: Path) -> None:
+    target = report_of(tmp_path, events=False)
+    assert target.measured.step_time_ms is not None
+    assert all(stage.compute_ms is None or math.isclose(stage.compute_ms.mean, 0) for stage in target.measured.stages)
+    assert target.verdict.imbalance is None
+    assert any("without the times of its microbatches" in warning for warning in target.measured.warnings)
+    assert target.fleet is not None
+    assert target.fleet.imbalance[-1] == pytest.approx(1.0, abs=0.01)
+
+
+def test_only_steps_that_every_stage_has(tmp_path: Path) -> None:
+    measured = report_of(tmp_path, last_step={2: 30}).measured
+    assert measured.steps == tuple(range(31 - LAST_STEPS, 31))
+
+
+def test_the_pipeline_without_the_slow_rank_is_shown_and_the_slow_rank_is_a_cause(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(8, pp=4))
+    target = report_of(tmp_path, layout, noise=0.01, slow=[Slow(rank=4, from_step=10, factor=1.5)])
+    assert [stage.ranks for stage in target.measured.stages] == [(1,), (3,), (5,), (7,)]
+    assert target.verdict.slowest_stage is None
+    (cause,) = (cause for cause in target.verdict.causes if cause.kind == "slow_rank")
+    assert (cause.stage, cause.rank) == (2, 4)
+    assert cause.excess_ms == pytest.approx(120, rel=0.1)
+    # The others wait for it in their synchronisation, which is no slow communication.
+    assert "communication" not in {cause.kind for cause in target.verdict.causes}
+
+
+def test_a_pipeline_with_all_stages_is_preferred() -> None:
+    places = [Coords(0, 0, tp=0), Coords(1, 0, tp=1), Coords(3, 1, tp=1)]
+    assert column(places) == [1, 3]
+    assert column([Coords(0, 0, dp=0), Coords(1, 0, dp=1)]) == [0]
+    assert column([Coords(0, 0, dp=0), Coords(1, 0, dp=1)], {0}) == [1]
+
+
+def test_traces_give_the_detail_where_there_are_both(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(2, pp=2))
+    write_timelines(tmp_path, layout, steps=40, microbatches=4)
+    pipeline(tmp_path, [4, 4])
+    report = analyze(tmp_path)
+    (target,) = report.targets
+    assert target.measured.steps == (5,)
+    assert [round(stage.forward_ms.mean) for stage in target.measured.stages if stage.forward_ms] == [160, 160]
+    assert target.fleet is not None
+    assert target.fleet.calls == 40
+    assert (len(report.traces), len(report.timelines), report.drawn) == (2, 2, ())
+
+
+def test_a_step_that_ran_again_counts_as_it_ran_last(tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0)
+    later = 2 * 10**18
+    write_timelines(
+        tmp_path, LAYOUT, steps=40, first_step=20, microbatches=8, noise=0.0, start_ns=later, forward_ms=30.0
+    )
+    reading = read_fleet(find_timelines(tmp_path))
+    (fleet,) = survey(reading, tmp_path)
+    places = [rank.coords for rank in reading.series[fleet.key].ranks]
+    detail = detail_of(fleet.key, places, reading.files[fleet.key])
+    assert {call.step for call in detail.calls} == set(range(40, 60))
+    assert all(call.start >= later for call in detail.calls)
+    assert {format.SUFFIX in trace.path.name for trace in detail.traces} == {True}
+
+
+def test_steps_that_the_gpu_began_late_are_aligned_by_their_phases(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(32, tp=8, pp=4))
+    late = report_of(tmp_path / "late", layout, skew_ms=50.0, device_clock=True).measured
+    exact = report_of(tmp_path / "exact", layout).measured
+    assert late.step_time_ms is not None
+    assert exact.step_time_ms is not None
+    assert late.step_time_ms.mean == pytest.approx(exact.step_time_ms.mean, rel=0.01)
+    assert any("aligned on the GPU's clock" in warning for warning in late.warnings)
+    for one, other in zip(late.stages, exact.stages, strict=True):
+        assert one.bubble_ms is not None
+        assert other.bubble_ms is not None
+        assert one.bubble_ms.mean == pytest.approx(other.bubble_ms.mean, rel=0.02)

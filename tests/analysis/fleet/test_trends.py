@@ -1,0 +1,115 @@
+"""Levels and single outliers of series that are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from megaprof.analysis.fleet.trends import (
+    LASTING_STEPS,
+    Floats,
+    Shift,
+    drift,
+    lasting,
+    levels,
+    low_median,
+    others_median,
+    shifts,
+    single_steps,
+)
+
+ONES = np.ones(200, dtype=np.int64)
+
+
+def series(*parts: tuple[int, float], noise: float = 0.02, seed: int = 0) -> Floats:
+    """``(how many, level)``, with noise."""
+    values = np.concatenate([np.full(count, level) for count, level in parts])
+    noisy: Floats = values * np.exp(np.random.default_rng(seed).normal(0, noise, len(values)))
+    return noisy
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("noise", [0.01, 0.05, 0.2])
+def test_noise_is_one_level(noise: float, seed: int) -> None:
+    assert len(levels(series((200, 100.0), noise=noise, seed=seed), ONES)) == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_change_is_found_where_it_is(seed: int) -> None:
+    before, after = levels(series((120, 100.0), (80, 130.0), seed=seed), ONES)
+    assert (before.first, before.last, after.first, after.last) == (0, 119, 120, 199)
+    assert before.value == pytest.approx(100, rel=0.02)
+    assert after.value == pytest.approx(130, rel=0.02)
+    assert (before.steps, after.steps) == (120, 80)
+
+
+def test_up_and_down_again_are_two_changes() -> None:
+    steps = np.arange(200) * 10
+    found = shifts(levels(series((60, 100.0), (40, 150.0), (100, 100.0)), ONES), steps, steps + 9)
+    assert [(shift.step, shift.until) for shift in found] == [(600, 999), (1000, None)]
+    assert found[0].change == pytest.approx(0.5, abs=0.05)
+
+
+def test_a_change_below_the_threshold_or_too_short_is_none() -> None:
+    assert len(levels(series((100, 100.0), (100, 107.0)), ONES)) == 1
+    short = LASTING_STEPS // 2 - 1
+    assert len(levels(series((100, 100.0), (short, 200.0), (100 - short, 100.0)), ONES)) == 1
+
+
+def test_a_level_that_is_left_within_seconds_is_none() -> None:
+    found = levels(series((60, 100.0), (20, 150.0), (100, 100.0), (20, 150.0)), ONES)
+    assert len(found) == 4
+    assert len(lasting(found, np.full(200, 0.2))) == 1
+    assert len(lasting(found, np.full(200, 0.3))) == 4
+
+
+def test_what_took_no_time_before_has_a_change() -> None:
+    assert Shift(5, None, 0.0, 20.0).change == pytest.approx(20_000, rel=0.01)
+
+
+def test_a_gap_belongs_to_no_level() -> None:
+    values = series((100, 100.0), (100, 200.0))
+    values[95:105] = np.nan
+    before, after = levels(values, ONES)
+    assert (before.last, after.first) == (94, 105)
+    assert levels(np.full(5, np.nan), ONES[:5]) == []
+
+
+def test_single_slow_steps_are_counted_and_no_level() -> None:
+    values = series((1000, 100.0))
+    values[99::100] *= 3
+    found = single_steps(np.arange(1000), values)
+    assert (found.count, found.every) == (10, 100)
+    assert {step for step, _ in found.worst} <= set(range(99, 1000, 100))
+    assert len(levels(values, np.ones(1000, dtype=np.int64))) == 1
+
+
+def test_a_lasting_change_is_no_single_step() -> None:
+    assert single_steps(np.arange(200), series((100, 100.0), (100, 300.0))).count == 0
+
+
+def test_a_slow_growth_is_a_drift_and_noise_is_none() -> None:
+    growing = series((200, 100.0)) * np.linspace(1, 1.3, 200)
+    assert drift(growing) == pytest.approx(0.25, abs=0.04)
+    assert drift(series((200, 100.0), noise=0.2)) is None
+    assert drift(series((120, 100.0), (80, 109.0))) is None  # one jump, too small for a change of level
+
+
+@given(arrays.arrays(np.float64, st.tuples(st.integers(2, 7), st.integers(1, 4)), elements=st.floats(1, 100)))
+def test_the_median_of_the_others_leaves_the_own_value_out(values: Floats) -> None:
+    found = others_median(values)
+    for row in range(len(values)):
+        others = np.delete(values, row, axis=0)
+        assert np.array_equal(found[row], np.sort(others, axis=0)[(len(others) - 1) // 2])
+        assert np.array_equal(found[row], low_median(others))
+
+
+def test_medians_without_what_is_not_there() -> None:
+    values = np.array([[1.0, np.nan], [np.nan, np.nan], [5.0, 7.0]])
+    assert low_median(values).tolist() == [1.0, 7.0]
+    others = others_median(values)
+    assert (others[0, 0], others[2, 0]) == (5.0, 1.0)
+    assert np.isnan(others[[0, 1, 1, 2], [1, 0, 1, 1]]).all()

@@ -1,0 +1,117 @@
+"""Two captures compared: what changed, by how much, and whether that is more than chance."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megaprof.analysis.report.diff import NothingToCompare, compare
+from megaprof.analysis.report.report import analyze
+from tests.analysis.synthetic import pipeline
+
+
+def report(directory, layers, *, steps=(5,), **options):
+    for step in steps:
+        pipeline(directory, layers, step=step, **options)
+    return json.loads(json.dumps(analyze(directory).to_json()))
+
+
+def only(diff):
+    (target,) = diff.targets
+    return target
+
+
+def test_a_layout_change_is_seen_on_every_stage(tmp_path):
+    target = only(compare(report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [4, 4])))
+    assert [(s.layers_before, s.layers_after) for s in target.stages] == [("emb+6", "emb+4"), ("2+loss", "4+loss")]
+    first, second = (stage.changes for stage in target.stages)
+    assert (first["forward_ms"].before, first["forward_ms"].after) == (240, 160)
+    assert first["forward_ms"].change == pytest.approx(-1 / 3)
+    assert first["compute_ms"].beyond_spread is True
+    assert second["backward_ms"].change == pytest.approx(1.0)
+    assert (target.step_time.before, target.step_time.after) == (720, 481)
+    assert (target.slowest_before, target.slowest_after) == (0, None)
+
+
+def test_one_step_cannot_tell_chance_from_change_where_microbatches_say_nothing(tmp_path):
+    target = only(compare(report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [6, 2], per_layer=11.0)))
+    assert target.step_time.change == pytest.approx(0.1, abs=0.01)
+    assert target.step_time.beyond_spread is None
+    assert target.stages[1].changes["bubble_ms"].beyond_spread is None
+    assert target.stages[0].changes["forward_ms"].beyond_spread is True  # four microbatches, all alike
+
+
+def test_a_change_within_the_spread_is_called_that(tmp_path):
+    before, after = report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [6, 2])
+    for document, mean in ((before, 100.0), (after, 102.0)):
+        for stage in document["targets"][0]["stages"]:
+            stage["spread"]["forward_ms"] = {"mean": mean, "stdev": 5.0, "count": 10}
+    change = only(compare(before, after)).stages[0].changes["forward_ms"]
+    assert (change.change, change.beyond_spread) == (pytest.approx(0.02), False)
+    for stage in after["targets"][0]["stages"]:
+        stage["spread"]["forward_ms"]["mean"] = 106.0
+    assert only(compare(before, after)).stages[0].changes["forward_ms"].beyond_spread is True
+
+
+def test_several_steps_tell_for_the_step_time_too(tmp_path):
+    before = report(tmp_path / "a", [6, 2], steps=(1, 2, 3))
+    after = report(tmp_path / "b", [6, 2], steps=(1, 2, 3), per_layer=12.0)
+    assert only(compare(before, after)).step_time.beyond_spread is True
+    assert only(compare(before, before)).step_time.beyond_spread is False
+
+
+def test_more_microbatches_are_no_slower_stage(tmp_path):
+    before, after = report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [6, 2], microbatches=8)
+    target = only(compare(before, after))
+    assert target.stages[0].changes["forward_ms"].beyond_spread is None
+    assert any("microbatches 4 -> 8" in note for note in target.notes)
+
+
+def test_stages_of_one_capture_only_are_shown_with_nothing_beside_them(tmp_path):
+    target = only(compare(report(tmp_path / "a", [4, 4]), report(tmp_path / "b", [2, 2, 2, 2])))
+    third = target.stages[2]
+    assert (third.layers_before, third.layers_after) == (None, "2")
+    change = third.changes["forward_ms"]
+    assert (change.before, change.after, change.change, change.beyond_spread) == (None, 80, None, None)
+    assert any(note.startswith("pp 2 -> 4") for note in target.notes)
+
+
+def test_targets_are_matched_by_name_and_role(tmp_path):
+    for role in ("actor", "ref"):
+        pipeline(tmp_path / "a", [2, 2], target="train_log_probs", role=role)
+    before = report(tmp_path / "a", [2, 2])
+    pipeline(tmp_path / "b", [3, 1], target="train_log_probs", role="ref")
+    diff = compare(before, analyze(tmp_path / "b").to_json())
+    assert (only(diff).target, only(diff).role) == ("train_log_probs", "ref")
+    assert diff.warnings == ("train_actor, train_log_probs (actor) only in the first capture: not compared",)
+
+
+def test_nothing_in_common_says_what_there_is(tmp_path):
+    before = report(tmp_path / "a", [2, 2])
+    after = report(tmp_path / "b", [2, 2], target="evaluate")
+    with pytest.raises(NothingToCompare, match=r"train_actor in the first, evaluate in the second"):
+        compare(before, after)
+
+
+@pytest.mark.parametrize(
+    "document",
+    [[], None, {}, {"version": "1", "targets": 3}, {"version": "1", "targets": [{"target": 1, "stages": []}]}],
+)
+def test_what_is_no_report_is_refused(tmp_path, document):
+    good = report(tmp_path, [2, 2])
+    with pytest.raises(NothingToCompare, match="the second is no report"):
+        compare(good, document)
+    with pytest.raises(NothingToCompare, match="the first is no report"):
+        compare(document, good)
+
+
+def test_it_is_plain_data(tmp_path):
+    before, after = report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [4, 4])
+    found = json.loads(json.dumps(compare(before, after).to_json(), allow_nan=False))
+    assert found["targets"][0]["stages"][0]["changes"]["compute_ms"].keys() == {
+        "before",
+        "after",
+        "change",
+        "beyond_spread",
+    }

@@ -1,0 +1,232 @@
+"""The HTML report: complete, small, and deaf to whatever names the traces hold."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from megaprof.analysis.report.html import StepTimeline, page, timelines
+from megaprof.analysis.report.report import analyze
+from tests.analysis.exchanging import exchanging, write
+from tests.analysis.synthetic import BASE, TraceBuilder, chunk, pipeline, plain_stage
+
+HOSTILE = '</script><img src=x onerror="alert(1)">\'"><svg/onload=alert(2)>&amp;'
+VOID = {"meta", "br", "img", "link", "input", "hr"}
+
+
+class Reader(HTMLParser):
+    """Collects elements and the text behind them; fails on a tag that is closed without having been opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.elements, self.texts = [], [], {}
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        key = self.open[-1] if self.open else ""
+        self.texts[key] = self.texts.get(key, "") + data
+
+
+def render(directory, name="run"):
+    report = analyze(directory)
+    text = page(report.to_json(), timelines(report), name=name)
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    assert reader.open == []
+    return text, reader
+
+
+def data(text):
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    return json.loads(found)
+
+
+def boxes(row):
+    """(start, duration, name, microbatch, chunk) with absolute starts, as the script unpacks them."""
+    now, found = 0, []
+    for place in range(0, len(row["boxes"]), 5):
+        gap, duration, *others = row["boxes"][place : place + 5]
+        now += gap
+        found.append((now, duration, *others))
+    return found
+
+
+def test_the_verdict_is_above_the_timeline_and_the_numbers_below(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    text, reader = render(tmp_path)
+    order = ["Stage 0 is slow", "Why: ", "<canvas", "Where the time of a step goes", "How far microbatches lie apart"]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    assert "emb+6" in text
+    assert "480 <small>(67 %)</small>" in text  # stage 1's bubble
+    assert len([tag for tag, _ in reader.elements if tag == "canvas"]) == 1
+
+
+def test_the_file_stands_alone(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    text, reader = render(tmp_path)
+    assert not [tag for tag, _ in reader.elements if tag in ("link", "img", "iframe", "object", "base")]
+    assert not [attributes for _, attributes in reader.elements if attributes.keys() & {"src", "href"}]
+    assert "url(" not in text
+    assert "@import" not in reader.texts["style"]
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+
+
+def test_no_script_but_ours_may_run(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    text, reader = render(tmp_path)
+    (policy,) = [a["content"] for _, a in reader.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    script = text[text.rindex("<script>") + len("<script>") : text.rindex("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'")
+    assert not [a for _, a in reader.elements if any(key.startswith("on") for key in a)]
+
+
+def test_hostile_names_are_text(tmp_path):
+    _, honest = render(written(tmp_path / "honest", "actor", "node"))
+    _, hostile = render(written(tmp_path / "hostile", HOSTILE, HOSTILE), name=HOSTILE)
+    assert [tag for tag, _ in hostile.elements] == [tag for tag, _ in honest.elements]
+    assert HOSTILE in hostile.texts["h2"]
+    assert HOSTILE in hostile.texts["title"]
+
+
+def written(directory, role, host):
+    kinds = [chunk(2, kind=role)]
+    for pp in (0, 1):
+        metadata = {"host": f"{host}{pp}", "schedule": role, "truncated": True, "truncated_reason": host}
+        plain_stage(pp, 2, 5, 9, role=role, metadata=metadata, chunks=kinds).write(directory, f"{pp}.pt.trace.json")
+    return directory
+
+
+def test_every_pass_has_its_box(tmp_path):
+    write(exchanging([0.0, 0.0], microbatches=3), tmp_path)
+    (step,) = data(render(tmp_path)[0])
+    assert [(row["stage"], row["rank"]) for row in step["rows"]] == [(0, 0), (1, 1)]
+    names, kinds = step["names"], dict(zip(step["names"], step["kinds"], strict=True))
+    assert (kinds["send_forward"], kinds["forward"]) == ("exchange", "forward")
+    found = boxes(step["rows"][0])
+    assert [box for box in found if names[box[2]] == "forward"] == [
+        (0, 2000, names.index("forward"), 0, 0),
+        (2050, 2000, names.index("forward"), 1, 0),
+        (4100, 2000, names.index("forward"), 2, 0),
+    ]
+    assert {box[3] for box in found if kinds[names[box[2]]] == "exchange"} == {-1}
+    assert step["rows"][0]["span"][0] == 0
+
+
+def test_clocks_of_several_hosts_are_aligned_and_that_is_said(tmp_path):
+    write(exchanging([0.0, 500.0]), tmp_path)
+    text, _ = render(tmp_path)
+    (step,) = data(text)
+    starts = [row["span"][0] for row in step["rows"]]
+    assert abs(starts[0] - starts[1]) <= 100  # microseconds
+    assert "Host node-1: clock 500.0" in text
+
+
+def test_the_latest_step_on_the_lowest_rank_of_a_stage_is_drawn(tmp_path):
+    for step, base in ((3, 0.0), (4, 700.0)):
+        for rank, tp in ((1, 1), (0, 0)):
+            plain_stage(0, 1, 5, 9, step=step, start=base, coords={"rank": rank, "tp": tp}, sizes={"tp": 2}).write(
+                tmp_path
+            )
+    report = analyze(tmp_path)
+    (drawn,) = timelines(report).values()
+    assert drawn.step == 4
+    assert [row.timeline.metadata.coords.rank for row in drawn.rows] == [0]
+    assert drawn.rows[0].timeline.start == BASE + 700_000_000
+
+
+def test_what_is_not_known_is_left_out_and_not_guessed(tmp_path):
+    trace = TraceBuilder(metadata={"ranges": {"microbatch": False, "reason": "captured with --profile-ranges step"}})
+    trace.call(0, 50)
+    trace.write(tmp_path)
+    text, _ = render(tmp_path)
+    assert "captured with --profile-ranges step" in text
+    assert "How far microbatches lie apart" not in text
+    assert "None" not in re.sub(r"<script.*", "", text, flags=re.S)
+
+
+def test_a_report_without_timelines_is_still_a_page(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    text = page(analyze(tmp_path).to_json(), {}, name="run")
+    assert "<canvas" not in text
+    assert data(text) == [None]
+
+
+def test_what_if_shows_before_and_after(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    report = analyze(tmp_path).to_json()
+    best = {
+        "what": "4+4 <layers>",
+        "step_time_ms": 500.0,
+        "uncertainty_ms": 20.0,
+        "speedup": 1.4,
+        "flags": "--pipeline-model-parallel-layout 'Et*4|t*4L'",
+        "memory": None,
+        "assumes": None,
+    }
+    little = best | {"what": "not worth it", "speedup": 1.001}
+    report["targets"][0]["what_if"] = {
+        "replay_ms": 710.0,
+        "measured_ms": 720.0,
+        "replay_error": -0.014,
+        "layout": "Et*6|t*2L",
+        "candidates": [best, little],
+        "best": best,
+        "advice": "4+4 layers: 500 ms a step",
+        "warnings": [],
+    }
+    text = page(report, {}, name="run")
+    assert text.count("--pipeline-model-parallel-layout &#x27;Et*4|t*4L&#x27;") == 2  # above, and in the table
+    assert "4+4 &lt;layers&gt;" in text
+    assert "off by -1.4 % in the pipeline" in text
+    assert "-31 %" in text
+    assert "not worth it" not in text
+
+
+def test_64_stages_of_512_microbatches_stay_small(tmp_path):
+    stages, microbatches = 64, 512
+    drawn = []
+    report = None
+    for pp in range(2):  # 64 real traces would be the same rows again
+        pipeline_stage(pp, microbatches).write(tmp_path)
+    report = analyze(tmp_path)
+    (key, step), *_ = timelines(report).items()
+    drawn = {key: StepTimeline(step.step, step.rows * (stages // 2), ())}
+    text = page(report.to_json(), drawn, name="run")
+    assert sum(len(row["boxes"]) for row in data(text)[0]["rows"]) == 5 * stages * 4 * microbatches
+    assert len(text.encode()) < 6_000_000
+
+
+def pipeline_stage(pp, microbatches):
+    """Passes of 2 and 4 ms with an exchange behind each."""
+    trace = TraceBuilder(pp=pp, pp_size=2, microbatches=microbatches)
+    for mb in range(microbatches):
+        trace.forward(mb, mb * 8.123, 2.017)
+        trace.event("megaprof/send_forward_recv_backward", mb * 8.123 + 2.05, 1.211)
+        trace.backward(mb, mb * 8.123 + 3.301, 4.005)
+        trace.event("megaprof/send_backward_recv_forward", mb * 8.123 + 7.33, 0.741)
+    trace.call(0, microbatches * 8.2)
+    return trace
+
+
+@pytest.mark.parametrize("start", [float(10**12), -float(10**12), 0.0])
+def test_a_clock_that_is_far_off_is_no_reason_to_fail(tmp_path, start):
+    plain_stage(0, 1, 5, 9, start=start).write(tmp_path)
+    text, _ = render(tmp_path)
+    assert boxes(data(text)[0]["rows"][0])[0][:2] == (0, 5000)

@@ -1,0 +1,218 @@
+"""The report as plain data, and as text for terminals."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.terminal import show
+from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
+
+
+def test_json_has_the_shape_that_tools_rely_on(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    report = json.loads(json.dumps(analyze(tmp_path).to_json(), allow_nan=False))
+    assert {"version", "targets"} <= report.keys()
+    (target,) = report["targets"]
+    assert {
+        "target",
+        "role",
+        "steps",
+        "step_time_ms",
+        "schedule",
+        "stages",
+        "imbalance",
+        "slowest_stage",
+        "causes",
+        "what_if",
+        "warnings",
+    } <= target.keys()
+    assert (target["target"], target["role"], target["steps"]) == ("train_actor", None, [5])
+    assert (target["schedule"], target["step_time_ms"]) == ("1f1b", 720)
+    assert (target["imbalance"], target["slowest_stage"]) == (1.5, 0)
+    assert {"replay_ms", "replay_error", "candidates"} <= target["what_if"].keys()
+    cause = {"kind", "stage", "rank", "group", "evidence", "threshold", "excess_ms", "basis"}
+    assert target["causes"][0].keys() == cause
+    stage = target["stages"][1]
+    assert (stage["pp"], stage["ranks"]) == (1, [1])
+    assert (stage["forward_ms"], stage["backward_ms"], stage["compute_ms"]) == (80, 160, 240)
+    assert (stage["bubble_ms"], stage["bubble_fraction"]) == (480, pytest.approx(480 / 720))
+    assert stage["exposed_ms"] == {"tp": 0, "ep": 0, "cp": 0, "pp": None, "dp": 0}
+    assert stage["spread"]["compute_ms"]["count"] == 1
+    forward = stage["per_microbatch"]["forward_ms"]
+    assert (forward["mean"], forward["median"], forward["min"], forward["max"]) == (20, 20, 20, 20)
+    assert [c["chunk"] for c in stage["per_microbatch"]["by_chunk"]] == [0]
+    assert any("exposed pp" in warning for warning in target["warnings"])
+
+
+def test_targets_and_roles_are_reported_apart_and_in_order(tmp_path):
+    for role in ("ref", "actor"):
+        pipeline(tmp_path, [2, 2], target="train_log_probs", role=role)
+    pipeline(tmp_path, [2, 2])
+    pipeline(tmp_path, [2, 2], target="evaluate", step=7)
+    targets = analyze(tmp_path).to_json()["targets"]
+    assert [(t["target"], t["role"], t["steps"]) for t in targets] == [
+        ("train_actor", None, [5]),
+        ("train_log_probs", "actor", [5]),
+        ("train_log_probs", "ref", [5]),
+        ("evaluate", None, [7]),
+    ]
+
+
+def test_files_that_cannot_be_used_are_named_and_the_rest_is_reported(tmp_path):
+    paths = pipeline(tmp_path, [6, 2])
+    (tmp_path / "half.pt.trace.json.gz").write_bytes(paths[0].read_bytes()[:-30])
+    (tmp_path / "foreign.pt.trace.json").write_text('{"traceEvents": []}')
+    TraceBuilder().write(tmp_path, "rangeless.pt.trace.json")
+    report = analyze(tmp_path)
+    assert report.traces == tuple(paths)
+    assert len(report.warnings) == 3
+    for name, reason in (("half", "truncated"), ("foreign", "not written by megaprof"), ("rangeless", "whole step")):
+        assert any(w.startswith(name) and reason in w for w in report.warnings)
+    assert report.targets[0].verdict.slowest_stage == 0
+
+
+def test_one_file_can_be_reported_on(tmp_path):
+    first, _ = pipeline(tmp_path, [6, 2])
+    report = analyze(first)
+    assert "stage 1 of 2 not captured" in report.targets[0].verdict.notes[0]
+
+
+def test_renamed_traces_are_found_when_nothing_else_is_there(tmp_path):
+    plain_stage(0, 1, 10, 20).write(tmp_path, "renamed.json")
+    assert analyze(tmp_path).targets[0].measured.target == "train_actor"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (None, "does not exist"),
+        ({}, "is empty"),
+        ({"notes.txt": b"hello", "model.bin": b""}, "it holds model.bin, notes.txt"),
+        ({"other.json.gz": b'{"traceEvents": []}'}, "other.json.gz was skipped: it was not written by megaprof"),
+        ({"a.pt.trace.json.gz": b"\x1f\x8b"}, "a.pt.trace.json.gz was skipped: it is truncated"),
+    ],
+)
+def test_nothing_to_report_says_what_was_found_instead(tmp_path, files, says):
+    directory = tmp_path / "traces"
+    if files is not None:
+        directory.mkdir()
+    for name, content in (files or {}).items():
+        (directory / name).write_bytes(content)
+    with pytest.raises(NothingToReport) as fault:
+        analyze(directory)
+    assert says in str(fault.value)
+    assert str(directory) in str(fault.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=5,
+)
+SMALL = st.integers(-1, 3)
+RANGES = st.one_of(
+    st.builds("megaprof/{} mb={} chunk={}".format, st.sampled_from(["forward", "backward"]), SMALL, SMALL),
+    st.builds("megaprof/combined mb={} chunk={} bmb=0 bchunk=0".format, SMALL, SMALL),
+    st.builds("megaprof/{} step={} pp=0".format, st.sampled_from(["train_actor", "evaluate", "\x1b[2J"]), SMALL),
+    st.sampled_from(["megaprof/finalize_grads", "gloo:all_reduce", "c10d::alltoall_", "aten::mm", "megaprof/"]),
+)
+EVENTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "ph": st.just("X"),
+            "cat": st.sampled_from(["user_annotation", "cpu_op", "kernel"]),
+            "name": RANGES,
+            "ts": st.integers(0, 50) | st.floats(),
+            "dur": st.integers(-1, 50) | st.floats(),
+        }
+    ),
+    max_size=14,
+)
+METADATA = st.dictionaries(
+    st.sampled_from(
+        ["role", "chunks", "microbatches", "sizes", "coords", "schedule", "host", "truncated", "forward_only"]
+    ),
+    JSON | SMALL | st.just({"pp": 2, "tp": 2}) | st.just([chunk(2)]),
+    max_size=3,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(EVENTS, METADATA), min_size=1, max_size=3))
+def test_whatever_the_traces_hold_there_is_a_report_or_a_reason(tmp_path, contents):
+    directory = tmp_path / "fuzz"
+    directory.mkdir(exist_ok=True)
+    for old in directory.iterdir():
+        old.unlink()
+    for number, (events, metadata) in enumerate(contents):
+        trace = TraceBuilder(coords={"rank": number}, metadata=metadata, events=events)
+        trace.write(directory, f"{number}.pt.trace.json")
+    try:
+        report = analyze(directory)
+    except NothingToReport as fault:
+        text = str(fault)
+    else:
+        text = json.dumps(report.to_json(), allow_nan=False)
+        assert "\x1b" not in printed(report)
+    assert text
+
+
+def printed(report, width=100, **options):
+    sink = io.StringIO()
+    show(report, Console(file=sink, width=width, highlight=False, **options))
+    return sink.getvalue()
+
+
+def eight_busy_stages(directory):
+    for step in (5, 6):
+        sizes = {"tp": 2, "dp": 2}
+        chunks = {"chunks": [chunk(12, embedding=True)]}
+        pipeline(directory, [8] * 7 + [6], per_layer=20.0 + step, step=step, sizes=sizes, role="actor")
+        plain_stage(0, 8, 10, 20, step=step, target="train_log_probs", sizes=sizes, **chunks).write(directory)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_text_fits_the_terminal_and_holds_the_answer(tmp_path, width):
+    eight_busy_stages(tmp_path)
+    pipeline(tmp_path, [6, 2], target="evaluate", metadata={"forward_only": False})
+    report = analyze(tmp_path)
+    text = printed(report, width)
+    paths = {"  " + path.name for path in report.traces} | {str(tmp_path.absolute())}
+    assert all(len(line) <= width for line in text.splitlines() if line not in paths)
+    assert "Stage 0 is slow" in text
+    assert "6 layers against 2" in text
+    assert "emb+6" in text
+    assert "ui.perfetto.dev" in text
+    assert "not captured" in text
+    assert "…" not in text  # nothing was cut off
+    assert "\x1b" not in text
+
+
+def test_colour_is_for_terminals_only(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    report = analyze(tmp_path)
+    assert "\x1b[" in printed(report, force_terminal=True, color_system="standard")
+    assert "\x1b[" not in printed(report)
+
+
+def test_names_from_files_cannot_speak_to_the_terminal(tmp_path):
+    pipeline(tmp_path, [6, 2], role="x\x1b]0;owned\x07[bold red]")
+    text = printed(analyze(tmp_path), force_terminal=True, color_system=None)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[bold red]" in text
+
+
+def test_importing_the_analysis_loads_nothing_heavy():
+    code = "import sys, megaprof.analysis; print([m for m in ('msgspec', 'rich', 'isal', 'torch') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,154 @@
+"""Does the report name what is wrong, and blame nobody where nothing is? Runs whose answer is known."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaprof.analysis.report.report import analyze
+from tests.analysis.scenarios import Scenario, write
+
+TABLE = Path(__file__).parents[3] / "docs" / "truth.md"
+EIGHT = (4,) * 8
+TWICE = ((2, 2), (2, 2), (2, 2), (2, 2))
+
+HEALTHY = [
+    Scenario("healthy, pp=4"),
+    Scenario("healthy, pp=2", layers=(4, 4)),
+    Scenario("healthy, pp=8", layers=EIGHT, microbatches=32),
+    Scenario("healthy, pp=4 vpp=2", layers=TWICE),
+    Scenario("healthy, pp=4 tp=2, both peers captured", peers=2),
+    Scenario("healthy, noise 8 %", noise=0.08),
+    Scenario("healthy, noise 8 %, tp=2 peers", noise=0.08, peers=2),
+    Scenario("healthy, dp=2, short gradient reduction", dp=2, tail=20.0),
+    Scenario("healthy, a little exposed tp", exposed={"tp": 0.05}),
+    Scenario("healthy, hosts with clocks of their own", apart=True),
+    Scenario("healthy, log probs", target="train_log_probs"),
+    Scenario("healthy, two steps", steps=2),
+    Scenario("healthy, no pipeline", layers=(8,)),
+    Scenario("healthy, small embedding and loss", embedding=0.5, loss=1.5),
+    Scenario("healthy, microbatches differ a little", uneven=0.15),
+    Scenario("healthy, CPU", gpu=False),
+    Scenario("healthy, CPU, noise 8 %", gpu=False, noise=0.08),
+]
+SINGLE = [
+    Scenario("more layers on the first stage", ("layers:0",), layers=(6, 4, 3, 3)),
+    Scenario("more layers in the middle", ("layers:1",), layers=(4, 6, 4, 4)),
+    Scenario("more layers on the last stage", ("layers:3",), layers=(4, 4, 4, 6), loss=1.0),
+    Scenario("more layers, pp=2", ("layers:0",), layers=(6, 2)),
+    Scenario("more layers, pp=8", ("layers:5",), layers=(4, 4, 4, 4, 4, 6, 4, 4), microbatches=32),
+    Scenario("more layers, vpp=2", ("layers:2",), layers=((2, 2), (2, 2), (3, 3), (2, 2))),
+    Scenario("more layers, log probs", ("layers:1",), layers=(4, 7, 4, 4), target="train_log_probs"),
+    Scenario("more layers, CPU", ("layers:2",), layers=(4, 4, 6, 4), gpu=False),
+    Scenario("more layers, clocks apart", ("layers:2",), layers=(4, 4, 6, 4), apart=True),
+    Scenario("a heavy loss", ("embedding_or_loss:3",), loss=8.0),
+    Scenario("a heavy loss, pp=8", ("embedding_or_loss:7",), layers=EIGHT, loss=8.0, microbatches=32),
+    Scenario("a heavy embedding", ("embedding_or_loss:0",), embedding=8.0),
+    Scenario("a heavy MTP layer", ("embedding_or_loss:3",), mtp=9.0),
+    Scenario("a heavy loss, CPU", ("embedding_or_loss:3",), loss=8.0, gpu=False),
+    Scenario("a slow rank", ("slow_rank:1",), peers=2, slow={1: 1.4}),
+    Scenario("a slow rank on the last stage", ("slow_rank:3",), peers=2, slow={3: 1.3}),
+    Scenario("a slow rank, pp=2", ("slow_rank:0",), layers=(4, 4), peers=2, slow={0: 1.5}),
+    Scenario("a slow rank, vpp=2", ("slow_rank:2",), layers=TWICE, peers=2, slow={2: 1.4}),
+    Scenario("a slow rank, CPU", ("slow_rank:1",), peers=2, slow={1: 1.4}, gpu=False),
+    Scenario("uneven microbatches", ("uneven_microbatches",), uneven=0.6),
+    Scenario("uneven microbatches, pp=2", ("uneven_microbatches",), layers=(4, 4), uneven=0.5),
+    Scenario("uneven microbatches, log probs", ("uneven_microbatches",), uneven=0.6, target="train_log_probs"),
+    Scenario("uneven microbatches, vpp=2", ("uneven_microbatches",), layers=TWICE, uneven=0.6),
+    Scenario("uneven microbatches, CPU", ("uneven_microbatches",), uneven=0.6, gpu=False),
+    Scenario("exposed tp", ("communication:tp",), exposed={"tp": 0.3}),
+    Scenario("exposed ep", ("communication:ep",), exposed={"ep": 0.3}),
+    Scenario("exposed cp", ("communication:cp",), exposed={"cp": 0.25}),
+    Scenario("exposed ep, vpp=2", ("communication:ep",), layers=TWICE, exposed={"ep": 0.3}),
+    Scenario("exposed tp, no pipeline", ("communication:tp",), layers=(8,), exposed={"tp": 0.3}),
+    Scenario("exposed tp, CPU", ("communication:tp",), exposed={"tp": 0.3}, gpu=False),
+    Scenario("a long gradient reduction", ("communication:dp",), dp=2, tail=250.0),
+    Scenario("a long gradient reduction, CPU", ("communication:dp",), dp=2, tail=250.0, gpu=False),
+    Scenario("a slow network between stages", ("communication:pp",), transfer=12.0, microbatches=24),
+    Scenario("a slow network, clocks apart", ("communication:pp",), transfer=12.0, microbatches=24, apart=True),
+    Scenario("host-bound", ("host_bound",), idle=0.4),
+    Scenario("host-bound, no pipeline", ("host_bound",), layers=(8,), idle=0.4),
+    Scenario("host-bound, pp=2 vpp=2", ("host_bound",), layers=((2, 2), (2, 2)), idle=0.3),
+    Scenario("too few microbatches", ("few_microbatches",), microbatches=4),
+    Scenario("too few microbatches, pp=8", ("few_microbatches",), layers=EIGHT, microbatches=8),
+    Scenario("too few microbatches, CPU", ("few_microbatches",), microbatches=4, gpu=False),
+]
+PAIRS = [
+    Scenario("layers and loss", ("layers:3", "embedding_or_loss:3"), layers=(4, 4, 4, 6), loss=10.0),
+    Scenario(
+        "layers and a slow rank elsewhere", ("layers:0", "slow_rank:2"), layers=(6, 4, 4, 4), peers=2, slow={2: 1.3}
+    ),
+    Scenario(
+        "layers and a slow rank, same stage", ("layers:1", "slow_rank:1"), layers=(4, 6, 4, 4), peers=2, slow={1: 1.4}
+    ),
+    Scenario("layers and exposed tp", ("layers:1", "communication:tp"), layers=(4, 6, 4, 4), exposed={"tp": 0.3}),
+    Scenario("loss and exposed ep", ("embedding_or_loss:3", "communication:ep"), loss=8.0, exposed={"ep": 0.3}),
+    Scenario("layers and few microbatches", ("layers:0", "few_microbatches"), layers=(6, 4, 4, 4), microbatches=6),
+    Scenario("uneven microbatches and layers", ("uneven_microbatches", "layers:2"), layers=(4, 4, 6, 4), uneven=0.6),
+    Scenario("exposed tp and ep", ("communication:tp", "communication:ep"), exposed={"tp": 0.2, "ep": 0.2}),
+    Scenario("host-bound and loss", ("host_bound", "embedding_or_loss:3"), loss=10.0, idle=0.3),
+    Scenario(
+        "slow rank and gradient reduction",
+        ("slow_rank:1", "communication:dp"),
+        peers=2,
+        slow={1: 1.4},
+        dp=2,
+        tail=300.0,
+    ),
+]
+ALL = [*HEALTHY, *SINGLE, *PAIRS]
+
+
+def named(scenario: Scenario, directory: Path) -> list[str]:
+    """What the report names, as ``expected`` spells it."""
+    write(scenario, directory)
+    (target,) = analyze(directory).targets
+    found = []
+    for cause in target.verdict.causes:
+        anywhere = {"host_bound", "uneven_microbatches", "few_microbatches"}
+        where = cause.group if cause.kind == "communication" else cause.stage
+        found.append(cause.kind if cause.kind in anywhere else f"{cause.kind}:{where}")
+    if target.verdict.slowest_stage is not None and not any(":" in name for name in found):
+        found.append(f"slow stage without a cause:{target.verdict.slowest_stage}")
+    return sorted(found)
+
+
+@pytest.mark.parametrize("scenario", ALL, ids=lambda s: s.name)
+def test_the_report_names_what_is_wrong_and_nothing_else(scenario, tmp_path):
+    assert named(scenario, tmp_path) == sorted(scenario.expected)
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+@pytest.mark.parametrize("scenario", [s for s in HEALTHY if s.noise > 0.05], ids=lambda s: s.name)
+def test_other_noise_blames_nobody_either(scenario, seed, tmp_path):
+    assert named(replace(scenario, seed=seed), tmp_path) == []
+
+
+def table() -> str:
+    lines = [
+        "# What the report was tested to find",
+        "",
+        f"{len(ALL)} synthetic runs with a known answer: {len(HEALTHY)} healthy ones, {len(SINGLE)} with one cause",
+        f"and {len(PAIRS)} with two. `tests/analysis/test_truth.py` runs all of them, and each must name exactly the",
+        "causes that stand here, at the stage (or of the process group) behind the colon, and no other. This table is",
+        "written by `python tests/analysis/test_truth.py`.",
+        "",
+        "| run | stages | chunks | microbatches | trace | causes named |",
+        "|---|---|---|---|---|---|",
+    ]
+    for s in ALL:
+        named_causes = ", ".join(f"`{cause}`" for cause in s.expected) or "none"
+        kind = "GPU" if s.gpu else "CPU"
+        lines.append(f"| {s.name} | {s.stages} | {s.chunks} | {s.microbatches} | {kind} | {named_causes} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_table_is_up_to_date():
+    assert TABLE.read_text(encoding="utf-8") == table(), f"run python {os.path.relpath(__file__)}"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table(), encoding="utf-8")

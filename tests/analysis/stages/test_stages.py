@@ -1,0 +1,400 @@
+"""Stage metrics and verdicts from synthetic traces whose every number is known."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprof.analysis.stages.advice import judge
+from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, measure
+from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
+
+
+def measured(directory):
+    return measure(call for path in find_traces(directory) for call in calls_of(read_trace(path)))
+
+
+def only(directory):
+    (target,) = measured(directory)
+    return target
+
+
+def says(target, *words):
+    return any(all(word in warning for word in words) for warning in target.warnings)
+
+
+class TestNumbers:
+    def test_one_step_of_two_stages(self, tmp_path):
+        # Stage 0: 2 x 30 forward, 2 x 60 backward in a range of 200; stage 1 starts 10 later and ends 10 later.
+        first = TraceBuilder(pp=0, pp_size=2, microbatches=2)
+        first.call(0, 200)
+        for mb in range(2):
+            first.forward(mb, 30 * mb, 30)
+            first.backward(mb, 80 + 60 * mb, 60)
+        second = TraceBuilder(pp=1, pp_size=2, microbatches=2)
+        second.call(10, 200)
+        for mb in range(2):
+            second.forward(mb, 40 + 30 * mb, 10)
+            second.backward(mb, 50 + 30 * mb, 20)
+        first.write(tmp_path)
+        second.write(tmp_path)
+        target = only(tmp_path)
+        assert target.step_time_ms.mean == 210
+        assert target.step_time_basis == ONE_CLOCK
+        a, b = target.stages
+        assert (a.forward_ms.mean, a.backward_ms.mean, a.compute_ms.mean, a.bubble_ms.mean) == (60, 120, 180, 30)
+        assert (b.forward_ms.mean, b.backward_ms.mean, b.compute_ms.mean, b.bubble_ms.mean) == (20, 40, 60, 150)
+        assert a.bubble_fraction == pytest.approx(30 / 210)
+        assert (a.forward_per_microbatch_ms.median, a.backward_per_microbatch_ms.count) == (30, 2)
+
+    def test_steps_are_averaged_with_their_spread(self, tmp_path):
+        for step, forward in ((5, 10.0), (6, 20.0)):
+            plain_stage(0, 1, forward, 0, step=step, metadata={"forward_only": True}).write(tmp_path)
+        target = only(tmp_path)
+        assert target.steps == (5, 6)
+        spread = target.stages[0].forward_ms
+        assert (spread.mean, spread.min, spread.max, spread.stdev, spread.count) == (60, 40, 80, 20, 2)
+        assert target.step_time_ms.mean == 60
+
+    def test_chunks_are_told_apart_and_added_up_per_microbatch(self, tmp_path):
+        trace = TraceBuilder(pp_size=1, microbatches=2, chunks=[chunk(3), chunk(1)], metadata={"forward_only": True})
+        trace.call(0, 100)
+        for mb in range(2):
+            trace.forward(mb, 20 * mb, 9, chunk=0)
+            trace.forward(mb, 20 * mb + 10, 4, chunk=1)
+        trace.write(tmp_path)
+        (stage,) = only(tmp_path).stages
+        assert [c.forward_ms.median for c in stage.chunks] == [9, 4]
+        assert [c.holds.layers for c in stage.chunks] == [3, 1]
+        assert (stage.forward_per_microbatch_ms.min, stage.forward_per_microbatch_ms.count) == (13, 2)
+
+    def test_gradient_finalisation_is_exposed_dp_and_no_bubble(self, tmp_path):
+        for pp in range(2):
+            trace = plain_stage(pp, 2, 10, 20, sizes={"dp": 2})
+            trace.call(0, 140)
+            del trace.events[-2]  # the shorter outermost range
+            trace.event("megaprof/finalize_grads", 120, 15)
+            trace.write(tmp_path)
+        stage = only(tmp_path).stages[0]
+        assert (stage.exposed_ms["dp"].mean, stage.bubble_ms.mean) == (15, 5)
+
+    @pytest.mark.parametrize("dp", [1, 2])
+    def test_waiting_for_another_stage_in_the_finalisation_is_bubble(self, tmp_path, dp):
+        # Stage 0 enters at 120, stage 1 at 130: what is open at 130 waited for it, and then takes 10 of its own.
+        for pp, entered in ((0, 120), (1, 130)):
+            trace = plain_stage(pp, 2, 10, 20, sizes={"dp": dp})
+            trace.call(0, 140)
+            del trace.events[-2]
+            trace.event("megaprof/finalize_grads", entered, 140 - entered)
+            trace.event("gloo:all_reduce", 121, 2, tid=2)
+            trace.event("gloo:all_reduce", 125 if pp == 0 else 130, 15 if pp == 0 else 10, tid=2)
+            trace.write(tmp_path)
+        first, second = only(tmp_path).stages
+        assert (first.exposed_ms["dp"].mean, first.bubble_ms.mean) == ((0, 5) if dp == 1 else (15, 5))
+        assert (second.exposed_ms["dp"].mean, second.bubble_ms.mean) == ((0, 10) if dp == 1 else (10, 10))
+        assert first.bubble_split["cooldown_ms"].mean == 5
+
+    def test_a_stage_alone_without_data_parallelism_waits_in_the_finalisation_for_others(self, tmp_path):
+        trace = plain_stage(0, 2, 10, 20)
+        trace.call(0, 140)
+        del trace.events[-2]
+        trace.event("megaprof/finalize_grads", 120, 20)
+        trace.event("gloo:all_reduce", 125, 15, tid=2)
+        trace.write(tmp_path)
+        assert only(tmp_path).stages[0].bubble_ms.mean == 15
+
+    def test_without_a_pipeline_there_is_no_bubble(self, tmp_path):
+        trace = plain_stage(0, 1, 10, 20)
+        trace.call(0, 500)
+        del trace.events[-2]
+        trace.write(tmp_path)
+        stage = only(tmp_path).stages[0]
+        assert (stage.bubble_ms.mean, stage.bubble_fraction) == (0, 0)
+        assert stage.exposed_ms["pp"].mean == 0
+
+    def test_combined_passes_count_as_compute_and_are_not_split(self, tmp_path):
+        trace = TraceBuilder(microbatches=2)
+        trace.call(0, 100)
+        trace.forward(0, 0, 10)
+        trace.event("megaprof/combined mb=1 chunk=0 bmb=0 bchunk=0", 10, 25)
+        trace.backward(1, 40, 20)
+        trace.write(tmp_path)
+        target = only(tmp_path)
+        (stage,) = target.stages
+        assert (stage.forward_ms, stage.backward_ms, stage.forward_per_microbatch_ms) == (None, None, None)
+        assert stage.compute_ms.mean == 55
+        assert says(target, "combined")
+
+    def test_unknown_microbatches_of_one_chunk_still_count(self, tmp_path):
+        trace = TraceBuilder(microbatches=3)
+        trace.call(0, 100)
+        for mb in range(3):
+            trace.forward(mb, 20 * mb, 5)
+            trace.backward("?", 20 * mb + 5, 10, chunk="?")
+        trace.write(tmp_path)
+        (stage,) = only(tmp_path).stages
+        assert (stage.backward_ms.mean, stage.backward_per_microbatch_ms.count) == (30, 3)
+
+
+class TestWhatTheTracesDoNotAllow:
+    def test_no_microbatch_ranges(self, tmp_path):
+        for pp in range(2):
+            reason = "the step was replayed from a CUDA graph"
+            trace = TraceBuilder(pp=pp, pp_size=2, metadata={"ranges": {"microbatch": False, "reason": reason}})
+            trace.call(0, 50)
+            trace.write(tmp_path)
+        target = only(tmp_path)
+        stage = target.stages[0]
+        assert target.step_time_ms.mean == 50
+        numbers = (stage.forward_ms, stage.backward_ms, stage.compute_ms, stage.bubble_ms, stage.exposed_ms["tp"])
+        assert numbers == (None,) * 5
+        assert says(target, "replayed from a CUDA graph")
+        assert judge(target).slowest_stage is None
+
+    def test_missing_stages(self, tmp_path):
+        for path in pipeline(tmp_path, [6, 2, 2, 2]):
+            if "pp1" in path.name or "pp3" in path.name:
+                path.unlink()
+        target = only(tmp_path)
+        assert says(target, "stages 1, 3 of 4 not captured")
+        verdict = judge(target)
+        assert (verdict.imbalance, verdict.slowest_stage, verdict.causes) == (None, None, ())
+        assert "stages 1, 3" in verdict.notes[0]
+
+    def test_duplicates_count_once(self, tmp_path):
+        pipeline(tmp_path, [2, 2])
+        again = plain_stage(0, 2, 50, 100, start=3.0, chunks=[chunk(2, embedding=True)])
+        again.write(tmp_path, "copy.pt.trace.json")
+        target = only(tmp_path)
+        assert says(target, "rank 0 has step 5 twice")
+        assert target.stages[0].forward_ms.count == 1
+        assert target.stages[0].forward_per_microbatch_ms.median == 50
+
+    def test_stages_of_different_runs(self, tmp_path):
+        plain_stage(0, 2, 30, 60).write(tmp_path)
+        plain_stage(1, 2, 10, 20, start=60_000).write(tmp_path)
+        target = only(tmp_path)
+        assert says(target, "different runs")
+        assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 360)
+        assert [stage.bubble_ms for stage in target.stages] == [None, None]
+        assert judge(target).slowest_stage is None
+
+    def test_stages_on_different_hosts(self, tmp_path):
+        plain_stage(0, 2, 30, 60, metadata={"host": "a"}).write(tmp_path)
+        plain_stage(1, 2, 10, 20, start=60_000, metadata={"host": "b"}).write(tmp_path)
+        target = only(tmp_path)
+        assert says(target, "clocks are not aligned")
+        assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 360)
+        assert [stage.bubble_ms.mean for stage in target.stages] == [0, 240]
+        assert judge(target).slowest_stage == 0
+
+    def test_mixed_sizes_are_reported_apart(self, tmp_path):
+        pipeline(tmp_path, [2, 2])
+        plain_stage(3, 4, 10, 20).write(tmp_path)
+        two, four = measured(tmp_path)
+        assert (two.sizes.pp, four.sizes.pp) == (2, 4)
+        assert says(two, "pp=4")
+        assert says(four, "stages 0-2 of 4 not captured")
+        assert judge(two).imbalance == 1
+        assert judge(four).imbalance is None
+
+    def test_steps_that_not_every_stage_has(self, tmp_path):
+        pipeline(tmp_path, [6, 2])
+        plain_stage(0, 2, 10, 20, step=6).write(tmp_path)
+        target = only(tmp_path)
+        assert target.steps == (5,)
+        assert says(target, "step 6 was captured on stage 0 only")
+
+    def test_no_step_in_common(self, tmp_path):
+        plain_stage(0, 2, 30, 60, step=5).write(tmp_path)
+        plain_stage(1, 2, 10, 20, step=6).write(tmp_path)
+        target = only(tmp_path)
+        assert says(target, "no step was captured on every stage")
+        assert judge(target).slowest_stage is None
+
+    def test_layers_that_changed_between_steps(self, tmp_path):
+        pipeline(tmp_path, [6, 2])
+        pipeline(tmp_path, [4, 4], step=6)
+        target = only(tmp_path)
+        assert says(target, "rank 0", "different jobs")
+        assert judge(target).slowest_stage is None
+
+    def test_a_window_that_was_closed_early(self, tmp_path):
+        trace = plain_stage(0, 1, 10, 20, metadata={"truncated": True, "truncated_reason": "host memory"})
+        trace.write(tmp_path)
+        target = only(tmp_path)
+        assert target.stages[0].forward_ms is None
+        assert target.stages[0].forward_per_microbatch_ms.median == 10
+        assert says(target, "host memory")
+
+    def test_lost_ranges(self, tmp_path):
+        trace = plain_stage(0, 1, 10, 20)
+        del trace.events[0]
+        trace.write(tmp_path)
+        target = only(tmp_path)
+        assert target.stages[0].compute_ms is None
+        assert says(target, "3 forward ranges where 4 belong")
+
+    def test_gpu_traces_without_launches_are_not_judged(self, tmp_path):
+        for pp, forward in ((0, 60), (1, 20)):
+            trace = plain_stage(pp, 2, forward, 20)
+            trace.event("gemm", 1, 2, cat="kernel")
+            trace.write(tmp_path)
+        target = only(tmp_path)
+        assert says(target, "host's time")
+        assert target.stages[0].compute_ms is None
+        assert judge(target).slowest_stage is None
+
+    def test_gpu_and_cpu_traces_are_not_compared(self, tmp_path):
+        first, _ = pipeline(tmp_path, [6, 2])
+        trace = plain_stage(0, 2, 60, 120, chunks=[chunk(6, embedding=True)])
+        trace.event("gemm", 1, 2, cat="kernel")
+        trace.write(tmp_path, first.name)
+        target = only(tmp_path)
+        assert says(target, "not comparable")
+        assert judge(target).slowest_stage is None
+
+    def test_a_whole_step_is_no_pipeline(self, tmp_path):
+        for pp in range(2):
+            trace = plain_stage(pp, 2, 30, 60, target="train_overall")
+            trace.call(0, 360, label="train_actor")
+            trace.write(tmp_path)
+        whole, actor = measured(tmp_path)
+        assert (whole.target, actor.target) == ("train_overall", "train_actor")
+        assert whole.stages[0].bubble_ms is None
+        assert whole.stages[0].compute_ms.mean == actor.stages[0].compute_ms.mean == 360
+        assert actor.stages[0].bubble_ms.mean == 0
+        assert judge(whole).slowest_stage is None
+
+
+class TestVerdict:
+    def judge(self, directory, layers, **options):
+        pipeline(directory, layers, **options)
+        return judge(only(directory))
+
+    def test_more_layers(self, tmp_path):
+        verdict = self.judge(tmp_path, [6, 2])
+        assert verdict.imbalance == 1.5
+        assert verdict.slowest_stage == 0
+        (cause,) = verdict.causes
+        assert (cause.kind, cause.stage, cause.excess_ms) == ("layers", 0, 60)
+        assert "6 layers against 2: 30 ms per layer" in cause.evidence
+
+    @pytest.mark.parametrize("layers", [[2, 6], [2, 6, 2, 2], [2, 2, 2, 6]])
+    def test_more_layers_elsewhere(self, tmp_path, layers):
+        verdict = self.judge(tmp_path, layers, loss=2.0, microbatches=16)
+        assert verdict.slowest_stage == layers.index(6)
+        assert [cause.kind for cause in verdict.causes] == ["layers"]
+
+    def test_the_same_everywhere_is_no_imbalance(self, tmp_path):
+        verdict = self.judge(tmp_path, [4, 4, 4, 4])
+        assert (verdict.imbalance, verdict.slowest_stage, verdict.causes) == (1, None, ())
+        assert "no stage is slow" in verdict.notes[0]
+
+    def test_the_loss(self, tmp_path):
+        verdict = self.judge(tmp_path, [4, 4, 4, 4], loss=20.0, microbatches=16)
+        (cause,) = verdict.causes
+        assert (cause.kind, cause.stage) == ("embedding_or_loss", 3)
+        assert "60 ms" in cause.evidence
+        assert "the loss" in cause.evidence
+
+    def test_layers_and_loss_together(self, tmp_path):
+        verdict = self.judge(tmp_path, [4, 4, 4, 6], loss=20.0, microbatches=16)
+        assert [cause.kind for cause in verdict.causes] == ["layers", "embedding_or_loss"]
+
+    def test_a_slow_stage_with_ordinary_layers_is_unexplained(self, tmp_path):
+        for pp in range(4):
+            slow = 2.0 if pp == 1 else 1.0
+            plain_stage(pp, 4, 40 * slow, 80 * slow, start=pp, microbatches=16).write(tmp_path)
+        verdict = judge(only(tmp_path))
+        assert verdict.slowest_stage == 1
+        assert [cause.kind for cause in verdict.causes] == ["unexplained"]
+        assert "60 ms per layer" in verdict.causes[0].evidence
+
+    def test_two_stages_cannot_tell_a_loss_from_a_slow_rank(self, tmp_path):
+        verdict = self.judge(tmp_path, [4, 4], loss=30.0)
+        assert verdict.slowest_stage == 1
+        assert verdict.causes[0].kind == "unexplained"
+        assert "cannot be told apart from a slow rank" in verdict.causes[0].evidence
+
+    def test_unknown_layers_are_not_guessed(self, tmp_path):
+        for pp, forward in ((0, 60), (1, 20)):
+            plain_stage(pp, 2, forward, forward, chunks=[chunk(None)]).write(tmp_path)
+        verdict = judge(only(tmp_path))
+        assert verdict.slowest_stage == 0
+        assert verdict.causes[0].kind == "unexplained"
+
+    def test_layers_of_different_kinds_are_not_compared(self, tmp_path):
+        plain_stage(0, 2, 60, 120, chunks=[chunk(6)]).write(tmp_path)
+        plain_stage(1, 2, 20, 40, chunks=[chunk(2, kind="moe")]).write(tmp_path)
+        assert [c.kind for c in judge(only(tmp_path)).causes] == ["unexplained"]
+
+    def test_below_the_threshold_nobody_is_slow(self, tmp_path):
+        plain_stage(0, 2, 21.9, 43.8).write(tmp_path)  # 9.5 % over the mean of 21.9 and 18.1
+        plain_stage(1, 2, 18.1, 36.2).write(tmp_path)
+        assert judge(only(tmp_path)).slowest_stage is None
+
+    def test_a_disturbed_half_of_the_microbatches_is_not_a_slow_stage(self, tmp_path):
+        for pp in range(2):
+            trace = TraceBuilder(pp=pp, pp_size=2, microbatches=8, metadata={"forward_only": True})
+            trace.call(0, 1000)
+            for mb in range(8):
+                trace.forward(mb, 100 * mb, 60 + 0.1 * mb if pp == 1 and mb >= 3 else 20 + 0.1 * mb)
+            trace.write(tmp_path)
+        verdict = judge(only(tmp_path))
+        assert verdict.imbalance > 1.3
+        assert verdict.slowest_stage is None
+        assert "some microbatches only" in verdict.notes[0]
+
+    def test_too_few_microbatches_say_nothing(self, tmp_path):
+        verdict = self.judge(tmp_path, [6, 2], microbatches=2)
+        assert verdict.slowest_stage is None
+        assert "too few" in verdict.notes[0]
+
+    def test_no_pipeline(self, tmp_path):
+        verdict = self.judge(tmp_path, [4])
+        assert (verdict.imbalance, verdict.slowest_stage, verdict.causes) == (None, None, ())
+        assert "no pipeline" in verdict.notes[0]
+
+    @pytest.mark.parametrize("seed", range(10))
+    def test_noise_alone_blames_nobody_and_hides_nobody(self, tmp_path, seed):
+        rng = random.Random(seed)
+        for name, first in (("healthy", 20.0), ("slow", 30.0)):
+            for pp, forward in enumerate((first, 20.0, 20.0, 20.0)):
+                trace = TraceBuilder(pp=pp, pp_size=4, microbatches=16, metadata={"forward_only": True})
+                trace.call(0, 2000)
+                for mb in range(16):
+                    trace.forward(mb, 100 * mb, forward * (1 + abs(rng.gauss(0, 0.1))))
+                trace.write(tmp_path / name)
+        assert judge(only(tmp_path / "healthy")).slowest_stage is None
+        assert judge(only(tmp_path / "slow")).slowest_stage == 0
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
+
+
+def points(spans):
+    return {t for start, end in spans for t in range(start, end)}
+
+
+@given(SPANS, SPANS)
+def test_interval_algebra_agrees_with_sets_of_points(left, right):
+    a, b = union(intervals(left)), union(intervals(right))
+    assert points(a.tolist()) == points(left)
+    assert total(a) == len(points(left))
+    assert points(intersection(a, b).tolist()) == points(left) & points(right)
+    assert points(difference(a, b).tolist()) == points(left) - points(right)
+    assert covered(a, intervals(right)).tolist() == [len(points(left) & points([span])) for span in right]
+
+
+def test_leaves_contain_no_other_interval_of_their_thread():
+    spans = intervals([(0, 100), (0, 50), (10, 20), (30, 50), (60, 90), (60, 80), (200, 300)])
+    threads = np.array([1, 1, 1, 1, 1, 2, 1])
+    assert leaves(threads, spans).tolist() == [False, False, True, True, True, True, True]

@@ -1,0 +1,302 @@
+"""GPU traces: whose time a kernel is, whose communication, and what the GPU waited for."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.stages.stages import measure
+from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.traces import read_trace
+from tests.analysis.scenarios import AUTOGRAD, Scenario, launched, write
+from tests.analysis.synthetic import TraceBuilder, chunk
+
+
+class Gpu:
+    """A trace to which kernels are added, in milliseconds; the launch is 0.1 before the kernel where not given."""
+
+    def __init__(self, **options):
+        self.trace = TraceBuilder(**options)
+        self.count = 0
+
+    def kernel(self, start, duration, *, launch=None, name="gemm", thread=1, stream=7, group=None, pg=None):
+        self.count += 1
+        launch = start - 0.1 if launch is None else launch
+        launched(self.trace, self.count, name, start, duration, launch, thread, stream, group)
+        if pg is not None:
+            self.trace.events[-1]["args"]["Process Group Description"] = pg
+
+    def nccl(self, start, duration, *, group=None, name="ncclDevKernel_AllReduce_Sum_bf16_RING_LL", **options):
+        self.kernel(start, duration, name=name, stream=20, group=group, **options)
+
+    def call(self, directory):
+        (call,) = calls_of(read_trace(self.trace.write(directory)))
+        return call
+
+    def stage(self, directory):
+        (target,) = measure([self.call(directory)])
+        return target.stages[0], target
+
+
+@pytest.fixture
+def step():
+    """Forward 0 to 10 and backward 20 to 30 on the host, one microbatch."""
+    gpu = Gpu(microbatches=1, sizes={"tp": 2, "dp": 2})
+    gpu.trace.call(0, 50)
+    gpu.trace.forward(0, 0, 10)
+    gpu.trace.backward(0, 20, 10)
+    return gpu
+
+
+def times(call):
+    return {phase.kind: phase.gpu_ns / 1e6 for phase in call.phases}
+
+
+class TestAttribution:
+    def test_a_kernel_belongs_to_the_range_that_was_open_at_its_launch(self, step, tmp_path):
+        step.kernel(9.5, 20, launch=9)  # runs long after the forward's range has ended
+        step.kernel(31, 5, launch=25, thread=AUTOGRAD)
+        step.kernel(40, 7, launch=15)  # between the two: neither
+        call = step.call(tmp_path)
+        assert times(call) == {"forward": 20, "backward": 5}
+        assert [phase.gpu for phase in call.phases] == [
+            tuple(call.start + round(ms * 1e6) for ms in span) for span in ((9.5, 29.5), (31, 36))
+        ]
+
+    def test_parallel_streams_count_once(self, step, tmp_path):
+        step.kernel(1, 4)
+        step.kernel(3, 4, stream=9)
+        step.kernel(21, 1)
+        assert times(step.call(tmp_path))["forward"] == 6
+
+    def test_copies_and_memsets_are_work(self, step, tmp_path):
+        step.kernel(1, 4)
+        step.kernel(6, 2)
+        step.trace.events[-1]["cat"] = "gpu_memcpy"
+        assert times(step.call(tmp_path))["forward"] == 6
+
+    def test_the_hosts_time_stands_beside_the_gpus(self, step, tmp_path):
+        step.kernel(1, 4)
+        step.kernel(21, 3)
+        stage, _ = step.stage(tmp_path)
+        assert (stage.forward_ms.mean, stage.backward_ms.mean, stage.compute_ms.mean) == (4, 3, 7)
+        assert {kind: spread.mean for kind, spread in stage.host_ms.items()} == {"forward": 10, "backward": 10}
+
+    def test_activities_without_a_launch_are_left_out_and_said(self, step, tmp_path):
+        step.kernel(1, 4)
+        step.kernel(5, 4)
+        del step.trace.events[-2]
+        step.kernel(21, 3)
+        stage, target = step.stage(tmp_path)
+        assert stage.forward_ms.mean == 4
+        assert any("without a launch" in warning for warning in target.warnings)
+
+    def test_a_combined_pass_is_not_split(self, tmp_path):
+        gpu = Gpu(microbatches=1)
+        gpu.trace.call(0, 50)
+        gpu.trace.event("megaprof/combined mb=0 chunk=0 bmb=0 bchunk=0", 0, 20)
+        gpu.kernel(1, 10)
+        stage, target = gpu.stage(tmp_path)
+        assert (stage.forward_ms, stage.backward_ms, stage.compute_ms.mean) == (None, None, 10)
+        assert any("combined" in warning for warning in target.warnings)
+
+    def test_modules(self, step, tmp_path):
+        for name, start, end in (
+            ("layer n=3", 0, 9),
+            ("attention n=3", 1, 4),
+            ("layer_backward n=3", 24, 29),
+            ("layer n=3", 20, 23),
+        ):
+            step.trace.event(f"megaprof/{name}", start, end - start)
+        step.kernel(2, 2)
+        step.kernel(6, 3)
+        step.kernel(22, 1, thread=AUTOGRAD)
+        step.kernel(25, 4, thread=AUTOGRAD)
+        stage, _ = step.stage(tmp_path)
+        assert {name: spread.mean for name, spread in stage.modules_ms.items()} == {
+            "attention forward": 2,
+            "layer forward": 5,
+            "layer recompute": 1,
+            "layer backward": 4,
+        }
+
+
+class TestCommunication:
+    def test_only_what_nothing_hides_is_exposed(self, step, tmp_path):
+        step.kernel(1, 4)
+        step.nccl(3, 5, group="tp")
+        step.nccl(21, 2, group="dp")
+        call = step.call(tmp_path)
+        assert call.exposed_ns == {"tp": 3_000_000, "ep": 0, "cp": 0, "pp": 0, "dp": 2_000_000}
+        assert times(call)["forward"] == 4
+        assert call.phases[0].exposed_ns == 3_000_000
+
+    @pytest.mark.parametrize(
+        ("description", "group"),
+        [
+            ("TENSOR_MODEL_PARALLEL_GROUP", "tp"),
+            ("EXPERT_MODEL_PARALLEL_GROUP", "ep"),
+            ("EXPERT_TENSOR_PARALLEL_GROUP", "tp"),
+            ("EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP", "ep"),
+            ("EXPERT_DATA_PARALLEL_GROUP", "dp"),
+            ("CONTEXT_PARALLEL_GROUP", "cp"),
+            ("HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1", "cp"),
+            ("DATA_PARALLEL_GROUP_WITH_CP_AG", "dp"),
+            ("DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "dp"),
+            ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp"),
+            ("default_pg", "other"),
+        ],
+    )
+    def test_megatrons_groups(self, description, group, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"tp": 2, "dp": 2, "cp": 2, "ep": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 10)
+        gpu.nccl(1, 4, group="tp", pg=description)
+        exposed = gpu.call(tmp_path).gpu.exposed_by
+        assert {name: ns for name, ns in exposed.items() if ns} == {group: 4_000_000}
+
+    def test_of_a_group_along_two_axes_the_parallel_one_counts(self, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"dp": 1, "cp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 10)
+        gpu.nccl(1, 4, group="dp", pg="DATA_PARALLEL_GROUP_WITH_CP")
+        assert gpu.call(tmp_path).exposed_ns["cp"] == 4_000_000
+
+    def test_with_one_kind_of_parallelism_there_is_no_doubt(self, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"dp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 10)
+        gpu.nccl(1, 4, group="dp", pg="default_pg")
+        assert gpu.call(tmp_path).exposed_ns["dp"] == 4_000_000
+
+    def test_communication_of_no_known_group_is_counted_for_none_and_said(self, step, tmp_path):
+        step.kernel(1, 1)
+        step.nccl(3, 5, group="tp", pg="default_pg")
+        _, target = step.stage(tmp_path)
+        assert any("none of Megatron's names" in warning for warning in target.warnings)
+
+    def test_without_a_name_the_range_of_an_exchange_tells(self, tmp_path):
+        gpu = Gpu(pp_size=2, microbatches=1, sizes={"tp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 10, 10)
+        gpu.trace.event("megaprof/recv_forward", 1, 2)
+        gpu.nccl(2.5, 6, launch=2, name="ncclDevKernel_SendRecv")
+        gpu.kernel(11, 5)
+        call = gpu.call(tmp_path)
+        assert [e.label for e in call.gpu.exchanges] == ["recv_forward"]
+        assert call.gpu.exposed_by["other"] == 0
+
+    @pytest.mark.parametrize(
+        ("name", "group"), [("void deep_ep::intranode::dispatch<768>(int4*)", "ep"), ("userbuffers_fp16_sum", "tp")]
+    )
+    def test_kernels_that_bring_no_metadata(self, step, name, group, tmp_path):
+        step.kernel(1, 4, name=name)
+        assert step.call(tmp_path).exposed_ns[group] == 4_000_000
+
+    def test_the_tail_is_what_follows_the_last_computation(self, step, tmp_path):
+        step.kernel(1, 4)
+        step.nccl(3, 4, group="dp")
+        step.kernel(21, 9)
+        step.trace.event("megaprof/finalize_grads", 31, 10)
+        step.nccl(29, 10, launch=28, group="dp")
+        stage, _ = step.stage(tmp_path)
+        assert (stage.exposed_ms["dp"].mean, stage.dp_tail_ms.mean) == (11, 9)
+
+
+class TestWaiting:
+    def test_the_host_is_behind_when_nothing_was_launched(self, step, tmp_path):
+        step.kernel(1, 2)
+        step.kernel(5, 1, launch=4)  # the GPU was done at 3, and had nothing: 2 ms
+        step.kernel(8, 1, launch=4.5)  # launched already, it waited for something else
+        step.kernel(22, 2, launch=21)
+        stage, _ = step.stage(tmp_path)
+        # And 1 before the first kernel, 1 from 9 to the end of the forward's range, 2 before the backward's first.
+        assert stage.host_bound_ms.mean == pytest.approx(1 + 2 + 1 + 2)
+
+    def test_outside_of_passes_the_host_is_not_to_blame(self, step, tmp_path):
+        step.kernel(0, 10, launch=0)
+        step.kernel(20, 10, launch=20)
+        stage, _ = step.stage(tmp_path)
+        assert stage.host_bound_ms.mean == 0
+
+    def exchange(self, directory, late, transfer):
+        """Stage 1 posts its receive at 2; stage 0 sends at 2 + late; the bytes take ``transfer``."""
+        arrived = 2 + late + transfer
+        first = Gpu(pp=0, pp_size=2, microbatches=1, target="train_log_probs")
+        first.trace.call(0, 60)
+        first.trace.forward(0, 0, 2 + late - 0.5)
+        first.kernel(0, 2 + late, launch=0)
+        first.trace.event("megaprof/send_forward", 2 + late - 0.4, 0.2)
+        first.nccl(2 + late, transfer, launch=2 + late - 0.3, group="pp", name="ncclDevKernel_SendRecv")
+        second = Gpu(pp=1, pp_size=2, microbatches=1, target="train_log_probs")
+        second.trace.call(0, 60)
+        second.trace.event("megaprof/recv_forward", 1, 0.5)
+        second.nccl(2, arrived - 2, launch=1.2, group="pp", name="ncclDevKernel_SendRecv")
+        second.trace.forward(0, 1.6, 5)
+        second.kernel(arrived, 10, launch=2)
+        for gpu in (first, second):
+            gpu.trace.write(directory)
+        (target,) = analyze(directory).targets
+        return target.measured.stages[1]
+
+    def test_a_late_neighbour_is_no_slow_network(self, tmp_path):
+        stage = self.exchange(tmp_path, late=20, transfer=1)
+        assert (stage.exposed_ms["pp"].mean, stage.pp_waiting_ms.mean) == (pytest.approx(1), pytest.approx(20))
+
+    def test_a_slow_network_is_no_late_neighbour(self, tmp_path):
+        stage = self.exchange(tmp_path, late=0, transfer=21)
+        assert (stage.exposed_ms["pp"].mean, stage.pp_waiting_ms.mean) == (pytest.approx(21), pytest.approx(0))
+
+    def test_with_one_end_only_the_two_are_not_told_apart(self, tmp_path):
+        self.exchange(tmp_path, late=20, transfer=1)
+        next(tmp_path.glob("*pp0*")).unlink()
+        (target,) = analyze(tmp_path).targets
+        assert (target.measured.stages[0].exposed_ms["pp"], target.measured.stages[0].pp_waiting_ms) == (None, None)
+        assert any("waiting and transferring" in warning for warning in target.measured.warnings)
+
+    def test_clocks_of_several_hosts_are_aligned_by_the_exchanges(self, tmp_path):
+        for apart in (False, True):
+            write(Scenario("same", apart=apart), tmp_path / str(apart))
+        one, many = (analyze(tmp_path / str(apart)).targets[0].measured for apart in (False, True))
+        assert many.step_time_ms.mean == pytest.approx(one.step_time_ms.mean, rel=0.005)
+        for ours, theirs in zip(many.stages, one.stages, strict=True):
+            assert ours.bubble_ms.mean == pytest.approx(theirs.bubble_ms.mean, rel=0.02, abs=0.5)
+        assert any("aligned by their send-receive kernels" in warning for warning in many.warnings)
+
+    def test_the_bubble_of_a_balanced_pipeline_is_what_filling_and_draining_take(self, tmp_path):
+        write(Scenario("exact", noise=0.0, transfer=0.0), tmp_path)
+        (target,) = analyze(tmp_path).targets
+        first, *_, last = target.measured.stages
+        # (p-1)(f+b) of 3 x 60 ms; the last stage waits for the first forwards, the first for the last backwards.
+        assert first.bubble_ms.mean == pytest.approx(180, rel=0.01)
+        assert last.bubble_split["warmup_ms"].mean == pytest.approx(60, rel=0.01)
+        assert last.bubble_split["cooldown_ms"].mean == pytest.approx(120, rel=0.01)
+        assert last.bubble_split["steady_ms"].mean == pytest.approx(0, abs=0.5)
+
+
+def test_a_pipeline_on_gpu_and_cpu_traces_gives_the_same_answer(tmp_path):
+    for gpu in (True, False):
+        write(Scenario("both", layers=(6, 4, 3, 3), gpu=gpu), tmp_path / str(gpu))
+    on_gpu, on_cpu = (analyze(tmp_path / str(gpu)).targets[0] for gpu in (True, False))
+    assert on_gpu.verdict.slowest_stage == on_cpu.verdict.slowest_stage == 0
+    for left, right in zip(on_gpu.measured.stages, on_cpu.measured.stages, strict=True):
+        assert left.compute_ms.mean == pytest.approx(right.compute_ms.mean, rel=0.01)
+
+
+def test_interleaved_chunks_meet_round_the_corner(tmp_path):
+    write(Scenario("vpp", layers=((2, 2), (2, 2), (2, 2)), microbatches=6), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert all(stage.pp_waiting_ms is not None for stage in target.measured.stages)
+    assert [c.holds.layers for c in target.measured.stages[0].chunks] == [2, 2]
+
+
+def test_traces_whose_kernels_nobody_launched_are_host_time(tmp_path):
+    trace = TraceBuilder(chunks=[chunk(4)], microbatches=1)
+    trace.call(0, 30)
+    trace.forward(0, 0, 10)
+    trace.backward(0, 10, 10)
+    trace.event("gemm", 1, 2, cat="kernel")
+    trace.write(tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert target.verdict.causes == ()
+    assert any("who launched" in warning for warning in target.measured.warnings)

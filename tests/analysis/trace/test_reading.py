@@ -1,0 +1,159 @@
+"""Many files at once, and files that mean harm."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.trace import decoding, reading
+from megaprof.analysis.trace.decoding import Undecodable, load
+from megaprof.analysis.trace.reading import read_all
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from tests.analysis.scenarios import Scenario, write
+from tests.analysis.synthetic import TraceBuilder, pipeline
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def always_worth_it(monkeypatch):
+    monkeypatch.setattr(reading, "_WORTH_IT", 0)
+
+
+def test_several_processes_give_the_same_answer_in_the_same_order(tmp_path, always_worth_it):
+    write(Scenario("parallel", layers=(6, 4, 3, 3)), tmp_path)
+    (tmp_path / "broken.pt.trace.json").write_text("[")
+    paths = find_traces(tmp_path)
+    alone, together = list(read_all(paths)), list(read_all(paths, workers=2))
+    assert [r.path for r in together] == paths
+    assert [(r.calls, r.warnings) for r in together] == [(r.calls, r.warnings) for r in alone]
+    assert analyze(tmp_path, workers=2).to_json() == analyze(tmp_path).to_json()
+
+
+def test_a_killed_process_is_no_reason_to_give_up(tmp_path, always_worth_it, monkeypatch):
+    pipeline(tmp_path, [2, 2, 2])
+    paths = find_traces(tmp_path)
+    monkeypatch.setattr(reading, "ProcessPoolExecutor", _BreakingPool)
+    assert [len(r.calls) for r in read_all(paths, workers=2)] == [1, 1, 1]
+
+
+class _BreakingPool:
+    """Stands for a pool whose processes are killed after the first result."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+    def map(self, function, paths):
+        yield function(paths[0])
+        raise reading.BrokenProcessPool("killed")
+
+
+def test_few_bytes_are_not_worth_a_process(tmp_path, monkeypatch):
+    pipeline(tmp_path, [2, 2])
+    monkeypatch.setattr(reading, "ProcessPoolExecutor", None)  # would fail when called
+    assert len(list(read_all(find_traces(tmp_path), workers=8))) == 2
+
+
+def test_progress_is_told_after_every_file(tmp_path):
+    pipeline(tmp_path, [2, 2, 2])
+    told = []
+    analyze(tmp_path, progress=lambda done, of: told.append((done, of)))
+    assert told == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_no_progress_where_nobody_looks(tmp_path):
+    pipeline(tmp_path, [2, 2])
+    run = subprocess.run(
+        [sys.executable, "-m", "megaprof", "report", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def bomb(megabytes: int) -> bytes:
+    """A gzip file a thousandth of its content's size."""
+    squeeze = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return b"".join([*(squeeze.compress(b" " * (1 << 20)) for _ in range(megabytes)), squeeze.flush()])
+
+
+def test_a_gzip_bomb_is_not_unpacked(tmp_path):
+    path = tmp_path / "bomb.pt.trace.json.gz"
+    path.write_bytes(bomb(200))
+    with pytest.raises(Undecodable, match="more than a trace of its size can"):
+        load(path)
+
+
+def test_small_traces_may_shrink_as_much_as_they_like(tmp_path):
+    path = TraceBuilder().write(tmp_path)
+    text = gzip.decompress(path.read_bytes()) + b" " * (20 << 20)
+    path.write_bytes(gzip.compress(text, 9))
+    assert read_trace(path).metadata.target == "train_actor"
+
+
+def test_a_file_of_several_gzip_members(tmp_path):
+    path = TraceBuilder().write(tmp_path)
+    text = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(text[:100]) + gzip.compress(text[100:]) + b"\0" * 512)
+    assert read_trace(path).metadata.target == "train_actor"
+
+
+@pytest.mark.parametrize("cut", [2, 9, 20, 200])
+def test_a_gzip_file_cut_off_anywhere(tmp_path, cut):
+    path = TraceBuilder().write(tmp_path)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(Undecodable, match=r"truncated|damaged"):
+        load(path)
+
+
+def test_memory_that_is_left_bounds_what_is_unpacked(tmp_path, monkeypatch):
+    path = tmp_path / "large.pt.trace.json.gz"
+    path.write_bytes(gzip.compress(os.urandom(1 << 20).hex().encode() * 40, 1))
+    monkeypatch.setattr(decoding, "SMALL", 1 << 20)
+    monkeypatch.setattr(decoding, "find_bounds", lambda: [type("Bound", (), {"read": lambda _: (0, 40 << 20)})()])
+    with pytest.raises(Undecodable, match="more than a trace of its size can"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"correlation": "x"},
+        {"correlation": 1 << 70},
+        {"correlation": -3},
+        {"Process Group Description": 5},
+        "text",
+        None,
+        [],
+        {"correlation": 1.5},
+    ],
+)
+def test_arguments_that_make_no_sense_do_not_cost_the_event(tmp_path, args):
+    trace = TraceBuilder(microbatches=1, metadata={"forward_only": True})
+    trace.call(0, 20)
+    trace.forward(0, 0, 10)
+    trace.event("gemm", 1, 2, cat="kernel")
+    trace.event("cudaLaunchKernel", 0.5, 0.1, cat="cuda_runtime")
+    for event in trace.events[-2:]:
+        event["args"] = args
+    found = read_trace(trace.write(tmp_path))
+    assert found.has_kernels
+    assert len(found.gpu.spans) == 1
+    assert not found.gpu.known.any()
+    json.dumps(analyze(tmp_path).to_json(), allow_nan=False)

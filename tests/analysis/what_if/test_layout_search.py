@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import itertools
+import re
+from math import inf, nan
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaprof.analysis.what_if import layout_search
+from megaprof.analysis.what_if.layout_search import (
+    Cost,
+    CostModel,
+    balanced_ms,
+    lower_bound_ms,
+    replay_layout,
+    search,
+)
+from megaprof.analysis.what_if.layouts import check_layout, parse_layout, to_flags
+
+milliseconds = st.integers(0, 12).map(lambda quarters: quarters / 4)
+costs = st.builds(Cost, milliseconds, milliseconds)
+
+
+@st.composite
+def models(draw, layers: int):
+    layer = draw(costs | st.lists(costs, min_size=layers, max_size=layers).map(tuple))
+    return CostModel(layer, draw(costs), draw(costs), draw(costs), draw(milliseconds))
+
+
+def every_layout(pp: int, vpp: int, layers: int, mtp_layers: int):
+    """Every layout without an empty piece that keeps the MTP layers together, by checking all ways to cut."""
+    flat = "E" + "t" * layers + "m" * mtp_layers + "L"
+    for cuts in itertools.combinations(range(1, len(flat)), pp * vpp - 1):
+        pieces = tuple(flat[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(flat)]))
+        if sum("m" in piece for piece in pieces) == bool(mtp_layers):
+            yield pieces
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(4, 7), st.integers(0, 2), st.booleans(), st.booleans())
+def test_the_best_of_all_layouts_is_found_and_nothing_beats_the_bound(
+    data, pp, layers, mtp_layers, forward_only, rendezvous
+):
+    vpp = data.draw(st.integers(1, 2)) if pp == 3 else 1
+    microbatches = pp * data.draw(st.integers(1, 3))
+    cost = data.draw(models(layers))
+    options = {"forward_only": forward_only, "rendezvous": rendezvous}
+    steps = {
+        pieces: replay_layout(pieces, pp, cost, microbatches, **options).step_ms
+        for pieces in every_layout(pp, vpp, layers, mtp_layers)
+    }
+    found = search(cost, pp, vpp, layers, microbatches, mtp_layers=mtp_layers, top=3, **options)
+    assert [one.step_ms for one in found] == pytest.approx(sorted(steps.values())[:3])
+    bound = lower_bound_ms(cost, pp, vpp, layers, microbatches, mtp_layers=mtp_layers, forward_only=forward_only)
+    assert bound <= min(steps.values()) * (1 + 1e-12)
+    for one in found:
+        assert parse_layout(one.layout, pp, vpp) == one.pieces
+        check_layout(one.pieces, pp, layers, mtp_layers)
+        assert one.step_ms == pytest.approx(steps[one.pieces])
+        assert one.flags == to_flags(one.pieces, pp)
+        assert sum(one.layers) == layers
+
+
+@pytest.mark.parametrize("loss", [0.5, 2.0, 5.0])
+@pytest.mark.parametrize(("pp", "vpp", "layers"), [(4, 1, 16), (3, 2, 10), (6, 1, 12)])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_local_search_comes_within_a_percent_of_the_best(monkeypatch, pp, vpp, layers, loss, mixed):
+    layer = tuple(Cost(1.0 + (index % 3), 2.0 + (index % 3)) for index in range(layers)) if mixed else Cost(1.0, 2.0)
+    cost = CostModel(layer, Cost(0.2, 0.3), Cost(loss, 2 * loss), p2p_ms=0.1)
+    best = min(replay_layout(pieces, pp, cost, 2 * pp).step_ms for pieces in every_layout(pp, vpp, layers, 0))
+    monkeypatch.setattr(layout_search, "_MOST", 120)
+    found = search(cost, pp, vpp, layers, 2 * pp)[0].step_ms
+    assert best * (1 - 1e-9) <= found <= best * 1.01
+
+
+def test_a_large_search_is_valid_deterministic_and_better_than_the_balanced_split():
+    cost = CostModel(Cost(1.0, 2.0), Cost(0.2, 0.3), Cost(1.3, 2.5), p2p_ms=0.05)
+    found = search(cost, 64, 1, 128, 16)
+    balanced = replay_layout(("Ett", *["tt"] * 62, "ttL"), 64, cost, 16).step_ms
+    bound = lower_bound_ms(cost, 64, 1, 128, 16)
+    assert bound <= found[0].step_ms < balanced
+    assert [one.step_ms for one in found] == sorted(one.step_ms for one in found)
+    assert found == search(cost, 64, 1, 128, 16)
+    for one in found:
+        check_layout(one.pieces, 64, 128)
+
+
+def test_among_equals_the_simpler_flags_come_first():
+    found = search(CostModel(Cost(1.0, 2.0)), 4, 1, 16, 64)
+    assert found[0].flags == ()
+    assert found[0].layers == (4, 4, 4, 4)
+    assert found[0].step_ms == balanced_ms(CostModel(Cost(1.0, 2.0)), 4, 1, 16, 64)
+
+
+def test_a_heavy_loss_takes_layers_from_the_last_stage():
+    cost = CostModel(Cost(1.0, 2.0), loss=Cost(2.0, 4.0))
+    best = search(cost, 4, 1, 14, 32)[0]
+    assert best.layers == (4, 4, 4, 2)
+    assert best.flags == ("--decoder-last-pipeline-num-layers", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cost": CostModel((Cost(1.0),) * 3)}, ["3 costs", "layers=8"]),
+        ({"cost": CostModel(Cost(nan))}, ["nan", "'t'"]),
+        ({"cost": CostModel(Cost(1.0), loss=Cost(1.0, -2.0))}, ["-2.0", "'L'"]),
+        ({"cost": CostModel(Cost(1.0), p2p_ms=inf)}, ["p2p_ms", "inf"]),
+        ({"layers": 0}, ["layers=0"]),
+        ({"mtp_layers": -1}, ["mtp_layers=-1"]),
+        ({"pp": 0}, ["pp=0"]),
+        ({"pp": 11}, ["pp=11", "10 layers"]),
+        ({"vpp": 2, "microbatches": 3}, ["microbatches"]),
+        ({"top": 0}, ["top=0"]),
+    ],
+)
+def test_bad_arguments_are_named(arguments, words):
+    good = {"cost": CostModel(Cost(1.0, 2.0)), "pp": 2, "vpp": 1, "layers": 8, "microbatches": 4}
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        search(**{**good, **arguments})
+    assert all(word in str(error.value) for word in words)

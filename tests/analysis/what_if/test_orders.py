@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import inspect
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from megaprof.analysis.what_if.orders import Exchange, Phase, Schedule, phase_order, stage_program
+
+# (stages, chunks, microbatches, group size, forward only, overlapped p2p)
+REAL_CASES = [
+    (1, 1, 3, None, False, False),
+    (1, 1, 3, None, True, False),
+    (2, 1, 1, None, False, False),
+    (2, 1, 5, None, False, False),
+    (2, 1, 3, None, True, False),
+    (2, 2, 4, None, False, True),
+    (2, 3, 5, 3, False, False),
+    (4, 1, 2, None, False, False),
+    (4, 1, 8, None, False, False),
+    (4, 1, 6, None, True, False),
+    (4, 2, 4, None, False, False),
+    (4, 2, 8, None, False, True),
+    (4, 2, 8, None, False, False),
+    (4, 2, 8, None, True, False),
+    (4, 3, 9, 5, False, False),
+    (4, 2, 10, 6, False, False),
+]
+"""The last group may be smaller than the others, down to the number of stages."""
+
+
+def _record_real_schedule(case: tuple[int, int, int, int | None, bool, bool]) -> tuple[int, list[object]]:
+    """Run one step of megatron-core's own schedule; returns (stage, phases and exchanges in order)."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    pp, chunks, microbatches, group_size, forward_only, overlap = case
+    vpp = chunks if chunks > 1 else None
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp)
+    config = TransformerConfig(
+        num_layers=pp * chunks,
+        hidden_size=4,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        pipeline_dtype=torch.float32,
+        microbatch_group_size_per_vp_stage=group_size,
+        overlap_p2p_comm=overlap,
+        batch_p2p_comm=not overlap,
+        deallocate_pipeline_outputs=False,
+    )
+
+    class Chunk(torch.nn.Linear):
+        def set_input_tensor(self, tensor):
+            self.input = tensor[0] if isinstance(tensor, list) else tensor
+
+        def forward(self):
+            return super().forward(torch.ones(2, 1, 4) if self.input is None else self.input)
+
+    models = [Chunk(4, 4) for _ in range(chunks)]
+    for model in models:
+        model.config, model.model_type, model.input = config, None, None
+    steps: list[object] = []
+    produced: dict[int, tuple[torch.Tensor, int, int]] = {}
+    real = SimpleNamespace(forward=schedules.forward_step, backward=schedules.backward_step)
+    communicator = getattr(p2p_communication, "P2PCommunicator", p2p_communication)  # functions before 0.14
+    communicate = communicator._communicate
+
+    def first_tensor(value):
+        return first_tensor(value[0]) if isinstance(value, (list, tuple)) else value
+
+    def forward_step(func, data, model, *args, **kwargs):
+        chunk, microbatch = models.index(model), int(kwargs["current_microbatch"])
+        steps.append(("forward", chunk, microbatch))
+        result = real.forward(func, data, model, *args, **kwargs)
+        produced[id(first_tensor(result))] = (first_tensor(result), chunk, microbatch)
+        return result
+
+    def backward_step(input_tensor, output_tensor, *args, **kwargs):
+        _, chunk, microbatch = produced[id(first_tensor(output_tensor))]
+        steps.append(("backward", chunk, microbatch))
+        return real.backward(input_tensor, output_tensor, *args, **kwargs)
+
+    def communicate_and_record(*args, **kwargs):
+        sends = [kwargs["tensor_send_next"] is not None, kwargs["tensor_send_prev"] is not None]
+        transfers = (sends[0], bool(kwargs["recv_prev"]), sends[1], bool(kwargs["recv_next"]))
+        if any(transfers):
+            steps.append(transfers)
+        return communicate(*args, **kwargs)
+
+    def loss(output):
+        return output.sum(), {}
+
+    schedules.forward_step, schedules.backward_step = forward_step, backward_step
+    communicator._communicate = communicate_and_record
+    try:
+        get_forward_backward_func()(
+            forward_step_func=lambda _, model: (model(), loss),
+            data_iterator=[None] * chunks if vpp else None,
+            model=models if vpp else models[0],
+            num_microbatches=microbatches,
+            seq_length=2,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+        return parallel_state.get_pipeline_model_parallel_rank(), steps
+    finally:
+        schedules.forward_step, schedules.backward_step = real.forward, real.backward
+        communicator._communicate = communicate
+        parallel_state.destroy_model_parallel()
+
+
+def record_real_schedules() -> list[tuple[int, list[object]]]:
+    from megaprof.testing import cpu_megatron, init_distributed
+
+    init_distributed()
+    with cpu_megatron():
+        return [_record_real_schedule(case) for case in REAL_CASES]
+
+
+@pytest.fixture(scope="module")
+def real_schedules():
+    """For each case each rank's (stage, steps). Ranks beyond the case's stages are data-parallel replicas."""
+    from megaprof.testing import run_ranks
+
+    return list(zip(*run_ranks(record_real_schedules, 4, timeout=120), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(REAL_CASES)), ids=[str(case) for case in REAL_CASES])
+def test_order_and_exchanges_are_those_of_the_real_schedules(real_schedules, number):
+    pp, chunks, microbatches, group_size, forward_only, overlap = REAL_CASES[number]
+    schedule = Schedule.checked(pp, chunks, microbatches, group_size=group_size, forward_only=forward_only)
+    assert {stage for stage, _ in real_schedules[number]} == set(range(pp))
+    for stage, steps in real_schedules[number]:
+        if overlap:
+            assert phase_order(schedule, stage) == [step for step in steps if isinstance(step[0], str)]
+        else:
+            program = stage_program(schedule, stage)
+            assert steps == [
+                tuple(step) if isinstance(step, Phase) else tuple(phase is not None for phase in step)
+                for step in program
+            ]
+            assert [step for step in program if isinstance(step, Phase)] == phase_order(schedule, stage)
+
+
+def grid(max_stages: int = 5, max_microbatches: int = 12):
+    """Every schedule that is not refused, small ones."""
+    for stages in range(1, max_stages + 1):
+        for chunks in (1, 2, 3):
+            for name in ("no_pipelining", "1f1b", "interleaved"):
+                for microbatches in range(1, max_microbatches + 1):
+                    for group in (None, stages + 1, stages + 3) if name == "interleaved" else (None,):
+                        for forward_only in (False, True):
+                            options = {"name": name, "group_size": group, "forward_only": forward_only}
+                            try:
+                                yield Schedule.checked(stages, chunks, microbatches, **options)
+                            except ValueError:
+                                continue
+
+
+def test_tables_and_warmup_counts_are_megatron_cores():
+    from megatron.core.pipeline_parallel import schedules
+
+    if "p2p_communicator" not in inspect.signature(schedules.get_pp_rank_microbatches).parameters:
+        pytest.skip("before megatron-core 0.14 this function cannot be asked about another rank")
+    seen = 0
+    for schedule in grid():
+        if schedule.name != "interleaved":
+            continue
+        table = schedules.get_schedule_table(schedule.microbatches, schedule.chunks, schedule.group_size)
+        only = schedule._replace(forward_only=True)
+        assert [(phase.microbatch, phase.chunk) for phase in phase_order(only, 0)] == table
+        for stage in range(schedule.stages):
+            for overlap_moe in (False, True):
+                communicator = SimpleNamespace(
+                    pp_group=SimpleNamespace(size=lambda p=schedule.stages: p, rank=lambda s=stage: s),
+                    virtual_pipeline_model_parallel_size=schedule.chunks,
+                )
+                _, _, warmup, _ = schedules.get_pp_rank_microbatches(
+                    schedule.microbatches,
+                    schedule.chunks,
+                    schedule.group_size,
+                    forward_only=schedule.forward_only,
+                    overlap_moe_expert_parallel_comm=overlap_moe,
+                    p2p_communicator=communicator,
+                )
+                assert schedule._replace(overlap_moe=overlap_moe).warmup(stage) == warmup
+                seen += 1
+    assert seen > 1000
+
+
+def test_combined_1f1b_without_pipelining_runs_one_forward_ahead():
+    order = phase_order(Schedule.checked(1, 1, 3, overlap_moe=True), 0)
+    assert [(phase.kind[0], phase.microbatch) for phase in order] == [
+        ("f", 0),
+        ("f", 1),
+        ("b", 0),
+        ("f", 2),
+        ("b", 1),
+        ("b", 2),
+    ]
+
+
+def test_every_phase_runs_once_and_every_transfer_has_both_ends():
+    for schedule in grid():
+        ends: dict[tuple[int, Phase], list[bool]] = {}
+        for stage in range(schedule.stages):
+            program = stage_program(schedule, stage)
+            phases = [step for step in program if isinstance(step, Phase)]
+            kinds = 1 if schedule.forward_only else 2
+            assert len(set(phases)) == len(phases) == kinds * schedule.chunks * schedule.microbatches
+            following, preceding = (stage + 1) % schedule.stages, (stage - 1) % schedule.stages
+            for step in program:
+                if isinstance(step, Exchange):
+                    for phase, receiver, sends in zip(
+                        step, (following, stage, preceding, stage), (True, False, True, False), strict=True
+                    ):
+                        if phase is not None:
+                            ends.setdefault((receiver, phase), []).append(sends)
+        assert all(sorted(both) == [False, True] for both in ends.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"name": "zero_bubble"}, ["zero_bubble", "1f1b", "interleaved"]),
+        ({"stages": 0}, ["stages", "0"]),
+        ({"microbatches": 0}, ["microbatches", "0"]),
+        ({"microbatches": True}, ["microbatches", "True"]),
+        ({"microbatches": 2.0}, ["microbatches", "2.0"]),
+        ({"name": "no_pipelining"}, ["no_pipelining", "4"]),
+        ({"chunks": 2, "name": "1f1b"}, ["1f1b", "2"]),
+        ({"stages": 1, "chunks": 2}, ["no_pipelining", "2"]),
+        ({"stages": 1, "name": "interleaved"}, ["interleaved", "2 stages"]),
+        ({"chunks": 2, "microbatches": 6}, ["microbatches=6", "microbatch_group_size=4"]),
+        ({"chunks": 2, "microbatches": 3}, ["microbatch_group_size=4", "3"]),
+        ({"chunks": 2, "group_size": 3}, ["microbatch_group_size=3", "4"]),
+        ({"chunks": 2, "group_size": 0}, ["microbatch_group_size", "0"]),
+        ({"overlap_moe": True}, ["overlap_moe", "interleaved"]),
+    ],
+)
+def test_what_megatron_refuses_is_refused_with_the_value(arguments, words):
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        Schedule.checked(**{"stages": 4, "chunks": 1, "microbatches": 8, **arguments})
+    assert all(word in str(error.value) for word in words)

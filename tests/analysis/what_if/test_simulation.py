@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections import defaultdict, deque
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaprof.analysis.what_if.orders import Phase, Schedule, phase_order, stage_program
+from megaprof.analysis.what_if.simulation import simulate
+
+# Quarters of a millisecond: sums are exact in floating point, so results can be compared with ==.
+milliseconds = st.integers(0, 40).map(lambda quarters: quarters / 4)
+
+
+@st.composite
+def runs(draw, min_stages=1, forward_only=None):
+    """(arguments of simulate without the options on communication)."""
+    stages = draw(st.integers(min_stages, 5))
+    chunks = draw(st.integers(1, 3)) if stages > 1 else 1
+    if chunks > 1:
+        group = draw(st.integers(stages, stages + 2))
+        microbatches = group * draw(st.integers(1, 2)) + draw(st.sampled_from([0, *range(stages, group)]))
+    else:
+        group, microbatches = None, draw(st.integers(1, 9))
+    entry = milliseconds | st.lists(milliseconds, min_size=microbatches, max_size=microbatches)
+    times = st.lists(st.lists(entry, min_size=chunks, max_size=chunks), min_size=stages, max_size=stages)
+    without_backward = draw(st.booleans()) if forward_only is None else forward_only
+    return {
+        "forward_ms": draw(times),
+        "backward_ms": None if without_backward else draw(times),
+        "microbatches": microbatches,
+        "microbatch_group_size": group,
+    }
+
+
+def schedule_of(run) -> Schedule:
+    return Schedule.checked(
+        len(run["forward_ms"]),
+        len(run["forward_ms"][0]),
+        run["microbatches"],
+        group_size=run["microbatch_group_size"],
+        forward_only=run["backward_ms"] is None,
+    )
+
+
+def duration(run, stage: int, phase: Phase) -> float:
+    entry = run["forward_ms" if phase.kind == "forward" else "backward_ms"][stage][phase.chunk]
+    return entry[phase.microbatch] if isinstance(entry, list) else entry
+
+
+def producer(schedule: Schedule, stage: int, phase: Phase) -> tuple[int, Phase] | None:
+    """Which phase computes the input of this one; pieces are the chunks of the model in the order of its layers."""
+    piece = phase.chunk * schedule.stages + stage
+    if phase.kind == "forward":
+        piece -= 1
+        return (piece % schedule.stages, phase._replace(chunk=piece // schedule.stages)) if piece >= 0 else None
+    if piece == schedule.stages * schedule.chunks - 1:
+        return stage, phase._replace(kind="forward")
+    piece += 1
+    return piece % schedule.stages, phase._replace(chunk=piece // schedule.stages)
+
+
+def brute_force_buffered(run, p2p_ms: float) -> dict[tuple[int, Phase], tuple[float, float]]:
+    """(start, end) of every phase: raise start times until no rule is broken any more."""
+    schedule = schedule_of(run)
+    rules = []
+    for stage in range(schedule.stages):
+        order = phase_order(schedule, stage)
+        for before, phase in zip([None, *order], order, strict=False):
+            rules.append((stage, before, phase, producer(schedule, stage, phase)))
+    spans = {(stage, phase): (0.0, duration(run, stage, phase)) for stage, _, phase, _ in rules}
+    changed = True
+    while changed:
+        changed = False
+        for stage, before, phase, source in rules:
+            start = spans[stage, before][1] if before else 0.0
+            if source:
+                start = max(start, spans[source][1] + (p2p_ms if source[0] != stage else 0.0))
+            if start != spans[stage, phase][0]:
+                spans[stage, phase] = (start, start + duration(run, stage, phase))
+                changed = True
+    return spans
+
+
+def brute_force_rendezvous(run, p2p_ms: float) -> dict[tuple[int, Phase], tuple[float, float]]:
+    """Play the stages' programs on a clock. Like NCCL it matches the n-th send from a to b with b's n-th receive
+    from a, whatever is in them: that the right tensors meet is a result here, not an assumption."""
+    schedule = schedule_of(run)
+    programs = [deque(stage_program(schedule, stage)) for stage in range(schedule.stages)]
+    channels = defaultdict(lambda: (deque(), deque()))  # (from, to): posted sends, posted receives
+    unfinished: dict[int, int] = {}  # transfers that the stage's current exchange still waits for
+    spans = {}
+    clock = [(0.0, stage) for stage in range(schedule.stages)]
+    while clock:
+        now, stage = heapq.heappop(clock)
+        if stage in unfinished:
+            unfinished[stage] -= 1
+            if unfinished[stage]:
+                continue
+            del unfinished[stage]
+        if not programs[stage]:
+            continue
+        step = programs[stage].popleft()
+        if isinstance(step, Phase):
+            spans[stage, step] = (now, now + duration(run, stage, step))
+            heapq.heappush(clock, (spans[stage, step][1], stage))
+            continue
+        after, previous = (stage + 1) % schedule.stages, (stage - 1) % schedule.stages
+        transfers = [
+            ((stage, after), 0, step.send_next),
+            ((previous, stage), 1, step.recv_prev),
+            ((stage, previous), 0, step.send_prev),
+            ((after, stage), 1, step.recv_next),
+        ]
+        unfinished[stage] = sum(tensor is not None for _, _, tensor in transfers)
+        for channel, side, tensor in transfers:
+            if tensor is not None:
+                channels[channel][side].append((stage, tensor))
+                sends, receives = channels[channel]
+                if sends and receives:
+                    (sender, sent), (receiver, expected) = sends.popleft(), receives.popleft()
+                    assert sent == expected
+                    heapq.heappush(clock, (now + p2p_ms, sender))
+                    heapq.heappush(clock, (now + p2p_ms, receiver))
+    assert not any(programs), "deadlock"
+    return spans
+
+
+def spans_of(simulation) -> dict[tuple[int, Phase], tuple[float, float]]:
+    return {
+        (event.stage, Phase(event.phase, event.chunk, event.microbatch)): (event.start_ms, event.end_ms)
+        for event in simulation.events
+    }
+
+
+def no_rendezvous(run) -> bool:
+    """The interleaved schedule on two stages, for which Megatron demands overlapped communication."""
+    return len(run["forward_ms"]) == 2 and len(run["forward_ms"][0]) > 1
+
+
+@settings(max_examples=120, deadline=None)
+@given(runs(), milliseconds)
+def test_buffered_replay_equals_brute_force(run, p2p_ms):
+    assert spans_of(simulate(**run, p2p_ms=p2p_ms)) == brute_force_buffered(run, p2p_ms)
+
+
+@settings(max_examples=120, deadline=None)
+@given(runs(), milliseconds)
+def test_rendezvous_replay_equals_brute_force_and_is_never_faster(run, p2p_ms):
+    if no_rendezvous(run):
+        with pytest.raises(ValueError, match="2 stages"):
+            simulate(**run, p2p_ms=p2p_ms, rendezvous=True)
+        return
+    simulation = simulate(**run, p2p_ms=p2p_ms, rendezvous=True)
+    assert spans_of(simulation) == brute_force_rendezvous(run, p2p_ms)
+    assert simulation.step_ms >= simulate(**run, p2p_ms=p2p_ms).step_ms
+
+
+@settings(max_examples=80, deadline=None)
+@given(runs(), milliseconds, st.booleans())
+def test_events_fit_the_stages_and_the_step(run, p2p_ms, rendezvous):
+    schedule = schedule_of(run)
+    simulation = simulate(**run, p2p_ms=p2p_ms, rendezvous=rendezvous and not no_rendezvous(run))
+    spans = spans_of(simulation)
+    for stage in range(schedule.stages):
+        own = [event for event in simulation.events if event.stage == stage]
+        assert [Phase(event.phase, event.chunk, event.microbatch) for event in own] == phase_order(schedule, stage)
+        assert all(before.end_ms <= after.start_ms for before, after in itertools.pairwise(own))
+        busy = sum(event.end_ms - event.start_ms for event in own)
+        assert simulation.stage_ms[stage] == busy <= simulation.step_ms
+        if simulation.step_ms:
+            assert simulation.bubble_fraction[stage] == pytest.approx(1 - busy / simulation.step_ms)
+        else:
+            assert simulation.bubble_fraction[stage] == 0.0
+    for (stage, phase), (start, _) in spans.items():
+        source = producer(schedule, stage, phase)
+        if source:
+            assert start >= spans[source][1] + (p2p_ms if source[0] != stage else 0.0)
+    assert simulation.step_ms == max(event.end_ms for event in simulation.events)
+
+
+@settings(max_examples=80, deadline=None)
+@given(runs(), milliseconds)
+def test_step_is_at_least_each_microbatchs_way_through_the_pipeline(run, p2p_ms):
+    schedule = schedule_of(run)
+    kinds = ("forward",) if schedule.forward_only else ("forward", "backward")
+    hops = (schedule.stages * schedule.chunks - 1) * len(kinds) if schedule.stages > 1 else 0
+    step = simulate(**run, p2p_ms=p2p_ms).step_ms
+    for microbatch in range(run["microbatches"]):
+        way = sum(
+            duration(run, stage, Phase(kind, chunk, microbatch))
+            for kind in kinds
+            for stage in range(schedule.stages)
+            for chunk in range(schedule.chunks)
+        )
+        assert step >= way + hops * p2p_ms
+
+
+@settings(max_examples=80, deadline=None)
+@given(runs(), milliseconds, st.data())
+def test_slower_work_never_shortens_the_step_and_scaling_scales_it(run, p2p_ms, data):
+    rendezvous = not no_rendezvous(run) and data.draw(st.booleans())
+    step = simulate(**run, p2p_ms=p2p_ms, rendezvous=rendezvous).step_ms
+    slower = [list(stage) for stage in run["forward_ms"]]
+    stage, more = data.draw(st.integers(0, len(slower) - 1)), data.draw(milliseconds)
+    entry = slower[stage][0]
+    slower[stage][0] = [*entry[:-1], entry[-1] + more] if isinstance(entry, list) else entry + more
+    assert simulate(**{**run, "forward_ms": slower}, p2p_ms=p2p_ms, rendezvous=rendezvous).step_ms >= step
+
+    def doubled(times):
+        if isinstance(times, list):
+            return [doubled(time) for time in times]
+        return times if times is None else 2 * times
+
+    twice = {**run, "forward_ms": doubled(run["forward_ms"]), "backward_ms": doubled(run["backward_ms"])}
+    assert simulate(**twice, p2p_ms=2 * p2p_ms, rendezvous=rendezvous).step_ms == 2 * step
+
+
+@given(st.integers(1, 8), st.integers(1, 20), milliseconds, milliseconds, st.booleans())
+def test_equal_stages_have_the_textbook_step(stages, microbatches, forward, backward, rendezvous):
+    turns = microbatches + stages - 1
+    training = simulate([[forward]] * stages, [[backward]] * stages, microbatches)
+    assert training.step_ms == turns * (forward + backward)
+    assert simulate([[forward]] * stages, None, microbatches, rendezvous=rendezvous).step_ms == turns * forward
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40))
+def test_interleaving_divides_the_bubble_by_the_number_of_chunks(stages, chunks, groups, quarters):
+    """Bubble over ideal time is (p - 1) / (v m) (Narayanan et al. 2021, arXiv 2104.04473, section 2.2.2)."""
+    microbatches, forward = stages * groups, Fraction(quarters, 4)
+    simulation = simulate(
+        [[float(forward)] * chunks] * stages, [[2 * float(forward)] * chunks] * stages, microbatches, schedule=None
+    )
+    ideal = microbatches * chunks * 3 * forward
+    assert Fraction(simulation.step_ms) == ideal * (1 + Fraction(stages - 1, chunks * microbatches))
+
+
+def test_a_receiver_that_computes_holds_its_sender_only_in_a_rendezvous():
+    slow_middle = {"forward_ms": [[1.0], [5.0], [1.0]], "backward_ms": [[1.0]] * 3, "microbatches": 3}
+    starts = {
+        rendezvous: [
+            event.start_ms
+            for event in simulate(**slow_middle, rendezvous=rendezvous).events
+            if event.stage == 0 and event.phase == "forward"
+        ]
+        for rendezvous in (False, True)
+    }
+    assert starts == {False: [0.0, 1.0, 2.0], True: [0.0, 1.0, 6.0]}
+
+
+def test_transfer_time_counts_on_every_hop_including_from_the_last_stage_to_the_next_chunk():
+    chain = simulate([[1.0, 1.0]] * 3, [[2.0, 2.0]] * 3, 3, p2p_ms=10.0)
+    assert chain.step_ms >= 6 * 3.0 + 10 * 10.0
+    assert simulate([[1.0]] * 2, [[2.0]] * 2, 1, p2p_ms=10.0).step_ms == 6.0 + 20.0
+    assert simulate([[1.0]], [[2.0]], 4, p2p_ms=10.0).step_ms == 12.0
+
+
+def test_numpy_times_are_accepted():
+    times = np.full((2, 1, 4), 1.5)
+    assert simulate(times, times, 4).step_ms == simulate([[1.5]] * 2, [[1.5]] * 2, 4).step_ms
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"forward_ms": []}, ["forward_ms", "at least one stage"]),
+        ({"forward_ms": 3.0}, ["forward_ms", "3.0"]),
+        ({"forward_ms": [1.0, 2.0]}, ["forward_ms", "[stage][chunk]"]),
+        ({"forward_ms": [[], []]}, ["forward_ms", "at least one"]),
+        ({"forward_ms": [[1.0], [1.0, 2.0]]}, ["forward_ms[1]", "2 chunks"]),
+        ({"backward_ms": [[1.0]]}, ["backward_ms", "(1, 1)", "(2, 1)"]),
+        ({"forward_ms": [[1.0], [[1.0, 2.0]]]}, ["forward_ms[1][0]", "2 times", "4"]),
+        ({"forward_ms": [[1.0], [-1.0]]}, ["forward_ms[1][0]", "-1.0"]),
+        ({"backward_ms": [[float("nan")], [1.0]]}, ["backward_ms[0][0]", "nan"]),
+        ({"backward_ms": [[[1.0, 1.0, float("inf"), 1.0]], [1.0]]}, ["backward_ms[0][0]", "inf"]),
+        ({"forward_ms": [["1.0"], [1.0]]}, ["forward_ms[0][0]", "'1.0'"]),
+        ({"forward_ms": [[None], [1.0]]}, ["forward_ms[0][0]", "None"]),
+        ({"forward_ms": [[True], [1.0]]}, ["forward_ms[0][0]", "True"]),
+        ({"p2p_ms": -0.5}, ["p2p_ms", "-0.5"]),
+        ({"p2p_ms": float("nan")}, ["p2p_ms", "nan"]),
+        ({"microbatches": 0}, ["microbatches", "0"]),
+        ({"schedule": "gpipe"}, ["gpipe", "1f1b", "interleaved", "no_pipelining"]),
+        ({"microbatch_group_size": -1}, ["microbatch_group_size", "-1"]),
+    ],
+)
+def test_bad_arguments_are_named(changes, words):
+    good = {"forward_ms": [[1.0], [1.0]], "backward_ms": [[2.0], [2.0]], "microbatches": 4}
+    with pytest.raises(ValueError, match=re.escape(words[0])) as error:
+        simulate(**{**good, **changes})
+    assert all(word in str(error.value) for word in words)

@@ -1,0 +1,128 @@
+"""Hooks in a host that nobody edited: armed by the environment, installed when the host asks for its schedule."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig
+from megaprof.autoload.arming import PATH, environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, env: dict[str, str], *options: str, cwd: Path | None = None) -> Any:
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=120, cwd=cwd
+    )
+
+
+@pytest.fixture
+def env() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_off_leaves_no_trace_in_the_environment(env: dict[str, str]) -> None:
+    assert environment(ProfileConfig(), env) == env
+    armed = environment(ProfileConfig(target=("train_actor",), dir="traces"), env)
+    assert environment(ProfileConfig(), armed) == env
+
+
+def test_a_configuration_survives_the_environment_with_an_absolute_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, env: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = ProfileConfig(
+        target=("train_actor", "evaluate"), dir="a b/traces", steps="train_actor=3:5;evaluate=0", with_stack=True
+    )
+    read = ProfileConfig.from_env(environment(config, {**env, "MEGAPROF_WARMUP": "7"}))
+    assert read == ProfileConfig(**{**vars(config), "dir": str(tmp_path / "a b/traces")})
+
+
+def test_python_looks_the_same_but_for_the_finder(env: dict[str, str], tmp_path: Path) -> None:
+    code = (
+        "import sys; print(sys.path, [type(f).__name__ for f in sys.meta_path], 'torch' in sys.modules, "
+        "'sitecustomize' in sys.modules)"
+    )
+    plain = python(code, env, cwd=tmp_path).stdout
+    armed = python(code, environment(ProfileConfig(target=("train_actor",), dir="t"), env), cwd=tmp_path)
+    assert armed.stderr == ""
+    assert armed.stdout.replace("'_Finder', ", "").rpartition(" ")[0] == plain.rpartition(" ")[0]
+    assert "'_Finder'" in armed.stdout
+
+
+def test_a_sitecustomize_of_the_environment_runs_as_well(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nprint('mine', __name__, __file__)\nsys.mine = True\n")
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    code = "import sys, sitecustomize; print(sys.mine, sitecustomize.__file__, sys.meta_path[0])"
+    run = python(code, environment(ProfileConfig(target=("train_actor",), dir="t"), env))
+    mine = str(tmp_path / "sitecustomize.py")
+    assert run.stdout.splitlines()[0] == f"mine sitecustomize {mine}"
+    assert f"True {mine} <megaprof.autoload.arming._Finder" in run.stdout
+    assert run.stderr == ""
+
+
+def test_an_interpreter_without_megaprof_still_finds_it(env: dict[str, str], tmp_path: Path) -> None:
+    env["PYTHONPATH"] = PATH
+    env |= {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": str(tmp_path)}
+    run = python("import sys; print(sys.meta_path[0], [p for p in sys.path if 'megaprof' in p])", env, cwd=tmp_path)
+    assert run.stdout.startswith("<megaprof.autoload.arming._Finder")
+    assert run.stderr == ""
+
+
+ONE_RANK = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func  # as every host does, before anything exists
+from megatron.core.pipeline_parallel import schedules
+assert schedules.__loader__ is schedules.__spec__.loader
+assert type(schedules.__loader__).__name__ == "SourceFileLoader", schedules.__loader__
+from megaprof.testing import GPTWorkload, build, cpu_megatron
+
+untouched = schedules.forward_backward_no_pipelining
+get_forward_backward_func(pp_size=1, vp_size=None) if "early" in sys.argv else None
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+with cpu_megatron():
+    gpt = build(GPTWorkload(layers=2, microbatches=2, hidden=32, seq_length=16, heads=2))
+    assert schedules.forward_backward_no_pipelining is untouched
+    forward_backward = get_forward_backward_func()
+    print("hooked", forward_backward is not untouched)
+    for _ in range(2):
+        gpt.train_step(forward_backward)
+"""
+
+
+def test_hooks_go_in_when_the_host_asks(env: dict[str, str], tmp_path: Path) -> None:
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path / "out"), steps="1")
+    run = subprocess.run(
+        [sys.executable, "-c", ONE_RANK, str(tmp_path)],
+        env=environment(config, env),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "hooked True" in run.stdout
+    assert [path.name.split(".pp")[0] for path in (tmp_path / "out").iterdir()] == ["train_actor.step000001"]
+
+
+def test_a_world_that_the_configuration_does_not_fit_stops_before_the_first_step(
+    env: dict[str, str], tmp_path: Path
+) -> None:
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path / "out"), select="7")
+    run = subprocess.run(
+        [sys.executable, "-c", ONE_RANK, str(tmp_path)],
+        env=environment(config, env),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 1
+    assert "ValueError: --profile-select" in run.stderr
+    assert "hooked" not in run.stdout

@@ -1,0 +1,217 @@
+"""How fast are traces read? Ours against HTA 0.5.0 and against the floor, on the same synthetic GPU trace.
+
+* ours: ``megaprof.analyze`` with one process, from the compressed file to causes.
+* HTA: its loader and ``get_temporal_breakdown`` (busy, idle and communication time of the GPU), nothing else.
+* floor: the file decompressed (isal) and decoded to typed events (msgspec), then thrown away.
+
+Each runs in a process of its own, imports not counted; the quickest of several rounds counts, taken in turn so that
+other load on the machine disturbs all alike. The last line is JSON: ``vs_hta`` and ``vs_floor`` (their time, and ours,
+as a multiple: above 1 is good for the first, and 1 is the best possible for the second; ``_cpu``: the same in processor
+time, which other load disturbs less), ``rss_vs_hta`` (our peak memory over HTA's), and how time and memory grow with
+the number of traces.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from isal import igzip
+
+ROOT = Path(__file__).parents[2]
+COLLECTIVE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+ELEMENTWISE = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, "
+    "std::array<char*, {}ul> >(int, at::native::CUDAFunctor_add<c10::BFloat16>)"
+)
+BASE = 1_790_000_000_000_000_000
+
+_MEASURE = """
+import json, resource, sys, time
+{imports}
+path = sys.argv[1]
+begin, used = time.perf_counter(), time.process_time()
+{work}
+seconds, used = time.perf_counter() - begin, time.process_time() - used
+rss = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print(json.dumps({{"seconds": seconds, "cpu": used, "rss_mb": rss / 1024}}))
+"""
+OURS = (
+    "from megaprof.analysis.report.report import analyze",
+    "report = analyze(path)\nassert report.targets[0].measured.stages",
+)
+ALL_OURS = (
+    "import os\nfrom megaprof.analysis.report.report import analyze",
+    "assert __name__ == '__main__'\nanalyze(path, workers=os.cpu_count())",
+)
+FLOOR = (
+    "from pathlib import Path\nfrom isal import igzip\nfrom megaprof.analysis import decoding",
+    "for f in Path(path).iterdir(): assert decoding._decode(igzip.decompress(f.read_bytes())).traceEvents",
+)
+HTA = (
+    "from hta.trace_analysis import TraceAnalysis",
+    "print(TraceAnalysis(trace_dir=path).get_temporal_breakdown(visualize=False), file=sys.stderr)",
+)
+
+
+def events(rank: int, stages: int, microbatches: int, kernels: int, seed: int = 0) -> Iterator[str]:
+    """The events of one rank's step, as Kineto writes them; ``kernels``: in each pass."""
+    rng = random.Random(seed)
+    now, correlation = 1000.0, 1
+    place = f"pp={rank} tp=0 cp=0 ep=0 dp=0"
+    length = microbatches * 2 * kernels * 24.0 + 1000
+    yield _event(
+        "X", "user_annotation", f"megaprof/train_actor step=5 {place}", 7, 7, 900.0, length, '"External id": 1'
+    )
+    for microbatch in range(microbatches):
+        for phase, thread in (("forward", 7), ("backward", 99)):
+            name = f"megaprof/{phase} mb={microbatch} chunk=0"
+            yield _event("X", "user_annotation", name, 7, 7, now, kernels * 24.0 - 4, '"External id": 2')
+            for number in range(kernels):
+                begin = now + number * 24.0 + rng.random()
+                ids = f'"External id": {correlation}, "Record function id": 0, "Ev Idx": {correlation}'
+                operator = ("aten::mm", "aten::add_", "aten::native_layer_norm", "aten::copy_")[number % 4]
+                yield _event("X", "cpu_op", operator, 7, thread, begin, 18.0, ids)
+                yield _event("X", "cpu_op", "aten::empty", 7, thread, begin + 1, 2.0, ids)
+                launch = f'"External id": {correlation}, "cbid": 211, "correlation": {correlation}'
+                yield _event("X", "cuda_runtime", "cudaLaunchKernel", 7, thread, begin + 4, 5.0, launch)
+                flow = f'"id": {correlation}, "cat": "ac2g", "name": "ac2g"'
+                yield f'{{"ph": "s", {flow}, "pid": 7, "tid": {thread}, "ts": {begin + 4:.3f}}}'
+                yield f'{{"ph": "f", {flow}, "pid": 0, "tid": 7, "ts": {begin + 12:.3f}, "bp": "e"}}'
+                collective, stream = number % 50 == 49, 20 if number % 50 == 49 else 7
+                kernel = COLLECTIVE if collective else ELEMENTWISE.format(number % 3)
+                details = (
+                    f'"External id": {correlation}, "queued": 0, "device": 0, "context": 1, "stream": {stream}, '
+                    f'"correlation": {correlation}, "registers per thread": 32, "shared memory": 0, '
+                    '"blocks per SM": 1.2, "warps per SM": 4.8, "grid": [160, 1, 1], "block": [128, 1, 1], '
+                    '"est. achieved occupancy %": 8'
+                )
+                if collective:
+                    details += (
+                        ', "Collective name": "allreduce", "In msg nelems": 8388608, "Out msg nelems": 8388608, '
+                        '"Group size": 8, "dtype": "BFloat16", "Process Group Name": "5", '
+                        '"Process Group Description": "TENSOR_MODEL_PARALLEL_GROUP", "Process Group Ranks": "[0, 1]"'
+                    )
+                duration = 20.0 if collective else 18.0 + rng.random()
+                yield _event("X", "kernel", kernel, 0, stream, begin + 12, duration, details)
+                correlation += 1
+            now += kernels * 24.0
+
+
+def _event(ph: str, cat: str, name: str, pid: int, tid: int, ts: float, dur: float, args: str) -> str:
+    return (
+        f'{{"ph": "{ph}", "cat": "{cat}", "name": "{name}", "pid": {pid}, "tid": {tid}, "ts": {ts:.3f}, '
+        f'"dur": {dur:.3f}, "args": {{{args}}}}}'
+    )
+
+
+def write_trace(directory: Path, rank: int, stages: int, megabytes: float) -> int:
+    """One rank's trace of about ``megabytes``; returns its size uncompressed."""
+    microbatches, bytes_per_kernel = 16, 1330
+    kernels = max(50, int(megabytes * 1e6 / bytes_per_kernel / (2 * microbatches)))
+    described = {
+        "version": "0",
+        "target": "train_actor",
+        "steps": [5, 5],
+        "coords": {"rank": rank, "pp": rank, "tp": 0, "cp": 0, "ep": 0, "dp": 0},
+        "sizes": {"tp": 2, "pp": stages, "cp": 1, "ep": 1, "dp": 1},
+        "schedule": "1f1b" if stages > 1 else "no_pipelining",
+        "microbatches": microbatches,
+        "chunks": [{"embedding": rank == 0, "layers": 4, "mtp": 0, "loss": rank == stages - 1}],
+        "host": "node-1",
+    }
+    top = {
+        "schemaVersion": 1,
+        "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": stages},
+        "megaprof": described,
+        "baseTimeNanoseconds": BASE,
+        "traceEvents": [],
+    }
+    listed = ",\n".join(events(rank, stages, microbatches, kernels, rank))
+    text = (json.dumps(top).removesuffix("]}") + listed + "]}").encode()
+    name = f"train_actor.step000005.pp{rank}-tp0-cp0-ep0-dp0.rank{rank:05d}.pt.trace.json.gz"
+    (directory / name).write_bytes(igzip.compress(text, 1))
+    return len(text)
+
+
+def measure(python: str, what: tuple[str, str], path: Path) -> dict[str, float]:
+    """Run one of the three in a process of its own."""
+    imports, work = what
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "measured.py")
+        body = _MEASURE.format(imports=imports, work=work)
+        script.write_text(body if what is not ALL_OURS else _guarded(body))
+        run = subprocess.run(
+            [python, str(script), str(path)], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": ""}
+        )
+    if run.returncode:
+        raise SystemExit(f"{python} failed: {run.stderr[-2000:]}")
+    result: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return result
+
+
+def _guarded(body: str) -> str:
+    return "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in body.strip().splitlines())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--megabytes", type=float, default=50.0, help="size of a trace, uncompressed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--growth", type=int, nargs="*", default=[1, 8, 64], help="numbers of traces")
+    parser.add_argument("--hta-python", default=sys.executable, help="interpreter that has HolisticTraceAnalysis")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        one = Path(folder, "one")
+        one.mkdir()
+        size = write_trace(one, 0, 1, options.megabytes)
+        print(f"trace: {size / 1e6:.0f} MB, {sum(f.stat().st_size for f in one.iterdir()) / 1e6:.1f} MB compressed")
+        runs: dict[str, list[dict[str, float]]] = {"ours": [], "floor": [], "hta": []}
+        for _ in range(options.rounds):
+            runs["ours"].append(measure(sys.executable, OURS, one))
+            runs["floor"].append(measure(sys.executable, FLOOR, one))
+            runs["hta"].append(measure(options.hta_python, HTA, one))
+        seconds = {name: min(run["seconds"] for run in each) for name, each in runs.items()}
+        cpu = {name: min(run["cpu"] for run in each) for name, each in runs.items()}
+        rss = {name: statistics.median(run["rss_mb"] for run in each) for name, each in runs.items()}
+        for name in runs:
+            print(
+                f"{name:>6}: {seconds[name]:8.3f} s  {size / 1e6 / seconds[name]:7.0f} MB/s  {rss[name]:6.0f} MB peak"
+            )
+        growth = []
+        for count in options.growth:
+            many = Path(folder, f"many{count}")
+            many.mkdir()
+            for rank in range(count):
+                write_trace(many, rank, count, options.megabytes)
+            begin = time.perf_counter()
+            run = measure(sys.executable, ALL_OURS, many)
+            growth.append({"traces": count, "seconds": round(run["seconds"], 3), "rss_mb": round(run["rss_mb"])})
+            print(f"{count:4d} traces: {run['seconds']:7.2f} s, largest process {run['rss_mb']:.0f} MB")
+            print(f"      ({time.perf_counter() - begin:.1f} s with start and imports)")
+            for file in many.iterdir():
+                file.unlink()
+    print(
+        json.dumps(
+            {
+                "vs_hta": round(seconds["hta"] / seconds["ours"], 2),
+                "vs_floor": round(seconds["ours"] / seconds["floor"], 2),
+                "rss_vs_hta": round(rss["ours"] / rss["hta"], 3),
+                "vs_hta_cpu": round(cpu["hta"] / cpu["ours"], 2),
+                "vs_floor_cpu": round(cpu["ours"] / cpu["floor"], 2),
+                "growth": growth,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""``annotate`` and ``role``: what they wrap stays what it was, with and without a window open."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig, annotate, install_hooks, role
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.capture import roles
+
+
+class Policy:
+    """Every kind of function, annotated."""
+
+    @annotate
+    def method(self, value: int, *, times: int = 2) -> int:
+        """Doc."""
+        return value * times
+
+    @annotate(role="actor")
+    @staticmethod
+    def static(value: int) -> tuple[int, str | None]:
+        return value, roles.current().role
+
+    @annotate(role="critic", message="of the class")
+    @classmethod
+    def of_class(cls) -> tuple[type, str | None]:
+        return cls, roles.current().role
+
+    @annotate(role="rollout", color="red")
+    async def coroutine(self, value: int) -> tuple[int, str | None]:
+        await asyncio.sleep(0)
+        return value, roles.current().role
+
+    @annotate(role="ref")
+    def generator(self) -> Generator[Any, Any, str]:
+        got = yield roles.current().role
+        try:
+            got = yield got
+        except KeyError as fault:
+            yield fault
+        return "end"
+
+    @annotate(role="reward")
+    async def async_generator(self) -> AsyncGenerator[Any, Any]:
+        got = yield roles.current().role
+        try:
+            yield got
+        except KeyError as fault:
+            yield fault
+
+
+@pytest.fixture(params=["off", "recording"])
+def names(request: Any, tmp_path: Path) -> Iterator[Callable[[], Counter[str]]]:
+    """With hooks and an open window, and without; the ranges that were written."""
+    if request.param == "off":
+        yield Counter
+        return
+    one_rank = request.getfixturevalue("one_rank")
+    handle = install_hooks(one_rank.chunks, ProfileConfig(("train_overall",), str(tmp_path), skip_first=0))
+    one_rank.train_step()
+
+    def written() -> Counter[str]:
+        handle.remove()
+        (path,) = find_traces(tmp_path)
+        labels = (range_.name.label for range_ in read_trace(path).ranges)
+        return Counter(label for label in labels if label.startswith(("role/", "annotated/")))
+
+    yield written
+    handle.remove()
+
+
+def test_functions_and_methods_are_what_they_were(names: Any) -> None:
+    policy = Policy()
+    assert policy.method(3, times=4) == 12
+    assert Policy.static(3) == policy.static(3) == (3, "actor" if roles.sessions else None)
+    assert Policy.of_class() == (Policy, "critic" if roles.sessions else None)
+    assert asyncio.run(policy.coroutine(3)) == (3, "rollout" if roles.sessions else None)
+    assert Policy.method.__doc__ == "Doc."
+    assert (Policy.method.__name__, Policy.method.__qualname__) == ("method", "Policy.method")
+    assert list(inspect.signature(Policy.method).parameters) == ["self", "value", "times"]
+    assert inspect.iscoroutinefunction(Policy.coroutine)
+    assert inspect.isgeneratorfunction(Policy.generator)
+    assert inspect.isasyncgenfunction(Policy.async_generator)
+    assert roles.current().role is None
+    if roles.sessions:
+        assert names() == {
+            "annotated/Policy.method": 1,
+            "role/actor/Policy.static": 2,
+            "role/critic/of_the_class": 1,
+            "role/rollout/Policy.coroutine": 1,
+        }
+
+
+def test_generators_keep_their_protocol_and_have_a_range_per_stretch(names: Any) -> None:
+    generator, fault = Policy().generator(), KeyError("thrown in")
+    assert next(generator) == ("ref" if roles.sessions else None)
+    assert roles.current().role is None, "between two stretches the consumer runs, not the generator"
+    assert generator.send(7) == 7
+    assert generator.throw(fault) is fault
+    with pytest.raises(StopIteration) as end:
+        next(generator)
+    assert end.value.value == "end"
+    closed = Policy().generator()
+    next(closed)
+    closed.close()
+    if roles.sessions:
+        assert names() == {"role/ref/Policy.generator": 5}
+
+
+def test_asynchronous_generators_too(names: Any) -> None:
+    async def use() -> None:
+        generator, fault = Policy().async_generator(), KeyError("thrown in")
+        assert await generator.__anext__() == ("reward" if roles.sessions else None)
+        assert roles.current().role is None
+        assert await generator.asend(7) == 7
+        assert await generator.athrow(fault) is fault
+        assert [item async for item in generator] == []
+        closed = Policy().async_generator()
+        await closed.__anext__()
+        await closed.aclose()
+
+    asyncio.run(use())
+    if roles.sessions:
+        assert names() == {"role/reward/Policy.async_generator": 5}
+
+
+class Fault(BaseException):
+    pass
+
+
+def test_exceptions_pass_through_unchanged(names: Any) -> None:
+    fault = Fault()
+
+    @annotate(role="actor")
+    def function() -> None:
+        raise fault
+
+    @annotate(role="actor")
+    async def coroutine() -> None:
+        raise fault
+
+    @annotate(role="actor")
+    def generator() -> Generator[int, None, None]:
+        yield 1
+        raise fault
+
+    def block() -> None:
+        with annotate(role="actor", message="block"):
+            raise fault
+
+    for run in (function, block, lambda: asyncio.run(coroutine()), lambda: list(generator())):
+        with pytest.raises(Fault) as caught:
+            run()
+        assert caught.value is fault
+        assert roles.current().role is None
+    if roles.sessions:
+        assert sum(names().values()) == 5
+
+
+def test_tasks_that_take_turns_keep_their_roles_and_their_ranges(names: Any) -> None:
+    turns: list[tuple[str, str | None]] = []
+
+    async def work(own: str) -> None:
+        with role(own):
+            for _ in range(3):
+                turns.append((own, roles.current().role))
+                await asyncio.sleep(0)
+                await Policy().coroutine(1)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(work("ref"), work("actor"), work("critic"))
+
+    asyncio.run(all_of_them())
+    assert turns[:3] == [("ref", "ref"), ("actor", "actor"), ("critic", "critic")], "they did not take turns"
+    assert all(own == seen for own, seen in turns)
+    if roles.sessions:
+        assert names() == {"role/rollout/Policy.coroutine": 9, "role/ref": 1, "role/actor": 1, "role/critic": 1}
+
+
+def test_a_block_and_a_scope_may_be_nested_in_themselves(names: Any) -> None:
+    block, scope = annotate("block"), role("ref")
+    with block, block, scope, scope:
+        assert roles.current().role == "ref"
+    assert roles.current().role is None
+    if roles.sessions:
+        assert names() == {"annotated/block": 2, "role/ref": 2}
+
+
+def test_a_scope_is_not_that_of_other_threads() -> None:
+    seen = []
+    with role("ref"):
+        thread = threading.Thread(target=lambda: seen.append(roles.current().role))
+        thread.start()
+        thread.join()
+        assert asyncio.run(asyncio.to_thread(lambda: roles.current().role)) == "ref"
+    assert seen == [None]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"role": ""}, "annotate: role: ''"),
+        ({"role": "a;b"}, "'a;b'"),
+        ({"role": 3}, "annotate: role: 3"),
+        ({"message": ""}, "message=''"),
+        ({"message": 3}, "message=3"),
+        ({"color": "no such color"}, "color='no such color'"),
+        ({"color": -1}, "color=-1"),
+        ({"color": True}, "color=True"),
+        ({"domain": 3}, "domain=3"),
+        ({"category": 1.5}, "category=1.5"),
+    ],
+)
+def test_what_cannot_be_honoured_is_a_value_error_at_once(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="annotate") as error:
+        annotate(**options)
+    assert said in str(error.value)
+    assert "valid" in str(error.value)
+
+
+def test_only_functions_can_be_annotated() -> None:
+    with pytest.raises(ValueError, match="not a function"):
+        annotate(role="ref")(Policy)
+    with pytest.raises(ValueError, match="role"):
+        role("  ")
+
+
+def test_annotating_loads_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys, megaprof\n"
+        "@megaprof.annotate(role='rollout')\n"
+        "def work(): return 7\n"
+        "with megaprof.role('ref'): assert work() == 7\n"
+        "assert not {'torch', 'megatron', 'nvtx', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

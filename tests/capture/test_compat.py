@@ -1,0 +1,114 @@
+"""FSDP2's manual offload under a window: that it really fails, when, and that it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from megaprof import ProfileConfig, install_hooks
+from megaprof.capture.compat import HOLDING, check_model, check_offload, held_by, offloads_manually
+
+fsdp = pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP")
+
+
+# conftest's world of one rank is enough: FSDP2 shards over a mesh of it.
+@pytest.fixture(scope="module")
+def _world(one_rank: Any) -> None:
+    assert torch.distributed.get_world_size() == 1
+
+
+def sharded(**options: Any) -> nn.Module:
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fsdp.fully_shard(model[0], mesh=mesh, **options)
+    fsdp.fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def move_under_a_window(**options: bool) -> None:
+    model = sharded()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **options):
+        model(torch.randn(4, 8))
+        model.to(torch.float64)  # on the CPU, what model.to("cpu") is on a GPU: both go through _apply
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("option", ["record_shapes", "with_flops"])
+def test_the_crash_is_real(option: str) -> None:
+    with pytest.raises(RuntimeError, match="Couldn't swap") as crash:
+        move_under_a_window(**{option: True})
+    assert "Expected no weakrefs" in str(crash.value.__cause__)
+
+
+@pytest.mark.parametrize("option", HOLDING)
+def test_a_parameter_of_an_ordinary_module_is_held_with_stacks_too(option: str) -> None:
+    model = nn.Linear(8, 8)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **{option: True}):
+        model(torch.randn(4, 8))
+        with pytest.raises(RuntimeError, match="Expected no weakrefs"):
+            torch.utils.swap_tensors(model.weight, nn.Parameter(torch.randn(8, 8)))
+
+
+@pytest.mark.usefixtures("_world")
+def test_nothing_is_held_without_those_options() -> None:
+    move_under_a_window()
+    move_under_a_window(profile_memory=True)
+    move_under_a_window(with_modules=True)
+
+
+def on(**fields: Any) -> ProfileConfig:
+    return ProfileConfig(**{"target": ("train_overall",), "dir": "/t", **fields})
+
+
+CRASHING: dict[str, Any] = {"strategy": "fsdp2", "cpu_offload": False, "colocated": True}
+
+
+def test_a_host_that_offloads_so_is_refused_and_told_what_to_change() -> None:
+    with pytest.raises(ValueError, match="Couldn't swap") as refusal:
+        check_offload(on(with_stack=True), **CRASHING)
+    for word in ("cpu_offload=true", "do not colocate", "use Megatron", "drop --profile-with-stack"):
+        assert word in str(refusal.value)
+    with pytest.raises(ValueError, match="strategy=fsdp2 cpu_offload=False colocated=True"):
+        check_offload(**CRASHING)
+
+
+@pytest.mark.parametrize("change", [{"strategy": "megatron"}, {"cpu_offload": True}, {"colocated": False}])
+def test_everything_else_is_accepted(change: dict[str, Any]) -> None:
+    check_offload(on(with_stack=True), **{**CRASHING, **change})
+    check_offload(on(), **CRASHING)
+    check_offload(ProfileConfig(), **CRASHING)
+
+
+def test_what_holds_tensors_is_the_torch_profiler() -> None:
+    assert held_by(on(record_shapes=True, with_stack=True)) == ("record_shapes", "with_stack")
+    assert held_by(on(tool=("memory",), with_stack=True)) == ()
+
+
+@pytest.mark.usefixtures("_world")
+def test_an_fsdp2_model_is_recognised() -> None:
+    assert offloads_manually(sharded())
+    assert offloads_manually(nn.Sequential(nn.Linear(2, 2), sharded()))
+    assert not offloads_manually(sharded(offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False)))
+    assert not offloads_manually(nn.Linear(2, 2))
+    assert not offloads_manually(object())
+
+
+@pytest.mark.usefixtures("_world")
+def test_a_window_between_steps_of_an_fsdp2_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="train_overall with --profile-record-shapes on an FSDP2 model"):
+        check_model(on(record_shapes=True), [sharded()])
+    check_model(on(), [sharded()])
+    check_model(on(record_shapes=True, target=("train_actor",)), [sharded()])
+    check_model(on(record_shapes=True), [sharded(offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))])
+
+
+@pytest.mark.usefixtures("_world")
+def test_install_hooks_refuses_it_before_the_first_step_and_takes_megatrons(one_rank: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on an FSDP2 model"):
+        install_hooks(sharded(), on(dir=str(tmp_path), record_shapes=True))
+    with install_hooks(one_rank.chunks, on(dir=str(tmp_path), record_shapes=True)) as handle:
+        assert handle.active

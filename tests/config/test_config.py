@@ -1,0 +1,121 @@
+"""ProfileConfig: defaults, environment, and every rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaprof.config.options import ProfileConfig, flag, options, variable
+from megaprof.config.windows import TRAIN_ACTOR, TRAIN_LOG_PROBS, Phase, Schedule
+
+
+def on(**fields: Any) -> ProfileConfig:
+    return ProfileConfig(**{"target": ("train_actor",), "dir": "/traces", **fields})
+
+
+def test_off_by_default_and_nothing_that_costs_memory_is_on() -> None:
+    config = ProfileConfig.from_env({})
+    assert config == ProfileConfig()
+    assert not config.enabled
+    on_by_default = [f.name for f in options() if f.default is True]
+    assert on_by_default == []
+
+
+def test_names_of_flags_and_variables() -> None:
+    assert flag("target") == "--profile-target"
+    assert flag("record_shapes") == "--profile-record-shapes"
+    assert flag("profile_memory") == "--profile-memory"
+    assert variable("with_stack") == "MEGAPROF_WITH_STACK"
+    assert variable("profile_memory") == "MEGAPROF_MEMORY"
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes", "TRUE", "Yes", " yEs "])
+@pytest.mark.parametrize("name", ["record_shapes", "profile_memory", "with_stack", "with_flops"])
+def test_environment_opts_in(name: str, value: str) -> None:
+    assert getattr(ProfileConfig.from_env({variable(name): value}), name) is True
+
+
+@pytest.mark.parametrize("value", ["0", "false", "No", "off"])
+def test_environment_says_no(value: str) -> None:
+    assert ProfileConfig.from_env({"MEGAPROF_WITH_STACK": value}).with_stack is False
+
+
+@pytest.mark.parametrize("value", ["", "2", "maybe", "truee", "ja"])
+def test_an_unrecognised_truth_value_is_an_error_not_false(value: str) -> None:
+    with pytest.raises(ValueError, match="MEGAPROF_WITH_STACK") as error:
+        ProfileConfig.from_env({"MEGAPROF_WITH_STACK": value})
+    assert repr(value) in str(error.value)
+    assert "1/true/yes" in str(error.value)
+
+
+def test_a_misspelt_variable_is_an_error() -> None:
+    with pytest.raises(ValueError, match="MEGAPROF_TARGETS: unknown variable; known: MEGAPROF_TARGET"):
+        ProfileConfig.from_env({"MEGAPROF_TARGETS": "train_actor"})
+
+
+def test_whole_environment() -> None:
+    config = ProfileConfig.from_env(
+        {
+            "MEGAPROF_TARGET": "train_actor, train_log_probs",
+            "MEGAPROF_DIR": "/traces",
+            "MEGAPROF_SELECT": "per-stage",
+            "MEGAPROF_STEPS": "train_actor=4:6;train_log_probs=1",
+            "PATH": "/bin",
+        }
+    )
+    assert config.target == (TRAIN_ACTOR, TRAIN_LOG_PROBS)
+    assert [config.plan(TRAIN_ACTOR).phase(s, 0) is Phase.ACTIVE for s in range(3, 7)] == [False, True, True, False]
+    assert config.plan(TRAIN_LOG_PROBS).phase(1, 0) is Phase.ACTIVE
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"target": ("train_critic",)}, ["--profile-target", "'train_critic'", "train_actor"]),
+        ({"target": []}, ["--profile-target", "names nothing"]),
+        ({"target": None}, ["--profile-target", "None"]),
+        ({"dir": None}, ["--profile-dir", "not set"]),
+        ({"dir": "  "}, ["--profile-dir", "non-empty"]),
+        ({"dir": 5}, ["--profile-dir", "5"]),
+        ({"select": "0", "all_ranks": True}, ["--profile-all-ranks", "--profile-select", "0"]),
+        ({"select": ""}, ["--profile-select"]),
+        ({"select": "xp=0"}, ["--profile-select", "xp"]),
+        ({"steps": "9:3"}, ["--profile-steps", "9", "3"]),
+        ({"steps": "train_log_probs=3"}, ["--profile-steps", "train_actor"]),
+        ({"steps": "train_log_probs=3;1"}, ["--profile-steps", "train_log_probs", "--profile-target"]),
+        ({"steps": "3", "active": 2}, ["--profile-steps 3", "--profile-active 2"]),
+        ({"skip_first": -1}, ["--profile-skip-first", "-1", "at least 0"]),
+        ({"active": 0}, ["--profile-active", "0", "at least 1"]),
+        ({"active": None}, ["--profile-active", "None"]),
+        ({"repeat": "x"}, ["--profile-repeat", "'x'"]),
+        ({"warmup": True}, ["--profile-warmup", "True"]),
+        ({"wait": 1.5}, ["--profile-wait", "1.5"]),
+        ({"activities": ()}, ["--profile-activities", "names nothing"]),
+        ({"activities": None}, ["--profile-activities", "None"]),
+        ({"activities": ("gpu",)}, ["--profile-activities", "'gpu'", "cuda"]),
+        ({"ranges": "kernel"}, ["--profile-ranges", "'kernel'", "microbatch"]),
+        ({"with_stack": "perhaps"}, ["--profile-with-stack", "'perhaps'"]),
+        ({"record_shapes": None}, ["--profile-record-shapes", "None"]),
+    ],
+)
+def test_bad_values_name_option_value_and_what_is_valid(fields: dict[str, Any], said: list[str]) -> None:
+    with pytest.raises(ValueError, match="--profile-") as error:
+        on(**fields)
+    for words in said:
+        assert words in str(error.value)
+
+
+def test_schedule_is_the_alternative_to_steps() -> None:
+    config = on(skip_first="2", wait=1, warmup=1, active=2, repeat=0)
+    assert config.plan(TRAIN_ACTOR) == Schedule(2, 1, 1, 2, 0)
+    assert on().plan(TRAIN_ACTOR) == Schedule(3, 0, 0, 1, 1)
+
+
+def test_rank_zero_unless_asked() -> None:
+    assert str(on().selector()) == "0"
+    assert str(on(all_ranks=True).selector()) == "all"
+
+
+def test_a_path_is_taken_for_dir(tmp_path: Any) -> None:
+    assert on(dir=tmp_path).dir == str(tmp_path)

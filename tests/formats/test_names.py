@@ -1,0 +1,143 @@
+"""Names of artifacts, and whose unfinished files are whose."""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprof.artifacts.writer import Job, Writer
+from megaprof.formats import names
+from megaprof.formats.names import (
+    artifact_name,
+    artifact_path,
+    host,
+    is_leftover,
+    kineto_temporary,
+    plain_path,
+    raw_path,
+    sanitise,
+    shard,
+    temporary_path,
+)
+from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
+
+COORDS = RankCoords(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3, sizes=ParallelSizes(tp=2, pp=4, ep=2, dp=8))
+CONTRACT = re.compile(
+    r"[\w-]+(\.[\w-]+)?\.step\d{6,}\.pp\d+-tp\d+-cp\d+-ep\d+-dp\d+\.rank\d{5,}\.pt\.trace\.json\.gz", re.A
+)
+
+
+@pytest.fixture(scope="module")
+def dead_pid() -> int:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    return ended.pid
+
+
+def test_the_contract() -> None:
+    name = artifact_name("train_actor", None, 12, COORDS, ".pt.trace.json.gz")
+    assert name == "train_actor.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.pt.trace.json.gz"
+    name = artifact_name("train_log_probs", "ref", 5000, COORDS, ".nsys-rep")
+    assert name == "train_log_probs.ref.step005000.pp2-tp1-cp0-ep1-dp3.rank00037.nsys-rep"
+
+
+@given(
+    st.text(min_size=1) | st.sampled_from(["../../x", "/etc/passwd", "a" * 500, "..", ".", "ref\x00", "Rolle-Ä", "a b"])
+)
+def test_any_role_stays_one_short_component_of_a_path(role: str) -> None:
+    name = artifact_name("train_actor", role, 1, COORDS, ".pt.trace.json.gz")
+    assert CONTRACT.fullmatch(name)
+    assert Path("/save", name).parent == Path("/save")
+    assert len(kineto_temporary(temporary_path(Path("/save", name))).name.encode()) < 255
+
+
+@given(st.text(min_size=1, max_size=60), st.text(min_size=1, max_size=60))
+def test_different_roles_have_different_names(one: str, other: str) -> None:
+    assert (sanitise(one) == sanitise(other)) == (one == other)
+
+
+def test_every_rank_of_a_world_has_its_own_name() -> None:
+    layout = WorldLayout(ParallelSizes(tp=2, pp=4, ep=2, dp=4))
+    found = {artifact_name("evaluate", None, 0, coords, ".x") for coords in layout}
+    assert len(found) == len(layout)
+
+
+def test_a_world_that_fits_one_directory_has_no_other() -> None:
+    layout = WorldLayout(ParallelSizes.of(1024, tp=8, pp=4))
+    assert {shard(coords) for coords in layout} == {""}
+    path = artifact_path("/save", "train_actor", "ref", 12, COORDS, ".x")
+    assert path == Path("/save", artifact_name("train_actor", "ref", 12, COORDS, ".x"))
+
+
+def test_a_larger_world_has_directories_of_1024_ranks() -> None:
+    layout = WorldLayout(ParallelSizes.of(2048, tp=8, pp=16, cp=2, ep=8))
+    assert shard(layout.coords(0)) == shard(layout.coords(1023)) == "ranks000000-001023"
+    assert shard(layout.coords(1024)) == shard(layout.coords(2047)) == "ranks001024-002047"
+    name = artifact_name("timeline", None, 7, layout.coords(1024), ".x")
+    assert artifact_path("/save", "timeline", None, 7, layout.coords(1024), ".x") == Path(
+        "/save/ranks001024-002047", name
+    )
+
+
+@pytest.mark.slow
+def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
+    """Every kind of file that one window can have, on every rank, with the files that are still unfinished."""
+    layout = WorldLayout(ParallelSizes.of(131_072, tp=8, pp=16, cp=2, ep=8))
+    kinds = [".pt.trace.json.gz", ".et.json", ".kernels.json", ".stacks.txt", ".nsys.json", ".memory.pickle"]
+    folders: collections.Counter[Path] = collections.Counter()
+    for coords in layout:
+        for kind in kinds:
+            path = artifact_path("/save", "train_actor", None, 5, coords, kind)
+            folders.update((path.parent, temporary_path(path).parent))
+    assert len(folders) == 128
+    assert max(folders.values()) < 100_000
+    assert len({folder.parent for folder in folders}) == 1
+
+
+def test_leftovers_in_a_shard_are_removed(tmp_path: Path, dead_pid: int) -> None:
+    coords = WorldLayout(ParallelSizes.of(2048, tp=8)).coords(1500)
+    final = artifact_path(tmp_path, "train_actor", None, 5, coords, ".et.json")
+    raw_path(final).write_text("{}")
+    leftover = final.with_name(f".older.{host()}.{dead_pid}.raw")
+    leftover.touch()
+    writer = Writer()
+    writer.submit(Job(raw_path(final), final))
+    assert writer.close(60)
+    assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")] == [Path("ranks001024-002047", final.name)]
+
+
+def test_an_uncompressed_file_is_called_what_it_is() -> None:
+    assert plain_path(Path("/t/a.pt.trace.json.gz")) == Path("/t/a.pt.trace.json")
+    assert plain_path(Path("/t/a.memory.pickle")) == Path("/t/a.memory.pickle")
+
+
+def test_a_raw_file_has_a_directory_even_if_somebody_removed_it(tmp_path: Path) -> None:
+    raw = raw_path(tmp_path / "gone" / "a.gz")
+    assert raw.parent.is_dir()
+    assert raw.name.startswith(".")
+
+
+def test_only_files_of_dead_processes_of_this_host_are_leftovers(dead_pid: int) -> None:
+    for kind in ("raw", "tmp", "raw.tmp"):
+        assert is_leftover(f".a.b.gz.{host()}.{dead_pid}.{kind}")
+        assert not is_leftover(f".a.b.gz.{host()}.{os.getpid()}.{kind}")
+        assert not is_leftover(f".a.b.gz.other-{host()}.{dead_pid}.{kind}")
+        assert not is_leftover(f".a.b.gz.{host()}.{10**30}.{kind}")
+        assert not is_leftover(f"a.b.gz.{host()}.{dead_pid}.{kind}")
+    assert not is_leftover(f".{host()}.{dead_pid}.raw")
+    assert not is_leftover(f".a.gz.{host()}.{dead_pid}.gz")
+
+
+def test_what_this_process_is_writing_is_no_leftover(tmp_path: Path) -> None:
+    raw = raw_path(tmp_path / "a.gz")
+    for path in (raw, temporary_path(tmp_path / "a.gz"), kineto_temporary(raw)):
+        assert names._UNFINISHED.fullmatch(path.name)
+        assert not is_leftover(path.name)

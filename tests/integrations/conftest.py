@@ -1,0 +1,37 @@
+"""The hosts' released wheels, downloaded once per run of the tests; a missing registry skips, and says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.wheels import WHEELS
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """``wheel(host)``: a directory with its unpacked wheel, which the caller may change: each call unpacks anew."""
+    downloads = tmp_path_factory.mktemp("wheels")
+    failures: dict[str, str] = {}
+
+    def unpacked(host: str) -> Path:
+        directory = downloads / host
+        if not directory.exists() and host not in failures:
+            options = ["--no-deps", "--ignore-requires-python", "--quiet", "--dest", str(directory)]
+            command = [sys.executable, "-m", "pip", "download", *options, WHEELS[host]]
+            run = subprocess.run(command, capture_output=True, text=True, timeout=600)
+            if run.returncode:
+                failures[host] = (run.stderr.strip().splitlines() or ["no message"])[-1]
+        if host in failures:
+            pytest.skip(f"{WHEELS[host]} cannot be downloaded: {failures[host]}")
+        target = tmp_path_factory.mktemp(host)
+        with zipfile.ZipFile(next(directory.glob("*.whl"))) as archive:
+            archive.extractall(target)
+        return target
+
+    return unpacked

@@ -1,0 +1,98 @@
+"""What the tests share that drive a host's real functions on real megatron-core, over gloo, on the CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig
+from megaprof.autoload.arming import environment
+from megaprof.formats.ranges import parse
+
+ROOT = Path(__file__).parents[2]
+#: Imported by hosts at their top, and either CUDA's or of no concern to what is driven.
+EDGES = (
+    "apex",
+    "flash_attn",
+    "mbridge",
+    "megatron.energon",
+    "modelopt",
+    "nvidia_resiliency_ext",
+    "nvdlfw_inspect",
+    "ring_flash_attn",
+    "sglang",
+    "sglang_router",
+    "torch_memory_saver",
+    "vllm",
+    "wandb",
+)
+
+
+def host_environment(host: Path, config: ProfileConfig | None) -> dict[str, str]:
+    """The environment of ``megaprof run`` for a process that imports ``host`` from its directory."""
+    paths = [str(ROOT), str(Path(__file__).parent), str(host), os.environ.get("PYTHONPATH", "")]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "KINETO_LOG_LEVEL": "6"}
+    return environment(config or ProfileConfig(), env)
+
+
+def checkout(variable: str) -> str:
+    """The directory that ``variable`` names; the tests fetch no repository, so a missing one is a skip that says so."""
+    if variable not in os.environ:
+        pytest.skip(f"{variable} is not set; it names a checkout, which the tests do not fetch (docs/hosts/README.md)")
+    return os.environ[variable]
+
+
+def skip_unless_importable(module: str, env: dict[str, str], *edges: str) -> None:
+    """Skip, naming it, where a package that the host itself needs is not installed. Any other failure is one."""
+    code = f"import driving; driving.prepare(None, *{edges!r}); import {module}"
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    last = (run.stderr.strip().splitlines() or [""])[-1]
+    if run.returncode and last.startswith("ModuleNotFoundError"):
+        pytest.skip(f"{module} cannot be imported here: {last}")
+    assert run.returncode == 0, run.stderr
+
+
+def prepare(host: str | None = None, *edges: str) -> None:
+    """Megatron-core first, as it is here; then nothing in the place of ``edges``, and of EDGES where they are missing.
+
+    ``host`` goes on the path: a rank of ``run_ranks`` has the path of the test that started it.
+    """
+    import importlib.metadata
+
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.models.gpt.gpt_model  # noqa: F401
+
+    from tests.integrations.edges import newer_typing, replace, replace_missing
+
+    if host is not None:
+        sys.path.append(host)
+    newer_typing()
+    replace_missing(*EDGES)
+    replace(*edges)
+    if "transformer_engine" in edges:  # hosts ask for its version, and compare it
+        released = importlib.metadata.version
+        named = {"transformer-engine": "2.9.0"}
+        importlib.metadata.version = lambda distribution_name: (
+            named.get(distribution_name) or released(distribution_name)
+        )
+
+
+def traces(directory: Path) -> dict[str, Any]:
+    """Captured traces by target, role, step and pipeline rank, as in their names."""
+    found = {}
+    for path in sorted(directory.glob("*.pt.trace.json.gz")):
+        with gzip.open(path) as file:
+            found[path.name.partition("-tp")[0]] = json.load(file)
+    return found
+
+
+def labels(trace: Any) -> list[str]:
+    names = (parse(str(event.get("name", ""))) for event in trace["traceEvents"])
+    return [name.label for name in names if name is not None]

@@ -1,0 +1,226 @@
+"""Adapters: what a host's functions know is known to the schedule calls inside them."""
+
+from __future__ import annotations
+
+import sys
+import types
+from argparse import Namespace
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaprof.autoload import slime as slime_entry
+from megaprof.capture import roles
+from megaprof.capture.evaluation import evaluating
+from megaprof.hooks.patching import Patches
+from megaprof.integrations import contract as adapter
+from megaprof.integrations import megatron_bridge, megatron_lm, ms_swift, skyrl, slime, verl
+from megaprof.integrations import registry as table
+from megaprof.integrations.contract import Facts, Hook
+
+
+def seen() -> tuple[str | None, int | None, bool]:
+    """What a schedule call at this place would be counted as."""
+    return roles.current().role, table.iteration(), evaluating()
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = types.ModuleType("acme.training")
+    code = """
+from contextlib import contextmanager
+def train(model, step, *, fail=False):
+    'docstring'
+    if fail:
+        raise KeyError(step)
+    return seen()
+class Trainer:
+    name = "mine"
+    def evaluate(self):
+        return seen()
+    @contextmanager
+    def reference(self):
+        yield seen()
+"""
+    vars(module)["seen"] = seen
+    exec(code, vars(module))
+    monkeypatch.setitem(sys.modules, "acme.training", module)
+    return module
+
+
+HOOKS = (
+    Hook("acme.training", "train", lambda known: Facts(role="actor", iteration=known["step"])),
+    Hook("acme.training", "Trainer.evaluate", lambda known: Facts(role=known["self"].name, evaluation=True)),
+    Hook("acme.training", "Trainer.reference", lambda known: Facts(role="ref"), context=True),
+    Hook("acme.training", "gone", lambda known: Facts(role="never")),
+    Hook("acme.elsewhere", "train", lambda known: Facts(role="never")),
+)
+
+
+@pytest.fixture
+def adapted(host: Any) -> Iterator[Any]:
+    before = host.train, vars(host.Trainer)["evaluate"]
+    patches = Patches()
+    adapter.apply(HOOKS, patches)
+    adapter.apply(HOOKS, patches)  # a second time changes nothing
+    yield host
+    patches.restore()
+    assert (host.train, vars(host.Trainer)["evaluate"]) == before
+
+
+def test_a_function_tells_role_and_iteration_for_its_own_duration(adapted: Any) -> None:
+    assert adapted.train("model", step=7) == ("actor", 7, False)
+    assert adapted.train("model", 8) == ("actor", 8, False)
+    assert seen() == (None, None, False)
+    assert (adapted.train.__name__, adapted.train.__doc__) == ("train", "docstring")
+
+
+def test_the_hosts_exception_passes_and_nothing_stays(adapted: Any) -> None:
+    with pytest.raises(KeyError, match="7"):
+        adapted.train("model", 7, fail=True)
+    assert seen() == (None, None, False)
+
+
+def test_a_method_and_an_evaluation(adapted: Any) -> None:
+    assert adapted.Trainer().evaluate() == ("mine", None, True)
+
+
+def test_facts_hold_inside_a_context_manager(adapted: Any) -> None:
+    with adapted.Trainer().reference() as inside:
+        assert inside == ("ref", None, False)
+        assert seen() == ("ref", None, False)
+        assert adapted.train("model", 3) == ("actor", 3, False)
+    assert seen() == (None, None, False)
+
+
+def test_what_cannot_be_read_is_left_unsaid(
+    host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    patches = Patches()
+    adapter.apply((Hook("acme.training", "train", lambda known: known["missing"]),), patches)
+    assert host.train("model", 1) == (None, None, False)
+    assert host.train("model", 2) == (None, None, False)
+    assert caplog.text.count("cannot read") == 1
+    with pytest.raises(TypeError, match="step"):
+        host.train("model")
+    patches.restore()
+
+
+def facts(module: Any, function: str, **arguments: Any) -> Facts:
+    hooks: dict[str, Hook] = {hook.function: hook for hook in module.HOOKS}
+    return hooks[function].read(arguments)
+
+
+def test_slime_numbers_steps_as_it_logs_them() -> None:
+    model = [SimpleNamespace(role="critic")]
+    assert facts(slime, "train", model=model, num_microbatches=[4, 4, 4]).role == "critic"
+    assert facts(slime, "train_one_step", rollout_id=5, step_id=2) == Facts(iteration=17)
+
+
+def test_slime_tells_whose_weights_are_loaded() -> None:
+    actor = [SimpleNamespace(role="actor")]
+    for prefix, role in (("ref_", "ref"), ("teacher_", "teacher"), ("", "actor")):
+        assert facts(slime, "forward_only", model=actor, store_prefix=prefix).role == role
+    assert facts(slime, "forward_only", model=[SimpleNamespace(role="critic")]).role == "critic"
+
+
+def test_verl_workers() -> None:
+    critic = SimpleNamespace(config=SimpleNamespace(model_type="value_model"))
+    language = SimpleNamespace(config=SimpleNamespace(model_type="language_model"))
+    assert facts(verl, "ActorRolloutRefWorker.compute_ref_log_prob", self=None).role == "ref"
+    assert facts(verl, "ActorRolloutRefWorker.update_actor", self=None).role == "actor"
+    assert facts(verl, "TrainingWorker.train_batch", self=critic).role == "critic"
+    assert facts(verl, "TrainingWorker.infer_batch", self=language) == Facts()
+
+
+def test_verl_sft_infers_only_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    language = SimpleNamespace(config=SimpleNamespace(model_type="language_model"))
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="verl.trainer.sft_trainer"))
+    assert facts(verl, "TrainingWorker.infer_batch", self=language).evaluation
+
+
+def test_verl_sft_steps_are_its_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    language = SimpleNamespace(config=SimpleNamespace(model_type="language_model"))
+
+    def fit(global_step: int) -> Facts:
+        return facts(verl, "TrainingWorker.train_batch", self=language)
+
+    assert fit(7).iteration is None  # somebody else's function of that name
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="verl.trainer.sft_trainer"))
+    assert fit(7) == Facts(iteration=7)
+    assert facts(verl, "TrainingWorker.train_batch", self=language) == Facts()
+
+
+def test_skyrl_workers() -> None:
+    class Worker:
+        model = object()
+
+        def run(
+            self, data: Any, function: str = "forward_backward_mini_batch", model: Any = None, **given: Any
+        ) -> Facts:
+            return facts(skyrl, f"MegatronModelWrapper.{function}", **{"self": model or self.model, **given})
+
+    class MegatronRefWorkerBase(Worker): ...
+
+    data = SimpleNamespace(metadata={"global_step": 12})
+    assert Worker().run(data) == Facts("actor", 12)
+    assert Worker().run(SimpleNamespace()) == Facts("actor")
+    assert Worker().run(data, forward_only=True) == Facts("actor", evaluation=True)
+    assert Worker().run(data, "forward") == Facts("actor")
+    assert MegatronRefWorkerBase().run(data, "forward") == Facts("ref")
+    assert Worker().run(data, model=object()) == Facts()
+
+
+def test_ms_swift_and_bridge_iterations() -> None:
+    trainer = SimpleNamespace(state=SimpleNamespace(iteration=3))
+    assert facts(ms_swift, "BaseMegatronTrainer.train_step", self=trainer).iteration == 3
+    state = SimpleNamespace(train_state=SimpleNamespace(step=4))
+    assert facts(megatron_bridge, "train_step", global_state=state).iteration == 4
+    assert facts(ms_swift, "MegatronRLHFTrainer.compute_per_token_logps").role == "actor"
+    with roles.role("ref"):
+        assert facts(ms_swift, "MegatronRLHFTrainer.compute_per_token_logps").role == "ref"
+
+
+def test_megatron_lm_rl_computes_its_own_log_probs_first() -> None:
+    for _ in range(2):
+        assert facts(megatron_lm, "prepare_data_for_update") == Facts()
+        assert facts(megatron_lm, "compute_logprobs_batch").role == "actor"
+        assert facts(megatron_lm, "compute_logprobs_batch").role == "ref"
+
+
+def test_ms_swift_options_mean_what_they_say(tmp_path: Any) -> None:
+    options = {
+        "enable_profiler": True,
+        "profiler_target": ["train_actor"],
+        "profiler_save_path": str(tmp_path),
+        "profiler_ranks": "0,1",
+        "profiler_contents": ["cpu", "stack"],
+        "profiler_steps": "2:4",
+    }
+    config = ms_swift.config_of(SimpleNamespace(**options))
+    assert (config.select, config.steps, config.activities, config.with_stack) == ("0,1", "2:4", ("cpu",), True)
+    assert config.profile_memory is False
+    assert not ms_swift.config_of(SimpleNamespace(**options | {"enable_profiler": False})).enabled
+    with pytest.raises(ValueError, match="--profiler_contents: unknown 'gpu'"):
+        ms_swift.config_of(SimpleNamespace(**options | {"profiler_contents": ["gpu"]}))
+
+
+def test_slime_init_honours_slimes_own_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    armed: list[Any] = []
+    monkeypatch.setattr("megaprof.autoload.slime.arm", armed.append)
+    typed = Namespace(**slime.DEFAULTS, use_pytorch_profiler=False)
+    slime_entry.init(typed)
+    assert armed == []
+    monkeypatch.setenv("MEGAPROF_DIR", str(tmp_path))
+    slime_entry.init(typed)
+    typed.profile_target, typed.profile_step_start, typed.profile_step_end = ["train_log_probs"], 3, 5
+    slime_entry.init(typed)
+    assert [(config.target, config.steps) for config in armed] == [
+        (("train_overall",), "10:12"),
+        (("train_log_probs",), "3:5"),
+    ]
+    typed.use_pytorch_profiler = True
+    with pytest.raises(ValueError, match="--use-pytorch-profiler"):
+        slime_entry.init(typed)

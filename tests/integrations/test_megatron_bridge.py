@@ -1,0 +1,121 @@
+"""Megatron-Bridge's own ``train_step`` and ``evaluate``, from its released wheel, on real megatron-core.
+
+Real: both functions, and how they call the schedule. Replaced: the configuration containers around them, the optimizer
+and the dataset. Needs what Bridge needs: megatron-core 0.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig
+from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from tests.integrations.driving import host_environment, labels, prepare, skip_unless_importable, traces
+
+pytestmark = pytest.mark.hosts
+
+WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16)
+FIRST = 7
+
+
+class Options(SimpleNamespace):
+    """A configuration container: what is not given is off."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+class Timers:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return SimpleNamespace(start=lambda **_: None, stop=lambda **_: None)
+
+    def log(self, names: list[str]) -> None: ...
+
+
+def train(host: str) -> None:
+    init_distributed()
+    with cpu_megatron():
+        gpt = build(WORKLOAD)  # before something stands in for Transformer Engine: megatron-core would use it, too
+        prepare(host, "transformer_engine")
+        drive(gpt)
+
+
+def drive(gpt: Any) -> None:
+    from megatron.bridge.training import eval as bridge_eval
+    from megatron.bridge.training import train as bridge
+    from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+
+    count = WORKLOAD.microbatches
+    init_num_microbatches_calculator(0, None, count, 1, 1)
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+    state = Options(
+        cfg=Options(
+            train=Options(micro_batch_size=1, global_batch_size=count, empty_unused_memory_level=0),
+            validation=Options(eval_iters=1, eval_micro_batch_size=1, eval_global_batch_size=count),
+            model=Options(seq_length=WORKLOAD.seq_length),
+            optimizer=Options(),
+            ddp=Options(),
+            data_parallel_size=1,
+            dist=Options(use_decentralized_pg=True),
+            dataset=Options(dataloader_type="single"),
+        ),
+        timers=Timers(),
+        train_state=SimpleNamespace(step=FIRST, consumed_valid_samples=0),
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    exchange = P2PCommunicator(groups.pp, gpt.config)
+    optimizer = SimpleNamespace(
+        zero_grad=gpt.optimizer.zero_grad, step=lambda: (gpt.optimizer.step(), (True, 1.0, 0))[1], param_groups=[]
+    )
+    scheduler = SimpleNamespace(step=lambda increment: None)
+    schedule = get_forward_backward_func()
+    for _ in range(2):
+        data = gpt.data_iterator(state.train_state.step)
+        bridge.train_step(gpt.forward_step, data, gpt.chunks, optimizer, scheduler, state, groups, schedule, exchange)
+        state.train_state.step += 1
+    bridge_eval.evaluate(
+        state,
+        gpt.forward_step,
+        gpt.data_iterator(0),
+        gpt.chunks,
+        None,
+        state.cfg,
+        p2p_communicator=exchange,
+        pg_collection=groups,
+    )
+
+
+def test_steps_and_evaluation(wheel: Callable[[str], Path], tmp_path: Path) -> None:
+    if tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 19):
+        pytest.skip(f"Megatron-Bridge 0.6.2 needs megatron-core 0.19, and {version('megatron-core')} is installed here")
+    config = ProfileConfig(
+        target=("train_actor", "train_log_probs", "evaluate"),
+        dir=str(tmp_path),
+        select="per-stage",
+        steps=f"train_actor={FIRST + 1};train_log_probs=0;evaluate=0",
+        activities=("cpu",),
+    )
+    host = wheel("megatron-bridge")
+    env = host_environment(host, config)
+    skip_unless_importable("megatron.bridge.training.train", env, "transformer_engine")
+    run_ranks(train, WORKLOAD.world_size, str(host), timeout=240, env=env)
+
+    found = traces(tmp_path)
+    assert sorted(found) == [
+        f"{kind}.pp{pp}" for kind in ("evaluate.step000000", f"train_actor.step{FIRST + 1:06d}") for pp in (0, 1)
+    ]
+    for name, trace in found.items():
+        assert labels(trace).count("forward") == WORKLOAD.microbatches
+        assert labels(trace).count("backward") == (WORKLOAD.microbatches if name.startswith("train_actor") else 0)

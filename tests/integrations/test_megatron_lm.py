@@ -1,0 +1,140 @@
+"""Megatron-LM's own pretrain_gpt.py, from a checkout, on the CPU: once with ``megaprof run``, once with the patch.
+
+Needs ``MEGATRON_LM_CHECKOUT``: a checkout of a version that ``megaprof patch`` knows, copied and left as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations import driving
+from tests.integrations.driving import ROOT
+
+pytestmark = pytest.mark.hosts
+
+#: pretrain_gpt.py imports them itself.
+NEEDS = ("transformers", "sentencepiece", "tiktoken", "einops", "six")
+ARGUMENTS = """
+--num-layers 8 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+--micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --min-lr 1e-5 --clip-grad 0 --mock-data
+--tokenizer-type NullTokenizer --vocab-size 256 --transformer-impl local --distributed-backend gloo
+--use-cpu-initialization --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
+--no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm --log-interval 1
+--eval-interval 3 --eval-iters 1 --position-embedding-type learned_absolute --attention-dropout 0 --hidden-dropout 0
+--attention-backend unfused --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 6 --ckpt-format torch
+"""
+PROFILE = "--profile-target train_actor train_log_probs evaluate --profile-select per-stage --profile-activities cpu"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    given = driving.checkout("MEGATRON_LM_CHECKOUT")
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"pretrain_gpt.py imports {', '.join(missing)}, not installed here: pip install 'megaprof[hosts]'")
+    copy = tmp_path / "Megatron-LM"
+    copy.mkdir()
+    for name in ("megatron", "pretrain_gpt.py", "gpt_builders.py", "model_provider.py"):
+        source = Path(given) / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+    return copy
+
+
+def pretrain(checkout: Path, *before: str, arguments: tuple[str, ...], ranks: int = 2) -> None:
+    """torchrun; ``before`` stands where the script would."""
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "KINETO_LOG_LEVEL": "6",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    script = [str(Path(__file__).parent / "megatron_lm_on_cpu.py"), str(checkout), "pretrain_gpt.py"]
+    command = [*launcher, *before, *script, *ARGUMENTS.split(), *arguments]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
+
+
+def megaprof(*arguments: str) -> str:
+    command = [sys.executable, "-m", "megaprof", *arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=200).stdout
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name.partition("-tp")[0] for path in directory.iterdir())
+
+
+def stages(*kinds: str) -> list[str]:
+    return [f"{kind}.pp{stage}" for kind in kinds for stage in (0, 1)]
+
+
+def trained(directory: Path) -> dict[str, Any]:
+    """What the report says about the training step."""
+    report = json.loads(megaprof("report", str(directory), "--json", "-"))
+    return next(target for target in report["targets"] if target["target"] == "train_actor")
+
+
+def test_run_without_an_edit_and_resume(checkout: Path, tmp_path: Path) -> None:
+    out, resumed, saved = tmp_path / "out", tmp_path / "resumed", str(tmp_path / "saved")
+    steps = "train_actor={};train_log_probs=0;evaluate=0"
+    run = ["-m", "megaprof", "run", *PROFILE.split()]
+    pretrain(
+        checkout,
+        *run, "--profile-dir", str(out), "--profile-steps", steps.format(4), "--",
+        arguments=("--train-iters", "6", "--save", saved, "--save-interval", "6"),
+    )  # fmt: skip
+    assert names(out) == stages("evaluate.step000000", "train_actor.step000004")
+    reported = trained(out)
+    assert reported["slowest_stage"] == 0
+    assert any(cause["kind"] == "layers" for cause in reported["causes"])
+
+    pretrain(
+        checkout,
+        *run, "--profile-dir", str(resumed), "--profile-steps", steps.format(7), "--",
+        arguments=("--train-iters", "8", "--load", saved, "--override-opt_param-scheduler"),
+    )  # fmt: skip
+    assert names(resumed) == stages("evaluate.step000000", "train_actor.step000007")
+
+
+def test_tensor_parallel_stages(checkout: Path, tmp_path: Path) -> None:
+    """TP=2 PP=2 without an edit: one rank of each stage. Four ranks on a few busy cores say nothing about time."""
+    out = tmp_path / "out"
+    steps = "train_actor=3;train_log_probs=0;evaluate=0"
+    pretrain(
+        checkout,
+        *("-m", "megaprof", "run", *PROFILE.split(), "--profile-dir", str(out), "--profile-steps", steps, "--"),
+        arguments=(
+            *("--tensor-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "2", "--train-iters", "4"),
+        ),
+        ranks=4,
+    )
+    assert names(out) == stages("evaluate.step000000", "train_actor.step000003")
+    assert sorted(path.name.rpartition("rank")[2][:5] for path in out.iterdir()) == ["00000", "00000", "00002", "00002"]
+    reported = trained(out)
+    assert (reported["sizes"]["tp"], reported["sizes"]["pp"]) == (2, 2)
+    assert [chunk["layers"] for stage in reported["stages"] for chunk in stage["chunks"]] == [2, 6]
+
+
+def test_with_the_patch(checkout: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    megaprof("patch", "megatron-lm", str(checkout))
+    pretrain(
+        checkout,
+        arguments=(
+            *PROFILE.split(),
+            *("--profile-dir", str(out), "--profile-step-start", "3", "--profile-step-end", "5", "--train-iters", "5"),
+        ),
+    )
+    assert names(out) == stages("train_actor.step000003", "train_actor.step000004")

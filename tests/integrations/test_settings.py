@@ -1,0 +1,345 @@
+"""Settings that people have in slime, verl and SkyRL already mean here what they mean there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig
+from megaprof.autoload import slime as slime_entry
+from megaprof.integrations import registry as table
+from megaprof.integrations import skyrl, slime, verl
+from tests.integrations.driving import host_environment, skip_unless_importable
+
+ACTOR, REF, CRITIC = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler", "critic.profiler"
+
+
+def verl_tree(settings: dict[str, Any]) -> dict[str, Any]:
+    """verl's tree with its own defaults, and ``settings`` by dotted name."""
+    torch: dict[str, Any] = {"contents": [], "discrete": False, "schedule": {"active": 0, "skip_first": 0, "repeat": 0}}
+    role: dict[str, Any] = {
+        "tool": "megaprof",
+        "enable": False,
+        "all_ranks": False,
+        "ranks": [],
+        "save_path": "/data/traces",
+        "finish_hook_cmd": None,
+        "finish_hook_all_ranks": False,
+        "finish_hook_ranks": [],
+        "tool_config": {"torch": torch, "nsys": {"discrete": True}},
+    }
+    tree: dict[str, Any] = {"global_profiler": {"tool": "megaprof", "steps": [1, 2, 5]}}
+    for path in (ACTOR, REF, CRITIC):
+        assign(tree, path, copy.deepcopy(role))
+    for path, value in settings.items():
+        assign(tree, path, value)
+    return tree
+
+
+def assign(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        tree = tree.setdefault(parent, {})
+    tree[name] = value
+
+
+def test_verl_steps_ranks_and_save_path() -> None:
+    settings = {
+        f"{ACTOR}.enable": True,
+        f"{ACTOR}.ranks": [0, 8],
+        f"{CRITIC}.enable": True,
+        f"{CRITIC}.all_ranks": True,
+    }
+    config = verl.config_from(verl_tree(settings))
+    assert config == ProfileConfig(
+        target=("train_actor", "train_log_probs"),
+        dir="/data/traces",
+        steps="1,2,5",
+        role_select="actor=0,8;ref=none;critic=all",
+    )
+
+
+def test_verl_without_ranks_captures_rank_0_or_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = verl_tree({f"{ACTOR}.enable": True})
+    assert str(verl.config_from(tree).selector("actor")) == "0"
+    assert verl.config_from(tree).selector("ref") is None
+    monkeypatch.setenv("MEGAPROF_SELECT", "per-stage")
+    assert str(verl.config_from(tree).selector("actor")) == "per-stage"
+
+
+@pytest.mark.parametrize(
+    ("tool", "recorder", "discrete"),
+    [
+        ("megaprof", "torch", False),
+        ("torch", "torch", False),
+        ("nsys", "nsys", True),
+        ("torch_memory", "memory", False),
+    ],
+)
+def test_verl_tools_and_their_own_settings(tool: str, recorder: str, discrete: bool) -> None:
+    config = verl.config_from(verl_tree({f"{ACTOR}.enable": True, f"{ACTOR}.tool": tool}))
+    assert (config.tool, config.discrete) == ((recorder,), discrete)
+
+
+@pytest.mark.parametrize(
+    ("contents", "activities", "on"),
+    [
+        ([], ("cpu", "cuda"), ()),
+        (["cuda", "stack"], ("cpu", "cuda"), ("with_stack",)),
+        (["shapes", "memory"], ("cpu",), ("record_shapes", "profile_memory")),
+    ],
+)
+def test_verl_contents(contents: list[str], activities: tuple[str, ...], on: tuple[str, ...]) -> None:
+    config = verl.config_from(verl_tree({f"{ACTOR}.enable": True, f"{ACTOR}.tool_config.torch.contents": contents}))
+    assert config.activities == activities
+    assert [name for name in ("record_shapes", "profile_memory", "with_stack") if getattr(config, name)] == list(on)
+
+
+def test_verl_finish_command_finds_the_directory_by_verls_name() -> None:
+    command = verl.config_from(verl_tree({f"{ACTOR}.enable": True, f"{ACTOR}.finish_hook_cmd": "ls $X"}))
+    assert command.on_finish_when == "end"
+    printed = subprocess.run(
+        str(command.on_finish).replace("ls $X", 'echo "$VERL_PROFILE_SAVE_PATH $VERL_PROFILE_RANK"'),
+        shell=True,
+        env={"PROFILED_DIR": "/data/traces", "RANK": "3"},
+        capture_output=True,
+        text=True,
+    )
+    assert printed.stdout == "/data/traces 3\n"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {f"{ACTOR}.enable": True, "global_profiler.steps": None}, {f"{ACTOR}.enable": True, f"{ACTOR}.tool": None}],
+)
+def test_verl_off(settings: dict[str, Any]) -> None:
+    assert verl.config_from(verl_tree(settings)) == ProfileConfig()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({f"{ACTOR}.tool": "npu"}, r"global_profiler\.tool: 'npu' .* valid: megaprof, torch, nsys, torch_memory"),
+        ({"global_profiler.steps": [1, -2]}, r"global_profiler\.steps: -2 in \[1, -2\]"),
+        ({"global_profiler.steps": "1"}, r"global_profiler\.steps: '1' .* valid: a list"),
+        ({"global_profiler.profile_continuous_steps": True}, r"profile_continuous_steps: True .* valid: False"),
+        ({f"{ACTOR}.ranks": [True]}, r"actor\.profiler\.ranks: True in \[True\]"),
+        ({f"{ACTOR}.ranks": [0], f"{ACTOR}.all_ranks": True}, r"actor\.profiler\.all_ranks: True and .*ranks: \[0\]"),
+        ({f"{ACTOR}.tool_config.torch.contents": ["gpu"]}, r"torch\.contents: unknown 'gpu'; valid: cpu, cuda"),
+        ({f"{ACTOR}.tool_config.torch.schedule.active": 2}, r"schedule\.active: 2 .* valid: 0, 1"),
+        ({f"{ACTOR}.tool_config.torch.schedule.wait": 1}, r"schedule\.wait: 1 .* valid: 0"),
+        ({f"{ACTOR}.finish_hook_cmd": "ls", f"{ACTOR}.finish_hook_ranks": [0]}, r"finish_hook_ranks: \[0\] .* unset"),
+        ({f"{REF}.enable": True, f"{REF}.save_path": "/b"}, r"ref\.profiler\.save_path: '/b' .* '/data/traces'"),
+        ({f"{ACTOR}.save_path": None}, "--profile-dir is not set"),
+    ],
+)
+def test_verl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        verl.config_from(verl_tree({f"{ACTOR}.enable": True} | settings))
+
+
+@pytest.fixture
+def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl._Settings, "config", None)
+    monkeypatch.setattr(verl._Settings, "step", None)
+    monkeypatch.setattr("megaprof.autoload.arming.install", lambda: False)
+
+
+def facts(function: str, worker: Any, **arguments: Any) -> Any:
+    (hook,) = [hook for hook in verl.HOOKS if hook.function.endswith(function)]
+    return hook.read({"self": worker, **arguments})
+
+
+def critic(**profiler: Any) -> Any:
+    own = {"tool": "megaprof", "enable": True, "ranks": [0], "save_path": "/data/traces", **profiler}
+    return SimpleNamespace(config=SimpleNamespace(model_type="value_model", profiler_config=SimpleNamespace(**own)))
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_verl_profiles_when_its_trainer_says_so() -> None:
+    worker = critic()
+    assert facts("train_batch", worker).iteration == verl._NO_STEP
+    config = table.config()
+    assert config is not None
+    assert (config.role_select, str(config.selector("critic"))) == ("critic=0", "0")
+    facts("start_profile", worker, kwargs={"profile_step": 5})
+    assert facts("train_batch", worker) == ("critic", 5, False)
+    plan = config.plan("train_actor", "critic")
+    assert plan.phase(5, 0).value == "active"
+    facts("stop_profile", worker)
+    assert plan.phase(facts("train_batch", worker).iteration, 0).value == "off"
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_verl_settings_of_another_tool_are_left_to_verl(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert facts("train_batch", critic(tool="torch")).iteration is None
+    monkeypatch.setenv("MEGAPROF_TARGET", "train_actor")
+    assert facts("train_batch", critic()).iteration is None
+    assert table.config() is None
+
+
+@pytest.mark.usefixtures("unsettled")
+def test_verl_mistakes_are_raised_where_the_schedule_is_asked_for() -> None:
+    facts("train_batch", critic(ranks=[-1]))
+    with pytest.raises(ValueError, match=r"critic\.profiler\.ranks: -1"):
+        table.config()
+
+
+@pytest.mark.hosts
+def test_verls_own_dataclasses(wheel: Callable[[str], Path]) -> None:
+    host = wheel("verl")
+    env = host_environment(host, None)
+    skip_unless_importable("verl.utils.profiler.config", env)
+    code = """
+from tests.integrations import driving
+driving.prepare(None)
+from verl.utils.profiler.config import ProfilerConfig, TorchProfilerToolConfig, NsightToolConfig
+from megaprof.integrations.verl import config_from
+torch = TorchProfilerToolConfig(contents=["cpu", "shapes"], discrete=True)
+profiler = ProfilerConfig(tool="torch", enable=True, ranks=[0, 3], save_path="/t", tool_config={"torch": torch})
+tree = {"global_profiler": {"steps": [2]}, "actor_rollout_ref": {"actor": {"profiler": profiler}}}
+config = config_from(tree)
+print([config.role_select, config.dir, config.steps, config.activities, config.record_shapes, config.discrete])
+print(config_from({"global_profiler": {"steps": [2]}, "critic": {"profiler": ProfilerConfig(enable=True)}}).enabled)
+"""
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-2:] == ["['actor=0,3', '/t', '2', ('cpu',), True, True]", "False"]
+
+
+@dataclass
+class SkyRLProfiler:
+    """The fields and defaults of SkyRL 0.4.0's TorchProfilerConfig; the test below has the real one."""
+
+    enable: bool = False
+    ranks: list[int] = field(default_factory=lambda: [0])
+    save_path: str | None = None
+    skip_first: int = 10
+    wait: int = 0
+    warmup: int = 1
+    active: int = 1
+    repeat: int = 1
+    activities: list[str] = field(default_factory=lambda: ["cpu", "cuda"])
+    record_shapes: bool = True
+    profile_memory: bool = False
+    with_stack: bool = True
+    with_flops: bool = False
+    with_modules: bool = False
+    use_gzip: bool = False
+    export_type: str = "chrome_trace"
+
+
+def policy(own: dict[str, Any], **settings: Any) -> Any:
+    return SimpleNamespace(
+        megatron_config=SimpleNamespace(megaprof=own), torch_profiler_config=SkyRLProfiler(**settings)
+    )
+
+
+def test_skyrl_fields_that_were_changed_keep_their_meaning() -> None:
+    target = {"target": ["train_actor"]}
+    config = skyrl.config_of(
+        policy(target, save_path="/t", ranks=[0, 8], active=3, activities=["CPU"], with_flops=True)
+    )
+    assert config == ProfileConfig(
+        target=("train_actor",),
+        dir="/t",
+        select="0,8",
+        skip_first=10,
+        warmup=1,
+        active=3,
+        activities=("cpu",),
+        with_flops=True,
+    )
+    assert skyrl.config_of(policy({**target, "dir": "/t"})) == ProfileConfig(target=("train_actor",), dir="/t")
+    stacks = skyrl.config_of(policy(target, save_path="/t", export_type="stacks"))
+    assert (stacks.export, stacks.with_stack) == (("stacks",), True)
+
+
+def test_skyrl_megaprofs_own_options_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"target": ["train_actor"], "dir": "/mine", "steps": "4", "all_ranks": True}
+    config = skyrl.config_of(policy(own, save_path="/t", ranks=[1], skip_first=2))
+    assert config == ProfileConfig(target=("train_actor",), dir="/mine", steps="4", all_ranks=True)
+    monkeypatch.setenv("MEGAPROF_TARGET", "train_actor")
+    monkeypatch.setenv("MEGAPROF_SELECT", "per-stage")
+    assert skyrl.config_of(policy({}, save_path="/t", ranks=[1])).select == "per-stage"
+
+
+def test_skyrl_without_a_target_is_skyrls_own_profilers() -> None:
+    assert not skyrl.config_of(policy({}, enable=True, save_path="/t")).enabled
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"enable": True}, r"torch_profiler_config\.enable: True .* valid: False"),
+        ({"ranks": [-1]}, "'-1'"),
+        ({"ranks": []}, r"torch_profiler_config\.ranks: ''"),
+        ({"warmup": -1}, r"torch_profiler_config\.warmup: -1 .* at least 0"),
+        ({"active": None}, r"torch_profiler_config\.active: None"),
+        ({"activities": ["gpu"]}, r"torch_profiler_config\.activities: unknown value 'gpu'; valid: .*cpu, cuda"),
+        ({"export_type": "html"}, r"torch_profiler_config\.export_type: .*'html'; valid: .*stacks"),
+        ({"export_type": "stacks", "with_stack": False}, "--profile-with-stack"),
+    ],
+)
+def test_skyrl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        skyrl.config_of(policy({"target": ["train_actor"], "dir": "/t"}, **settings))
+
+
+@pytest.mark.hosts
+def test_skyrls_own_dataclass(wheel: Callable[[str], Path]) -> None:
+    host = wheel("skyrl")
+    env = host_environment(host, None)
+    skip_unless_importable("skyrl.train.config.config", env, "skyrl_gym")
+    code = """
+from tests.integrations import driving
+driving.prepare(None, "skyrl_gym")
+import dataclasses, json
+from skyrl.train.config.config import TorchProfilerConfig
+from types import SimpleNamespace
+from megaprof.integrations.skyrl import config_of
+own = SimpleNamespace(megaprof={"target": ["train_actor"]})
+settings = TorchProfilerConfig(save_path="/t", ranks=[0, 4], skip_first=2)
+config = config_of(SimpleNamespace(megatron_config=own, torch_profiler_config=settings))
+print(json.dumps(dataclasses.asdict(TorchProfilerConfig())))
+print([config.dir, config.select, config.skip_first, config.warmup, config.with_stack])
+"""
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr
+    defaults, config = run.stdout.splitlines()[-2:]
+    assert json.loads(defaults) == vars(SkyRLProfiler())
+    assert config == "['/t', '0,4', 2, 1, False]"
+
+
+def test_slime_variables() -> None:
+    ours = {"MEGAPROF_RECORD_SHAPES": "1", "MEGAPROF_MEMORY": "1", "MEGAPROF_ALL_RANKS": "1"}
+    theirs = {"SLIME_PROFILE_RECORD_SHAPES": "True", "SLIME_PROFILE_MEMORY": "yes", "SLIME_PROFILE_ALL_RANKS": "1"}
+    found = slime.environment({**theirs, "SLIME_PROFILE_WITH_STACK": "0", "HOME": "/root"})
+    assert {name: value for name, value in found.items() if name.startswith("MEGAPROF_")} == ours
+    assert found["HOME"] == "/root"
+    assert slime.environment({**theirs, "MEGAPROF_RECORD_SHAPES": "0"})["MEGAPROF_RECORD_SHAPES"] == "0"
+    assert "MEGAPROF_ALL_RANKS" not in slime.environment({**theirs, "MEGAPROF_SELECT": "per-stage"})
+    with pytest.raises(ValueError, match="SLIME_PROFILE_WITH_FLOPS: 'maybe'"):
+        slime.environment({"SLIME_PROFILE_WITH_FLOPS": "maybe"})
+
+
+def test_slime_variables_reach_its_own_profiling_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    armed: list[ProfileConfig] = []
+    monkeypatch.setattr("megaprof.autoload.slime.arm", armed.append)
+    monkeypatch.setenv("MEGAPROF_DIR", str(tmp_path))
+    monkeypatch.setenv("SLIME_PROFILE_ALL_RANKS", "1")
+    monkeypatch.setenv("SLIME_PROFILE_WITH_STACK", "true")
+    slime_entry.init(Namespace(**slime.DEFAULTS | {"profile_target": ["train_actor"]}))
+    assert armed == [
+        ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="10:12", all_ranks=True, with_stack=True)
+    ]

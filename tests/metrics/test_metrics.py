@@ -1,0 +1,242 @@
+"""The scalars of a running job, into the real things that read them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megaprof import ProfileConfig
+from megaprof.control.run import Run
+from megaprof.control.status import RankStatus
+from megaprof.metrics import sinks
+from megaprof.metrics.compute import Summary, summarise
+from megaprof.metrics.overview import Overview
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+
+LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
+RUN = Run.new(LAYOUT.coords(0), LAYOUT, ("train_actor",), None, 1.0)
+
+
+def status(rank: int, compute: float | None, step_ms: float = 100.0) -> RankStatus:
+    coords = LAYOUT.coords(rank)
+    recent = None
+    if compute is not None:
+        recent = {"target": "train_actor", "steps": 32, "step_ms": step_ms, "forward_ms": compute / 4}
+        recent |= {"backward_ms": compute * 3 / 4, "combined_ms": 0.0, "finalize_ms": 10.0, "p2p_ms": None}
+    return RankStatus.from_record(
+        {
+            "rank": rank,
+            "coords": {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")},
+            "host": "h",
+            "name": "h",
+            "pid": 1,
+            "time": 1e9,
+            "interval": 1.0,
+            "since": 1e9,
+            "calls": {"train_actor": {"begun": 8, "step": 41, "count": 7, "seconds": 0.1}},
+            "recent": recent,
+            "cost": {"step_us": 50.0, "fraction": 0.0005 + rank / 1e6, "background_fraction": 0.01},
+        }
+    )
+
+
+@pytest.fixture
+def summary() -> Summary:
+    # Rank order: dp is inside pp, so ranks 0 and 1 are stage 0.
+    return summarise(RUN, [status(0, 40.0), status(1, 40.0), status(2, 60.0), status(3, 90.0)])
+
+
+def test_figures(summary: Summary) -> None:
+    assert [(s.pp, s.compute_ms, s.slowest_rank) for s in summary.stages] == [(0, 40.0, 0), (1, 75.0, 3)]
+    assert summary.imbalance == pytest.approx(75 / 57.5)
+    assert summary.slowest_stage == 1
+    assert (summary.straggler, summary.straggler_ratio) == (3, pytest.approx(90 / 75))
+    assert summary.bubble_fraction == pytest.approx((0.5 + 0.15) / 2)
+    assert (summary.step_ms, summary.step, summary.own_cost) == (100.0, 41, pytest.approx(0.000503))
+
+
+def test_nothing_is_made_up() -> None:
+    one = summarise(RUN, [status(0, 40.0)])
+    assert (one.imbalance, one.slowest_stage, one.bubble_fraction, one.straggler) == (None, None, None, None)
+    untimed = summarise(RUN, [status(rank, None) for rank in range(4)])
+    assert (untimed.imbalance, untimed.straggler_ratio, untimed.step_ms) == (None, None, 100.0)
+    assert summarise(RUN, []).step_ms is None
+    assert "megaprof/imbalance" not in sinks.scalars(untimed)
+
+
+def test_prometheus_reads_the_file(summary: Summary, tmp_path: Path) -> None:
+    path = tmp_path / "megaprof.prom"
+    sink = sinks.Prometheus(path, None)
+    sink(summary)
+    sink(summary)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["megaprof.prom"]
+    families = {family.name: family for family in text_string_to_metric_families(path.read_text())}
+    (step,) = families["megaprof_step_seconds"].samples
+    assert (step.value, step.labels) == (0.1, {"target": "train_actor"})
+    assert {s.labels["stage"]: s.value for s in families["megaprof_stage_compute_seconds"].samples} == {
+        "0": 0.04,
+        "1": 0.075,
+    }
+    assert families["megaprof_imbalance_ratio"].samples[0].value == pytest.approx(75 / 57.5)
+    assert all(family.type == "gauge" and family.documentation for family in families.values())
+
+
+def test_roles_do_not_overwrite_each_others_figures(
+    summary: Summary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for role in ("actor", 'a"c\\tor\n'):
+        sinks.Prometheus(tmp_path / "job.prom", role)(summary)
+    written = sorted(tmp_path.iterdir())
+    assert len(written) == 2
+    assert all(path.suffix == ".prom" and path.name.startswith("job.a") for path in written), "what the collector reads"
+    labels = [
+        sample.labels["role"]
+        for path in written
+        for family in text_string_to_metric_families(path.read_text())
+        for sample in family.samples
+        if family.name == "megaprof_step_seconds"
+    ]
+    assert sorted(labels) == sorted(("actor", 'a"c\\tor\n'))
+    assert sinks.scalars(summary, "actor").keys().isdisjoint(sinks.scalars(summary, "critic"))
+
+
+def test_megatron_lms_tensorboard_writer_gets_them(
+    summary: Summary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=str(tmp_path))
+    host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer, _GLOBAL_WANDB_WRITER=None)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
+    ((name, sink),) = sinks.host_sinks()
+    sink(summary)
+    writer.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert name == "TensorBoard"
+    (imbalance,) = events.Scalars("megaprof/imbalance")
+    assert (imbalance.step, imbalance.value) == (41, pytest.approx(75 / 57.5))
+    assert "megaprof/compute_ms/stage_1" in events.Tags()["scalars"]
+
+
+def test_wandbs_step_stays_the_hosts(summary: Summary, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[Any, Any]] = []
+    wandb = types.SimpleNamespace(log=lambda data, **options: logged.append((data, options)))
+    host = types.SimpleNamespace(_GLOBAL_WANDB_WRITER=wandb)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
+    ((_, sink),) = sinks.host_sinks()
+    sink(summary)
+    ((data, options),) = logged
+    assert options == {"commit": False}
+    assert data["megaprof/slowest_stage"] == 1
+
+
+OTEL = """
+import sys
+from megaprof.metrics import sinks
+from megaprof.metrics.compute import Stage, Summary
+assert sinks.meter() is None and "opentelemetry" not in sys.modules
+from opentelemetry import metrics
+assert sinks.meter() is None
+metrics.get_meter("host")  # a proxy, which the API makes by itself
+assert sinks.meter() is None
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+reader = InMemoryMetricReader()
+provider = MeterProvider(metric_readers=[reader])
+if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
+    import types
+    host = types.SimpleNamespace(_GLOBAL_TELEMETRY_HANDLE=types.SimpleNamespace(is_exporting=False))
+    sys.modules["megatron.training.global_vars"] = host
+    assert sinks.meter() is None
+    host._GLOBAL_TELEMETRY_HANDLE = types.SimpleNamespace(is_exporting=True, meter=provider.get_meter("megatron-lm"))
+else:
+    metrics.set_meter_provider(provider)
+sink = sinks.OpenTelemetry(sinks.meter(), "actor")
+stages = (Stage(0, 1, 7, 1.0, 40.0, None, None, None), Stage(1, 1, 7, 1.0, None, None, None, None))
+def seen():
+    data = reader.get_metrics_data()
+    scopes = [] if data is None else data.resource_metrics[0].scope_metrics
+    return {m.name: [(dict(p.attributes), p.value) for p in m.data.data_points] for s in scopes for m in s.metrics}
+assert not any(seen().values()), seen()
+sink(Summary("train_actor", 7, stages, 100.0, 1.25, 1, 0.3, None, None, 0.001))
+found = seen()
+who = {"role": "actor", "target": "train_actor"}
+assert found["megaprof.step"] == [(who, 100.0)], found
+assert found["megaprof.imbalance"] == [(who, 1.25)]
+assert found["megaprof.stage.compute"] == [({**who, "stage": 0}, 40.0)]
+assert not found.get("megaprof.straggler")
+sink.close()
+assert not any(seen().values())
+"""
+
+
+@pytest.mark.parametrize("whose", ["everybody", "megatron-lm"])
+def test_opentelemetry_where_somebody_has_set_it_up(whose: str) -> None:
+    # In a process of its own: a provider can be set only once.
+    ran = subprocess.run([sys.executable, "-c", OTEL, whose], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_environment_alone_makes_no_provider() -> None:
+    code = (
+        "import os; os.environ['OTEL_PYTHON_METER_PROVIDER'] = 'sdk_meter_provider'\n"
+        "import opentelemetry.metrics\nfrom megaprof.metrics import sinks\nassert sinks.meter() is None"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_writer_that_fails_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full:
+        tried = 0
+
+        def add_scalar(self, *arguments: Any) -> None:
+            self.tried += 1
+            raise OSError(28, "No space left on device")
+
+    writer, now = Full(), [0.0]
+    fresh = replace(status(0, 40.0), time=time.time())
+    host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
+    monkeypatch.setattr("megaprof.metrics.overview.read_statuses", lambda *arguments: {0: fresh})
+    monkeypatch.setattr("megaprof.metrics.overview.time.monotonic", lambda: now[0])
+    prometheus = tmp_path / "megaprof.prom"
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), on_demand=True, prometheus=str(prometheus))
+    overview = Overview(config, leads=True, role=None)
+    listener = types.SimpleNamespace(run=RUN, paths=None)
+    for _ in range(3):
+        now[0] += 60
+        overview(listener)  # type: ignore[arg-type]
+        assert prometheus.exists()
+        prometheus.unlink()
+    assert writer.tried == 1
+    assert caplog.text.count("no scalars to TensorBoard any more") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"trigger_step_time": 0.9}, "--profile-trigger-step-time: 0.9 is not valid"),
+        ({"trigger_step_time": 1.5}, "--profile-trigger-step-time has no effect without --profile-on-demand"),
+        ({"trigger_imbalance": 1.3, "on_demand": True}, "--profile-trigger-imbalance needs the stages' times"),
+        ({"trigger_cooldown": 60, "on_demand": True}, "--profile-trigger-cooldown has no effect without"),
+        ({"prometheus": "x.prom"}, "--profile-prometheus has no effect without"),
+        ({"on_demand": True, "dir": "memory://bucket/traces"}, "Give a directory"),
+    ],
+)
+def test_options_that_could_not_be_honoured(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=r".") as fault:
+        ProfileConfig(**{"target": ("train_actor",), "dir": "traces", **options})
+    assert complaint in str(fault.value)

@@ -1,0 +1,295 @@
+"""Coordinates against the real megatron-core: one process plays every rank of a world on torch's fake backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import permutations
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core import parallel_state
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megaprof.parallel.topology import (
+    AXES,
+    DEFAULT_ORDER,
+    ParallelSizes,
+    RankCoords,
+    WorldLayout,
+    coords_from_parallel_state,
+    layout_from_parallel_state,
+)
+
+ORDERS = ["-".join(order) for order in permutations(DEFAULT_ORDER.split("-"))]
+
+# (world, sizes, order): every axis alone, pairs, all together, expert grids unlike the decoder's, both Megatron-LM
+# orders, orders with names left out, and capitals.
+WORLDS = [
+    (8, {}, DEFAULT_ORDER),
+    (8, {"tp": 8}, DEFAULT_ORDER),
+    (8, {"pp": 8}, DEFAULT_ORDER),
+    (8, {"cp": 4}, DEFAULT_ORDER),
+    (8, {"ep": 8}, DEFAULT_ORDER),
+    (8, {"tp": 2, "pp": 2}, DEFAULT_ORDER),
+    (8, {"tp": 2, "pp": 2, "vpp": 3}, DEFAULT_ORDER),
+    (8, {"tp": 2, "pp": 4}, "tp-pp-dp"),
+    (8, {"tp": 2, "pp": 2, "etp": 1}, "tp-dp-pp"),
+    (8, {"tp": 4}, "dp-tp"),
+    (8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, "tp-cp-ep-pp-dp"),
+    (12, {"tp": 3, "pp": 2, "ep": 2}, DEFAULT_ORDER),
+    (12, {"pp": 3, "ep": 2}, DEFAULT_ORDER),
+    (16, {"tp": 2, "pp": 2, "cp": 2, "ep": 4}, DEFAULT_ORDER),
+    (16, {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1}, DEFAULT_ORDER),
+    (16, {"tp": 1, "pp": 4, "cp": 2, "ep": 2, "etp": 2}, DEFAULT_ORDER),
+    (16, {"tp": 2, "pp": 2, "cp": 2, "ep": 4, "etp": 1}, "tp-cp-ep-pp-dp"),
+    (16, {"tp": 2, "cp": 2, "ep": 8}, "ep-dp-cp-tp-pp"),
+    (16, {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "vpp": 2}, "PP-DP-EP-CP-TP"),
+    (32, {"tp": 4, "pp": 2, "cp": 2, "ep": 8, "etp": 2}, DEFAULT_ORDER),
+]
+
+
+@contextmanager
+def megatron(rank: int, world: int, order: str = DEFAULT_ORDER, **sizes: int) -> Iterator[None]:
+    """Megatron's parallel state as `rank` of `world` sees it, destroyed on exit. Nothing is sent anywhere."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.get("tp", 1),
+            pipeline_model_parallel_size=sizes.get("pp", 1),
+            virtual_pipeline_model_parallel_size=sizes.get("vpp"),
+            context_parallel_size=sizes.get("cp", 1),
+            expert_model_parallel_size=sizes.get("ep", 1),
+            expert_tensor_parallel_size=sizes.get("etp"),
+            order=order,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("world", "sizes", "order"), WORLDS)
+def test_every_rank_has_megatrons_coordinates(world: int, sizes: dict[str, int], order: str) -> None:
+    layout = WorldLayout(ParallelSizes.of(world, **sizes), order)
+    for rank in range(world):
+        with megatron(rank, world, order, **sizes):
+            assert coords_from_parallel_state() == layout.coords(rank)
+            found = layout_from_parallel_state()
+            assert found is not None
+        assert list(found) == list(layout)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 2, "pp": 2, "cp": 2, "ep": 2}, {"tp": 2, "pp": 2, "cp": 2, "ep": 4}],
+    ids=["same-dp", "expert-dp-differs"],
+)
+def test_all_120_orders_agree_and_the_same_ones_are_refused(sizes: dict[str, int]) -> None:
+    accepted = 0
+    for order in ORDERS:
+        try:
+            layout = WorldLayout(ParallelSizes.of(16, **sizes), order)
+        except ValueError:
+            with pytest.raises((AssertionError, RuntimeError)), megatron(5, 16, order, **sizes):
+                pass
+            continue
+        accepted += 1
+        for rank in range(0, 16, 3):
+            with megatron(rank, 16, order, **sizes):
+                assert coords_from_parallel_state() == layout.coords(rank)
+    assert 0 < accepted < len(ORDERS)
+
+
+def test_chunks_are_the_callers_or_megatrons_virtual_pipeline_size() -> None:
+    with megatron(0, 4, pp=2, vpp=3):
+        assert coords_from_parallel_state().sizes.vpp == 3
+        assert coords_from_parallel_state(chunks=2).sizes.vpp == 2
+    with megatron(0, 4, pp=2):
+        assert coords_from_parallel_state().sizes.vpp == 1
+
+
+def test_an_uninitialised_parallel_state_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match=r"not initialised: call parallel_state.initialize_model_parallel"):
+        coords_from_parallel_state()
+    with pytest.raises(ValueError, match="not initialised"):
+        layout_from_parallel_state()
+
+
+def test_a_world_that_is_no_grid_has_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    with megatron(1, 8, tp=2):
+        monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: dist.group.WORLD)
+        assert layout_from_parallel_state() is None
+
+
+GLOO_WORLD = """
+import json, multiprocessing, sys, warnings
+warnings.filterwarnings("ignore")
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megaprof.parallel.topology import coords_from_parallel_state, layout_from_parallel_state
+
+def rank_main(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    parallel_state.initialize_model_parallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
+    seen = {"coords": coords_from_parallel_state().as_dict(), "order": layout_from_parallel_state().order}
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(seen, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+ranks = [multiprocessing.get_context("fork").Process(target=rank_main, args=(r, sys.argv[1])) for r in range(4)]
+for process in ranks:
+    process.start()
+for process in ranks:
+    process.join()
+sys.exit(any(process.exitcode for process in ranks))
+"""
+
+
+def test_four_real_gloo_ranks_have_the_same_coordinates(tmp_path: os.PathLike[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", GLOO_WORLD, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    layout = WorldLayout(ParallelSizes.of(4, tp=2, pp=2, ep=2, etp=1))
+    for rank in range(4):
+        with open(os.path.join(tmp_path, f"{rank}.json")) as file:
+            seen = json.load(file)
+        assert RankCoords.from_dict(seen["coords"]) == layout.coords(rank)
+        assert seen["order"] == DEFAULT_ORDER
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> WorldLayout:
+    size = st.integers(1, 4)
+    tp, cp, dp, pp = draw(size), draw(size), draw(size), draw(size)
+    ways = tp * cp * dp
+    etp = draw(st.sampled_from([n for n in range(1, ways + 1) if ways % n == 0]))
+    ep = draw(st.sampled_from([n for n in range(1, ways // etp + 1) if (ways // etp) % n == 0]))
+    sizes = ParallelSizes.of(ways * pp, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+    order = draw(st.sampled_from(ORDERS))
+    try:
+        return WorldLayout(sizes, order)
+    except ValueError:  # pp last is always possible
+        return WorldLayout(sizes, "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"]))
+
+
+@settings(deadline=None)
+@given(layouts())
+def test_coordinates_and_ranks_are_a_bijection(layout: WorldLayout) -> None:
+    places = set()
+    for rank, coords in enumerate(layout):
+        place = {axis: getattr(coords, axis) for axis in ("tp", "cp", "dp", "pp")}
+        assert layout.rank_of(**place) == coords.rank == rank
+        assert all(0 <= getattr(coords, axis) < getattr(layout.sizes, axis) for axis in AXES)
+        places.add(tuple(place.values()))
+    assert len(places) == len(layout) == layout.sizes.world
+    stages = [min(coords.rank for coords in layout if coords.pp == pp) for pp in range(layout.sizes.pp)]
+    assert stages == [layout.rank_of(pp=pp) for pp in range(layout.sizes.pp)]
+
+
+def test_one_rank_of_a_world_too_large_to_enumerate() -> None:
+    layout = WorldLayout(ParallelSizes.of(2**50, tp=8, cp=4, pp=16, ep=64, etp=1))
+    coords = layout.coords(2**50 - 1)
+    assert (coords.tp, coords.cp, coords.pp, coords.ep, coords.dp) == (7, 3, 15, 63, layout.sizes.dp - 1)
+    assert layout.rank_of(tp=7, cp=3, dp=layout.sizes.dp - 1, pp=15) == 2**50 - 1
+
+
+def test_all_131072_ranks() -> None:
+    layout = WorldLayout(ParallelSizes.of(131_072, tp=8, cp=2, pp=16, ep=64, etp=1, vpp=4))
+    assert len({(c.tp, c.cp, c.dp, c.pp) for c in layout}) == 131_072
+
+
+def test_expert_tensor_parallel_size_defaults_to_tensor_parallel_size() -> None:
+    assert ParallelSizes(tp=4).etp == ParallelSizes.of(8, tp=4).etp == 4
+    assert ParallelSizes.of(8, tp=4, etp=1).etp == 1
+    assert ParallelSizes.of(64, tp=2, pp=4, cp=2).dp == 4
+    assert ParallelSizes.of(64, tp=2, pp=4, cp=2).world == 64
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world": 16, "tp": 3}, r"tp=3 x cp=1 x pp=1 = 3 does not divide the world of 16 ranks; .*: 1, 2, 4, 8, 16$"),
+        ({"world": 8, "tp": 4, "pp": 4}, "tp=4 x cp=1 x pp=4 = 16 does not divide the world of 8 ranks"),
+        ({"world": 8, "ep": 3}, "etp=1 x ep=3 x pp=1 = 3 does not divide the world of 8 ranks"),
+        ({"world": 8, "tp": 2, "etp": 3}, "etp=3 x ep=1 x pp=1"),
+        ({"world": 8, "tp": 0}, "tp=0 is not a whole number of at least 1"),
+        ({"world": 8, "pp": -2}, "pp=-2 is not"),
+        ({"world": 8, "etp": 0}, "etp=0 is not"),
+        ({"world": 8, "cp": True}, "cp=True is not"),
+        ({"world": 8, "cp": 2.0}, "cp=2.0 is not"),
+        ({"world": None}, "world=None is not"),
+        ({"world": 8, "vpp": 2}, "vpp=2 needs pp of at least 2"),
+    ],
+)
+def test_impossible_sizes_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelSizes.of(**options)
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("tp-xp-dp-pp", "unknown axis 'xp'; known: tp, pp, cp, ep, dp"),
+        ("", "unknown axis ''"),
+        ("tp-cp-ep-dp-pp-tp", "axis 'tp' stands twice"),
+        ("tp-cp-dp-pp", "axis 'ep' of size 2 is missing"),
+        ("tp-cp-ep-dp", "axis 'pp' of size 2 is missing"),
+        ("tp-cp-ep-pp-dp", "with pp not last, the expert grid's dp=4 must equal dp=2"),
+    ],
+)
+def test_impossible_orders_are_refused(order: str, message: str) -> None:
+    sizes = ParallelSizes.of(16, tp=2, pp=2, cp=2, ep=2, etp=1)
+    with pytest.raises(ValueError, match=message):
+        WorldLayout(sizes, order)
+
+
+def test_places_outside_the_world_are_refused() -> None:
+    layout = WorldLayout(ParallelSizes.of(8, tp=2, pp=2))
+    for rank in (-1, 8):
+        with pytest.raises(ValueError, match=f"rank {rank} is outside the world of 8 ranks"):
+            layout.coords(rank)
+    with pytest.raises(ValueError, match="pp=2 is outside its size 2"):
+        layout.rank_of(pp=2)
+
+
+@settings(deadline=None)
+@given(layouts(), st.data())
+def test_plain_data_round_trip(layout: WorldLayout, data: st.DataObject) -> None:
+    coords = layout.coords(data.draw(st.integers(0, len(layout) - 1)))
+    assert RankCoords.from_dict(json.loads(json.dumps(coords.as_dict()))) == coords
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*AXES, "rank", "sizes"]), inner),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None)
+@given(json_values, st.sampled_from(["rank", "sizes", *AXES]))
+def test_foreign_data_is_a_value_error(value: object, key: str) -> None:
+    good = WorldLayout(ParallelSizes.of(8, tp=2, pp=2)).coords(5).as_dict()
+    assert RankCoords.from_dict({**good, "added later": 1}).as_dict() == good
+    try:
+        RankCoords.from_dict({**good, key: value})
+    except ValueError:
+        pass
+    else:  # only a whole number inside its axis may replace one
+        assert key == "rank" or value in (0, 1, 2, 3)
+    with pytest.raises(ValueError, match=r"not an object|not a whole number"):
+        RankCoords.from_dict(value)
+    del good[key]
+    with pytest.raises(ValueError, match=key):
+        RankCoords.from_dict(good)

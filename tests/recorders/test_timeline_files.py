@@ -1,0 +1,111 @@
+"""A rank's timeline files: rotated, bounded, never overwriting, and whole after a write that failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.formats import timeline as format
+from megaprof.formats.timeline import StepRecord, read_timeline
+from megaprof.parallel.topology import ParallelSizes, RankCoords
+from megaprof.recorders.timeline import files
+from megaprof.recorders.timeline.files import TimelineFiles
+
+COORDS = RankCoords(rank=3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=2))
+SHAPE = list(range(200))
+
+
+def append(timeline: TimelineFiles, step: int, key: str = "actor") -> None:
+    record = StepRecord(9, 9, step, 0, 10**18, 9000, SHAPE, [s + 1 for s in SHAPE], {"forward": 10})
+    timeline.append(key, {"role": key}, SHAPE, record)
+
+
+def test_the_name_has_the_first_step_and_the_coordinates(tmp_path: Path) -> None:
+    timeline = TimelineFiles(tmp_path, "actor", COORDS, 1 << 20)
+    append(timeline, 40)
+    append(timeline, 41, "ref")
+    timeline.close()
+    (path,) = tmp_path.iterdir()
+    assert path.name == "timeline.actor.step000040.pp1-tp1-cp0-ep0-dp0.rank00003.timeline.bin"
+    read = read_timeline(path)
+    assert [(s["step"], read.metadata[s["metadata"]]["role"]) for s in read.steps] == [(40, "actor"), (41, "ref")]
+    assert len(read.shapes) == 1
+    assert timeline.bytes_written == path.stat().st_size
+
+
+def test_size_is_bounded_and_every_file_stands_alone(tmp_path: Path) -> None:
+    limit = 4 << 16
+    timeline = TimelineFiles(tmp_path, None, COORDS, limit)
+    for step in range(3000):
+        append(timeline, step)
+    timeline.close()
+    paths = sorted(tmp_path.iterdir())
+    assert len(paths) == files.FILES
+    assert sum(path.stat().st_size for path in paths) < 1.1 * limit
+    read = [read_timeline(path) for path in paths]
+    steps = [int(step["step"]) for timeline in read for step in timeline.steps]
+    assert steps == list(range(steps[0], 3000))
+    assert all(timeline.metadata and timeline.shapes and timeline.damage is None for timeline in read)
+
+
+def test_a_file_of_an_earlier_run_is_left_alone(tmp_path: Path) -> None:
+    for _ in range(3):
+        timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
+        append(timeline, 7)
+        timeline.close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    stem = "timeline.step000007.pp1-tp1-cp0-ep0-dp0.rank00003"
+    assert names == [f"{stem}.2.timeline.bin", f"{stem}.3.timeline.bin", f"{stem}.timeline.bin"]
+    assert all(len(read_timeline(path).steps) == 1 for path in tmp_path.iterdir())
+
+
+def test_a_write_that_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
+    append(timeline, 0)
+    real, full = os.write, False
+
+    def write(file: int, data: bytes) -> int:
+        if full and len(data) <= 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data[:100] if full else data)
+
+    monkeypatch.setattr(os, "write", write)
+    full = True
+    append(timeline, 1)
+    append(timeline, 2)  # in the pause: not even tried
+    assert timeline.steps_lost == 2
+    assert caplog.text.count("No space left on device") == 1
+    full = False
+    monkeypatch.setattr(timeline, "_paused_until", 0.0)
+    append(timeline, 3)
+    timeline.close()
+    read = [read_timeline(path) for path in sorted(tmp_path.iterdir())]
+    assert [(r.damage, r.steps["step"].tolist()) for r in read] == [(None, [0]), (None, [3])]
+
+
+def test_a_directory_that_cannot_be_made_is_no_exception(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    timeline = TimelineFiles(tmp_path / "file", None, COORDS, 1 << 20)
+    append(timeline, 0)
+    assert "cannot be written" in caplog.text
+    timeline.close()
+
+
+def test_more_kinds_of_steps_than_a_file_can_number_begin_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(format, "MOST_NUMBERS", 4)
+    timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
+    for step in range(10):
+        events: Any = [step]
+        timeline.append("actor", {}, events, StepRecord(0, 0, step, 0, 1, 5, [1], [2], {}))
+    timeline.close()
+    read = [read_timeline(path) for path in sorted(tmp_path.iterdir())]
+    assert [len(r.shapes) for r in read] == [4, 4, 2]
+    assert [event for r in read for i in range(len(r.steps)) for event in r.events(i).code.tolist()] == list(range(10))

@@ -1,0 +1,143 @@
+"""A training job that ends, or splits, in the way that its first argument names. Run by test_ending.py."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaprof import ProfileConfig, install_hooks
+from megaprof.artifacts import writer
+from megaprof.install import Handle
+from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
+
+WORKLOAD = GPTWorkload(layers=1, microbatches=2, hidden=32, seq_length=16, heads=2)
+
+
+def install(gpt: BuiltGPT, directory: str, **fields: Any) -> Handle:
+    return install_hooks(gpt.chunks, ProfileConfig(**{"target": ("train_actor",), "dir": directory, **fields}))
+
+
+def ready() -> None:
+    """The test sends its signal now."""
+    print("ready", flush=True)
+    time.sleep(300)
+
+
+def in_forward(gpt: BuiltGPT, act: Any) -> None:
+    def hook(module: object, inputs: object) -> None:  # what a hook returns would become the inputs
+        act()
+
+    gpt.chunks[0].register_forward_pre_hook(hook)
+
+
+def returns(gpt: BuiltGPT, directory: str) -> None:
+    install(gpt, directory, skip_first=0)
+    gpt.train_step()
+
+
+def raises(gpt: BuiltGPT, directory: str) -> None:
+    install(gpt, directory, target=("train_overall",), skip_first=0)
+    gpt.train_step()
+    raise RuntimeError("of the host")
+
+
+def leaves_at_once(gpt: BuiltGPT, directory: str) -> None:
+    install(gpt, directory, skip_first=0)
+    gpt.train_step()
+    os._exit(3)
+
+
+def waits_in_a_window(gpt: BuiltGPT, directory: str) -> None:
+    install(gpt, directory, skip_first=1)
+    gpt.train_step()
+    in_forward(gpt, ready)
+    gpt.train_step()
+
+
+def waits_in_a_write(gpt: BuiltGPT, directory: str) -> None:
+    """Half of a file is written when the signal comes; the other half within a second of it."""
+    copy = writer.publish.__globals__["shutil"].copyfileobj
+
+    def slowly(source: Any, sink: Any, size: int) -> None:
+        sink.write(source.read(100))
+        sink.flush()
+        print("ready", flush=True)
+        time.sleep(1)
+        copy(source, sink, size)
+
+    writer.publish.__globals__["shutil"].copyfileobj = slowly
+    install(gpt, directory, skip_first=0)
+    gpt.train_step()
+    time.sleep(300)
+
+
+def waits_when_all_is_done(gpt: BuiltGPT, directory: str) -> None:
+    handle = install(gpt, directory, skip_first=0)
+    gpt.train_step()
+    handle.flush()
+    gpt.train_step()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ready()
+
+
+def has_its_own_handler(gpt: BuiltGPT, directory: str) -> None:
+    """As Megatron-LM's --exit-signal-handler: note the signal, finish the step, leave."""
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    install(gpt, directory, skip_first=0)
+    in_forward(gpt, lambda: seen or (print("ready", flush=True), time.sleep(1)))
+    while not seen:
+        gpt.train_step()
+    sys.exit(5)
+
+
+def forks(gpt: BuiltGPT, directory: str) -> None:
+    """Inside a window, as a DataLoader does whose first batch is asked for in a step; and after it."""
+    children: list[int] = []
+
+    def fork() -> None:
+        if children:
+            return
+        child = os.fork()
+        if child:
+            children.append(child)
+            return
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert not handle.active
+        assert handle.flush(0)
+        torch.ones(2).sum()
+        atexit._run_exitfuncs()
+        os._exit(7)  # as multiprocessing does: torch itself hangs in a child that leaves a window by sys.exit
+
+    handle = install(gpt, directory, skip_first=0)
+    in_forward(gpt, fork)
+    gpt.train_step()
+    assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
+    loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")
+    assert sum(int(batch) for batch in loader) == 28
+
+
+def train(what: str, directory: str) -> None:
+    torch.set_num_threads(1)
+    store = Path(f"{directory}.store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    with cpu_megatron():
+        globals()[what](build(WORKLOAD), directory)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "forked":  # a rank that multiprocessing forked: it leaves by os._exit, past atexit
+        rank = multiprocessing.get_context("fork").Process(target=train, args=("returns", sys.argv[2]))
+        rank.start()
+        rank.join(120)
+        sys.exit(rank.exitcode)
+    train(*sys.argv[1:])

@@ -1,0 +1,167 @@
+"""How a process ends or splits, with real processes: files are whole, exit statuses are the host's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.formats.names import is_leftover
+from megaprof.runtime.ending import Termination
+
+pytestmark = pytest.mark.slow
+
+JOB = Path(__file__).with_name("ending_job.py")
+LIMIT = 240
+
+
+def run(what: str, directory: Path, send: signal.Signals | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the job, with ``send`` as soon as it says that it is ready."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))}
+    command = [sys.executable, str(JOB), what, str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as job:
+        assert job.stdout is not None
+        try:
+            if send is not None:
+                assert job.stdout.readline() == "ready\n", job.communicate(timeout=LIMIT)[1]
+                job.send_signal(send)
+            out, err = job.communicate(timeout=LIMIT)
+        finally:
+            job.kill()
+    return subprocess.CompletedProcess(command, job.returncode, out, err)
+
+
+def traces(directory: Path) -> list[dict[str, Any]]:
+    """Every file with a final name, parsed; anything half-written would not be."""
+    found = [path for path in sorted(directory.iterdir()) if not path.name.startswith(".")]
+    contents = [gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes() for path in found]
+    return [json.loads(content) for content in contents]
+
+
+def hidden(directory: Path) -> list[Path]:
+    return [path for path in directory.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "traces"
+
+
+@pytest.mark.parametrize("what", ["returns", "forked"])
+def test_the_end_of_the_program_finishes_the_files(what: str, directory: Path) -> None:
+    job = run(what, directory)
+    assert job.returncode == 0, job.stderr
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["truncated"] is False
+    assert hidden(directory) == []
+
+
+def test_an_exception_of_the_host_closes_the_window_and_stays_its_own(directory: Path) -> None:
+    job = run("raises", directory)
+    assert job.returncode == 1
+    assert job.stderr.rstrip().endswith("RuntimeError: of the host")
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["target"] == "train_overall"
+    assert trace["megaprof"]["truncated"] is True
+    assert hidden(directory) == []
+
+
+def test_sigterm_in_a_window_keeps_what_there_is(directory: Path) -> None:
+    job = run("waits_in_a_window", directory, signal.SIGTERM)
+    assert job.returncode == -signal.SIGTERM, job.stderr
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["truncated_reason"] == "the process was terminated (SIGTERM)"
+    assert hidden(directory) == []
+
+
+def test_sigterm_in_a_write_finishes_the_file(directory: Path) -> None:
+    job = run("waits_in_a_write", directory, signal.SIGTERM)
+    assert job.returncode == -signal.SIGTERM, job.stderr
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["truncated"] is False
+    assert hidden(directory) == []
+
+
+def test_sigterm_is_left_alone_when_all_is_done(directory: Path) -> None:
+    job = run("waits_when_all_is_done", directory, signal.SIGTERM)
+    assert job.returncode == -signal.SIGTERM, job.stderr
+    assert len(traces(directory)) == 1
+
+
+def test_a_hosts_own_handler_is_left_alone(directory: Path) -> None:
+    job = run("has_its_own_handler", directory, signal.SIGTERM)
+    assert job.returncode == 5, job.stderr
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["truncated"] is False
+
+
+@pytest.mark.parametrize("what", ["waits_in_a_window", "waits_in_a_write"])
+def test_sigkill_leaves_nothing_broken_and_the_next_run_cleans_up(what: str, directory: Path) -> None:
+    assert run(what, directory, signal.SIGKILL).returncode == -signal.SIGKILL
+    assert traces(directory) == []
+    left = hidden(directory)
+    assert len(left) == (0 if what == "waits_in_a_window" else 2)  # the raw file, and the half-written one
+    assert all(is_leftover(path.name) for path in left)
+    if left:
+        assert run("returns", directory).returncode == 0
+        assert len(traces(directory)) == 1
+        assert hidden(directory) == []
+
+
+def test_os_exit_leaves_nothing_broken(directory: Path) -> None:
+    job = run("leaves_at_once", directory)
+    assert job.returncode == 3, job.stderr
+    assert [trace["megaprof"]["truncated"] for trace in traces(directory)] in ([], [False])
+
+
+def test_a_forked_child_neither_hangs_nor_writes(directory: Path) -> None:
+    job = run("forks", directory)
+    assert job.returncode == 0, job.stderr
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["truncated"] is False
+    assert {event["pid"] for event in trace["traceEvents"] if event.get("cat") == "cpu_op"} == {
+        trace["megaprof"]["pid"]
+    }
+    assert hidden(directory) == []
+
+
+class _Unsaved:
+    def __init__(self) -> None:
+        self.value = False
+        self.termination = Termination(lambda: None, lambda: self.value)
+
+    def settle(self, value: bool) -> object:
+        self.value = value
+        with self.termination.held():
+            pass
+        return signal.getsignal(signal.SIGTERM)
+
+
+def test_the_handler_is_in_only_while_something_is_unsaved() -> None:
+    job = _Unsaved()
+    before = signal.getsignal(signal.SIGTERM)
+    assert before is signal.SIG_DFL
+    assert job.settle(False) is signal.SIG_DFL
+    assert job.settle(True) is not signal.SIG_DFL
+    assert job.settle(False) is signal.SIG_DFL
+
+
+def test_a_handler_that_the_host_puts_in_meanwhile_stays() -> None:
+    def hosts(number: int, frame: object) -> None:
+        raise AssertionError
+
+    job = _Unsaved()
+    job.settle(True)
+    signal.signal(signal.SIGTERM, hosts)
+    try:
+        assert job.settle(False) is hosts
+        assert job.settle(True) is hosts
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

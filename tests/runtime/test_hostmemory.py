@@ -1,0 +1,341 @@
+"""The host memory guard: reading sizes, control groups of both versions, and closing a window in a real step."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprof import ProfileConfig, install_hooks
+from megaprof.capture.session import Session
+from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
+from megaprof.runtime.hostmemory import CLOSING_FACTOR, DEFAULT_SHARE, HostMemoryGuard, MemoryLimit, parse_limit
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"),
+    [
+        ("64GiB", MemoryLimit(64 * GIB, DEFAULT_SHARE)),
+        ("64g", MemoryLimit(64 * GIB, DEFAULT_SHARE)),
+        ("64 GB", MemoryLimit(64 * 10**9, DEFAULT_SHARE)),
+        ("1.5TiB", MemoryLimit(3 << 39, DEFAULT_SHARE)),
+        ("1000000", MemoryLimit(1000000, DEFAULT_SHARE)),
+        ("80%", MemoryLimit(None, 0.8)),
+        (" 100 % ", MemoryLimit(None, 1.0)),
+    ],
+)
+def test_limits(text: str, limit: MemoryLimit) -> None:
+    assert parse_limit("--x", text) == limit
+
+
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0%", "101%", "0", "64XB", "GiB", "1e3", "80%%"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--x: .* valid: a size such as 64GiB"):
+        parse_limit("--x", text)
+
+
+@given(st.text(max_size=12))
+def test_reading_a_limit_fails_with_a_value_error_only(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        limit = parse_limit("--x", text)
+        assert limit.size is None or limit.size > 0
+        assert 0 < limit.share <= 1
+
+
+def proc(directory: Path, cgroup: str, mounts: str) -> Path:
+    (directory / "proc/self").mkdir(parents=True)
+    (directory / "proc/meminfo").write_text("MemTotal:  1048576 kB\nMemFree: 1 kB\nMemAvailable:  262144 kB\n")
+    (directory / "proc/self/cgroup").write_text(cgroup)
+    (directory / "proc/self/mountinfo").write_text(mounts)
+    return directory / "proc"
+
+
+def group(path: Path, **files: str) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (path / name.replace("__", ".")).write_text(text)
+
+
+def read(bounds: tuple[Bound, ...]) -> list[tuple[int, int]]:
+    return [bound.read() for bound in bounds]
+
+
+def test_control_groups_of_version_2(tmp_path: Path) -> None:
+    """Own group without a limit, its parent with one (a Kubernetes pod); page cache does not count as used."""
+    mount = tmp_path / "cgroup"
+    group(mount)
+    stat = "anon 1000\ninactive_file 300\nactive_file 200\n"
+    group(mount / "pod", memory__current="5000\n", memory__max="9000\n", memory__stat=stat)
+    group(mount / "pod/container", memory__current="4000\n", memory__max="max\n", memory__stat=stat)
+    found = find_bounds(proc(tmp_path, "0::/pod/container\n", f"30 23 0:26 / {mount} rw - cgroup2 cgroup2 rw\n"))
+    assert read(found) == [(768 << 20, 1 << 30), (4500, 9000)]
+    assert "pod" in found[1].name
+
+
+def test_control_groups_of_version_1_without_a_namespace(tmp_path: Path) -> None:
+    """A container sees its own group mounted, under the path that it has on the host."""
+    mount = tmp_path / "memory"
+    stat = "cache 7\ntotal_inactive_file 300\ntotal_active_file 200\ninactive_file 1\n"
+    group(mount, memory__usage_in_bytes="5000\n", memory__limit_in_bytes="9000\n", memory__stat=stat)
+    text = "9:cpu:/docker/abc\n4:hugetlb,memory:/docker/abc\n0::/\n"
+    mounts = (
+        f"35 31 0:32 /docker/abc {tmp_path / 'cpu'} rw,relatime - cgroup cgroup rw,cpu\n"
+        f"36 31 0:33 /docker/abc {mount} rw,relatime - cgroup cgroup rw,memory\n"
+    )
+    assert read(find_bounds(proc(tmp_path, text, mounts))) == [(768 << 20, 1 << 30), (4500, 9000)]
+
+
+@pytest.mark.parametrize("unlimited", ["9223372036854771712", "max", str(1 << 30)])
+def test_a_group_without_a_limit_leaves_the_machine(tmp_path: Path, unlimited: str) -> None:
+    mount = tmp_path / "memory"
+    group(mount / "mine", memory__usage_in_bytes="5", memory__limit_in_bytes=unlimited, memory__stat="")
+    mounts = f"35 31 0:32 / {mount} rw,relatime - cgroup cgroup rw,memory\n"
+    assert read(find_bounds(proc(tmp_path, "4:memory:/mine\n", mounts))) == [(768 << 20, 1 << 30)]
+
+
+def test_this_machine_can_be_read() -> None:
+    assert 0 < resident_bytes() < 1 << 50
+    for used, there_is in read(find_bounds()):
+        assert 0 < used < there_is
+
+
+class Watched:
+    """A guard over numbers that the test sets, and what it said."""
+
+    def __init__(self, limit: MemoryLimit, resident: int = 100, used: int = 100) -> None:
+        self.resident, self.used, self.looks = resident, used, threading.Semaphore(0)
+        self.reasons: list[str] = []
+        self.said = threading.Event()
+        bound = Bound("the container", self._read)
+        self.guard = HostMemoryGuard(
+            limit, self._say, resident=lambda: self.resident, bounds=lambda: (bound,), interval=0.001
+        )
+
+    def _read(self) -> tuple[int, int]:
+        self.looks.release()
+        return self.used, 1000
+
+    def _say(self, reason: str) -> None:
+        self.reasons.append(reason)
+        self.said.set()
+
+
+def watchers() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "megaprof-host-memory"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "change", "said"),
+    [
+        (MemoryLimit(None, 0.8), {"used": 801}, "the container"),
+        (MemoryLimit(500, 0.95), {"resident": 501}, "this process"),
+        # 60 more in the window, and closing it may take six times that.
+        (MemoryLimit(500, 0.95), {"resident": 160}, "this process"),
+        (MemoryLimit(None, 0.8), {"used": 460, "resident": 160}, "the container"),
+    ],
+)
+def test_a_bound_is_reported_once(limit: MemoryLimit, change: dict[str, int], said: str) -> None:
+    watched = Watched(limit)
+    watched.guard.start()
+    for _ in range(3):
+        assert watched.looks.acquire(timeout=30)
+    assert watched.reasons == []
+    vars(watched).update(change)
+    assert watched.said.wait(30)
+    for thread in watchers():
+        thread.join(30)
+    (reason,) = watched.reasons
+    assert reason.startswith(f"host memory: {said} uses")
+    assert "--profile-max-host-memory allows" in reason
+    watched.guard.stop()
+
+
+def test_the_thread_lives_while_it_watches_and_no_longer() -> None:
+    watched = Watched(MemoryLimit(None, 0.8))
+    assert watchers() == []
+    watched.guard.start()
+    (thread,) = watchers()
+    watched.guard.stop()
+    watched.guard.stop()
+    thread.join(30)
+    assert watchers() == []
+    watched.used = 999
+    assert watched.reasons == []
+
+
+def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture) -> None:
+    def bounds() -> tuple[Bound, ...]:
+        raise OSError("no /proc here")
+
+    said: list[str] = []
+    guard = HostMemoryGuard(MemoryLimit(None, 0.8), said.append, bounds=bounds)
+    guard.start()
+    for thread in watchers():
+        thread.join(30)
+    assert said == []
+    assert "host memory cannot be watched" in caplog.text
+
+
+def metadata(directory: Path) -> dict[str, Any]:
+    (path,) = directory.glob("*.pt.trace.json.gz")
+    with gzip.open(path) as file:
+        loaded = json.load(file)
+    found: dict[str, Any] = loaded["megaprof"]
+    found["microbatches written"] = sorted(
+        e["name"] for e in loaded["traceEvents"] if str(e.get("name")).startswith("megaprof/forward")
+    )
+    return found
+
+
+@pytest.mark.parametrize("ranges", ["step", "microbatch"])
+@pytest.mark.parametrize("target", ["train_actor", "train_overall"])
+def test_the_window_closes_before_the_next_microbatch_and_training_goes_on(
+    one_rank: Any, tmp_path: Path, ranges: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward_step, microbatches = one_rank.forward_step, []
+
+    def running_full(*args: Any) -> Any:
+        microbatches.append(args)
+        if len(microbatches) == 2:
+            Session.memory_full = "host memory: the test says so"  # as the guard's thread does
+        return forward_step(*args)
+
+    monkeypatch.setattr(one_rank, "forward_step", running_full)
+    config = ProfileConfig(target=(target,), dir=str(tmp_path), skip_first=0, repeat=0, ranges=ranges)
+    with install_hooks(one_rank.chunks, config) as handle:
+        one_rank.train_step()
+        assert not handle.active
+        assert Session._holder is None
+        assert Session.memory_full is None
+        assert watchers() == []
+        one_rank.train_step()
+    assert len(microbatches) == 2 * one_rank.workload.microbatches
+    found = metadata(tmp_path)
+    assert (found["truncated"], found["truncated_reason"]) == (True, "host memory: the test says so")
+    written = [f"megaprof/forward mb={n} chunk=0" for n in range(2)] if ranges == "microbatch" else []
+    assert found["microbatches written"] == written
+
+
+def test_nothing_opens_when_memory_ran_out_between_two_calls(one_rank: Any, tmp_path: Path) -> None:
+    config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), skip_first=0, repeat=0)
+    with install_hooks(one_rank.chunks, config) as handle:
+        one_rank.train_step()
+        Session.memory_full = "host memory: used up by a rollout"
+        one_rank.log_probs_pass()
+        assert not handle.active
+        one_rank.train_step()
+    assert metadata(tmp_path)["truncated_reason"] == "host memory: used up by a rollout"
+
+
+def test_a_window_that_is_watched_costs_one_thread_while_it_is_open(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward_step, seen = one_rank.forward_step, []
+
+    def counting(*args: Any) -> Any:
+        seen.append(len(watchers()))
+        return forward_step(*args)
+
+    monkeypatch.setattr(one_rank, "forward_step", counting)
+    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="0")):
+        one_rank.train_step()
+        one_rank.train_step()
+    assert seen == [1, 1, 1, 0, 0, 0]
+
+
+def train_until_full(directory: str) -> dict[str, Any]:
+    """One rank whose window needs more memory than the limit, set a little above what the process has, allows."""
+    from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
+
+    init_distributed()
+    hoard = []
+    with cpu_megatron():
+        gpt = build(GPTWorkload(layers=2, microbatches=8, hidden=32, seq_length=16, heads=2))
+        losses = [gpt.train_step()]
+        forward_step = gpt.forward_step
+
+        def hoarding(*args: Any) -> Any:
+            hoard.append(bytearray(os.urandom(1 << 20)) * 16)
+            deadline = threading.Event()
+            deadline.wait(0.3)  # the guard looks every 0.1 s
+            return forward_step(*args)
+
+        gpt.forward_step = hoarding  # type: ignore[method-assign]
+        config = ProfileConfig(
+            target=("train_actor",),
+            dir=directory,
+            steps="0",
+            max_host_memory=str(resident_bytes() + (CLOSING_FACTOR + 1) * (40 << 20)),
+        )
+        with install_hooks(gpt.chunks, config) as handle:
+            losses.append(gpt.train_step())
+            active = handle.active
+        gpt.forward_step = forward_step  # type: ignore[method-assign]
+        losses.append(gpt.train_step())
+    return {"active": active, "losses": len(losses), "hoarded": len(hoard)}
+
+
+def test_a_real_process_that_grows_past_its_limit(tmp_path: Path) -> None:
+    from megaprof.testing import run_ranks
+
+    (rank,) = run_ranks(train_until_full, 1, str(tmp_path), timeout=120)
+    assert rank == {"active": False, "losses": 3, "hoarded": 8}
+    found = metadata(tmp_path)
+    assert found["truncated"]
+    assert found["truncated_reason"].startswith("host memory: this process uses")
+    assert 0 < len(found["microbatches written"]) < 8
+
+
+CHILD = """
+import sys, threading
+from megaprof.runtime.hostmemory import HostMemoryGuard, MemoryLimit, find_bounds
+said = threading.Event()
+guard = HostMemoryGuard(MemoryLimit(None, 0.5), lambda reason: (print(reason), said.set()), interval=0.01)
+print([b.read()[1] for b in find_bounds() if sys.argv[1] in b.name])
+guard.start()
+print(said.wait(0.5))
+hoard = b"x" * (200 << 20)
+print(said.wait(60))
+"""
+
+
+@pytest.fixture
+def limited_group() -> Iterator[Path]:
+    """A real control group with 300 MiB, below this process's own."""
+    name = f"megaprof-test-{os.getpid()}"
+    own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    unified = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    root = Path("/sys/fs/cgroup") if unified else Path("/sys/fs/cgroup/memory")
+    path = root / own.get("" if unified else "memory", "/").lstrip("/") / name
+    try:
+        path.mkdir()
+        (path / ("memory.max" if unified else "memory.limit_in_bytes")).write_text(str(300 << 20))
+    except OSError as fault:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        pytest.skip(f"control groups cannot be made here: {fault}")
+    yield path
+    path.rmdir()
+
+
+def test_a_real_control_group(limited_group: Path) -> None:
+    command = f"echo $$ > {limited_group}/cgroup.procs && exec {sys.executable} -c '{CHILD}' {limited_group.name}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    limits, before, reason, after = done.stdout.splitlines()
+    assert (limits, before, after) == (str([300 << 20]), "False", "True")
+    assert reason.startswith("host memory: the container (")
