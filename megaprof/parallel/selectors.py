@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords, WorldLayout
+from megaprof.parallel.topology import AXES, ParallelSizes, Place, WorldLayout
 
 OPTION = "--profile-select"
 
@@ -49,7 +49,7 @@ class Selector:
             return "per-stage"
         return ",".join(f"{axis}={_join(spans, '|')}" for axis, spans in self.axes)
 
-    def selects(self, coords: RankCoords) -> bool:
+    def selects(self, coords: Place) -> bool:
         """Whether the rank with these coordinates is captured. O(1), local."""
         if self.rank_spans is not None:
             return _holds(self.rank_spans, coords.rank)
