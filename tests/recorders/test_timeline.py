@@ -241,9 +241,7 @@ def test_on_a_gpu_the_times_are_its_events(one_rank: Any, tmp_path: Path, gpu: l
     assert (events.end - events.start).tolist() == [1000] * len(events.code)
     assert events.start.tolist() == [1000 + 2000 * n for n in range(len(events.code))]
     assert gpu == [1], "the querying thread says once that captures elsewhere are not its business"
-    assert len(FakeEvent.made) == 2 * recorder._TRIALS, (
-        "three steps take the events of the measurement at install"
-    )
+    assert len(FakeEvent.made) == 2 * recorder._TRIALS, "three steps take the events of the measurement at install"
 
 
 def test_a_step_that_the_gpu_never_finishes_is_written_without_times(
