@@ -164,16 +164,6 @@ def _parse_spans(items: list[str], text: str, option: str) -> Spans:
     return _merge(spans)
 
 
-def spans_of(numbers: Iterable[int]) -> Spans:
-    """`numbers` in any order as spans: 8, 9 and 3 are `((3, 3), (8, 9))`."""
-    return _merge((number, number) for number in numbers)
-
-
-def listed(numbers: Iterable[int], between: str = ",") -> str:
-    """`numbers` in any order, in their shortest form: `3,8-15`."""
-    return _join(spans_of(numbers), between)
-
-
 def _merge(spans: Iterable[tuple[int, int]]) -> Spans:
     merged: list[tuple[int, int]] = []
     for first, last in sorted(spans):

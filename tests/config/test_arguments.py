@@ -113,9 +113,7 @@ def test_megatron_lms_steps_and_ranks_are_honoured() -> None:
     assert (config.steps, config.select) == ("4:6", "0,3")
     assert parse(ON, host=megatron_lm).steps == "10:12"
     assert parse(ON, host=megatron_lm).select is None
-    with pytest.raises(
-        ValueError, match="-step-start/--profile-step-end 10:20 and --profile-wait 2 contradict"
-    ):
+    with pytest.raises(ValueError, match="-step-start/--profile-step-end 10:20 and --profile-wait 2 contradict"):
         parse([*ON, "--profile-step-end", "20", "--profile-wait", "2"], host=megatron_lm)
 
 

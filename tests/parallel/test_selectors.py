@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megaprof.parallel.selectors import ALL, PER_STAGE, Selector, listed, parse_selector, spans_of
+from megaprof.parallel.selectors import ALL, PER_STAGE, Selector, join_spans, parse_selector, spans_of
 from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, WorldLayout
 
 # 32 ranks: every axis larger than one, and an expert grid unlike the decoder's.
@@ -223,7 +223,7 @@ def test_all_is_no_constraint() -> None:
 
 @pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([9, 3, 8, 8, 10, 15], "3,8-10,15")])
 def test_numbers_in_their_shortest_form(numbers: list[int], text: str) -> None:
-    assert listed(numbers) == text
+    assert join_spans(spans_of(numbers), ",") == text
     assert sorted({n for first, last in spans_of(numbers) for n in range(first, last + 1)}) == sorted(set(numbers))
 
 
