@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
+import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from megaprof.formats.names import host
 from megaprof.parallel.chunks import describe_chunk, innermost
 from megaprof.version import __version__
 
@@ -35,7 +38,9 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
         "version": __version__,
         "target": window.target,
         "role": window.role,
-        "steps": [window.step, window.step],
+        "steps": [window.step, window.step if window.last is None else window.last],
+        "asked_step": window.asked,
+        "run": run_id(),
         "coords": coords,
         "sizes": sizes,
         "schedule": facts.schedule,
@@ -57,6 +62,17 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
         "truncated": truncated is not None,
         "truncated_reason": truncated,
     }
+
+
+def run_id() -> str:
+    """This process and no other: host, process id, start time. Ranks of one job have different ones."""
+    return f"{host()}-{os.getpid()}-{_started(os.getpid())}"
+
+
+@functools.cache
+def _started(pid: int) -> int:
+    """Milliseconds since the epoch, once a process: a forked child has a time of its own."""
+    return time.time_ns() // 1_000_000
 
 
 def _ranges(call: RecordedCall, config: ProfileConfig) -> dict[str, Any]:
