@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -190,7 +191,8 @@ def install_hooks(
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
     same model again with the same configuration returns the first handle.
 
-    Raises ValueError for a configuration that cannot be honoured, before the first step.
+    Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
+    or megatron-core is not installed.
     """
     settled = _settle(config)
     models = _models(model)
@@ -206,6 +208,7 @@ def install_hooks(
                     "install_hooks: this model has hooks with another configuration; remove() their handle first"
                 )
             return existing
+    _require_trainer()
     chunks = None if models is None else len(models)
     coords = coords_from_parallel_state(chunks)
     # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
@@ -279,6 +282,20 @@ def _settle(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
         return config
     args = megatron_lm.global_args() if config is None else config
     return ProfileConfig.from_env() if args is None else config_from_args(args)
+
+
+def _require_trainer() -> None:
+    for package in ("torch", "megatron.core"):
+        try:
+            import_module(package)
+        except ModuleNotFoundError as missing:
+            if missing.name is None or not f"{package}.".startswith(f"{missing.name}."):
+                raise  # it is installed, and lacks something itself
+            raise ImportError(
+                f"install_hooks: {package} is not installed; hooks need torch and megatron-core: "
+                "pip install 'megaprof[train]'",
+                name=missing.name,
+            ) from None
 
 
 def _models(model: Any) -> tuple[Any, ...] | None:
