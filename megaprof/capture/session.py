@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megaprof.capture import roles
 from megaprof.capture.demand import Demand
+from megaprof.capture.scope import current
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Phase, Plan
 from megaprof.formats import ranges
@@ -157,7 +157,7 @@ class Session:
                 recorder.discard()
 
     def _begin(self, facts: CallFacts) -> Call | None:
-        target, scope = facts.target, roles.current()
+        target, scope = facts.target, current()
         role = self.role if scope.role is None else scope.role
         index = self._count(target, role)
         step = self._number(target, index)
