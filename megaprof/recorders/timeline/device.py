@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from typing import Any
-
-logger = logging.getLogger("megaprof")
 
 _THREAD_LOCAL_CAPTURE = 1  # cuda.h, CUstreamCaptureMode
 
