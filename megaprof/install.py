@@ -27,9 +27,7 @@ from megaprof.hooks.microbatches import patch_microbatches, probe
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
-from megaprof.integrations import contract as adapter
-from megaprof.integrations import megatron_lm
-from megaprof.integrations import registry as table
+from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
@@ -127,7 +125,7 @@ class _Process:
             patch_schedules(self._patches, self._dispatcher)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
-            table.adapt(self._patches)
+            registry.adapt(self._patches)
         self.handles.append(handle)
         self._dispatcher.add(session, models)
         roles.attach(session, self.termination.held)
@@ -238,8 +236,8 @@ def install_hooks(
         coords,
         handle._recorders,
         role=role,
-        iteration=iteration or table.iteration,
-        pass_iteration=adapter.iteration,
+        iteration=iteration or registry.iteration,
+        pass_iteration=contract.iteration,
         timeline=handle._timeline,
         window_ended=handle._writer.end_window,
     )
@@ -277,7 +275,7 @@ def _listen(session: Session, layout: WorldLayout | None, writer: Writer, direct
 def _settle(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
     if isinstance(config, ProfileConfig):
         return config
-    args = megatron_lm.global_args() if config is None else config
+    args = registry.arguments() if config is None else config
     return ProfileConfig.from_env() if args is None else config_from_args(args)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megaprof.integrations.contract import Facts, Hook
+from megaprof.integrations.contract import Facts, Hook, Host
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -89,7 +89,10 @@ def _worker(model: Any) -> Facts:
     return Facts()
 
 
-HOOKS = (
-    Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
-    Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),
+HOST = Host(
+    name="skyrl",
+    hooks=(
+        Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
+        Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),
+    ),
 )
