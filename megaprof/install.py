@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -32,11 +31,13 @@ from megaprof.metrics.overview import Overview
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
 from megaprof.recorders import Recorder, build_recorders
-from megaprof.recorders.timeline.recorder import Timeline
+from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
+from megaprof.runtime.logs import logger
 
-logger = logging.getLogger("megaprof")
+#: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
+STEP_END_SECONDS = 20.0
 
 
 class Handle:
@@ -49,7 +50,7 @@ class Handle:
         self._session: Session | None = None
         self._writer: Writer | None = None
         self._recorders: tuple[Recorder, ...] = ()
-        self._timeline: Timeline | None = None
+        self._timeline: TimelineRecorder | None = None
         self._listener: Listener | None = None
 
     @property
@@ -120,6 +121,8 @@ class _Process:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
+        if self._step_ended not in contract.when_step_ended:
+            contract.when_step_ended.append(self._step_ended)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
             patch_schedules(self._patches, self._dispatcher)
@@ -137,6 +140,16 @@ class _Process:
             self.handles.remove(handle)
             if not self.handles:
                 self._patches.restore()
+
+    def _step_ended(self) -> None:
+        """A step of the host is over, and the host may end this process before it calls anything again (Ray does)."""
+        deadline = time.monotonic() + STEP_END_SECONDS
+        for handle in list(self.handles):
+            if handle._session is not None:
+                with self.termination.held():
+                    handle._session.step_ended()
+            left = max(0.0, deadline - time.monotonic())
+            handle.flush(min(left, handle.config.flush_seconds))
 
     def _unsaved(self) -> bool:
         writers = (handle._writer for handle in self.handles)
@@ -230,7 +243,7 @@ def install_hooks(
     if windowed:
         handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
     if timed is not None and timed.selects(coords):
-        handle._timeline = Timeline(settled, coords, role, _process.background, probe)
+        handle._timeline = TimelineRecorder(settled, coords, role, _process.background, probe)
     session = Session(
         settled,
         coords,

@@ -8,7 +8,6 @@ place: megaprof reads the arguments of their calls.
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,12 +17,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaprof.hooks.patching import Patches
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
-
-logger = logging.getLogger("megaprof")
-
 
 def _unknown() -> None:
     """What a host says that does not know."""

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords, WorldLayout
+from megaprof.parallel.topology import AXES, ParallelSizes, Place, WorldLayout
 
 OPTION = "--profile-select"
 
@@ -40,16 +40,21 @@ class Selector:
     rank_spans: Spans | None = None
     axes: tuple[tuple[str, Spans], ...] = ()
 
+    @classmethod
+    def of_ranks(cls, ranks: Iterable[int]) -> Selector:
+        """These ranks, of which there is at least one."""
+        return cls(rank_spans=spans_of(ranks))
+
     def __str__(self) -> str:
         if self.rank_spans is not None:
-            return _join(self.rank_spans, ",")
+            return join_spans(self.rank_spans, ",")
         if self == ALL:
             return "all"
         if self == PER_STAGE:
             return "per-stage"
-        return ",".join(f"{axis}={_join(spans, '|')}" for axis, spans in self.axes)
+        return ",".join(f"{axis}={join_spans(spans, '|')}" for axis, spans in self.axes)
 
-    def selects(self, coords: RankCoords) -> bool:
+    def selects(self, coords: Place) -> bool:
         """Whether the rank with these coordinates is captured. O(1), local."""
         if self.rank_spans is not None:
             return _holds(self.rank_spans, coords.rank)
@@ -179,5 +184,11 @@ def _clip(spans: Spans | None, size: int) -> list[int]:
     return [number for first, last in spans for number in range(first, min(last + 1, size))]
 
 
-def _join(spans: Spans, between: str) -> str:
+def spans_of(numbers: Iterable[int]) -> Spans:
+    """The numbers as spans, in whatever order they come."""
+    return _merge((number, number) for number in numbers)
+
+
+def join_spans(spans: Spans, between: str) -> str:
+    """``3,8-15`` where ``between`` is a comma."""
     return between.join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -14,11 +14,14 @@ from megaprof.version import __version__
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
     from megaprof.recorders import Window
-    from megaprof.recorders.call import Call
+    from megaprof.recorders.call import RecordedCall
 
 
-def describe(window: Window, call: Call, config: ProfileConfig, truncated: str | None) -> dict[str, Any]:
-    """Metadata of a window that closes now; ``truncated`` says why, when it closes early."""
+def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncated: str | None) -> dict[str, Any]:
+    """The metadata of ``window``, which closes now, as docs/trace-metadata.md lists it: plain data for JSON.
+
+    ``call`` is the window's first call; ``truncated`` says why the window closes early, None when it does not.
+    """
     facts = call.facts
     coords = window.coords.as_dict()
     sizes = coords.pop("sizes")
@@ -56,7 +59,7 @@ def describe(window: Window, call: Call, config: ProfileConfig, truncated: str |
     }
 
 
-def _ranges(call: Call, config: ProfileConfig) -> dict[str, Any]:
+def _ranges(call: RecordedCall, config: ProfileConfig) -> dict[str, Any]:
     if call.ran_forward:
         return {"microbatch": True}
     if call.facts.graph is not None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.analysis.clocks.timelines import Capture, capture_in, capture_of
 from megaprof.analysis.trace.traces import Coords, UnreadableTrace, find_traces, read_trace
-from megaprof.formats.names import sanitise
+from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: Of more captured ranks, one of each stage is taken unless somebody says which: more are no readable timeline.
 MOST_RANKS = 64
 _PREFERRED = ("train_actor", "train_overall", "train_log_probs", "evaluate")
-_PLACE = re.compile(r"\.pp(\d{1,9})-tp(\d{1,9})-cp(\d{1,9})-ep(\d{1,9})-dp(\d{1,9})\.rank(\d{1,9})\.", re.ASCII)
 
 
 class NothingToMerge(Exception):
@@ -101,11 +99,11 @@ def _rank_coords(c: Coords) -> RankCoords:
 
 
 def _read_name(path: Path) -> tuple[Capture, Coords] | None:
-    capture, place = capture_of(path), _PLACE.search(path.name)
-    if capture is None or place is None:
+    capture, name = capture_of(path), parse_artifact_name(path.name)
+    if capture is None or name is None:
         return None
-    pp, tp, cp, ep, dp, rank = map(int, place.groups())
-    return capture, Coords(rank, pp=pp, tp=tp, cp=cp, ep=ep, dp=dp)
+    place = name.place
+    return capture, Coords(place.rank, pp=place.pp, tp=place.tp, cp=place.cp, ep=place.ep, dp=place.dp)
 
 
 def _read_metadata(path: Path) -> tuple[Capture, Coords]:

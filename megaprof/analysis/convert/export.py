@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.formats import timeline as format
-from megaprof.formats.names import host, is_leftover, sanitise
+from megaprof.formats.names import host, is_leftover, parse_artifact_name, sanitise
 from megaprof.formats.timeline import Timeline, UnreadableTimeline, read_timeline
 from megaprof.parallel.topology import RankCoords
 from megaprof.version import __version__
@@ -155,8 +155,8 @@ def export(
 
 def _stage(name: str) -> int:
     """The stage that a file's name says; -1 for a renamed one."""
-    digits = name.partition(".pp")[2].partition("-")[0]
-    return int(digits) if digits.isdecimal() else -1
+    parsed = parse_artifact_name(name)
+    return parsed.place.pp if parsed else -1
 
 
 class _Runs:

@@ -7,7 +7,6 @@ read one rank after the other: what all of them spent on a step's synchronisatio
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +24,7 @@ from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.trends import Floats, Integers
 from megaprof.analysis.trace.traces import Coords, Metadata, Sizes, impossible
 from megaprof.formats import timeline as format
+from megaprof.formats.names import parse_artifact_name
 
 #: Buckets of steps at most, about.
 MOST_BUCKETS = 200
@@ -36,9 +36,6 @@ _WORTH_IT = 512 << 20
 _SAMPLE = 8
 _MOST_TOLD = 5
 INDEX_BITS = 16
-_PLACE = re.compile(
-    r"(?P<session>.*)\.step\d+\.pp(?P<pp>\d{1,9})-tp(?P<tp>\d{1,9})-.*\.rank(?P<rank>\d{1,9})\.", re.ASCII
-)
 
 Progress = Callable[[int, int], None]
 
@@ -170,12 +167,12 @@ _Part = tuple[dict[Key, Series], dict[Key, dict[int, tuple[Path, ...]]], list[Pa
 
 
 def _items(paths: Sequence[Path]) -> list[_Item]:
-    groups: dict[tuple[str, ...], dict[str, list[Path]]] = {}
+    groups: dict[tuple[str | int | None, ...], dict[int, list[Path]]] = {}
     for path in paths:
-        match = _PLACE.match(path.name)
+        name = parse_artifact_name(path.name)
         # A renamed file is read on its own: what it is stands inside.
-        group = (match["session"], match["pp"], match["tp"]) if match else (str(path),)
-        groups.setdefault(group, {}).setdefault(match["rank"] if match else "", []).append(path)
+        group = (name.target, name.role, name.place.pp, name.place.tp) if name else (str(path),)
+        groups.setdefault(group, {}).setdefault(name.place.rank if name else -1, []).append(path)
     return [list(by_rank.values()) for by_rank in groups.values()]
 
 

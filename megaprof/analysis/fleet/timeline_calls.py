@@ -23,6 +23,7 @@ from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.traces import Coords, Metadata, Range, RangeInfo, Trace
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.ranges import RangeName
 
 #: Steps of which details are shown, ...
@@ -84,8 +85,8 @@ def _calls(key: Key, files: Iterable[Path]) -> dict[int, tuple[int, int]]:
 
 
 def _first_step(path: Path) -> tuple[int, str]:
-    number = path.name.partition(".step")[2].partition(".")[0]
-    return int(number) if number.isascii() and number.isdigit() else 0, path.name
+    name = parse_artifact_name(path.name)
+    return name.step if name else 0, path.name
 
 
 def _of_key(timeline: format.Timeline, key: Key) -> npt.NDArray[np.bool_]:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.fleet_terminal import COMMAND, fleet_lines, show_table
+from megaprof.analysis.report.fleet_words import notes_of
 from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
@@ -82,7 +83,7 @@ def _show_fleet(fleet: Fleet, console: Console) -> None:
     for line, style in fleet_lines(fleet):
         console.print(_text(line, style), soft_wrap=line.startswith(COMMAND))
     show_table(fleet, console)
-    for note in fleet.notes:
+    for note in notes_of(fleet):
         console.print(_text(note[:1].upper() + note[1:], "dim"))
     console.print("\nIn detail:")
 

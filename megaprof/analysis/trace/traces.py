@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from megaprof.analysis.trace.decoding import Document, Event, Undecodable, load
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, activities_of, spans_of
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.formats import ranges
+from megaprof.formats.names import parse_artifact_name
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
@@ -32,7 +32,6 @@ _Size = Annotated[int, msgspec.Meta(ge=1, le=_LIMIT)]
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 # Base, start and duration each stay below a quarter of int64, so that no sum of them overflows.
 _LONGEST = 1 << 61
-_COORDS_IN_NAME = re.compile(r"\.pp(\d{1,9})-tp(\d{1,9})-cp(\d{1,9})-ep(\d{1,9})-dp(\d{1,9})\.rank(\d{1,9})\.")
 
 
 class UnreadableTrace(Exception):
@@ -309,10 +308,8 @@ def _compute(base: int, operators: list[Event]) -> Intervals:
 
 
 def _name_warnings(path: Path, coords: Coords) -> Iterable[str]:
-    if not (match := _COORDS_IN_NAME.search(path.name)):
-        return
-    named = tuple(map(int, match.groups()))
-    actual = (coords.pp, coords.tp, coords.cp, coords.ep, coords.dp, coords.rank)
-    if named != actual:
-        written = "pp={} tp={} cp={} ep={} dp={} rank={}".format(*actual)
+    name = parse_artifact_name(path.name)
+    axes = ("pp", "tp", "cp", "ep", "dp", "rank")
+    if name is not None and any(getattr(name.place, axis) != getattr(coords, axis) for axis in axes):
+        written = " ".join(f"{axis}={getattr(coords, axis)}" for axis in axes)
         yield f"{path.name}: its name and its metadata disagree; the metadata ({written}) count"

@@ -17,6 +17,7 @@ from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
+from tests.analysis.telling import notes
 
 LAYOUT = WorldLayout(ParallelSizes.of(4, pp=4))
 
@@ -84,7 +85,7 @@ def test_on_the_devices_clock_gaps_hold_the_exchanges(tmp_path: Path) -> None:
     assert any("the gaps between phases hold waiting" in warning for warning in target.measured.warnings)
     assert target.fleet is not None
     assert target.fleet.clock == "device"
-    assert any("on the GPU's clock" in note for note in target.fleet.notes)
+    assert any("on the GPU's clock" in note for note in notes(target.fleet))
 
 
 def test_without_times_of_events_the_step_is_known(tmp_path: Path) -> None:
