@@ -22,6 +22,7 @@ from megaprof.runtime.logs import logger
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
+
 def _unknown() -> None:
     """What a host says that does not know."""
     return None
@@ -37,7 +38,7 @@ class Facts:
     """The number under which ``--profile-steps`` names the calls of the schedule inside: that of their training step.
     A function where it changes during the call; it is asked when the schedule is called."""
     host_step: int | None = None
-    """The step of the host's own loop, which its training, log-prob and evaluation passes share. None: ``iteration``."""
+    """The step of the host's own loop, which training, log-probs and evaluation share. None: ``iteration``."""
     evaluation: bool = False
     """True: forward-only passes inside are evaluation and not log-probs."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -223,13 +224,13 @@ def _worker(arguments: Mapping[str, Any]) -> Facts:
     worker = arguments["self"]
     facts = _facts(worker, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
     if _sft() and facts.iteration in (None, _UNNUMBERED):
-        facts = facts._replace(iteration=_sft_step())
+        facts = replace(facts, iteration=_sft_step())
     return facts
 
 
 def _infer(arguments: Mapping[str, Any]) -> Facts:
     """An SFT trainer infers for nothing but its validation loss."""
-    return _worker(arguments)._replace(evaluation=_sft())
+    return replace(_worker(arguments), evaluation=_sft())
 
 
 def _sft() -> bool:

@@ -213,10 +213,18 @@ def test_skyrl_workers() -> None:
     data = SimpleNamespace(metadata={"global_step": 12})
     assert Worker().run(data) == Facts(role="actor", iteration=12)
     assert Worker().run(SimpleNamespace()) == Facts(role="actor")
-    assert Worker().run(data, forward_only=True) == Facts(role="actor", evaluation=True)
-    assert Worker().run(data, "forward") == Facts(role="actor")
-    assert MegatronRefWorkerBase().run(data, "forward") == Facts(role="ref")
+    assert Worker().run(data, forward_only=True) == Facts(role="actor", iteration=12, evaluation=True)
+    assert Worker().run(data, "forward") == Facts(role="actor", iteration=12)
+    assert Worker().run(SimpleNamespace(metadata={"response_length": 8}), "forward") == Facts(role="actor")
+    assert MegatronRefWorkerBase().run(data, "forward") == Facts(role="ref", iteration=12)
     assert Worker().run(data, model=object()) == Facts()
+
+
+def test_skyrls_trainer_gives_its_step_to_the_batches_of_log_probs() -> None:
+    trainer, batch = SimpleNamespace(global_step=12), SimpleNamespace(metadata={"response_length": 8})
+    facts(skyrl, "RayPPOTrainer._execute_forward_pass", self=trainer, data_fwd_pass=batch)
+    facts(skyrl, "SFTTrainer.train_step", self=None, batch=batch, step=13)
+    assert batch.metadata == {"response_length": 8, "global_step": 12}
 
 
 def test_ms_swift_and_bridge_iterations() -> None:
