@@ -33,10 +33,10 @@ def config_of(policy: Any) -> ProfileConfig:
     Without a target of megaprof's the fields are for SkyRL's own profiler. Raises ValueError for what cannot be
     honoured, ``enable`` beside a target among it.
     """
-    from megaprof.config.options import SCHEDULE, ProfileConfig, options, variable
+    from megaprof.config.options import SCHEDULE, ProfileConfig, options, set_in
 
     own, settings = dict(policy.megatron_config.megaprof), policy.torch_profiler_config
-    named = {*own, *(option.name for option in options() if variable(option.name) in os.environ)}
+    named = set_in(os.environ) | own.keys()
     if "target" not in named:
         return ProfileConfig.from_values(own)
     if settings.enable:

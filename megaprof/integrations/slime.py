@@ -41,10 +41,10 @@ VARIABLES = {
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """``env`` with slime's own variables as ours, which come first. Raises ValueError for a value that is neither true
     nor false."""
-    from megaprof.config.options import options, variable
+    from megaprof.config.options import variable
+    from megaprof.config.readers import boolean
 
-    read = {option.name: option.metadata["read"] for option in options()}
-    own = {ours: read[ours](name, env[name]) for name, ours in VARIABLES.items() if name in env}
+    own = {ours: boolean(name, env[name]) for name, ours in VARIABLES.items() if name in env}
     if variable("select") in env:
         own.pop("all_ranks", None)
     return {variable(name): "1" for name, wanted in own.items() if wanted} | dict(env)

@@ -175,9 +175,9 @@ def test_verl_profiles_when_its_trainer_says_so() -> None:
     facts("start_profile", worker, kwargs={"profile_step": 5})
     assert facts("train_batch", worker) == Facts(role="critic", iteration=5)
     plan = config.plan("train_actor", "critic")
-    assert plan.phase(5, 0).value == "active"
+    assert plan.action(5, 0).value == "capture"
     facts("stop_profile", worker)
-    assert plan.phase(facts("train_batch", worker).iteration, 0).value == "off"
+    assert plan.action(facts("train_batch", worker).iteration, 0).value == "nothing"
 
 
 @pytest.mark.usefixtures("unsettled")
@@ -268,7 +268,7 @@ def test_skyrl_fields_that_were_changed_keep_their_meaning() -> None:
 def test_skyrl_megaprofs_own_options_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"target": ["train_actor"], "dir": "/mine", "steps": "4", "all_ranks": True}
     config = skyrl.config_of(policy(own, save_path="/t", ranks=[1], skip_first=2))
-    assert config == ProfileConfig(target=("train_actor",), dir="/mine", steps="4", all_ranks=True)
+    assert config == ProfileConfig(target=("train_actor",), dir="/mine", steps="4", select="all")
     monkeypatch.setenv("MEGAPROF_TARGET", "train_actor")
     monkeypatch.setenv("MEGAPROF_SELECT", "per-stage")
     assert skyrl.config_of(policy({}, save_path="/t", ranks=[1])).select == "per-stage"
@@ -341,5 +341,5 @@ def test_slime_variables_reach_its_own_profiling_options(monkeypatch: pytest.Mon
     monkeypatch.setenv("SLIME_PROFILE_WITH_STACK", "true")
     slime_entry.init(Namespace(**slime.DEFAULTS | {"profile_target": ["train_actor"]}))
     assert armed == [
-        ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="10:12", all_ranks=True, with_stack=True)
+        ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="10:12", select="all", with_stack=True)
     ]
