@@ -129,6 +129,12 @@ class Session:
         with Contained("closing the last window", self.abandon):
             self._close(reason)
 
+    def step_ended(self) -> None:
+        """The host's step is over: the window of all its work is complete. A no-op without one."""
+        if self._open_window is not None and self._open_window.window.target == TRAIN_OVERALL:
+            with Contained("closing the window of a step", self.abandon):
+                self._close(None)
+
     def interrupt(self, call: RecordedCall, reason: str) -> None:
         """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
         with Contained("closing a window early", self.abandon):
