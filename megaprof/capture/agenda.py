@@ -78,14 +78,17 @@ class Agenda:
         *,
         iteration: Number | None = None,
         pass_iteration: Number | None = None,
+        host_step: Number | None = None,
     ) -> None:
-        """``iteration`` numbers training steps and annotated work, ``pass_iteration`` log-prob passes."""
+        """``iteration`` numbers training steps and annotated work, ``pass_iteration`` log-prob passes, ``host_step``
+        the step of the host's own loop, which all of them share."""
         self._config = config
         self._coords = coords
         self._role = role
         self._iteration = iteration
         self._pass_iteration = pass_iteration
         self._entries: dict[Key, _Entry] = {}
+        self._number_of_host = host_step
         self._host_step: int | None = None
         self._host_steps = 0
         #: By target and role: how many calls have begun. Read by the background thread.
@@ -115,12 +118,15 @@ class Agenda:
         A step of the host's is all calls with the same number. Where the host numbers nothing, it begins with each
         grad-accumulation step of a role.
         """
-        if step.hosts:
-            if step.target == ANNOTATED or step.number == self._host_step:
+        number = None if self._number_of_host is None else self._number_of_host()
+        if number is None and step.hosts:
+            number = step.number
+        if number is not None and number >= 0:
+            if number == self._host_step:
                 return None
-            self._host_step, index = step.number, self._host_steps
+            self._host_step, index = int(number), self._host_steps
             self._host_steps += 1
-            begun = Step(TRAIN_OVERALL, step.role, step.number, index, True)
+            begun = Step(TRAIN_OVERALL, step.role, int(number), index, True)
         elif step.target == TRAIN_ACTOR and self._host_step is None:
             begun = Step(TRAIN_OVERALL, step.role, step.number, step.index, False)
         else:
@@ -161,6 +167,10 @@ class Agenda:
         """The step that the call of ``step`` is captured for instead, None for none. Not another call of the same."""
         entry = self._entry(step.target, step.role)
         return entry.owed[0] if entry.owed and entry.settled != step.number else None
+
+    def owes(self, step: Step) -> bool:
+        """Whether a wanted step of the same target and role still waits for a free call."""
+        return bool(self._entry(step.target, step.role).owed)
 
     def take(self, step: Step, asked: int | None = None) -> None:
         """A window captures ``step``, in the place of the step ``asked`` where that is given."""

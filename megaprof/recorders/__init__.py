@@ -41,9 +41,7 @@ class Window:
 
     def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
         """Where the file of this window with ``suffix`` goes. Nothing is created."""
-        return artifact_path(
-            directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat
-        )
+        return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
 
 
 class Recorder(Protocol):

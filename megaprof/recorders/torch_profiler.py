@@ -117,9 +117,9 @@ class TorchRecorder:
                 _release(recording)
             _drop(observer)
 
-    def kernel_summary(self, timeout: float) -> dict[str, Any] | None:
+    def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
         """See `megaprof.install.Handle.kernel_summary`."""
-        return self._derived.kernel_summary(timeout)
+        return self._derived.kernel_summary(timeout, role)
 
     def _final(self, window: Window, suffix: str) -> Path:
         return window.path(self._directory, suffix)
