@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -34,11 +33,10 @@ from megaprof.metrics.overview import Overview
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
 from megaprof.recorders import Recorder, build_recorders
-from megaprof.recorders.timeline.recorder import Timeline
+from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 
 class Handle:
@@ -51,7 +49,7 @@ class Handle:
         self._session: Session | None = None
         self._writer: Writer | None = None
         self._recorders: tuple[Recorder, ...] = ()
-        self._timeline: Timeline | None = None
+        self._timeline: TimelineRecorder | None = None
         self._listener: Listener | None = None
 
     @property
@@ -232,7 +230,7 @@ def install_hooks(
     if windowed:
         handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
     if timed is not None and timed.selects(coords):
-        handle._timeline = Timeline(settled, coords, role, _process.background, probe)
+        handle._timeline = TimelineRecorder(settled, coords, role, _process.background, probe)
     session = Session(
         settled,
         coords,

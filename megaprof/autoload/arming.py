@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from megaprof.runtime.logs import logger
+
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
-logger = logging.getLogger("megaprof")
 
 PATH = str(Path(__file__).resolve().parent / "path")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"

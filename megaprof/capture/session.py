@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -16,16 +15,16 @@ from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRA
 from megaprof.formats import ranges
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Recorder, Window
-from megaprof.recorders.call import Call, CallFacts, no_call
+from megaprof.recorders.call import CallFacts, RecordedCall, no_call
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.isolation import Contained
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
-    from megaprof.recorders.timeline.recorder import Timeline
+    from megaprof.recorders.timeline.recorder import TimelineRecorder
 
-logger = logging.getLogger("megaprof")
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -36,7 +35,7 @@ class _OpenWindow:
     keep: bool  # False for a warm-up, which is recorded and thrown away
     opener: str | None  # the role whose call, or annotated work, opened it
     overall: Range | None = None  # the range of a window that outlives the call that opened it, or had none
-    call: Call | None = None  # the window's first call: what the metadata describes
+    call: RecordedCall | None = None  # the window's first call: what the metadata describes
     demand: Demand | None = None  # what asked for it while the job ran
 
 
@@ -61,7 +60,7 @@ class Session:
         role: str | None = None,
         iteration: Callable[[], int | None] | None = None,
         pass_iteration: Callable[[], int | None] | None = None,
-        timeline: Timeline | None = None,
+        timeline: TimelineRecorder | None = None,
         window_ended: Callable[[], None] = lambda: None,
     ) -> None:
         """``window_ended`` is called once every file of a window is with the writer."""
@@ -85,15 +84,15 @@ class Session:
         self._open_window: _OpenWindow | None = None
         self._guard = HostMemoryGuard(parse_limit("max_host_memory", config.max_host_memory), self._memory_ran_out)
 
-    def begin(self, facts: CallFacts) -> Call | None:
+    def begin(self, facts: CallFacts) -> RecordedCall | None:
         """A ``forward_backward_func`` call starts. Returns what ``end`` needs, or None: nothing is recorded."""
-        call: Call | None = None
+        call: RecordedCall | None = None
         if not self.disabled:
             with Contained("opening a window", self.abandon):
                 call = self._begin(facts)
         return call
 
-    def end(self, call: Call, *, failed: bool) -> None:
+    def end(self, call: RecordedCall, *, failed: bool) -> None:
         """The call that ``begin`` answered with ``call`` returned, or raised an exception of the host's."""
         with Contained("closing a window", self.abandon):
             if call.line is not None and self.timeline is not None:
@@ -130,7 +129,7 @@ class Session:
         with Contained("closing the last window", self.abandon):
             self._close(reason)
 
-    def interrupt(self, call: Call, reason: str) -> None:
+    def interrupt(self, call: RecordedCall, reason: str) -> None:
         """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
         with Contained("closing a window early", self.abandon):
             if call.line is not None and self.timeline is not None:
@@ -156,7 +155,7 @@ class Session:
             with suppress(Exception):  # one that cannot stop must not keep the others running
                 recorder.discard()
 
-    def _begin(self, facts: CallFacts) -> Call | None:
+    def _begin(self, facts: CallFacts) -> RecordedCall | None:
         target, scope = facts.target, current()
         role = self.role if scope.role is None else scope.role
         index = self._count(target, role)
@@ -184,7 +183,7 @@ class Session:
             self._open(Window(due[0], named, step, self.coords, warmup), role, keep=not warmup)
         holder = Session._holder
         window = holder._open_window if holder is not None else None
-        call = Call(facts, _NOTHING)
+        call = RecordedCall(facts, _NOTHING)
         if window is not None:
             call.outermost = outermost = ExitStack()
             call.ranged = self.config.ranges != "step"

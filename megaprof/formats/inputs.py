@@ -48,14 +48,11 @@ def memory_left() -> int:
 def open_input(path: Path) -> BinaryIO:
     """Open a regular file to be read. Never waits: for the other end of a FIFO, or for a terminal. Raises OSError."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
-    file = open(os.open(path, flags | getattr(os, "O_CLOEXEC", 0)), "rb")
-    try:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UnusableInput("it is no regular file")
-    except BaseException:
-        file.close()
-        raise
-    return file
+    descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnusableInput("it is no regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def read_input(path: Path) -> bytes:
@@ -64,7 +61,9 @@ def read_input(path: Path) -> bytes:
         size = os.fstat(file.fileno()).st_size
         most = SMALL if _allowed is None and size <= SMALL else most_bytes()
         if size > most:
-            raise UnusableInput(f"it has {size:,} bytes, and at most {most:,} are read (--max-input-mib says otherwise)")
+            raise UnusableInput(
+                f"it has {size >> 20:,} MiB, more than the {most >> 20:,} MiB that are read (see --max-input-mib)"
+            )
         try:
             data = file.read(most + 1)
         except MemoryError:

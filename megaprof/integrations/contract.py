@@ -8,7 +8,6 @@ which are wrapped in place.
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,8 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from megaprof.hooks.patching import Patches
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 _iteration: ContextVar[int | None] = ContextVar("megaprof_iteration", default=None)
 

@@ -16,17 +16,20 @@ from megaprof.version import __version__
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
     from megaprof.recorders import Window
-    from megaprof.recorders.call import Call
+    from megaprof.recorders.call import RecordedCall
 
 
-def describe(window: Window, call: Call, config: ProfileConfig, truncated: str | None) -> dict[str, Any]:
-    """Metadata of a window that closes now; ``truncated`` says why, when it closes early."""
+def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncated: str | None) -> dict[str, Any]:
+    """The metadata of ``window``, which closes now, as docs/trace-metadata.md lists it: plain data for JSON.
+
+    ``call`` is the window's first call; ``truncated`` says why the window closes early, None when it does not.
+    """
     facts = call.facts
     coords = window.coords
     if facts.chunks:  # hooks that were installed without a model did not know
         coords = replace(coords, sizes=replace(coords.sizes, vpp=len(facts.chunks)))
     model_config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
-    interleaved = facts.schedule == "interleaved"
+    group = "microbatch_group_size_per_vp_stage" if facts.schedule == "interleaved" else ""
     return Metadata(
         target=window.target,
         coords=coords,
@@ -36,7 +39,7 @@ def describe(window: Window, call: Call, config: ProfileConfig, truncated: str |
         schedule=facts.schedule,
         forward_only=facts.forward_only,
         microbatches=facts.microbatches,
-        microbatch_group_size=getattr(model_config, "microbatch_group_size_per_vp_stage", None) if interleaved else None,
+        microbatch_group_size=getattr(model_config, group, None),
         seq_length=facts.seq_length,
         micro_batch_size=facts.micro_batch_size,
         chunks=tuple(ModelChunk(**describe_chunk(chunk)) for chunk in facts.chunks),
@@ -54,7 +57,7 @@ def describe(window: Window, call: Call, config: ProfileConfig, truncated: str |
     ).as_dict()
 
 
-def _ranges(call: Call, config: ProfileConfig) -> MicrobatchRanges:
+def _ranges(call: RecordedCall, config: ProfileConfig) -> MicrobatchRanges:
     if call.ran_forward:
         return MicrobatchRanges()
     if call.facts.graph is not None:

@@ -17,9 +17,11 @@ class LoggedRange(NamedTuple):
     """A range that has ended, for a recorder that does not see user annotations."""
 
     name: str
+    """The range's name."""
     start: int
     """Nanoseconds since the epoch, as Kineto counts."""
     end: int
+    """Nanoseconds since the epoch."""
     thread: int
     """The system's thread number."""
 

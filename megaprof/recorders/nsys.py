@@ -7,19 +7,17 @@ the metadata that nsys cannot.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.names import artifact_path, raw_path
 from megaprof.recorders import Window
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 SUFFIX = ".nsys.json"
 #: nsys sets it in the processes that it profiles.
@@ -67,7 +65,7 @@ class NsysRecorder:
         final = artifact_path(self._directory, window.target, window.role, window.step, window.coords, SUFFIX)
         raw = raw_path(final)
         raw.write_text(json.dumps({"capture": NsysRecorder._captures, "megaprof": metadata}), encoding="utf-8")
-        self._writer.submit(Job(raw, final))
+        self._writer.submit(Artifact(raw, final))
 
     def discard(self) -> None:
         if not self._running:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 from typing import Any
 
 import torch
-
-logger = logging.getLogger("megaprof")
 
 _THREAD_LOCAL_CAPTURE = 1  # cuda.h, CUstreamCaptureMode
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import time
 from collections import deque
@@ -15,8 +14,7 @@ from typing import Any
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 #: A rank keeps this many files at most; the oldest goes when another one begins.
 FILES = 4
