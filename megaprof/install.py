@@ -31,6 +31,7 @@ from megaprof.integrations import contract as adapter
 from megaprof.integrations import megatron_lm
 from megaprof.integrations import registry as table
 from megaprof.metrics.overview import Overview
+from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
 from megaprof.recorders import Recorder, build_recorders
@@ -206,6 +207,7 @@ def install_hooks(
                     "install_hooks: this model has hooks with another configuration; remove() their handle first"
                 )
             return existing
+    check_prometheus(settled.prometheus)
     chunks = None if models is None else len(models)
     coords = coords_from_parallel_state(chunks)
     # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
