@@ -5,7 +5,6 @@ That is why concurrent requests need no lock: what all ranks look at is only wha
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections import OrderedDict
@@ -18,8 +17,7 @@ from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.records import Absent, BadRecord
 from megaprof.formats.requests import REQUEST_ID, Refusal, Refused, Request
 from megaprof.formats.run import RunRecord
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 #: How many entries one look goes through, and how many requests it judges.
 _LOOKED_AT = 4096

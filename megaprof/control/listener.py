@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -24,11 +23,11 @@ from megaprof.formats.run import RunRecord, interval
 from megaprof.formats.status import SIZE
 from megaprof.parallel.topology import WorldLayout
 from megaprof.runtime.background import Background
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
-logger = logging.getLogger("megaprof")
 
 #: How long the end of a job waits for its last words, in seconds.
 _END_SECONDS = 2.0

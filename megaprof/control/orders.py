@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,11 +17,10 @@ from megaprof.formats.records import Absent, BadRecord
 from megaprof.formats.requests import REFUSED, REQUEST_ID, Answer, Refused, Start
 from megaprof.formats.run import RunRecord
 from megaprof.formats.status import CaptureState
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
-
-logger = logging.getLogger("megaprof")
 
 #: Entries that one look goes through; there is one order at a time.
 _LOOKED_AT = 64

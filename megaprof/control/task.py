@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.capture.demand import Demand
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requests import recorder_config
@@ -18,11 +17,11 @@ from megaprof.formats.names import plain_path
 from megaprof.formats.requests import Answer, Refused, Request
 from megaprof.recorders import build_recorders
 from megaprof.recorders.nsys import SESSION_VARIABLE
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
-logger = logging.getLogger("megaprof")
 
 #: How long files may take to be finished after the last window closed, in seconds.
 _FINISHING = 900.0
@@ -178,11 +177,11 @@ class _Noted:
         self._writer = writer
         self._finals: list[Path] = []
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Artifact) -> None:
         self._finals.append(job.final)
         self._writer.submit(job)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: Artifact) -> None:
         self._finals.append(job.final)
         self._writer.finish(job)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections import deque
@@ -14,11 +13,11 @@ from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requester import Requester, selected_ranks
 from megaprof.control.requests import new_request
 from megaprof.formats.requests import Refused
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener
 
-logger = logging.getLogger("megaprof")
 
 #: Samples of the step time, one a look, of which the usual one is the median, and how many it takes at least.
 _HISTORY = 4096

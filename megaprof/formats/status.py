@@ -106,7 +106,7 @@ class Recent:
 
 
 @dataclass(frozen=True)
-class Cost:
+class OwnCost:
     """What the timeline costs its process."""
 
     step_us: Annotated[float, number(0, 1e12)]
@@ -174,7 +174,7 @@ class RankStatus:
     """Where its GPU is; None where that has nothing left to do, and on a CPU."""
     recent: Annotated[Recent | None, optional(nested(Recent))] = None
     """How fast it has been; None without a timeline."""
-    cost: Annotated[Cost | None, optional(nested(Cost))] = None
+    cost: Annotated[OwnCost | None, optional(nested(OwnCost))] = None
     """What that costs; None without a timeline."""
     capture: Annotated[CaptureState | None, optional(nested(CaptureState))] = None
     """The capture on demand in its hands, None when there is none."""

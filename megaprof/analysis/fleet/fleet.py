@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,6 @@ from megaprof.analysis.fleet.trends import (
     shifts,
     single_steps,
 )
-from megaprof.analysis.report.fleet_words import findings_of, notes_of
 
 #: A gradient synchronisation is compared with this part of the step added, so that what is told takes 1 % of it.
 OF_STEP = 0.1
@@ -74,7 +72,8 @@ class Ended:
 class Fleet:
     """One target and role. ``buckets``: the first step of each; by bucket ``step_ms``, the longest rank's step time,
     and ``imbalance``, slowest stage over mean stage. ``step``: percentiles over all single steps. ``own_us``,
-    ``own_fraction``: what recording cost the training thread per step. ``findings``: sentences, the worst first."""
+    ``own_fraction``: what recording cost the training thread per step. ``left_out``, ``again``: steps of a rank, at
+    most, that are not counted, or that ran twice."""
 
     key: Key
     ranks: int
@@ -83,6 +82,7 @@ class Fleet:
     steps: tuple[int, int]
     calls: int
     left_out: int
+    again: int
     width: int
     buckets: tuple[int, ...]
     step: Percentiles | None
@@ -100,14 +100,6 @@ class Fleet:
     own_fraction: float
     clock: str
     directory: Path
-    findings: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``: without what the target's report says already."""
-        found = asdict(self)
-        del found["key"], found["directory"]
-        return found
 
 
 def survey(reading: FleetReading, directory: Path) -> list[Fleet]:
@@ -143,7 +135,7 @@ def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
     groups, sync_rows = _synchronisation(series, first, count) if key.sizes.dp * key.sizes.cp > 1 else ([], None)
     stragglers = slow_ranks(key, ranks, at_stage, compute, buckets)
     sync = low_median(sync_rows) if sync_rows is not None else np.full(count, np.nan)
-    fleet = Fleet(
+    return Fleet(
         key=key,
         ranks=len(ranks),
         missing=_missing(key, ranks),
@@ -151,6 +143,7 @@ def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
         steps=(min(r.first_step for r in ranks), max(r.last_step for r in ranks)),
         calls=len(series.steps),
         left_out=max(r.left_out for r in ranks),
+        again=max(r.again for r in ranks),
         width=width,
         buckets=tuple(buckets.first.tolist()),
         step=step,
@@ -175,10 +168,7 @@ def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
         own_fraction=float(np.median([r.own[1] for r in with_steps])),
         clock="device" if any(r.device_clock for r in ranks) else "host",
         directory=directory,
-        findings=(),
-        notes=(),
     )
-    return replace(fleet, findings=tuple(findings_of(fleet)), notes=tuple(notes_of(fleet, ranks)))
 
 
 def _counts(ranks: Sequence[RankSeries], first: int, count: int) -> Integers:

@@ -10,7 +10,7 @@ import numpy as np
 from megaprof.analysis.fleet.reading import Key, RankSeries
 from megaprof.analysis.fleet.stragglers import Buckets, Run, groups_of, layout_of, slow_rows
 from megaprof.analysis.fleet.trends import Floats, others_median
-from megaprof.analysis.report.fleet_words import spans
+from megaprof.parallel.selectors import Selector
 
 Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with each other
 
@@ -102,7 +102,7 @@ def _straggler(
         own_ms=run.own_ms,
         peers_ms=run.peers_ms,
         peers=peers,
-        capture=spans(members) if len(members) > 1 else None,
+        capture=str(Selector.of_ranks(members)) if len(members) > 1 else None,
     )
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.trends import Percentiles
-from megaprof.analysis.report.fleet_words import parted
+from megaprof.analysis.report.fleet_words import findings_of, parted
 from megaprof.analysis.report.words import number
 
 _TICKS = "▁▂▃▄▅▆▇█"
@@ -26,7 +26,7 @@ def fleet_lines(fleet: Fleet) -> list[tuple[str, str]]:
     lines = [(f"all timelines: {fleet.ranks} ranks, steps {fleet.steps[0]}-{fleet.steps[1]}", "")]
     slow = bool(fleet.stragglers or any(stage.shifts for stage in fleet.stages) or fleet.step_shifts or fleet.ended)
     slow = slow or bool(fleet.synchronisation_shifts or fleet.stage_synchronisation)
-    for finding in fleet.findings:
+    for finding in findings_of(fleet):
         said, command = parted(finding)
         lines.append((said, "bold red" if slow else "green"))
         if command:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
+from megaprof.analysis.fleet.fleet import Fleet
+from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_BUCKETS, LASTING_STEPS, Shift
 from megaprof.analysis.report.words import sentence
-
-if TYPE_CHECKING:
-    from megaprof.analysis.fleet.fleet import Fleet
-    from megaprof.analysis.fleet.reading import RankSeries
-    from megaprof.analysis.fleet.slow import Straggler
+from megaprof.parallel.selectors import Selector, join_spans, spans_of
 
 _MOST = 8
 
@@ -64,7 +61,7 @@ def parted(finding: str) -> tuple[str, str]:
     return (said[:1].upper() + said[1:] if said.endswith(":") else sentence(said)), command.rstrip("`")
 
 
-def notes_of(fleet: Fleet, ranks: Sequence[RankSeries]) -> Iterator[str]:
+def notes_of(fleet: Fleet) -> Iterator[str]:
     """What a reader of the numbers must know."""
     sizes = fleet.key.sizes
     if fleet.missing:
@@ -84,26 +81,14 @@ def notes_of(fleet: Fleet, ranks: Sequence[RankSeries]) -> Iterator[str]:
         yield "phases are on the GPU's clock; exchanges between stages are in the gaps between them"
     if fleet.left_out:
         yield f"up to {fleet.left_out} steps of a rank are left out: a window was open in them, or they failed"
-    again = max(r.again for r in ranks)
-    if again:
-        yield f"up to {again} steps of a rank ran twice, as after a restart from a checkpoint: the later ones count"
+    if fleet.again:
+        yield f"up to {fleet.again} steps of a rank ran twice, as after a restart from a checkpoint: the later count"
     if fleet.calls < LASTING_STEPS:
         yield f"{fleet.calls} steps are too few to call anything lastingly slow: {LASTING_STEPS} are needed"
     yield f"recording cost {fleet.own_us:.0f} µs per step on the training thread, {fleet.own_fraction:.3%} of it"
 
 
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """``3,8-15``."""
-    joined: list[list[int]] = []
-    for number in sorted(numbers):
-        if joined and joined[-1][1] == number - 1:
-            joined[-1][1] = number
-        else:
-            joined.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in joined)
 
 
 def milliseconds(ms: float) -> str:
@@ -135,7 +120,7 @@ def _straggler(fleet: Fleet, s: Straggler) -> str:
             f"{title(s)} {come} last to the gradient synchronisation {time}: the others spend "
             f"{milliseconds(s.peers_ms)} in it, {they} {milliseconds(s.own_ms)}; {none} found to compute longer: "
             "it may be exchanges, data or what runs between steps, as a capture tells: "
-            + _trigger(fleet, spans(s.ranks))
+            + _trigger(fleet, str(Selector.of_ranks(s.ranks)))
         )
     if s.what != "compute":
         others = "the other group of its stage" if s.peers == 1 else f"the {s.peers} other groups of its stage"
@@ -213,5 +198,5 @@ def _at(host: str | None) -> str:
 
 
 def _short(numbers: Sequence[int]) -> str:
-    listed = spans(numbers).split(",")
+    listed = join_spans(spans_of(numbers), ",").split(",")
     return ", ".join(listed[:_MOST]) + (f" and {len(listed) - _MOST} more" if len(listed) > _MOST else "")

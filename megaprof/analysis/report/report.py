@@ -17,7 +17,7 @@ from megaprof.analysis.fleet.reading import FleetReading, find_timelines, read_f
 from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, SIGMAS
-from megaprof.analysis.report.fleet_words import evidence
+from megaprof.analysis.report.fleet_words import evidence, findings_of, notes_of
 from megaprof.analysis.stages.advice import Cause, Verdict, judge
 from megaprof.analysis.stages.causes import OF_STEP
 from megaprof.analysis.stages.samples import Spread
@@ -69,7 +69,7 @@ class TargetReport:
             "notes": list(verdict.notes),
             "what_if": self.what_if.to_json(),
             "warnings": list(measured.warnings),
-            "fleet": self.fleet.to_json() if self.fleet else None,
+            "fleet": fleet_json(self.fleet) if self.fleet else None,
         }
 
 
@@ -252,6 +252,14 @@ def _stage(stage: Stage) -> dict[str, Any]:
             "exposed_ms": {group: _spread(stage.exposed_ms[group]) for group in GROUPS},
         },
     }
+
+
+def fleet_json(fleet: Fleet) -> dict[str, Any]:
+    """Without what the target's report says already."""
+    found = asdict(fleet)
+    for name in ("key", "directory", "again"):
+        del found[name]
+    return {**found, "findings": list(findings_of(fleet)), "notes": list(notes_of(fleet))}
 
 
 def _mean(spread: Spread | None) -> float | None:

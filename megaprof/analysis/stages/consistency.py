@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, offsets, uncertainty
 from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.trace.traces import Metadata, Sizes
+from megaprof.formats.metadata import Metadata
+from megaprof.parallel.selectors import join_spans, spans_of
+from megaprof.parallel.topology import ParallelSizes
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Clocks:
         return self.problems[0] if self.problems and not self.one_clock else None
 
 
-def examine(calls: list[Call], sizes: Sizes, findings: Findings) -> list[Call]:
+def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
     """The calls that may be averaged together: no duplicates, and only steps that every captured stage has.
 
     Adds what it leaves out to ``findings``, and blocks a verdict that the rest does not allow.
@@ -121,15 +123,9 @@ def _aligned(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
 
 def name_stages(stages: Iterable[int]) -> str:
     """``stage 3``, ``stages 0, 2-5``: consecutive ones as a range."""
-    ordered = sorted(stages)
-    spans: list[list[int]] = []
-    for stage in ordered:
-        if spans and spans[-1][1] == stage - 1:
-            spans[-1][1] = stage
-        else:
-            spans.append([stage, stage])
-    listed = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"stage {listed}" if len(ordered) == 1 else f"stages {listed}"
+    spans = spans_of(stages)
+    listed = join_spans(spans, ", ")
+    return f"stage {listed}" if spans and spans[0][0] == spans[-1][1] else f"stages {listed}"
 
 
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:

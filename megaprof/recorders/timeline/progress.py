@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from megaprof.formats.ranges import RangeName
-from megaprof.formats.status import BETWEEN, Cost, Place, Recent
+from megaprof.formats.status import BETWEEN, OwnCost, Place, Recent
 
 #: Steps that the recent figures are the medians of.
 RECENT_STEPS = 32
@@ -54,13 +54,14 @@ class Tally:
             p2p_ms=median("p2p") if all("p2p" in step for step in steps) else None,
         )
 
-    def cost(self, background_seconds: float) -> Cost | None:
+    def cost(self, background_seconds: float) -> OwnCost | None:
+        """``background_seconds``: CPU time of the background thread so far. None before the first step."""
         recent = self.recent()
         if recent is None:
             return None
         own = statistics.median(step["own"] for step in self._steps[recent.target, recent.role])
         elapsed = max(time.monotonic() - self._began, 1e-9)
-        return Cost(1e3 * own, own / recent.step_ms if recent.step_ms else 0.0, background_seconds / elapsed)
+        return OwnCost(1e3 * own, own / recent.step_ms if recent.step_ms else 0.0, background_seconds / elapsed)
 
     def _main(self) -> Key | None:
         return next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)

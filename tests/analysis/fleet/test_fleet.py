@@ -12,9 +12,10 @@ import pytest
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.fleet.stragglers import coupled, groups_of, layout_of
-from megaprof.analysis.trace.traces import Coords, Sizes
-from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.analysis.report.report import fleet_json
+from megaprof.parallel.topology import ParallelSizes, Place, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.telling import findings, notes
 
 PIPELINE = WorldLayout(ParallelSizes.of(32, pp=4))
 EXPERTS = WorldLayout(ParallelSizes.of(64, tp=2, pp=2, ep=4))
@@ -25,7 +26,7 @@ CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in 
 def fleet_of(directory: Path, layout: WorldLayout, **options: Any) -> Fleet:
     write_timelines(directory, layout, **({"steps": 120, "microbatches": 4} | options))
     (fleet,) = survey(read_fleet(find_timelines(directory)), directory)
-    json.dumps(fleet.to_json(), allow_nan=False)
+    json.dumps(fleet_json(fleet), allow_nan=False)
     return fleet
 
 
@@ -38,7 +39,7 @@ def test_a_slow_rank_is_named_with_its_onset(tmp_path: Path) -> None:
     assert re.match(
         r"rank 19 \(stage 2, node-0002\) has been 3\d% slower than its 7 peers since step 70, computing 15\d ms per "
         r"step instead of 1\d\d ms; the step takes 1\d% longer since then$",
-        fleet.findings[0],
+        findings(fleet)[0],
     )
     assert not any(stage.shifts for stage in fleet.stages)
     assert [shift.step for shift in fleet.step_shifts] == [70]
@@ -55,7 +56,7 @@ def test_thousands_of_steps_are_kept_in_a_few_buckets(tmp_path: Path) -> None:
     assert slow.ranks == (2,)
     assert abs(slow.from_step - 1500) <= fleet.width
     assert fleet.calls == 3000
-    assert "about step 1500" in fleet.findings[0]
+    assert "about step 1500" in findings(fleet)[0]
 
 
 def test_coupled_ranks_are_named_together_with_the_capture_that_tells_more(tmp_path: Path) -> None:
@@ -63,8 +64,8 @@ def test_coupled_ranks_are_named_together_with_the_capture_that_tells_more(tmp_p
     (slow,) = fleet.stragglers
     assert slow.ranks == tuple(range(40, 48))  # its expert-parallel group and their tensor-parallel peers
     assert slow.capture == "40-47"
-    assert f"megaprof trigger {tmp_path} --target train_actor --steps 2 --select 40-47" in fleet.findings[0]
-    assert any("expert-parallel communication" in note for note in fleet.notes)
+    assert f"megaprof trigger {tmp_path} --target train_actor --steps 2 --select 40-47" in findings(fleet)[0]
+    assert any("expert-parallel communication" in note for note in notes(fleet))
 
 
 def test_a_rank_that_is_slow_alone_stands_out_of_its_group(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_rank_that_is_slow_alone_stands_out_of_its_group(tmp_path: Path) -> No
     fleet = fleet_of(tmp_path, layout, ranks=[0, 1, 2, 3, 4, 6, 7])
     (slow,) = fleet.stragglers
     assert (slow.ranks, slow.peers, slow.since_start) == ((5,), 3, True)
-    assert "rank 5 (stage 0, node-0000) has been 50% slower than its 3 peers since the first step" in fleet.findings[0]
+    assert "rank 5 (stage 0, node-0000) has been 50% slower than its 3 peers since the first step" in findings(fleet)[0]
 
 
 def test_a_slow_stage_is_no_slow_rank(tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_a_slow_stage_is_no_slow_rank(tmp_path: Path) -> None:
     assert not fleet.stragglers
     shifts = {stage.pp: [(s.step, s.until) for s in stage.shifts] for stage in fleet.stages}
     assert shifts == {0: [], 1: [(50, None)], 2: [], 3: []}
-    assert fleet.findings[0].startswith("stage 1 has been 25% slower since step 50, beside the other stages")
+    assert findings(fleet)[0].startswith("stage 1 has been 25% slower since step 50, beside the other stages")
     assert fleet.imbalance[10] == pytest.approx(1.0, abs=0.02)
     assert fleet.imbalance[-1] == pytest.approx(5 / 4.25, abs=0.02)
 
@@ -99,7 +100,7 @@ def test_a_slow_collective_is_no_slow_compute(tmp_path: Path) -> None:
     (shift,) = fleet.synchronisation_shifts
     assert (shift.step, shift.until) == (50, None)
     assert shift.after_ms == pytest.approx(8 * shift.before_ms, rel=0.05)
-    assert fleet.findings[0].startswith("gradient synchronisation has taken 40.")
+    assert findings(fleet)[0].startswith("gradient synchronisation has taken 40.")
 
 
 def test_the_slow_collective_of_one_group(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_pipeline_that_comes_late_without_computing_longer(tmp_path: Path) -> 
     (late,) = fleet.stragglers
     assert (late.what, late.ranks, late.from_step, late.until) == ("arrival", (3, 11, 19, 27), 70, None)
     assert (late.peers, late.peers_ms - late.own_ms) == (7, pytest.approx(100, abs=1))
-    assert fleet.findings[0] == (
+    assert findings(fleet)[0] == (
         "ranks 3, 11, 19, 27 have come last to the gradient synchronisation since step 70: the others spend 105 ms in "
         "it, they 5.01 ms; none of them was found to compute longer: it may be exchanges, data or what runs "
         "between steps, as a capture tells: "
@@ -139,14 +140,14 @@ def test_a_pipeline_that_is_waited_for_because_it_computes_is_one_finding(tmp_pa
 def test_what_lasts_for_seconds_is_nothing(tmp_path: Path) -> None:
     short = {"forward_ms": 1.0, "backward_ms": 2.0, "finalize_ms": 0.0, "steps": 200}
     fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, until_step=110, factor=3.0)], **short)
-    assert fleet.findings[0].startswith("no rank, no stage and no gradient synchronisation is lastingly slower")
+    assert findings(fleet)[0].startswith("no rank, no stage and no gradient synchronisation is lastingly slower")
 
 
 def test_what_ended_is_told_with_both_ends(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=30, until_step=60, factor=1.5)])
     (slow,) = fleet.stragglers
     assert (slow.from_step, slow.until) == (30, 60)
-    assert "was 50% slower than its 7 peers from step 30 to step 60" in fleet.findings[0]
+    assert "was 50% slower than its 7 peers from step 30 to step 60" in findings(fleet)[0]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -173,7 +174,7 @@ def test_healthy_runs_raise_no_alarm(
         events=False,
         slow=[WARM_UP, *CHECKPOINTS],
     )
-    assert fleet.findings == (
+    assert findings(fleet) == (
         "no rank, no stage and no gradient synchronisation is lastingly slower than those beside it",
     )
 
@@ -182,8 +183,8 @@ def test_ranks_that_ended_early_and_ranks_that_are_missing(tmp_path: Path) -> No
     fleet = fleet_of(tmp_path, PIPELINE, ranks=[r for r in range(32) if r not in (3, 8, 9, 10)], last_step={20: 77})
     assert fleet.missing == (3, 8, 9, 10)
     assert [(e.rank, e.stage, e.host, e.last_step) for e in fleet.ended] == [(20, 2, "node-0002", 77)]
-    assert any(note.startswith("timelines of 28 of 32 ranks; missing: 3, 8-10") for note in fleet.notes)
-    assert "rank 20 (stage 2, node-0002) after step 77; the others' last step is 119" in fleet.findings[-1]
+    assert any(note.startswith("timelines of 28 of 32 ranks; missing: 3, 8-10") for note in notes(fleet))
+    assert "rank 20 (stage 2, node-0002) after step 77; the others' last step is 119" in findings(fleet)[-1]
     # The rank that ended may have been the one that its group waited for.
     assert not fleet.stage_synchronisation
 
@@ -192,20 +193,20 @@ def test_the_recorders_own_cost_is_told(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, PIPELINE)
     assert 50 < fleet.own_us < 70
     assert 0 < fleet.own_fraction < 0.001
-    assert fleet.notes[-1].startswith("recording cost ")
+    assert notes(fleet)[-1].startswith("recording cost ")
 
 
 def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, PIPELINE, steps=5, slow=[Slow(rank=3, factor=2)])
     assert not fleet.stragglers
-    assert any("5 steps are too few" in note for note in fleet.notes)
+    assert any("5 steps are too few" in note for note in notes(fleet))
 
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
 def test_the_rank_order_is_found_from_coordinates(order: str) -> None:
     layout = WorldLayout(ParallelSizes.of(32, tp=2, pp=2, cp=2, ep=2, etp=2), order)
-    places = {c.rank: Coords(c.rank, c.pp, c.tp, c.cp, c.ep, c.dp) for c in layout}
-    found = layout_of(places.values(), Sizes(tp=2, pp=2, cp=2, ep=2, dp=4, vpp=1, etp=2))
+    places = {c.rank: c for c in layout}
+    found = layout_of(places.values(), ParallelSizes(tp=2, pp=2, cp=2, ep=2, dp=4, vpp=1, etp=2))
     assert found is not None
     assert list(found) == list(layout)
     groups = groups_of(places, found)
@@ -216,8 +217,8 @@ def test_the_rank_order_is_found_from_coordinates(order: str) -> None:
 
 
 def test_without_a_known_order_a_pipelines_position_is_a_group() -> None:
-    places = {rank: Coords(rank, 0, tp=rank % 2, dp=1 - rank // 2) for rank in range(4)}
-    assert layout_of(places.values(), Sizes(tp=2, dp=2)) is None
+    places = {rank: Place(rank, pp=0, tp=rank % 2, cp=0, ep=0, dp=1 - rank // 2) for rank in range(4)}
+    assert layout_of(places.values(), ParallelSizes(tp=2, dp=2)) is None
     assert groups_of(places, None) == [(0, 1), (2, 3)]
 
 
@@ -225,4 +226,4 @@ def test_a_rank_that_becomes_much_slower_has_two_beginnings(tmp_path: Path) -> N
     slow = [Slow(rank=19, from_step=20, factor=1.2), Slow(rank=19, from_step=70, factor=2.0)]
     fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
     assert [(s.ranks, s.from_step, s.until) for s in fleet.stragglers] == [((19,), 70, None), ((19,), 20, 69)]
-    assert "2.4 times as slow as its 7 peers since step 70" in fleet.findings[0]
+    assert "2.4 times as slow as its 7 peers since step 70" in findings(fleet)[0]

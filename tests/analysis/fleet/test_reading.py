@@ -14,6 +14,7 @@ from megaprof.analysis.fleet.reading import BIN, bucketed, find_timelines, perce
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.telling import findings, notes
 
 LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
 
@@ -64,7 +65,7 @@ def test_rotated_files_are_one_rank_and_a_restart_counts_as_it_ran_last(tmp_path
         assert (rank.steps, rank.again, rank.last_step) == (40, 10, 39)
         assert rank.compute[30:].min() > 1.5 * rank.compute[:30].max()
     (fleet,) = survey(reading, tmp_path)
-    assert any("10 steps of a rank ran twice" in note for note in fleet.notes)
+    assert any("10 steps of a rank ran twice" in note for note in notes(fleet))
     assert set(later) < set(reading.read)
 
 
@@ -80,7 +81,7 @@ def test_targets_and_roles_are_kept_apart(tmp_path: Path) -> None:
 def test_captured_and_failed_steps_are_left_out(tmp_path: Path) -> None:
     paths = write(tmp_path)
     timeline = format.read_timeline(paths[0])
-    records = [format.MAGIC, format.metadata_record(timeline.metadata[0]), format.shape_record([])]
+    records = [format.MAGIC, format.metadata_record(timeline.metadata[0].as_dict()), format.shape_record([])]
     for step, flag in zip(timeline.steps[:10], [0] * 8 + [format.CAPTURED, format.FAILED], strict=True):
         kinds = {name: int(step[name]) for name in ("forward", "backward", "finalize")}
         records.append(
@@ -103,9 +104,7 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     several = read_fleet(paths, 2, lambda now, of: done.append((now, of)))
     alone = read_fleet(paths, 1)
     assert done[-1] == (4, 4)
-    assert [fleet.to_json() for fleet in survey(several, tmp_path)] == [
-        fleet.to_json() for fleet in survey(alone, tmp_path)
-    ]
+    assert survey(several, tmp_path) == survey(alone, tmp_path)
 
 
 def test_a_file_that_ends_in_a_record_is_normal_and_told_once(tmp_path: Path) -> None:
@@ -130,4 +129,4 @@ def test_a_damaged_file_is_told_and_raises_nothing(tmp_path: Path, position: int
     assert {0, 1, 3} <= ranks
     assert ranks == {0, 1, 2, 3} or told
     for fleet in survey(reading, tmp_path):
-        assert fleet.findings
+        assert findings(fleet)

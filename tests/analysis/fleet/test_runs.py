@@ -12,6 +12,7 @@ from megaprof.analysis.fleet.runs import NoSuchRun, Piece, Runs, runs_of
 from megaprof.analysis.report.report import analyze
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
+from tests.analysis.telling import notes
 
 LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
 DAY = 86_400 * 10**9
@@ -67,7 +68,7 @@ def test_the_newest_run_is_reported_and_the_others_are_told(tmp_path: Path) -> N
     (target,) = report.targets
     assert target.fleet is not None
     assert not target.fleet.stragglers
-    assert not any("ran twice" in note for note in target.fleet.notes)
+    assert not any("ran twice" in note for note in notes(target.fleet))
     assert {path.parent.name for path in report.timelines} == {"new"}
     assert report.warnings == (
         "timelines of 2 runs lie here: this is the newest; `--run N` reports on the N-th, the oldest is 1",
