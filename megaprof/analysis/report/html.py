@@ -23,22 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.clocks.clocks import align
-from megaprof.analysis.clocks.timelines import (
-    EXCHANGE,
-    Ends,
-    Timeline,
-    capture_of,
-    ends_of,
-    links_between,
-    timelines_of,
-)
+from megaprof.analysis.clocks.matching import Ends, ends_of, links_between
 from megaprof.analysis.report import words
 from megaprof.analysis.report.fleet_html import fleet_part
 from megaprof.analysis.report.report import Report
+from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, read_trace
 from megaprof.formats import ranges
+from megaprof.formats.names import parse_artifact_name
 
-_KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, EXCHANGE)
+_KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
 #: Predictions that gain less than this are in the JSON only.
 _WORTH_SHOWING = 1.01
 _GROUPS = ("tp", "ep", "cp", "pp", "dp")
@@ -48,9 +42,9 @@ _Key = tuple[str, str | None]  # target and role
 
 @dataclass(frozen=True)
 class Row:
-    """One stage of a drawn step: a rank's timeline, and what to add to its times."""
+    """One stage of a drawn step: a rank's call, and what to add to its times."""
 
-    timeline: Timeline
+    call: Call
     offset_ns: int
 
 
@@ -69,23 +63,24 @@ def timelines(report: Report) -> dict[_Key, StepTimeline]:
     Reads the traces of those steps once more, one at a time; those of timelines are in the report.
     """
     latest = {(t.measured.target, t.measured.role): t.measured.steps[-1] for t in report.targets if t.measured.steps}
-    found: dict[_Key, dict[int, tuple[Timeline, Ends]]] = {}
+    found: dict[_Key, dict[int, tuple[Call, Ends]]] = {}
     for trace in chain(_traces(report.traces, set(latest.values())), report.drawn):
-        ends = ends_of(trace)
-        for timeline in timelines_of(trace):
-            key, coords = (timeline.label, timeline.metadata.role), timeline.metadata.coords
-            if latest.get(key) != timeline.step or timeline.index:
+        calls = calls_of(trace)
+        ends = ends_of(trace.metadata, calls)
+        for call in calls:
+            key, coords = (call.label, call.metadata.role), call.metadata.coords
+            if latest.get(key) != call.step or call.index:
                 continue
             stages = found.setdefault(key, {})
             if coords.pp not in stages or coords.rank < stages[coords.pp][0].metadata.coords.rank:
-                stages[coords.pp] = timeline, ends
+                stages[coords.pp] = call, ends
     return {key: _aligned(latest[key], [stages[pp] for pp in sorted(stages)]) for key, stages in found.items()}
 
 
 def _traces(paths: Iterable[Path], steps: set[int]) -> Iterator[Trace]:
     for path in paths:
-        capture = capture_of(path)
-        if capture is not None and capture.step not in steps:
+        name = parse_artifact_name(path.name)
+        if name is not None and name.step not in steps:
             continue
         try:
             yield read_trace(path)
@@ -93,14 +88,14 @@ def _traces(paths: Iterable[Path], steps: set[int]) -> Iterator[Trace]:
             continue  # the report has read it, and would have said so
 
 
-def _aligned(step: int, stages: list[tuple[Timeline, Ends]]) -> StepTimeline:
-    ends = {timeline.metadata.coords.rank: each for timeline, each in stages}
+def _aligned(step: int, stages: list[tuple[Call, Ends]]) -> StepTimeline:
+    ends = {call.metadata.coords.rank: each for call, each in stages}
     hosts = {rank: each.metadata.host for rank, each in ends.items()}
     alignment = align(hosts, [link for link, _ in links_between(ends)])
     notes = [*alignment.sentences(), *alignment.warnings] if len(set(hosts.values())) > 1 else list(alignment.warnings)
-    if any(timeline.host_time for timeline, _ in stages):
+    if any(call.has_kernels and call.gpu is None for call, _ in stages):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
-    rows = tuple(Row(timeline, alignment.offset(timeline.metadata.coords.rank)) for timeline, _ in stages)
+    rows = tuple(Row(call, alignment.offset(call.metadata.coords.rank)) for call, _ in stages)
     return StepTimeline(step, rows, tuple(notes))
 
 
@@ -111,7 +106,7 @@ def page(report: Mapping[str, Any], drawn: Mapping[_Key, StepTimeline], *, name:
     steps = [drawn.get((target["target"], target["role"])) for target in report["targets"]]
     data = json.dumps([_data(step) if step else None for step in steps], separators=(",", ":"))
     sections = [_section(number, target, steps[number]) for number, target in enumerate(report["targets"])]
-    began = min((row.timeline.start for step in steps if step for row in step.rows), default=None)
+    began = min((row.call.extent[0] for step in steps if step for row in step.rows), default=None)
     about = [_text(name), *([_date(began)] if began is not None else []), f"megaprof {_text(report['version'])}"]
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -192,11 +187,11 @@ def _tiles(target: Mapping[str, Any]) -> str:
 def _timeline(number: int, target: Mapping[str, Any], step: StepTimeline | None) -> str:
     if step is None:
         return ""
-    kinds = {box.kind for row in step.rows for box in row.timeline.boxes}
+    kinds = {_kind(each.kind) for row in step.rows for each in row.call.laid_out}
     legend = [(kind, kind.replace("_", " ")) for kind in _KINDS if kind in kinds]
     legend.append(("bubble", "nothing computed" if target["sizes"].get("pp", 1) > 1 else "between passes"))
     keys = "".join(f'<span><i class="k {kind}"></i>{_text(label)}</span>' for kind, label in legend)
-    shades = any(len(row.timeline.metadata.chunks) > 1 for row in step.rows)
+    shades = any(len(row.call.metadata.chunks) > 1 for row in step.rows)
     shown = [*(["the later a model chunk, the paler its colour"] if shades else []), *step.notes]
     notes = "".join(f"<p class=hint>{_text(words.sentence(note))}</p>" for note in shown)
     return f"""<h3>Who computes what, and when: step {step.step}</h3>
@@ -346,25 +341,28 @@ def _list(heading: str, lines: Iterable[str]) -> str:
 def _data(step: StepTimeline) -> dict[str, Any]:
     """Rows for the script: times in microseconds from the step's start. ``boxes`` is flat, five numbers each: start
     (behind the start of the box before), duration, kind, microbatch and chunk (-1: unknown or none)."""
-    first = min(row.timeline.start + row.offset_ns for row in step.rows)
-    names = sorted({box.name for row in step.rows for box in row.timeline.boxes})
+    first = min(row.call.extent[0] + row.offset_ns for row in step.rows)
+    names = sorted({each.kind for row in step.rows for each in row.call.laid_out})
     numbers = {name: number for number, name in enumerate(names)}
-    kinds = {box.name: _KINDS.index(box.kind) for row in step.rows for box in row.timeline.boxes}
     rows = []
     for row in step.rows:
-        timeline, shift = row.timeline, row.offset_ns - first
+        call, shift = row.call, row.offset_ns - first
         boxes, before = [], 0
-        for box in timeline.boxes:
+        for box in call.laid_out:
             start, end = (round((time + shift) / 1000) for time in (box.start, box.end))
             unknown = (-1 if value is None else value for value in (box.microbatch, box.chunk))
-            boxes += [start - before, end - start, numbers[box.name], *unknown]
+            boxes += [start - before, end - start, numbers[box.kind], *unknown]
             before = start
-        coords = timeline.metadata.coords
-        span = [round((time + shift) / 1000) for time in (timeline.start, timeline.end)]
+        coords = call.metadata.coords
+        span = [round((time + shift) / 1000) for time in call.extent]
         rows.append({"stage": coords.pp, "rank": coords.rank, "span": span, "boxes": boxes})
-    kind_names = [_KINDS[kinds[name]] for name in names]
-    chunks = max(max(len(row.timeline.metadata.chunks), 1) for row in step.rows)
+    kind_names = [_kind(name) for name in names]
+    chunks = max(max(len(row.call.metadata.chunks), 1) for row in step.rows)
     return {"names": names, "kinds": kind_names, "chunks": chunks, "rows": rows}
+
+
+def _kind(name: str) -> str:
+    return name if name in _KINDS else "exchange"
 
 
 def _date(nanoseconds: int) -> str:
