@@ -29,7 +29,7 @@ _COMMANDS = {
     "watch": "show a running job's stages as a live table",
 }
 #: Packages that come with an extra, and the extra.
-_EXTRAS = {"msgspec": "report", "numpy": "report", "pyarrow": "export", "rich": "report"}
+_EXTRAS = {"jinja2": "report", "msgspec": "report", "numpy": "report", "pyarrow": "export", "rich": "report"}
 
 
 class CommandError(Exception):

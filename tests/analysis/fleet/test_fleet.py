@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.fleet.stragglers import coupled, groups_of, layout_of
-from megaprof.analysis.report.report import fleet_json
 from megaprof.analysis.trace.traces import Coords, Sizes
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -27,7 +25,6 @@ CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in 
 def fleet_of(directory: Path, layout: WorldLayout, **options: Any) -> Fleet:
     write_timelines(directory, layout, **({"steps": 120, "microbatches": 4} | options))
     (fleet,) = survey(read_fleet(find_timelines(directory)), directory)
-    json.dumps(fleet_json(fleet), allow_nan=False)
     return fleet
 
 
