@@ -8,7 +8,6 @@ that was opened for it, so it does not matter when the trace is compressed and i
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -16,15 +15,13 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from megaprof.artifacts.kernels import KernelSummary, read_events
 from megaprof.artifacts.stacks import CollapsedStacks
-
-if TYPE_CHECKING:
-    from megaprof.artifacts.writer import Writer
-
-logger = logging.getLogger("megaprof")
+from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.formats.names import raw_path
+from megaprof.runtime.logs import logger
 
 KERNELS_SUFFIX = ".kernels.json"
 STACKS_SUFFIX = ".stacks.txt"
@@ -36,10 +33,15 @@ _CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from megaprof.artifacts.d
 
 
 @dataclass(frozen=True)
-class _Task:
+class _Derivation:
+    """What is to be made from one trace."""
+
     trace: IO[bytes]
+    """The raw trace, opened for reading."""
     files: Mapping[str, Path]
+    """By suffix: the final path of each file that is to be made."""
     identity: Mapping[str, Any]
+    """Plain data for inside the kernel summary: which window it is of."""
 
 
 class DerivedFiles:
@@ -64,7 +66,7 @@ class DerivedFiles:
                 logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
                 return None
             try:
-                task = _Task(open(raw, "rb"), files, identity)  # noqa: SIM115 - closed when it is done
+                task = _Derivation(open(raw, "rb"), files, identity)  # noqa: SIM115 - closed when it is done
             except OSError as fault:
                 logger.error("megaprof: no %s: there is no trace to make it from: %s", names, fault)
                 return None
@@ -81,7 +83,7 @@ class DerivedFiles:
         loaded: dict[str, Any] = json.loads(summary)
         return loaded
 
-    def _do(self, task: _Task) -> None:
+    def _do(self, task: _Derivation) -> None:
         summary = None
         try:
             with task.trace:
@@ -94,10 +96,7 @@ class DerivedFiles:
                 self._summary = summary
                 self._changed.notify_all()
 
-    def _derive(self, task: _Task) -> bytes | None:
-        from megaprof.artifacts.writer import Job
-        from megaprof.formats.names import raw_path
-
+    def _derive(self, task: _Derivation) -> bytes | None:
         raws = {suffix: raw_path(final) for suffix, final in task.files.items()}
         order = json.dumps({"identity": task.identity, "files": {s: str(raw) for s, raw in raws.items()}})
         root = str(Path(__file__).resolve().parents[2])
@@ -120,7 +119,7 @@ class DerivedFiles:
             raise
         for suffix, raw in raws.items():
             if raw.exists():
-                self._writer.finish(Job(raw, task.files[suffix]))
+                self._writer.finish(Artifact(raw, task.files[suffix]))
         return summary
 
 

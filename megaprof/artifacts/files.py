@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 from pathlib import Path
 
 from megaprof.formats.files import appearing
 from megaprof.formats.names import is_leftover
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 _CHUNK = 1 << 20
 

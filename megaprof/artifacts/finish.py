@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 #: How long one run of the command may take, in seconds.
 COMMAND_SECONDS = 300.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
@@ -16,8 +15,7 @@ from megaprof.artifacts.files import Incomplete, publish, remove_leftovers
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.remote import Remote
 from megaprof.formats.names import kineto_temporary, plain_path
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
 FLUSH_SECONDS = 60.0
@@ -27,11 +25,13 @@ WAITING_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
-class Job:
-    """A finished raw file on local disk and the name under which it is to appear (compressed if that ends in .gz)."""
+class Artifact:
+    """A file that a recorder has written, and what is to become of it."""
 
     raw: Path
+    """The file as it was written, complete: uncompressed, hidden, on a disk of this host."""
     final: Path
+    """The name under which it is to appear, compressed if that ends in ``.gz``."""
 
 
 _Task = Callable[[], None]
@@ -40,24 +40,25 @@ _Task = Callable[[], None]
 class Writer:
     """Finishes files in one background thread: compression, rename, upload, the user's finish hook.
 
-    The thread starts with the first job, so a process without a window has none. The queue holds paths. Raw files
+    The thread starts with the first of them, so a process without a window has none. The queue holds paths. Raw files
     that wait on the disk are bounded in number and bytes: beyond that the newest is renamed to its uncompressed name
     (``x.pt.trace.json``) at once, so nothing is lost and nobody waits. A file appears under its final name by a
     rename, complete, or not at all. Whatever fails is logged and keeps what there is; nothing here raises.
 
     A child of ``os.fork`` starts with nothing: its parent's files are its parent's.
+
+    ``remote``: where finished files are uploaded to, None: they stay. ``hook``: the user's command for finished files.
+    ``waiting_files`` and ``waiting_bytes``: how many raw files, and how many bytes of them, may wait.
     """
 
     def __init__(
         self,
-        on_written: Callable[[Path], None] | None = None,
         *,
         remote: Remote | None = None,
         hook: FinishHook | None = None,
         waiting_files: int = WAITING_FILES,
         waiting_bytes: int = WAITING_BYTES,
     ) -> None:
-        self._on_written = on_written
         self._remote = remote
         self._hook = hook
         self._limits = (waiting_files, waiting_bytes)
@@ -68,7 +69,7 @@ class Writer:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._idle = threading.Condition()  # over an RLock: a signal handler may flush in the middle of submit
         self._pending = 0
-        self._waiting: dict[Job, int] = {}  # to bytes of its raw file
+        self._waiting: dict[Artifact, int] = {}  # to bytes of its raw file
         self._thread: threading.Thread | None = None
         self._cleaned: set[Path] = set()
         self._written: list[str] = []  # what the finish hook was not told yet; the writer's thread only
@@ -81,15 +82,15 @@ class Writer:
         """True while something that was handed over is not finished."""
         return self._pending > 0
 
-    def submit(self, job: Job) -> None:
-        """Queue ``job``; returns at once. At most one rename happens here, when too much waits already."""
+    def submit(self, artifact: Artifact) -> None:
+        """Queue ``artifact``; returns at once. At most one rename happens here, when too much waits already."""
         try:
-            size = job.raw.stat().st_size
+            size = artifact.raw.stat().st_size
         except OSError as fault:
-            _remove(kineto_temporary(job.raw))
+            _remove(kineto_temporary(artifact.raw))
             logger.error(
                 "megaprof: %s is lost: its raw file was not written (%s); is the disk full, or its directory gone?",
-                job.final,
+                artifact.final,
                 fault.strerror or fault,
             )
             return
@@ -98,9 +99,9 @@ class Writer:
             waiting = self._waiting.values()
             full = len(waiting) >= files or (len(waiting) > 0 and sum(waiting) + size > most)
             if not full:
-                self._waiting[job] = size
+                self._waiting[artifact] = size
         if not full:
-            self._put(lambda: self._write(job))
+            self._put(lambda: self._write(artifact))
             return
         if not self._overflowed:
             self._overflowed = True
@@ -108,7 +109,7 @@ class Writer:
                 "megaprof: the writer is behind by %d files; further ones stay uncompressed until it has caught up",
                 len(self._waiting),
             )
-        plain = _keep(job)
+        plain = _keep(artifact)
         if plain is not None:
             self._put(lambda: self._finished(plain))
 
@@ -119,10 +120,10 @@ class Writer:
         """
         self._put(task)
 
-    def finish(self, job: Job) -> None:
-        """Finish ``job`` at once. Only for a task of ``run``."""
-        self._waiting[job] = 0
-        self._write(job)
+    def finish(self, artifact: Artifact) -> None:
+        """Finish ``artifact`` at once. Only for a task of ``run``."""
+        self._waiting[artifact] = 0
+        self._write(artifact)
 
     def end_window(self) -> None:
         """Every file of a window was submitted: its finish hook may run once they are complete."""
@@ -136,7 +137,7 @@ class Writer:
             while self._pending:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    missing = ", ".join(str(job.final) for job in self._waiting)
+                    missing = ", ".join(str(artifact.final) for artifact in self._waiting)
                     logger.error("megaprof: not finished within %.0f s: %s", timeout, missing or "the finish hook")
                     return False
                 self._idle.wait(left)
@@ -167,10 +168,10 @@ class Writer:
         if self._hook is not None:
             self._hook.stop()
         with self._idle:
-            jobs = list(self._waiting)
+            artifacts = list(self._waiting)
             self._waiting.clear()
-        for job in jobs:
-            if job.raw.exists() and (plain := _keep(job)) is not None:
+        for artifact in artifacts:
+            if artifact.raw.exists() and (plain := _keep(artifact)) is not None:
                 logger.warning("megaprof: kept %s, uncompressed", plain)
 
     def _put(self, task: _Task) -> None:
@@ -200,27 +201,27 @@ class Writer:
                 self._pending -= 1
                 self._idle.notify_all()
 
-    def _write(self, job: Job) -> None:
-        if job not in self._waiting:  # given up meanwhile, and kept as it is
+    def _write(self, artifact: Artifact) -> None:
+        if artifact not in self._waiting:  # given up meanwhile, and kept as it is
             return
         try:
-            if job.final.parent not in self._cleaned:
-                self._cleaned.add(job.final.parent)
-                remove_leftovers(job.final.parent)
-            publish(job.raw, job.final)
-            self._finished(job.final)
+            if artifact.final.parent not in self._cleaned:
+                self._cleaned.add(artifact.final.parent)
+                remove_leftovers(artifact.final.parent)
+            publish(artifact.raw, artifact.final)
+            self._finished(artifact.final)
         except Incomplete as fault:
-            _remove(job.raw)
-            logger.error("megaprof: %s is lost: %s; is the disk full?", job.final, fault)
+            _remove(artifact.raw)
+            logger.error("megaprof: %s is lost: %s; is the disk full?", artifact.final, fault)
         except Exception as fault:
-            plain = _keep(job)
+            plain = _keep(artifact)
             kept = f"; kept {plain}, uncompressed" if plain is not None else ""
-            logger.error("megaprof: writing %s failed: %s: %s%s", job.final, type(fault).__name__, fault, kept)
+            logger.error("megaprof: writing %s failed: %s: %s%s", artifact.final, type(fault).__name__, fault, kept)
             if plain is not None:
                 self._finished(plain)
         finally:
             with self._idle:
-                self._waiting.pop(job, None)
+                self._waiting.pop(artifact, None)
 
     def _finished(self, final: Path) -> None:
         place = str(final)
@@ -240,8 +241,6 @@ class Writer:
         self._any_written = True
         if self._hook is not None:
             self._written.append(place)
-        if self._on_written is not None:
-            self._on_written(final)
 
     def _announce(self) -> None:
         files, self._written = self._written, []
@@ -269,12 +268,12 @@ def _remove(path: Path) -> None:
         logger.debug("megaprof: %s cannot be removed", path, exc_info=True)
 
 
-def _keep(job: Job) -> Path | None:
+def _keep(artifact: Artifact) -> Path | None:
     """The raw file under its uncompressed name, which needs neither space nor time. None: it stays where it is."""
-    plain = plain_path(job.final)
+    plain = plain_path(artifact.final)
     try:
-        os.replace(job.raw, plain)
+        os.replace(artifact.raw, plain)
     except OSError as fault:
-        logger.error("megaprof: %s stays there, it cannot be renamed to %s: %s", job.raw, plain.name, fault)
+        logger.error("megaprof: %s stays there, it cannot be renamed to %s: %s", artifact.raw, plain.name, fault)
         return None
     return plain

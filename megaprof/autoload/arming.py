@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib.abc
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +21,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from megaprof.runtime.logs import logger
+
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
-logger = logging.getLogger("megaprof")
 
 PATH = str(Path(__file__).resolve().parent / "path")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -161,9 +161,9 @@ def install() -> bool:
             return False
         from megaprof.config.options import ProfileConfig
         from megaprof.install import install_hooks
-        from megaprof.integrations import registry as table
+        from megaprof.integrations import registry
 
-        install_hooks(None, _settled or table.config() or ProfileConfig.from_env())
+        install_hooks(None, _settled or registry.config() or ProfileConfig.from_env())
     except ValueError:
         raise
     except Exception as fault:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar, Token
+from contextvars import Token
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from megaprof.capture.scope import Scope as Scope
+from megaprof.capture.scope import current as current
+from megaprof.capture.scope import scope
 from megaprof.config.per_role import checked_role
 
 if TYPE_CHECKING:
@@ -26,20 +29,7 @@ if TYPE_CHECKING:
 sessions: list[Session] = []
 
 
-class Scope(NamedTuple):
-    role: str | None
-    window: object
-    """The open window that has a range for this scope, if any."""
-
-
-_NO_SCOPE = Scope(None, None)
-_scope: ContextVar[Scope] = ContextVar("megaprof_role", default=_NO_SCOPE)
 _held: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-def current() -> Scope:
-    """The innermost scope around the caller."""
-    return _scope.get()
 
 
 class role:
@@ -64,22 +54,22 @@ class role:
 
             opened = Range(role_range(self._name))
             opened.__enter__()
-        self._entered.append((_scope.set(Scope(self._name, window)), opened))
+        self._entered.append((scope.set(Scope(self._name, window)), opened))
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         token, opened = self._entered.pop()
-        _scope.reset(token)
+        scope.reset(token)
         if opened is not None:
             opened.__exit__(None, None, None)
 
 
 def enter(name: str) -> Token[Scope]:
     """A scope without a range of its own; undone by ``leave``."""
-    return _scope.set(Scope(name, _open_window()))
+    return scope.set(Scope(name, _open_window()))
 
 
 def leave(token: Token[Scope]) -> None:
-    _scope.reset(token)
+    scope.reset(token)
 
 
 def attach(session: Session, held: Callable[[], AbstractContextManager[None]]) -> None:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megaprof.capture import roles
 from megaprof.capture.demand import Demand
+from megaprof.capture.scope import current
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Phase, Plan
+from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Action, Plan
 from megaprof.formats import ranges
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Recorder, Window
-from megaprof.recorders.call import Call, CallFacts, no_call
+from megaprof.recorders.call import CallFacts, RecordedCall, no_call
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.isolation import Contained
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
-    from megaprof.recorders.timeline.recorder import Timeline
+    from megaprof.recorders.timeline.recorder import TimelineRecorder
 
-logger = logging.getLogger("megaprof")
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -36,7 +35,7 @@ class _OpenWindow:
     keep: bool  # False for a warm-up, which is recorded and thrown away
     opener: str | None  # the role whose call, or annotated work, opened it
     overall: Range | None = None  # the range of a window that outlives the call that opened it, or had none
-    call: Call | None = None  # the window's first call: what the metadata describes
+    call: RecordedCall | None = None  # the window's first call: what the metadata describes
     demand: Demand | None = None  # what asked for it while the job ran
 
 
@@ -61,7 +60,7 @@ class Session:
         role: str | None = None,
         iteration: Callable[[], int | None] | None = None,
         pass_iteration: Callable[[], int | None] | None = None,
-        timeline: Timeline | None = None,
+        timeline: TimelineRecorder | None = None,
         window_ended: Callable[[], None] = lambda: None,
     ) -> None:
         """``window_ended`` is called once every file of a window is with the writer."""
@@ -85,15 +84,15 @@ class Session:
         self._open_window: _OpenWindow | None = None
         self._guard = HostMemoryGuard(parse_limit("max_host_memory", config.max_host_memory), self._memory_ran_out)
 
-    def begin(self, facts: CallFacts) -> Call | None:
+    def begin(self, facts: CallFacts) -> RecordedCall | None:
         """A ``forward_backward_func`` call starts. Returns what ``end`` needs, or None: nothing is recorded."""
-        call: Call | None = None
+        call: RecordedCall | None = None
         if not self.disabled:
             with Contained("opening a window", self.abandon):
                 call = self._begin(facts)
         return call
 
-    def end(self, call: Call, *, failed: bool) -> None:
+    def end(self, call: RecordedCall, *, failed: bool) -> None:
         """The call that ``begin`` answered with ``call`` returned, or raised an exception of the host's."""
         with Contained("closing a window", self.abandon):
             if call.line is not None and self.timeline is not None:
@@ -130,7 +129,13 @@ class Session:
         with Contained("closing the last window", self.abandon):
             self._close(reason)
 
-    def interrupt(self, call: Call, reason: str) -> None:
+    def step_ended(self) -> None:
+        """The host's step is over: the window of all its work is complete. A no-op without one."""
+        if self._open_window is not None and self._open_window.window.target == TRAIN_OVERALL:
+            with Contained("closing the window of a step", self.abandon):
+                self._close(None)
+
+    def interrupt(self, call: RecordedCall, reason: str) -> None:
         """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
         with Contained("closing a window early", self.abandon):
             if call.line is not None and self.timeline is not None:
@@ -156,8 +161,8 @@ class Session:
             with suppress(Exception):  # one that cannot stop must not keep the others running
                 recorder.discard()
 
-    def _begin(self, facts: CallFacts) -> Call | None:
-        target, scope = facts.target, roles.current()
+    def _begin(self, facts: CallFacts) -> RecordedCall | None:
+        target, scope = facts.target, current()
         role = self.role if scope.role is None else scope.role
         index = self._count(target, role)
         step = self._number(target, index)
@@ -173,18 +178,18 @@ class Session:
                 (
                     (candidate, phase)
                     for candidate in ((TRAIN_OVERALL, target) if target == TRAIN_ACTOR else (target,))
-                    if (phase := self._phase(candidate, role, step, index)) is not Phase.OFF
+                    if (phase := self._phase(candidate, role, step, index)) is not Action.NOTHING
                 ),
                 None,
             )
         if due is not None:
-            warmup = due[1] is Phase.WARMUP
+            warmup = due[1] is Action.WARMUP
             # A train_overall window holds the work of all roles, so it has the role of its session.
             named = self.role if due[0] == TRAIN_OVERALL else role
             self._open(Window(due[0], named, step, self.coords, warmup), role, keep=not warmup)
         holder = Session._holder
         window = holder._open_window if holder is not None else None
-        call = Call(facts, _NOTHING)
+        call = RecordedCall(facts, _NOTHING)
         if window is not None:
             call.outermost = outermost = ExitStack()
             call.ranged = self.config.ranges != "step"
@@ -202,9 +207,9 @@ class Session:
         index = self._count(ANNOTATED, role)
         step = self._number(ANNOTATED, index)
         phase = self._phase(ANNOTATED, role, step, index)
-        if phase is Phase.OFF or Session._holder is not None:
+        if phase is Action.NOTHING or Session._holder is not None:
             return False
-        warmup = phase is Phase.WARMUP
+        warmup = phase is Action.WARMUP
         self._open(Window(ANNOTATED, role, step, self.coords, warmup), role, keep=not warmup)
         return True
 
@@ -248,12 +253,12 @@ class Session:
         iteration = None if numbered is None else numbered()
         return index if iteration is None or iteration < 0 else int(iteration)
 
-    def _phase(self, target: str, role: str | None, step: int, index: int) -> Phase:
+    def _phase(self, target: str, role: str | None, step: int, index: int) -> Action:
         plan = self._plan(target, role)
-        phase = Phase.OFF if plan is None else plan.phase(step, index)
+        phase = Action.NOTHING if plan is None else plan.action(step, index)
         # A host may run one iteration twice (Megatron's rerun machinery); its first run is the one that is kept.
-        if phase is Phase.ACTIVE and self._captured.get((target, role)) == step:
-            return Phase.OFF
+        if phase is Action.CAPTURE and self._captured.get((target, role)) == step:
+            return Action.NOTHING
         return phase
 
     def _plan(self, target: str, role: str | None) -> Plan | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.capture.demand import Demand
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control import request as states
@@ -17,11 +16,11 @@ from megaprof.control.request import Answer, Refused, Request
 from megaprof.formats.names import plain_path
 from megaprof.recorders import build_recorders
 from megaprof.recorders.nsys import SESSION_VARIABLE
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
-logger = logging.getLogger("megaprof")
 
 Key = tuple[str, "str | None"]
 """Target and role: what calls are counted by."""
@@ -195,11 +194,11 @@ class _Noted:
         self._writer = writer
         self._finals: list[Path] = []
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Artifact) -> None:
         self._finals.append(job.final)
         self._writer.submit(job)
 
-    def finish(self, job: Job) -> None:
+    def finish(self, job: Artifact) -> None:
         self._finals.append(job.final)
         self._writer.finish(job)
 

@@ -5,7 +5,6 @@ That is why concurrent requests need no lock: what all ranks look at is only wha
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import time
@@ -19,8 +18,7 @@ from megaprof.control.paths import REQUEST_ID, Paths
 from megaprof.control.records import Absent, BadRecord, Owner
 from megaprof.control.request import Refused, Request
 from megaprof.control.run import Run
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 #: How many entries one look goes through, and how many requests it judges.
 _LOOKED_AT = 4096

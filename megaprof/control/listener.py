@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -24,11 +23,11 @@ from megaprof.control.status import SIZE, fitted, of_rank
 from megaprof.parallel.topology import WorldLayout
 from megaprof.recorders.timeline.progress import Watch
 from megaprof.runtime.background import Background
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
-logger = logging.getLogger("megaprof")
 
 #: Orders that one look goes through; there is one at a time.
 _ORDERS = 32

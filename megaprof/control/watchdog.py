@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 import time
 from collections import deque
@@ -13,11 +12,11 @@ from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.control.request import Refused, Request
 from megaprof.control.requester import Requester, selected_ranks
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener
 
-logger = logging.getLogger("megaprof")
 
 #: Samples of the step time, one a look, of which the usual one is the median, and how many it takes at least.
 _HISTORY = 4096

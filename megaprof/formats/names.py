@@ -7,11 +7,10 @@ import hashlib
 import os
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megaprof.parallel.topology import RankCoords
+from megaprof.parallel.topology import Place, RankCoords
 
 TRACE_SUFFIX = ".pt.trace.json.gz"
 _LONGEST_PART = 40
@@ -19,12 +18,47 @@ _LONGEST_PART = 40
 SHARD_RANKS = 1024
 #: ``.{final name}.{writer's host}.{writer's pid}.{kind}``; Kineto itself writes ``{path}.tmp`` before ``{path}``.
 _UNFINISHED = re.compile(r"\..+\.(?P<host>[\w-]+)\.(?P<pid>\d+)\.(?:raw|tmp|raw\.tmp|json)", re.ASCII)
+_ARTIFACT = re.compile(
+    r"(?P<target>[\w-]+)(?:\.(?P<role>[\w-]+))?\.step(?P<step>\d{1,18})"
+    r"\.pp(?P<pp>\d{1,9})-tp(?P<tp>\d{1,9})-cp(?P<cp>\d{1,9})-ep(?P<ep>\d{1,9})-dp(?P<dp>\d{1,9})"
+    r"\.rank(?P<rank>\d{1,9})(?:\.(?P<repeat>[2-9]|[1-9]\d{1,8}))?(?P<suffix>(?:\.(?!\d).*)?)",
+    re.ASCII,
+)
 
 
-def artifact_name(target: str, role: str | None, step: int, coords: RankCoords, suffix: str) -> str:
-    """``{target}[.{role}].step{step:06d}.pp{p}-tp{t}-cp{c}-ep{e}-dp{d}.rank{r:05d}{suffix}``.
+@dataclass(frozen=True)
+class ArtifactName:
+    """What the name of a file says that it holds. The metadata inside decide in the end: files get renamed."""
 
-    Every part is sanitised: whatever a role is called, the name is one component of a path.
+    target: str
+    """The target, sanitised."""
+    role: str | None
+    """The role, sanitised; None without one."""
+    step: int
+    """The first step in the file."""
+    place: Place
+    """Whose file it is."""
+    suffix: str
+    """What kind of file it is, with its leading dot, for instance ``.pt.trace.json.gz``."""
+    repeat: int = 1
+    """The how-manieth file it is of the same window, counted from 1: a finished file is never replaced."""
+
+
+def parse_artifact_name(name: str) -> ArtifactName | None:
+    """Read a name that `artifact_name` wrote; None for every other name."""
+    match = _ARTIFACT.fullmatch(name)
+    if match is None:
+        return None
+    place = Place(**{axis: int(match[axis]) for axis in ("rank", "pp", "tp", "cp", "ep", "dp")})
+    repeat = int(match["repeat"] or 1)
+    return ArtifactName(match["target"], match["role"], int(match["step"]), place, match["suffix"], repeat)
+
+
+def artifact_name(target: str, role: str | None, step: int, coords: Place, suffix: str, *, repeat: int = 1) -> str:
+    """``{target}[.{role}].step{step:06d}.pp{p}-tp{t}-cp{c}-ep{e}-dp{d}.rank{r:05d}[.{repeat}]{suffix}``.
+
+    Every part is sanitised: whatever a role is called, the name is one component of a path. ``repeat`` stands in the
+    name from 2 on, for a file whose first name is taken.
     """
     c = coords
     parts = [sanitise(target)]
@@ -33,6 +67,8 @@ def artifact_name(target: str, role: str | None, step: int, coords: RankCoords, 
     parts.append(f"step{step:06d}")
     parts.append(f"pp{c.pp}-tp{c.tp}-cp{c.cp}-ep{c.ep}-dp{c.dp}")
     parts.append(f"rank{c.rank:05d}")
+    if repeat > 1:
+        parts.append(str(repeat))
     return ".".join(parts) + suffix
 
 
@@ -50,10 +86,17 @@ def shard_of(rank: int, world: int) -> str:
 
 
 def artifact_path(
-    directory: str | os.PathLike[str], target: str, role: str | None, step: int, coords: RankCoords, suffix: str
+    directory: str | os.PathLike[str],
+    target: str,
+    role: str | None,
+    step: int,
+    coords: RankCoords,
+    suffix: str,
+    *,
+    repeat: int = 1,
 ) -> Path:
     """Where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
-    return Path(directory, shard(coords), artifact_name(target, role, step, coords, suffix))
+    return Path(directory, shard(coords), artifact_name(target, role, step, coords, suffix, repeat=repeat))
 
 
 def sanitise(part: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,13 +10,12 @@ from typing import Any
 from megaprof.capture.session import Session
 from megaprof.formats import codes
 from megaprof.parallel.chunks import innermost
-from megaprof.recorders.call import Call, CallFacts
+from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
 from megaprof.runtime.isolation import contain
+from megaprof.runtime.logs import logger
 
-logger = logging.getLogger("megaprof")
-
-Code = Callable[[Call, tuple[Any, ...], dict[str, Any]], int]
+Code = Callable[[RecordedCall, tuple[Any, ...], dict[str, Any]], int]
 
 
 class Dispatcher:
@@ -30,9 +28,9 @@ class Dispatcher:
     def __init__(self, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Windows open and close inside a ``held()`` block, which keeps a SIGTERM from ending one half-way."""
         self._held = held
-        self.call: Call | None = None
+        self.call: RecordedCall | None = None
         self.depth = 0  # of nested schedule calls: a CUDA graph wrapper calls the schedule inside itself
-        self._recording: tuple[Session, Call] | None = None
+        self._recording: tuple[Session, RecordedCall] | None = None
         self._routes: list[tuple[Session, tuple[weakref.ref[Any], ...] | None]] = []
 
     def add(self, session: Session, models: tuple[Any, ...] | None) -> None:
@@ -124,7 +122,7 @@ def ranged(
     original: Callable[..., Any],
     dispatcher: Dispatcher,
     code_of: Code,
-    after: Callable[[Call, dict[str, Any], Any], Any] | None = None,
+    after: Callable[[RecordedCall, dict[str, Any], Any], Any] | None = None,
 ) -> Callable[..., Any]:
     """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
 

@@ -12,7 +12,7 @@ from typing import Any
 from megaprof.formats import codes
 from megaprof.hooks.dispatch import Code, Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
-from megaprof.recorders.call import Call, CallFacts
+from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.line import Line
 
 
@@ -45,7 +45,7 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
     forward_model, backward_model = _argument(original, "f_model"), _argument(original, "b_model")
     position, output = _position(original, "f_model", 0), _argument(original, "b_output_tensor")
 
-    def code(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         call.forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
         if backward_model(args, kwargs) is None:
             return codes.FORWARD | (call.forward or 0)
@@ -55,7 +55,7 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
     return ranged(original, dispatcher, code, _produced)
 
 
-def _produced(call: Call, kwargs: dict[str, Any], result: Any) -> Any:
+def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
     return call.produced(result)
 
 
@@ -64,7 +64,9 @@ def probe(line: Line, phases: int) -> None:
     and two exchanges in turns, as a stage in the middle of a pipeline has them. A multiple of four."""
     dispatcher = Dispatcher()
     step = idle_step(dispatcher)
-    dispatcher.call = Call(CallFacts(None, False, False, None, None, None, (step.model,)), nullcontext(), line=line)
+    dispatcher.call = RecordedCall(
+        CallFacts(None, False, False, None, None, None, (step.model,)), nullcontext(), line=line
+    )
     step.run(phases // 4)
 
 
@@ -122,7 +124,7 @@ def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
     """``kind``, and the microbatch and model chunk that a call of ``function`` runs forward; the call keeps those."""
     model, microbatch = _place(function, model_name), _place(function, "current_microbatch")
 
-    def read(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def read(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         # Written out, as in `ranged`.
         chunk = args[model] if model < len(args) else kwargs.get(model_name)
         number = args[microbatch] if microbatch < len(args) else kwargs.get("current_microbatch")

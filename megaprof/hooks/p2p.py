@@ -8,7 +8,7 @@ from typing import Any
 from megaprof.formats import codes, ranges
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
-from megaprof.recorders.call import Call
+from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.emit import Range
 
 
@@ -26,7 +26,7 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
         patches.apply(owner, operation, partial(ranged, dispatcher=dispatcher, code_of=code, after=_range_waits))
 
 
-def _range_waits(call: Call, kwargs: dict[str, Any], result: Any) -> Any:
+def _range_waits(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
     """An exchange with ``overlap_p2p_comm`` returns ``(tensors..., {operation: handle})``, and the schedule waits on
     each handle when it needs it (0.12 to 0.19): give each wait a range. Anything else is returned as it came."""
     if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):
@@ -37,7 +37,7 @@ def _range_waits(call: Call, kwargs: dict[str, Any], result: Any) -> Any:
 class _RangedWait:
     """A ``torch.distributed.Work`` whose ``wait`` is a range. Everything else is the handle's own."""
 
-    def __init__(self, call: Call, handle: Any, operation: str) -> None:
+    def __init__(self, call: RecordedCall, handle: Any, operation: str) -> None:
         self._call = call
         self._handle = handle
         self._operation = operation

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 _INHERITED = object()

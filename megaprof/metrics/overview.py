@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable
@@ -12,12 +11,12 @@ from megaprof.config.options import ProfileConfig
 from megaprof.control.status import read_statuses
 from megaprof.metrics import sinks
 from megaprof.metrics.compute import Summary, summarise
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener
     from megaprof.control.run import Run
 
-logger = logging.getLogger("megaprof")
 
 #: Ranks that one look reads; of a larger world others each time, evenly from all of it.
 MOST_RANKS = 1024

@@ -46,6 +46,10 @@ class ParallelSizes:
         for option in fields(self):
             _whole(option.name, getattr(self, option.name), least=1)
 
+    def __str__(self) -> str:
+        parallel = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if getattr(self, axis) > 1]
+        return " ".join(f"{axis}={getattr(self, axis)}" for axis in parallel) or "no parallelism"
+
     @property
     def world(self) -> int:
         """The number of ranks that these sizes describe."""
@@ -68,16 +72,29 @@ class ParallelSizes:
 
 
 @dataclass(frozen=True)
-class RankCoords:
-    """One global rank and its coordinates along each axis, with the sizes they are counted in."""
+class Place:
+    """One global rank and its coordinates along each axis, all counted from 0: what a file's name says of a rank."""
 
     rank: int
+    """Global rank."""
     pp: int
+    """Pipeline stage."""
     tp: int
+    """Position in the tensor-parallel group."""
     cp: int
+    """Position in the context-parallel group."""
     ep: int
+    """Position in the expert-parallel group."""
     dp: int
+    """Position in the data-parallel group, without context parallelism."""
+
+
+@dataclass(frozen=True)
+class RankCoords(Place):
+    """A rank's place with the sizes that its coordinates are counted in."""
+
     sizes: ParallelSizes
+    """How many ways the run is parallel along each axis."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the coordinates by name and `sizes` as a nested dict."""

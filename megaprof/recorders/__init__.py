@@ -20,9 +20,13 @@ class Window:
     """What a recorder is asked to record: the identity of the artifact that it will write."""
 
     target: str
+    """What is captured: ``train_actor``, ``train_log_probs``, ``evaluate``, ``train_overall`` or ``annotated``."""
     role: str | None
+    """Whose work it is (actor, ref, critic, ...), where that was said."""
     step: int
+    """The number of its first step."""
     coords: RankCoords
+    """Of this rank."""
     warmup: bool = False
     """True: the window is thrown away afterwards. A recorder with nothing to warm up ignores it."""
 
@@ -42,7 +46,7 @@ class Recorder(Protocol):
 
 RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]
 """Makes the recorder of one session. Raises ValueError for a tool that cannot run in this process, before the first
-step; a recorder hands finished files over with ``writer.submit(Job(raw, final))``."""
+step; a recorder hands finished files over with ``writer.submit(Artifact(raw, final))``."""
 
 #: Tool -> where its factory is, so that a tool costs nothing until it is chosen.
 _FACTORIES = {

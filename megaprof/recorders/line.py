@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Line:
-    """One step while it is recorded: ``events`` holds code, start and end in turns; ``now`` is what is open."""
+    """One step while it is recorded. A mark is a time on the timeline's clock: nanoseconds, or an event on a GPU."""
 
     __slots__ = (
         "began",
@@ -27,15 +27,28 @@ class Line:
 
     def __init__(self, target: str, step: int, index: int, mark: Callable[[], Any]) -> None:
         self.target = target
+        """What the step is for: ``train_actor``, ``train_log_probs``, ..."""
         self.step = step
+        """Its number."""
         self.index = index
+        """Which call with this number it is, from 0 on."""
         self.mark = mark
+        """Reads the timeline's clock."""
         self.events: list[Any] = []
+        """A code (`megaprof.formats.codes`), the mark of its start and the mark of its end, in turns."""
         self.now = 0
+        """The code of what is open, 0 for nothing."""
         self.flags = 0
-        self.own = 0  # nanoseconds
+        """Step flags of `megaprof.formats.timeline`."""
+        self.own = 0
+        """What recording it cost the training thread, in nanoseconds."""
         self.start_ns = 0
+        """When it began: wall clock, nanoseconds."""
         self.began: Any = None
+        """The mark of its start."""
         self.ended: Any = None
+        """The mark of its end."""
         self.key: tuple[Any, ...] = ()
+        """Equal for steps with the same metadata."""
         self.metadata: dict[str, Any] = {}
+        """The ``megaprof`` object (docs/trace-metadata.md)."""

@@ -7,19 +7,17 @@ The files open in PyTorch's memory viewer (pytorch.org/memory_viz). The metadata
 from __future__ import annotations
 
 import json
-import logging
 import pickle
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.names import artifact_path, raw_path
 from megaprof.recorders import Window
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 SUFFIX = ".memory.pickle"
 OUT_OF_MEMORY_SUFFIX = ".oom.memory.pickle"
@@ -103,7 +101,7 @@ class MemoryRecorder:
         except BaseException:
             raw.unlink(missing_ok=True)
             raise
-        self._writer.submit(Job(raw, final))
+        self._writer.submit(Artifact(raw, final))
 
 
 def _history_is_on() -> bool:

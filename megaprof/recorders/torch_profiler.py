@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, supported_activities
 
 from megaprof.artifacts.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.names import TRACE_SUFFIX, artifact_path, kineto_temporary, raw_path
 from megaprof.recorders import Window, emit
@@ -94,13 +94,15 @@ class TorchRecorder:
         files = {suffix: self._final(window, suffix) for suffix in self._derived_suffixes()}
         derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
         if "trace" in self._config.export:
-            self._writer.submit(Job(raw, self._final(window, TRACE_SUFFIX)))
+            self._writer.submit(Artifact(raw, self._final(window, TRACE_SUFFIX)))
         else:
             raw.unlink(missing_ok=True)
         if derive is not None:
             self._writer.run(derive)
         if observer is not None:
-            self._writer.submit(Job(self._raw_execution_trace(window), self._final(window, EXECUTION_TRACE_SUFFIX)))
+            self._writer.submit(
+                Artifact(self._raw_execution_trace(window), self._final(window, EXECUTION_TRACE_SUFFIX))
+            )
 
     def discard(self) -> None:
         recording, self._profile = self._profile, None

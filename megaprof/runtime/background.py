@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import queue
 import threading
@@ -11,15 +10,21 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 
 @dataclass
 class _Task:
+    """Something that is done again and again."""
+
     run: Callable[[], None]
+    """Does it once."""
     every: float
+    """Seconds from one run to the next."""
     woken: bool
+    """True: each ``wake()`` runs it, too."""
     due: float
+    """When it runs next: monotonic clock, seconds."""
 
 
 class Background:
@@ -51,12 +56,13 @@ class Background:
         self._wakes.put(False)
 
     def remove(self, task: Callable[[], None]) -> None:
-        """Not run again; may be running now. Unknown tasks are nobody's mistake."""
+        """Do not run ``task`` again; it may be running now. A no-op for a task that was never added."""
         with self._lock:
             self._tasks = [each for each in self._tasks if each.run != task]
         self._wakes.put(False)
 
     def wake(self) -> None:
+        """Run the tasks that were added with ``woken`` now."""
         self._wakes.put(True)
 
     def _run(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import multiprocessing
 import multiprocessing.util
 import os
@@ -12,7 +11,7 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 #: How long a SIGTERM is held up, in seconds, if ``--profile-flush-seconds`` is not less. torchrun, SLURM and
 #: Kubernetes all send SIGKILL 30 s after SIGTERM by default.

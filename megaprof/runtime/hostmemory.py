@@ -15,15 +15,13 @@ Either bound already counts what closing the window is going to take.
 
 from __future__ import annotations
 
-import logging
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 DEFAULT_SHARE = 0.95
 #: Stopping and exporting a Kineto trace took 6 times what recording it had taken (torch 2.13, CPU: 89 MB, then 525).
@@ -39,10 +37,12 @@ _VALID = "valid: a size such as 64GiB or 500MB (of this process), or a share suc
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """``size`` bounds this process in bytes (None: no bound); ``share`` bounds container and machine, 0 to 1."""
+    """How much memory may be in use, closing the window included."""
 
     size: int | None
+    """Bound of this process's resident memory, in bytes; None: no bound."""
     share: float
+    """Bound of the memory of the container and of the machine, as a fraction of it, 0 to 1."""
 
 
 def parse_limit(option: str, text: str) -> MemoryLimit:
@@ -61,7 +61,7 @@ def parse_limit(option: str, text: str) -> MemoryLimit:
     decimal = match[2] and not match[3] and text.strip().lower().endswith("b")
     size = int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()])
     if size < 1:
-        raise ValueError(f"{option}: {text!r} is no memory at all; {_VALID}")
+        raise ValueError(f"{option}: {text!r} is less than one byte; {_VALID}")
     return MemoryLimit(size, DEFAULT_SHARE)
 
 

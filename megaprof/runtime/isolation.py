@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 
 class Contained:

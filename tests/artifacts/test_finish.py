@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from megaprof.artifacts.finish import FinishHook
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig
 from megaprof.formats.names import raw_path
 
 
 def submit(background: Writer, final: Path) -> None:
     raw_path(final).write_bytes(b"data")
-    background.submit(Job(raw_path(final), final))
+    background.submit(Artifact(raw_path(final), final))
 
 
 def alive(pid: int) -> bool:

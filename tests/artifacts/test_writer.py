@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 
 from megaprof.artifacts import writer
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats.names import raw_path
 
 Gate = Callable[[], None]
 
 
-def job(directory: Path, name: str = "t.bin.gz", content: bytes = b"data") -> Job:
+def job(directory: Path, name: str = "t.bin.gz", content: bytes = b"data") -> Artifact:
     final = directory / name
     raw = raw_path(final)
     raw.write_bytes(content)
-    return Job(raw, final)
+    return Artifact(raw, final)
 
 
 def listing(directory: Path) -> list[str]:
@@ -63,8 +63,8 @@ def test_a_bad_job_does_not_stop_the_next_one(tmp_path: Path, caplog: pytest.Log
     background = Writer()
     (tmp_path / "file").touch()
     (tmp_path / "raw").write_bytes(b"x")
-    background.submit(Job(tmp_path / "missing", tmp_path / "a.gz"))
-    background.submit(Job(tmp_path / "raw", tmp_path / "file" / "b.gz"))
+    background.submit(Artifact(tmp_path / "missing", tmp_path / "a.gz"))
+    background.submit(Artifact(tmp_path / "raw", tmp_path / "file" / "b.gz"))
     background.submit(job(tmp_path))
     assert background.flush(30)
     assert gzip.decompress((tmp_path / "t.bin.gz").read_bytes()) == b"data"
@@ -99,7 +99,7 @@ def test_half_a_trace_is_removed_and_said_to_be_lost(tmp_path: Path, caplog: pyt
 def test_what_kineto_left_on_a_full_disk_is_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     raw = raw_path(tmp_path / "t.pt.trace.json.gz")
     Path(f"{raw}.tmp").write_bytes(b"x" * 1000)
-    Writer().submit(Job(raw, tmp_path / "t.pt.trace.json.gz"))
+    Writer().submit(Artifact(raw, tmp_path / "t.pt.trace.json.gz"))
     assert listing(tmp_path) == []
     assert "is the disk full" in caplog.text
 
@@ -108,8 +108,7 @@ def test_what_kineto_left_on_a_full_disk_is_removed(tmp_path: Path, caplog: pyte
 def test_what_is_too_much_stays_uncompressed_at_once(
     limits: dict[str, int], tmp_path: Path, stuck: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    written: list[Path] = []
-    background = Writer(written.append, **limits)
+    background = Writer(**limits)
     for number in range(5):
         background.submit(job(tmp_path, f"{number}.bin.gz", b"x" * 1000))
     visible = [name for name in listing(tmp_path) if not name.startswith(".")]
@@ -119,7 +118,6 @@ def test_what_is_too_much_stays_uncompressed_at_once(
     stuck()
     assert background.flush(30)
     assert listing(tmp_path) == ["0.bin.gz", "1.bin.gz", "2.bin", "3.bin", "4.bin"]
-    assert [path.name for path in written] == listing(tmp_path)
     background.submit(job(tmp_path, "5.bin.gz"))
     assert background.flush(30)
     assert "5.bin.gz" in listing(tmp_path), "it did not recover"
@@ -153,11 +151,12 @@ def test_what_is_not_finished_at_the_end_is_kept_whole(
     assert "a.bin, uncompressed" in caplog.text
 
 
-def test_a_fault_in_the_callback_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def broken(path: Path) -> None:
+def test_a_fault_in_a_task_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> None:
         raise RuntimeError("no")
 
-    background = Writer(broken)
+    background = Writer()
+    background.run(broken)
     background.submit(job(tmp_path))
     assert background.flush(30)
     assert "no" in caplog.text
@@ -191,7 +190,7 @@ FORK = """
 import os, sys, threading, time
 from pathlib import Path
 from megaprof.artifacts import writer
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats.names import raw_path
 
 directory = Path(sys.argv[1])
@@ -202,7 +201,7 @@ background = Writer()
 final = directory / "t.gz"
 raw = raw_path(final)
 raw.write_bytes(b"data")
-background.submit(Job(raw, final))
+background.submit(Artifact(raw, final))
 background._idle.acquire()  # the fork comes at the worst moment: the lock is held
 child = os.fork()
 if child == 0:
@@ -210,7 +209,7 @@ if child == 0:
     raw_path(own).write_bytes(b"child")
     flushed = background.flush(0) and background.close(0)  # nothing is pending here
     gate.set()
-    background.submit(Job(raw_path(own), own))
+    background.submit(Artifact(raw_path(own), own))
     os._exit(0 if flushed and background.flush(30) and not final.exists() else 1)
 background._idle.release()
 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

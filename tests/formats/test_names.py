@@ -13,21 +13,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats import names
 from megaprof.formats.names import (
+    ArtifactName,
     artifact_name,
     artifact_path,
     host,
     is_leftover,
     kineto_temporary,
+    parse_artifact_name,
     plain_path,
     raw_path,
     sanitise,
     shard,
     temporary_path,
 )
-from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
+from megaprof.parallel.topology import ParallelSizes, Place, RankCoords, WorldLayout
 
 COORDS = RankCoords(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3, sizes=ParallelSizes(tp=2, pp=4, ep=2, dp=8))
 CONTRACT = re.compile(
@@ -62,6 +64,42 @@ def test_any_role_stays_one_short_component_of_a_path(role: str) -> None:
 @given(st.text(min_size=1, max_size=60), st.text(min_size=1, max_size=60))
 def test_different_roles_have_different_names(one: str, other: str) -> None:
     assert (sanitise(one) == sanitise(other)) == (one == other)
+
+
+@given(
+    st.text(min_size=1, max_size=30),
+    st.none() | st.text(min_size=1, max_size=30),
+    st.integers(0, 10**18 - 1),
+    st.integers(1, 10**9 - 1),
+    st.sampled_from([".pt.trace.json.gz", ".timeline.bin", ".kernels.json", ".nsys.json", ""]),
+)
+def test_a_name_is_read_back(target: str, role: str | None, step: int, repeat: int, suffix: str) -> None:
+    name = artifact_name(target, role, step, COORDS, suffix, repeat=repeat)
+    place = Place(rank=37, pp=2, tp=1, cp=0, ep=1, dp=3)
+    wanted = ArtifactName(sanitise(target), role and sanitise(role), step, place, suffix, repeat)
+    assert parse_artifact_name(name) == wanted
+
+
+def test_a_repeated_file_has_a_number_before_its_suffix() -> None:
+    path = artifact_path("/save", "train_actor", "ref", 12, COORDS, ".pt.trace.json.gz", repeat=2)
+    assert path.name == "train_actor.ref.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.2.pt.trace.json.gz"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "trace.pt.trace.json.gz",
+        "train_actor.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.1.pt.trace.json.gz",
+        "train_actor.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.02.pt.trace.json.gz",
+        "train_actor.step000012.pp2-tp1-cp0-ep1-dp3.rank\u0663.pt.trace.json.gz",
+        "train_actor.a.b.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.pt.trace.json.gz",
+        "train_actor.step000012.pp2-tp1-cp0-ep1-dp3.rank" + "9" * 5000,
+        ".train_actor.step000012.pp2-tp1-cp0-ep1-dp3.rank00037.pt.trace.json.gz",
+    ],
+)
+def test_other_names_are_none_of_ours(name: str) -> None:
+    assert parse_artifact_name(name) is None
 
 
 def test_every_rank_of_a_world_has_its_own_name() -> None:
@@ -109,7 +147,7 @@ def test_leftovers_in_a_shard_are_removed(tmp_path: Path, dead_pid: int) -> None
     leftover = final.with_name(f".older.{host()}.{dead_pid}.raw")
     leftover.touch()
     writer = Writer()
-    writer.submit(Job(raw_path(final), final))
+    writer.submit(Artifact(raw_path(final), final))
     assert writer.close(60)
     assert [path.relative_to(tmp_path) for path in tmp_path.rglob("*.*")] == [Path("ranks001024-002047", final.name)]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megaprof.artifacts.writer import Job, Writer
+from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import known_tools
 from megaprof.formats.names import raw_path
@@ -90,7 +90,7 @@ class NoteTaker:
         final = self._directory / f"{window.target}.{window.step}.note"
         raw = raw_path(final)
         raw.write_text(metadata["schedule"])
-        self._writer.submit(Job(raw, final))
+        self._writer.submit(Artifact(raw, final))
 
     def discard(self) -> None:
         pass

@@ -16,14 +16,14 @@ from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.install import Handle
 from megaprof.recorders.timeline import device, recorder
-from megaprof.recorders.timeline.recorder import Timeline
+from megaprof.recorders.timeline.recorder import TimelineRecorder
 
 
 def config(directory: Path, **more: Any) -> ProfileConfig:
     return ProfileConfig(target=("train_actor", "train_log_probs"), tool=("timeline",), dir=str(directory), **more)
 
 
-def recorded(handle: Handle) -> Timeline:
+def recorded(handle: Handle) -> TimelineRecorder:
     assert handle._timeline is not None
     return handle._timeline
 
@@ -93,7 +93,7 @@ def test_a_rank_that_hangs_is_seen_where_it_hangs(
     monkeypatch.setattr(one_rank, "forward_step", hang)
     seen = []
 
-    def look(timeline: Timeline) -> None:
+    def look(timeline: TimelineRecorder) -> None:
         entered.wait(20)
         seen.append(timeline.position())
         time.sleep(0.05)
@@ -170,7 +170,7 @@ def test_steps_of_ever_new_lengths_do_not_grow_the_metadata(one_rank: Any, tmp_p
         for length in (16, 12, 10, 8):
             one_rank.train_step(lambda length=length, **kwargs: inner(**(kwargs | {"seq_length": length})))
     (path,) = tmp_path.glob("*" + format.SUFFIX)
-    assert [metadata["seq_length"] for metadata in read_timeline(path).metadata] == [16, None]
+    assert [metadata.seq_length for metadata in read_timeline(path).metadata] == [16, None]
 
 
 class FakeEvent:
@@ -232,7 +232,7 @@ def test_on_a_gpu_the_times_are_its_events(one_rank: Any, tmp_path: Path, gpu: l
         assert recorded(handle).device_position() is None
     (path,) = tmp_path.glob("*" + format.SUFFIX)
     timeline = read_timeline(path)
-    assert timeline.metadata[0]["timeline"]["clock"] == "device"
+    assert timeline.metadata[0].timeline["clock"] == "device"
     assert [int(s["step"]) for s in timeline.steps] == [0, 1, 2]
     assert {int(s["flags"]) for s in timeline.steps} == {format.DEVICE_CLOCK}
     events = timeline.events(1)
@@ -241,7 +241,7 @@ def test_on_a_gpu_the_times_are_its_events(one_rank: Any, tmp_path: Path, gpu: l
     assert (events.end - events.start).tolist() == [1000] * len(events.code)
     assert events.start.tolist() == [1000 + 2000 * n for n in range(len(events.code))]
     assert gpu == [1], "the querying thread says once that captures elsewhere are not its business"
-    assert len(FakeEvent.made) == 2 * recorder._TRIALS, "three steps got by with the calibration's events"
+    assert len(FakeEvent.made) == 2 * recorder._TRIALS, "three steps take the events of the measurement at install"
 
 
 def test_a_step_that_the_gpu_never_finishes_is_written_without_times(

@@ -7,7 +7,6 @@ come when it begins, at the end of a receiving exchange before it.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,13 +16,12 @@ from typing import NamedTuple
 
 from megaprof.analysis.clocks.clocks import Interval, Link
 from megaprof.analysis.trace.calls import Call, calls_of, consumer
-from megaprof.analysis.trace.traces import Metadata, Range, Trace
+from megaprof.analysis.trace.traces import Range, Trace
 from megaprof.formats import ranges
-from megaprof.formats.names import sanitise
+from megaprof.formats.metadata import Metadata
+from megaprof.formats.names import parse_artifact_name, sanitise
 
 EXCHANGE = "exchange"
-
-_OWN_NAME = re.compile(r"(?P<target>[\w-]+)(?:\.(?P<role>[\w-]+))?\.step(?P<step>\d{1,18})\.pp\d", re.ASCII)
 
 
 class Capture(NamedTuple):
@@ -100,8 +98,8 @@ class Ends:
 
 def capture_of(path: Path) -> Capture | None:
     """What the name of a file says it holds; None for a renamed one. The metadata inside decide in the end."""
-    match = _OWN_NAME.match(path.name)
-    return Capture(match["target"], match["role"] or "", int(match["step"])) if match else None
+    name = parse_artifact_name(path.name)
+    return Capture(name.target, name.role or "", name.step) if name else None
 
 
 def capture_in(metadata: Metadata) -> Capture:

@@ -7,7 +7,6 @@ read one rank after the other: what all of them spent on a step's synchronisatio
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,14 +16,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.trends import Floats, Integers
-from megaprof.analysis.trace.traces import Coords, Metadata, Sizes, impossible
 from megaprof.formats import timeline as format
+from megaprof.formats.metadata import Metadata
+from megaprof.formats.names import parse_artifact_name
+from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: Buckets of steps at most, about.
 MOST_BUCKETS = 200
@@ -36,9 +36,6 @@ _WORTH_IT = 512 << 20
 _SAMPLE = 8
 _MOST_TOLD = 5
 INDEX_BITS = 16
-_PLACE = re.compile(
-    r"(?P<session>.*)\.step\d+\.pp(?P<pp>\d{1,9})-tp(?P<tp>\d{1,9})-.*\.rank(?P<rank>\d{1,9})\.", re.ASCII
-)
 
 Progress = Callable[[int, int], None]
 
@@ -48,7 +45,7 @@ class Key(NamedTuple):
 
     target: str
     role: str | None
-    sizes: Sizes
+    sizes: ParallelSizes
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class RankSeries:
     microseconds per step, and that as a fraction of the step. ``again``: steps that it has twice.
     """
 
-    coords: Coords
+    coords: RankCoords
     host: str | None
     first: int
     compute: npt.NDArray[np.float32]
@@ -170,12 +167,12 @@ _Part = tuple[dict[Key, Series], dict[Key, dict[int, tuple[Path, ...]]], list[Pa
 
 
 def _items(paths: Sequence[Path]) -> list[_Item]:
-    groups: dict[tuple[str, ...], dict[str, list[Path]]] = {}
+    groups: dict[tuple[str | int | None, ...], dict[int, list[Path]]] = {}
     for path in paths:
-        match = _PLACE.match(path.name)
+        name = parse_artifact_name(path.name)
         # A renamed file is read on its own: what it is stands inside.
-        group = (match["session"], match["pp"], match["tp"]) if match else (str(path),)
-        groups.setdefault(group, {}).setdefault(match["rank"] if match else "", []).append(path)
+        group = (name.target, name.role, name.place.pp, name.place.tp) if name else (str(path),)
+        groups.setdefault(group, {}).setdefault(name.place.rank if name else -1, []).append(path)
     return [list(by_rank.values()) for by_rank in groups.values()]
 
 
@@ -278,35 +275,19 @@ def _of_files(
         if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue
         if timeline.damage is not None:
-            if "not complete" in timeline.damage and len(timeline.steps):
+            if timeline.is_cut and len(timeline.steps):
                 cut.append(path)
             else:
                 warnings.append(f"{path.name}: {timeline.damage}; {len(timeline.steps)} steps before that were read")
         if len(timeline.steps):
             read.append(path)
-        for number, raw in enumerate(timeline.metadata):
+        for number, metadata in enumerate(timeline.metadata):
             steps = (
                 timeline.steps[timeline.steps["metadata"] == number] if len(timeline.metadata) > 1 else timeline.steps
             )
             if not len(steps):
                 continue
-            try:
-                metadata = described(raw)
-            except ValueError as fault:
-                warnings.append(f"{path.name}: {fault}")
-                continue
             yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
-
-
-def described(raw: dict[str, Any]) -> Metadata:
-    """A metadata record as a trace has it. Raises ValueError."""
-    try:
-        metadata = msgspec.convert(raw, type=Metadata)
-    except msgspec.ValidationError as fault:
-        raise ValueError(f"its metadata is damaged: {fault}") from None
-    if (reason := impossible(metadata)) is not None:
-        raise ValueError(f"its metadata is damaged: {reason}")
-    return metadata
 
 
 def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:

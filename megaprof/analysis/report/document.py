@@ -110,13 +110,15 @@ class Report:
             return cls(source, (), tuple(_target_of(target) for target in found["targets"]), ())
         except KeyError as fault:
             raise NotAReport(f"it has no {fault}") from None
-        except (msgspec.ValidationError, TypeError, RecursionError) as fault:
+        except (msgspec.ValidationError, AttributeError, TypeError, ValueError, RecursionError) as fault:
             raise NotAReport(str(fault)) from None
 
 
 def _target_of(raw: Mapping[str, Any]) -> TargetReport:
     stages = [_stage_of(stage) for stage in raw["stages"]]
-    measured = {**raw, "stages": stages, "step_time_ms": raw["spread"]["step_time_ms"], "unjudgeable": None}
+    sizes = {axis: size for axis, size in raw["sizes"].items() if size is not None}
+    spread = raw["spread"]["step_time_ms"]
+    measured = {**raw, "sizes": sizes, "stages": stages, "step_time_ms": spread, "unjudgeable": None}
     verdict = {name: raw[name] for name in ("imbalance", "slowest_stage")}
     return TargetReport(msgspec.convert(measured, TargetStages), msgspec.convert(verdict, Verdict), WhatIf())
 

@@ -255,7 +255,8 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
         again = counted(fleet.again, "step")
         yield f"Up to {again} of a rank ran twice, as after a restart from a checkpoint; the later ones count."
     if fleet.calls < LASTING_STEPS:
-        yield f"{counted(fleet.calls, 'step')}: too few to call anything lastingly slow; {LASTING_STEPS} are needed."
+        few = f"{counted(fleet.calls, 'step')} {'is' if fleet.calls == 1 else 'are'} too few"
+        yield f"{few} to call anything lastingly slow; {LASTING_STEPS} are needed."
     yield (
         f"Recording cost {fleet.own_us:.0f} µs per step on the training thread, {fleet.own_fraction:.3%} of the step."
     )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.trace.traces import Chunk
+from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.selectors import join_spans, spans_of
 
 ABSENT = "-"
@@ -101,7 +101,7 @@ def some(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
 
 
-def layers(chunks: Iterable[Chunk | None]) -> str:
+def layers(chunks: Iterable[ModelChunk | None]) -> str:
     """Layers of some chunks, added up, and what is beside them: ``emb+6``, ``4``, ``2+loss``; ``?`` if not known."""
     known = [chunk for chunk in chunks if chunk is not None]
     if not known or any(chunk.layers is None for chunk in known):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import time
 from collections import deque
@@ -15,8 +14,7 @@ from typing import Any
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
-
-logger = logging.getLogger("megaprof")
+from megaprof.runtime.logs import logger
 
 #: A rank keeps this many files at most; the oldest goes when another one begins.
 FILES = 4
@@ -84,16 +82,14 @@ class TimelineFiles:
         self._metadata[key], self._shapes[events] = number, shape
 
     def _begin_file(self, step: int) -> None:
-        path = artifact_path(self._directory, "timeline", self._role, max(step, 0), self._coords, format.SUFFIX)
-        stem = path.name.removesuffix(format.SUFFIX)
-        path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-        for number in itertools.count(2):
-            try:
+        about = "timeline", self._role, max(step, 0), self._coords, format.SUFFIX
+        for repeat in itertools.count(1):
+            path = artifact_path(self._directory, *about, repeat=repeat)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # an earlier run's, or a step that the host runs again
                 self._file = os.open(path, flags, 0o666)
                 break
-            except FileExistsError:  # an earlier run's, or a step that the host runs again
-                path = path.with_name(f"{stem}.{number}{format.SUFFIX}")
         self._size = 0
         self._metadata, self._shapes = {}, {}
         self._write(format.MAGIC)

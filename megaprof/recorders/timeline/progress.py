@@ -17,15 +17,20 @@ BETWEEN = "between"
 
 @dataclass(frozen=True)
 class Position:
-    """Inside a schedule call: in which phase, of which microbatch and model chunk. ``phase`` is the label of its range
-    (`formats.ranges`), or ``between`` two of them. ``since``: wall-clock seconds, when it was first seen there."""
+    """Where a rank is inside a schedule call."""
 
     target: str
+    """What the call is for: ``train_actor``, ``train_log_probs``, ..."""
     step: int
+    """The call's step number."""
     phase: str
+    """The label of the open range (`megaprof.formats.ranges`), or ``between`` two of them."""
     microbatch: int | None
+    """From 0 on; None where the phase belongs to none."""
     chunk: int | None
+    """Model chunk, from 0 on; None where the phase belongs to none."""
     since: float
+    """When it was first seen there: wall clock, seconds."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -33,29 +38,39 @@ class Position:
 
 @dataclass(frozen=True)
 class Recent:
-    """Medians over the last steps of one target, in milliseconds. ``p2p_ms`` is None on the GPU's clock."""
+    """How fast the last steps of one target were: medians, in milliseconds per step."""
 
     target: str
+    """Of which target: ``train_actor``, ``train_log_probs``, ..."""
     steps: int
+    """How many steps the medians are of, at most `RECENT_STEPS`."""
     step_ms: float
+    """The whole step."""
     forward_ms: float
+    """All forward passes."""
     backward_ms: float
+    """All backward passes."""
     combined_ms: float
+    """All passes that run a forward and a backward together."""
     finalize_ms: float
+    """Finishing the gradients."""
     p2p_ms: float | None
+    """Exchanges between stages; None on the GPU's clock, which does not see them."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What the timeline costs its process: per step on the training thread (median), as a fraction of the step, and
-    the background thread's CPU time as a fraction of one processor."""
+class OwnCost:
+    """What the timeline costs its process."""
 
     step_us: float
+    """On the training thread, per step: median, in microseconds."""
     fraction: float
+    """The same as a fraction of the step, 0 to 1."""
     background_fraction: float
+    """CPU time of the background thread, as a fraction of one processor, 0 to 1."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,7 +85,8 @@ class Tally:
         self._began = time.monotonic()
 
     def add(self, target: str, milliseconds: dict[str, float], own_ms: float) -> None:
-        """``milliseconds`` by kind of event, with ``step`` for the whole; ``p2p`` may be missing."""
+        """One step: ``milliseconds`` by kind of event, with ``step`` for the whole (``p2p`` may be missing); ``own_ms``
+        is what the timeline cost the training thread in it."""
         steps = self._steps.setdefault(target, deque(maxlen=RECENT_STEPS))
         steps.append(milliseconds | {"own": own_ms})
         self._latest = target
@@ -96,13 +112,14 @@ class Tally:
             p2p_ms=median("p2p") if all("p2p" in step for step in steps) else None,
         )
 
-    def cost(self, background_seconds: float) -> Cost | None:
+    def cost(self, background_seconds: float) -> OwnCost | None:
+        """``background_seconds``: CPU time of the background thread so far. None before the first step."""
         recent = self.recent()
         if recent is None:
             return None
         own = statistics.median(step["own"] for step in self._steps[recent.target])
         elapsed = max(time.monotonic() - self._began, 1e-9)
-        return Cost(1e3 * own, own / recent.step_ms if recent.step_ms else 0.0, background_seconds / elapsed)
+        return OwnCost(1e3 * own, own / recent.step_ms if recent.step_ms else 0.0, background_seconds / elapsed)
 
 
 class Watch:

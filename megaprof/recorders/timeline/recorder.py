@@ -6,7 +6,6 @@ background thread does everything else.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -22,15 +21,13 @@ from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
-from megaprof.recorders.call import Call
+from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.line import Line
 from megaprof.recorders.timeline.device import device_clock
 from megaprof.recorders.timeline.files import TimelineFiles
-from megaprof.recorders.timeline.progress import Cost, Position, Recent, Tally, Watch, position
+from megaprof.recorders.timeline.progress import OwnCost, Position, Recent, Tally, Watch, position
 from megaprof.runtime.background import Background
-
-logger = logging.getLogger("megaprof")
 
 #: Steps that may wait for the background thread or for the GPU. Beyond that the oldest is dropped, and counted.
 WAITING_STEPS = 64
@@ -38,14 +35,15 @@ WAITING_STEPS = 64
 GIVE_UP_SECONDS = 300.0
 #: How long the end waits for a write that is under way.
 END_SECONDS = 10.0
-_RECALIBRATE = 512
-_TRIALS = 32
+#: Phases of nothing, and how often, that the cost of one phase is measured with.
+_TRIALS, _REPEATS = 32, 8
 
 
-class Timeline:
+class TimelineRecorder:
     """Records the steps of one session on one rank.
 
-    ``begin`` and ``end`` run on the training thread, ``calls``, ``position``, ``recent`` and ``cost`` on any other.
+    ``begin``, ``end`` and ``abandon`` run on the training thread, ``drain`` on the background thread; the other methods
+    may be called from any thread. What a recorded phase costs is measured once, when the recorder is made.
     """
 
     def __init__(
@@ -56,10 +54,10 @@ class Timeline:
         background: Background,
         probe: Callable[[Line, int], None],
     ) -> None:
-        """``probe(line, n)`` records ``n`` phases of nothing in ``line``, to measure what that costs."""
+        """``probe(line, n)`` records ``n`` phases of nothing in ``line``, to measure what that costs. Raises ValueError
+        without a directory."""
         if config.dir is None:
             raise ValueError("the timeline needs a directory")
-        self._probe = probe
         self._config = config
         self._coords = coords
         self._files = TimelineFiles(Path(config.dir), role, coords, config.timeline_megabytes << 20)
@@ -75,8 +73,7 @@ class Timeline:
         self._line: Line | None = None
         self._tally = Tally()
         self._watch = Watch()
-        self._until_calibration = 0
-        self._unit_ns = 0.0
+        self._unit_ns = self._unit_cost(probe)
         self.steps_dropped = 0
         background.add(self.drain, 1.0, woken=True)
 
@@ -84,14 +81,11 @@ class Timeline:
     def bytes_written(self) -> int:
         return self._files.bytes_written
 
-    def begin(self, call: Call, target: str, role: str | None, step: int, *, captured: bool) -> Line:
+    def begin(self, call: RecordedCall, target: str, role: str | None, step: int, *, captured: bool) -> Line:
         """A schedule call starts."""
         last, index = self._last.get((target, role), (None, -1))
         index = index + 1 if last == step else 0
         self._last[target, role] = (step, index)
-        if self._until_calibration == 0:
-            self._calibrate()
-        self._until_calibration -= 1
         line = Line(target, step, min(index, 0xFFFF), self._mark)
         line.key, line.metadata = self._describe(call, target, role, step)
         line.flags = (format.CAPTURED if captured else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
@@ -159,7 +153,7 @@ class Timeline:
     def recent(self, target: str | None = None) -> Recent | None:
         return self._tally.recent(target)
 
-    def cost(self) -> Cost | None:
+    def cost(self) -> OwnCost | None:
         return self._tally.cost(self._background.seconds)
 
     def drain(self) -> None:
@@ -215,7 +209,9 @@ class Timeline:
             events = events[np.lexsort((-events[:, 2], events[:, 1]))]
         return events, (last - zero + 500) // 1000
 
-    def _describe(self, call: Call, target: str, role: str | None, step: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _describe(
+        self, call: RecordedCall, target: str, role: str | None, step: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Metadata of the call, made once for every kind of call. A length that varies from call to call is null."""
         facts = call.facts
         lengths = (facts.seq_length, facts.micro_batch_size)
@@ -232,18 +228,18 @@ class Timeline:
             self._described[key] = metadata
         return key, metadata
 
-    def _calibrate(self) -> None:
-        """Measure, in the running job, what recording one event costs the training thread."""
-        self._until_calibration = _RECALIBRATE
+    def _unit_cost(self, probe: Callable[[Line, int], None]) -> float:
+        """What recording one phase costs the training thread, in nanoseconds: the least of several trials, since the
+        first ones are cold and any may be interrupted."""
         costs = []
-        for _ in range(8):  # the first ones are cold, and one may be interrupted
+        for _ in range(_REPEATS):
             line = Line("", 0, 0, self._mark)
             begin = time.perf_counter_ns()
-            self._probe(line, _TRIALS)
+            probe(line, _TRIALS)
             costs.append((time.perf_counter_ns() - begin) / _TRIALS)
             if self._device is not None:
                 self._device.take_back(_marks(line))
-        self._unit_ns = min(costs)
+        return min(costs)
 
 
 def _marks(line: Line) -> list[Any]:

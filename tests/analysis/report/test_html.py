@@ -190,7 +190,7 @@ def test_what_if_shows_before_and_after(tmp_path):
         advice="4+4 layers: 500 ms a step",
     )
     text = page(replace(report, targets=(replace(report.targets[0], what_if=found),)), {})
-    assert text.count("--pipeline-model-parallel-layout &#x27;Et*4|t*4L&#x27;") == 2  # above, and in the table
+    assert text.count("--pipeline-model-parallel-layout &#39;Et*4|t*4L&#39;") == 2  # above, and in the table
     assert "4+4 &lt;layers&gt;" in text
     assert "off by -1.4% in the pipeline" in text
     assert "-31%" in text

@@ -1,0 +1,24 @@
+"""The log of megaprof. Writing a line never raises: a handler of the host's that fails must not fail its training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+
+class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
+    """The logger ``megaprof``, without the exceptions of its handlers."""
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().log(level, msg, *args, **kwargs)
+        except Exception:  # there is nowhere left to say it
+            return
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line that wrote it, not the one above
+        return msg, kwargs
+
+
+logger = _Guarded(logging.getLogger("megaprof"), {})
