@@ -42,7 +42,7 @@ def test_a_finished_step_is_on_disk_without_anybody_asking(one_rank: Any, tmp_pa
         while not (found := steps(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert found == [(0, 0)]
-        assert recorded(handle).calls() == {"train_actor": (0, 1)}
+        assert recorded(handle).calls() == {("train_actor", None): (0, 1)}
         assert recorded(handle).position() is None
     assert "megaprof-background" not in {thread.name for thread in threading.enumerate()} or _ends()
 
