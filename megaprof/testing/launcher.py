@@ -53,8 +53,8 @@ class RankReport:
     """Its number, from 0."""
     outcome: str
     """``returned``, ``raised``, ``exited`` (without returning, or with a non-zero ``exit_status`` after it),
-    ``signalled``, ``hung`` (still running at the time limit) or ``killed`` (still running ``GRACE`` seconds after another
-    rank had failed)."""
+    ``signalled``, ``hung`` (still running at the time limit) or ``killed`` (still running ``GRACE`` seconds after
+    another rank had failed)."""
     exit_status: int | None = None
     """Of a process that ended by itself."""
     signal: str | None = None

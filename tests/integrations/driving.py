@@ -46,6 +46,20 @@ PATIENT_RAY = {
 }
 
 
+def start_ray(**options: Any) -> None:
+    """``ray.init``, which gives its own processes 30 seconds to start: too few where the machine is busy."""
+    import ray
+
+    for attempts_left in reversed(range(5)):
+        try:
+            ray.init(include_dashboard=False, **options)
+            return
+        except Exception:
+            ray.shutdown()
+            if not attempts_left:
+                raise
+
+
 def host_environment(host: Path, config: ProfileConfig | None) -> dict[str, str]:
     """The environment of ``megaprof run`` for a process that imports ``host`` from its directory."""
     paths = [str(ROOT), str(Path(__file__).parent), str(host), os.environ.get("PYTHONPATH", "")]

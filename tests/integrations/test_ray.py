@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 DRIVER = """
 import json, sys
 import ray
+from tests.integrations.driving import start_ray
 
 @ray.remote(num_cpus=0)
 class Rank:
@@ -55,7 +56,7 @@ if given:
     from megaprof import ProfileConfig
     from megaprof.autoload.ray import runtime_env
     env = runtime_env(ProfileConfig.from_env(given), {"env_vars": {"MINE": "1"}})
-ray.init(num_cpus=2, include_dashboard=False, runtime_env=env, log_to_driver=True, _temp_dir=sys.argv[3])
+start_ray(num_cpus=2, runtime_env=env, log_to_driver=True, _temp_dir=sys.argv[3])
 ranks = [Rank.remote(i, store) for i in range(2)]
 ray.get([rank.write_slowly.remote() for rank in ranks])
 print(json.dumps(ray.get([rank.train.remote() for rank in ranks], timeout=300)))

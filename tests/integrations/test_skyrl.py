@@ -22,7 +22,15 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
-from tests.integrations.driving import PATIENT_RAY, host_environment, labels, prepare, skip_unless_importable, traces
+from tests.integrations.driving import (
+    PATIENT_RAY,
+    host_environment,
+    labels,
+    prepare,
+    skip_unless_importable,
+    start_ray,
+    traces,
+)
 
 pytestmark = pytest.mark.hosts
 
@@ -142,7 +150,7 @@ def drive(ports: tuple[int, int], directory: str) -> None:
     from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker, RefWorker
 
     hook = {"worker_process_setup_hook": "test_skyrl.replace_edges"}
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env=hook, _temp_dir=directory)
+    start_ray(num_cpus=1, runtime_env=hook, _temp_dir=directory)
 
     def group(worker: Any, port: int) -> Any:
         place = {"world_size": WORKLOAD.pp, "local_rank": 0, "master_addr": "127.0.0.1", "master_port": port}
