@@ -34,6 +34,7 @@ from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
 from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
+from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import RankCoords, WorldLayout, coords_from_parallel_state, layout_from_parallel_state
 from megaprof.recorders import Recorder, Window, build_recorders
@@ -151,8 +152,8 @@ class _Process:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
-        if self._step_ended not in contract.when_step_ended:
-            contract.when_step_ended.append(self._step_ended)
+        if self._step_ended not in contract.when_over["step"]:
+            contract.when_over["step"].append(self._step_ended)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
             patch_schedules(self._patches, self._dispatcher)
@@ -241,6 +242,7 @@ def install_hooks(
     handle = Handle(settled, models, role)
     if not settled.enabled or settled.never:
         return handle
+<<<<<<< HEAD
     existing = next((each for each in _process.handles if each.owns(models)), None)
     if existing is not None:
         if (existing.config, existing.role) != (settled, role):
@@ -248,6 +250,16 @@ def install_hooks(
                 "install_hooks: this model has hooks with another configuration; remove() their handle first"
             )
         return existing
+=======
+    for existing in _process.handles:
+        if existing._models == handle._models:
+            if (existing.config, existing.role) != (settled, role):
+                raise ValueError(
+                    "install_hooks: this model has hooks with another configuration; remove() their handle first"
+                )
+            return existing
+    check_prometheus(settled.prometheus)
+>>>>>>> main
     _require_trainer()
     here = _Here.of(settled, role, models)
     here.announce(settled)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.trace import decoding
 from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.intervals import total
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
 from tests.analysis.synthetic import BASE, TraceBuilder, chunk
 
@@ -97,13 +98,24 @@ def test_an_unusable_file_says_what_is_wrong(tmp_path, content, reason):
     assert fault.value.path == path
 
 
+PLACE = {"rank": 0, "pp": 0, "tp": 0, "cp": 0, "ep": 0, "dp": 0}
+SIZES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1, "vpp": None, "etp": None}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"coords": {"rank": 0, "pp": 3}}, "pp=3"),
-        ({"coords": {"rank": -1}}, "rank"),
-        ({"sizes": {"pp": 10**30}}, "pp"),
-        ({"sizes": {"pp": 0}}, "pp"),
+        ({"coords": PLACE | {"pp": 3}}, "pp=3"),
+        ({"coords": PLACE | {"rank": -1}}, "rank"),
+        ({"coords": PLACE | {"rank": 1 << 40}}, "rank"),
+        ({"coords": {"rank": 0}}, "coords.*None"),
+        ({"sizes": SIZES | {"pp": 10**30}}, "pp"),
+        ({"sizes": SIZES | {"dp": 1 << 40}}, "dp"),
+        ({"steps": [1 << 47, 1 << 47]}, "steps"),
+        ({"microbatches": 1 << 40}, "microbatches"),
+        ({"chunks": [{"layers": 1 << 40}]}, "layers"),
+        ({"host": "\ud800"}, "damaged"),
+        ({"sizes": SIZES | {"pp": 0}}, "pp"),
         ({"steps": [1]}, "steps"),
         ({"chunks": "many"}, "chunks"),
         ({"target": None}, "target"),
@@ -305,7 +317,7 @@ def test_no_event_can_break_reading_or_attribution(tmp_path, events):
     path = tmp_path / "x.pt.trace.json"
     path.write_text(json.dumps(TraceBuilder(sizes={"tp": 2}).document() | {"traceEvents": events}))
     for call in calls_of(read_trace(path)):
-        assert call.busy_ns >= 0
+        assert total(call.busy) >= 0
         assert all(phase.compute_ns >= 0 for phase in call.phases)
 
 
