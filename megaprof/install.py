@@ -242,7 +242,6 @@ def install_hooks(
     handle = Handle(settled, models, role)
     if not settled.enabled or settled.never:
         return handle
-<<<<<<< HEAD
     existing = next((each for each in _process.handles if each.owns(models)), None)
     if existing is not None:
         if (existing.config, existing.role) != (settled, role):
@@ -250,16 +249,7 @@ def install_hooks(
                 "install_hooks: this model has hooks with another configuration; remove() their handle first"
             )
         return existing
-=======
-    for existing in _process.handles:
-        if existing._models == handle._models:
-            if (existing.config, existing.role) != (settled, role):
-                raise ValueError(
-                    "install_hooks: this model has hooks with another configuration; remove() their handle first"
-                )
-            return existing
     check_prometheus(settled.prometheus)
->>>>>>> main
     _require_trainer()
     here = _Here.of(settled, role, models)
     here.announce(settled)
