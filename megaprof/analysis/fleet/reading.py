@@ -7,12 +7,9 @@ read one rank after the other: what all of them spent on a step's synchronisatio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +18,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.trends import Floats, Integers
+from megaprof.analysis.trace.pool import Progress, each, processors, sizes_of
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
@@ -36,8 +34,6 @@ _WORTH_IT = 512 << 20
 _SAMPLE = 8
 _MOST_TOLD = 5
 INDEX_BITS = 16
-
-Progress = Callable[[int, int], None]
 
 
 class Key(NamedTuple):
@@ -146,9 +142,8 @@ def read_fleet(
     runs, width = _sampled(items, run)
     found = FleetReading(runs=runs, width=width)
     done = 0
-    for item, (series, files, read, cut, warnings) in zip(
-        items, _read_items(items, runs, width, min(workers, _useful(paths, len(items)))), strict=True
-    ):
+    parts = each(partial(_read_item, runs, width), items, min(workers, _useful(paths, len(items))))
+    for item, (series, files, read, cut, warnings) in zip(items, parts, strict=True):
         for key, part in series.items():
             found.series.setdefault(key, Series()).add(part)
         for key, by_rank in files.items():
@@ -200,23 +195,7 @@ def _sampled(items: Sequence[_Item], run: int | None) -> tuple[Runs, dict[Key, i
     return runs, {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
 
 
-def _read_items(items: Sequence[_Item], runs: Runs, width: dict[Key, int], workers: int) -> Iterator[_Part]:
-    done = 0
-    if workers > 1:
-        try:
-            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-                for begin in range(0, len(items), 4 * workers):
-                    batch = items[begin : begin + 4 * workers]
-                    for part in pool.map(_read_item, batch, [runs] * len(batch), [width] * len(batch)):
-                        done += 1
-                        yield part
-        except BrokenProcessPool:
-            pass
-    for item in islice(items, done, None):
-        yield _read_item(item, runs, width)
-
-
-def _read_item(item: _Item, runs: Runs, width: dict[Key, int]) -> _Part:
+def _read_item(runs: Runs, width: dict[Key, int], item: _Item) -> _Part:
     series: dict[Key, Series] = {}
     files: dict[Key, dict[int, tuple[Path, ...]]] = {}
     empty = np.empty(0, dtype=np.int64), np.empty(0)
@@ -381,13 +360,4 @@ def _merge(
 
 
 def _useful(paths: Sequence[Path], items: int) -> int:
-    total = 0
-    for path in paths:
-        try:
-            total += path.stat().st_size
-        except OSError:
-            continue
-    if total < _WORTH_IT:
-        return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(items, cores))
+    return 1 if sum(sizes_of(paths).values()) < _WORTH_IT else max(1, min(items, processors()))
