@@ -52,8 +52,8 @@ class NsysRecorder:
     def start(self, window: Window) -> None:
         if window.warmup:  # nsys would write a file for it
             return
+        self._running = True  # first: an exception from here on ends in `discard`
         _call("cudaProfilerStart")
-        self._running = True
         NsysRecorder._captures += 1
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
@@ -68,9 +68,9 @@ class NsysRecorder:
     def discard(self) -> None:
         if not self._running:
             return
-        self._running = False
         _cuda().synchronize()  # kernels that still run would be cut off the end of the window
         _call("cudaProfilerStop")
+        self._running = False
 
 
 def _call(function: str) -> None:
