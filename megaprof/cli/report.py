@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megaprof.cli import CommandError, UsageError
 
 if TYPE_CHECKING:
-    from megaprof.analysis.report.report import Report
+    from megaprof.analysis.report.document import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,9 +97,10 @@ def _json(report: Report) -> str:
 
 
 def _html(report: Report) -> str:
-    from megaprof.analysis.report.html import page, timelines
+    from megaprof.analysis.report.drawn import timelines
+    from megaprof.analysis.report.html import page
 
-    return page(report.to_json(), timelines(report), name=report.source.absolute().name)
+    return page(report, timelines(report))
 
 
 def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], bool]) -> None:

@@ -25,7 +25,6 @@ from megaprof.analysis.fleet.reading import (
 from megaprof.analysis.fleet.slow import Group, Straggler, late_ranks, matrix_of, slow_groups, slow_ranks
 from megaprof.analysis.fleet.stragglers import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.trends import (
-    EXCESS,
     Floats,
     Integers,
     Percentiles,
@@ -38,6 +37,7 @@ from megaprof.analysis.fleet.trends import (
     shifts,
     single_steps,
 )
+from megaprof.analysis.stages.slow import EXCESS
 
 #: A gradient synchronisation is compared with this part of the step added, so that what is told takes 1 % of it.
 OF_STEP = 0.1
@@ -48,14 +48,18 @@ LACKS_TIME = 10
 
 @dataclass(frozen=True)
 class StageFleet:
-    """One stage on all its ranks. ``compute``: over all their steps; ``compute_ms`` by bucket: its median rank's. None
-    without steps."""
+    """One stage on all its ranks."""
 
     pp: int
+    """Its pipeline rank."""
     ranks: int
+    """How many of its ranks have a timeline."""
     compute: Percentiles | None
+    """Milliseconds per step, over all steps of all ranks; None without steps."""
     compute_ms: tuple[float | None, ...]
+    """Milliseconds per step of its median rank, by bucket."""
     shifts: tuple[Shift, ...]
+    """When that changed compared with the other stages."""
 
 
 @dataclass(frozen=True)
@@ -63,43 +67,76 @@ class Ended:
     """A rank whose data end before the others' do."""
 
     rank: int
+    """Its global number."""
     stage: int
+    """Its pipeline rank."""
     host: str | None
+    """The machine that it ran on."""
     last_step: int
+    """Its last step."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """One target and role. ``buckets``: the first step of each; by bucket ``step_ms``, the longest rank's step time,
-    and ``imbalance``, slowest stage over mean stage. ``step``: percentiles over all single steps. ``own_us``,
-    ``own_fraction``: what recording cost the training thread per step. ``left_out``, ``again``: steps of a rank, at
-    most, that are not counted, or that ran twice."""
+    """One target and role on all its ranks, over the whole run. By bucket: one value for every stretch of steps, None
+    where there is none."""
 
     key: Key
+    """Target, role and parallel sizes."""
     ranks: int
+    """How many ranks have a timeline."""
     missing: tuple[int, ...]
+    """The other ranks of the world, by number."""
     ended: tuple[Ended, ...]
+    """Ranks whose data end early."""
     steps: tuple[int, int]
+    """The first and the last step of any rank."""
     calls: int
+    """Schedule calls of all steps."""
     left_out: int
+    """Steps of a rank, at most, that do not count: a window was open in them, or they failed."""
     again: int
+    """Steps of a rank, at most, that ran twice."""
     width: int
+    """Steps per bucket."""
     buckets: tuple[int, ...]
+    """The first step of each bucket."""
     step: Percentiles | None
+    """Milliseconds of a step on its longest rank, over all single steps."""
     step_ms: tuple[float | None, ...]
+    """The same, by bucket."""
     step_shifts: tuple[Shift, ...]
+    """When that changed its level."""
     drift: float | None
+    """By which fraction steps grow over the run; None where that may be chance."""
     single: SingleSteps
+    """Single slow steps."""
     stages: tuple[StageFleet, ...]
+    """By pipeline rank."""
     imbalance: tuple[float | None, ...]
+    """Compute of the slowest stage over the average over stages, by bucket."""
     synchronisation_ms: tuple[float | None, ...]
+    """Milliseconds of gradient synchronisation per step without waiting for other ranks, by bucket."""
     synchronisation_shifts: tuple[Shift, ...]
+    """When that became slower on all stages."""
     stage_synchronisation: tuple[tuple[int, Shift], ...]
+    """When that became slower on a single stage, with its pipeline rank."""
     stragglers: tuple[Straggler, ...]
+    """Ranks that hold the others up, those first that compute longer until the end."""
     own_us: float
+    """Microseconds per step that recording cost the training thread, the median rank's."""
     own_fraction: float
+    """The same as a fraction of the step."""
     clock: str
+    """``host``, or ``device`` where the times are the GPU's."""
     directory: Path
+    """Where the job writes, so that a capture can be asked for."""
+
+    @property
+    def median_synchronisation_ms(self) -> float | None:
+        """Milliseconds of gradient synchronisation in the median bucket."""
+        known = sorted(ms for ms in self.synchronisation_ms if ms is not None)
+        return known[len(known) // 2] if known else None
 
 
 def survey(reading: FleetReading, directory: Path) -> list[Fleet]:

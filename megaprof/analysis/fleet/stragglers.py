@@ -2,7 +2,7 @@
 
 A rank is compared with the ranks of its stage, which do the same work at the same time: what makes a step long for all
 of them (a longer sequence, an evaluation, the first steps of a run) cancels out. It is called slow when it exceeds
-their median by more than `trends.EXCESS`, by more than `trends.SIGMAS` standard errors, by more than `SPREAD` times
+their median by more than `slow.EXCESS`, by more than `trends.SIGMAS` standard errors, by more than `SPREAD` times
 what ranks of this stage usually differ by, and for `trends.LASTING_STEPS` steps and `trends.LASTING_SECONDS`. Ranks
 that wait for each other inside a microbatch slow down together and are named together.
 """
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from megaprof.analysis.fleet.trends import (
-    EXCESS,
     LASTING_BUCKETS,
     LASTING_SECONDS,
     LASTING_STEPS,
@@ -35,8 +34,8 @@ from megaprof.analysis.fleet.trends import (
     others_median,
     shifts,
 )
-from megaprof.analysis.trace.traces import Coords, Sizes
-from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
+from megaprof.analysis.stages.slow import EXCESS, exceeds
+from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, Place, WorldLayout
 
 #: Standard deviations between the ranks of a stage, where there are enough of them to know it.
 SPREAD = 6.0
@@ -82,7 +81,7 @@ class Run:
     to_end: bool
 
 
-def layout_of(places: Iterable[Coords], sizes: Sizes) -> WorldLayout | None:
+def layout_of(places: Iterable[Place], sizes: ParallelSizes) -> WorldLayout | None:
     """The rank order that explains where these ranks stand; None where no order does."""
     places = list(places)
     try:
@@ -117,7 +116,7 @@ def coupled(layout: WorldLayout, rank: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def groups_of(places: Mapping[int, Coords], layout: WorldLayout | None) -> list[tuple[int, ...]]:
+def groups_of(places: Mapping[int, Place], layout: WorldLayout | None) -> list[tuple[int, ...]]:
     """The given ranks in groups that slow down together. Without a layout those of one pipeline position are."""
     if layout is None:
         by_place: dict[tuple[int, int], list[int]] = {}
@@ -147,14 +146,14 @@ def slow_rows(
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(peers + floor_ms > 0, (values + floor_ms) / (peers + floor_ms), np.nan)
     usual, noise = _usual(relative), noise_of(relative)
-    limit = 1 + max(EXCESS, SPREAD * usual if len(values) >= _ENOUGH else 0.0)
+    least = max(EXCESS, SPREAD * usual if len(values) >= _ENOUGH else 0.0)
     found: list[Run] = []
-    for row in _suspects(relative, buckets, 1 + 0.9 * (limit - 1)):
+    for row in _suspects(relative, buckets, 1 + 0.9 * least):
         known = np.flatnonzero(np.isfinite(relative[row]))
         slow = [
             level
             for level in levels(relative[row], buckets.steps, noise)
-            if level.value > limit and np.log(level.value) > SIGMAS * level.error and level.steps >= LASTING_STEPS
+            if level.steps >= LASTING_STEPS and exceeds(level.value, 1.0, error=level.error, errors=SIGMAS, least=least)
         ]
         for first, last in _adjacent(slow, known):
             first = known[
@@ -203,7 +202,7 @@ def _quickest(row: Floats) -> float:
     return float(moving_median(known, width).min())
 
 
-def _stands(layout: WorldLayout, place: Coords) -> bool:
+def _stands(layout: WorldLayout, place: Place) -> bool:
     if place.rank >= layout.sizes.world:
         return False
     own = layout.coords(place.rank)
