@@ -15,6 +15,7 @@ from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.names import artifact_path, raw_path
 from megaprof.recorders import Window
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 SUFFIX = ".nsys.json"
@@ -53,7 +54,11 @@ class NsysRecorder:
         if window.warmup:  # nsys would write a file for it
             return
         self._running = True  # first: an exception from here on ends in `discard`
-        _call("cudaProfilerStart")
+        try:
+            _call("cudaProfilerStart")
+        except RuntimeError as fault:
+            self._running = from_host(fault)  # else it was refused, and there is nothing to stop
+            raise
         NsysRecorder._captures += 1
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
