@@ -152,8 +152,8 @@ class _Process:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
-        if self._step_ended not in contract.when_step_ended:
-            contract.when_step_ended.append(self._step_ended)
+        if self._step_ended not in contract.when_over["step"]:
+            contract.when_over["step"].append(self._step_ended)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
             patch_schedules(self._patches, self._dispatcher)

@@ -14,7 +14,7 @@ from pathlib import Path
 from megaprof.artifacts.files import Incomplete, publish, remove_leftovers
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.remote import Remote
-from megaprof.formats.names import kineto_temporary, plain_path
+from megaprof.formats.names import busy_path, kineto_temporary, plain_path
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
@@ -77,6 +77,7 @@ class Writer:
         self._any_written = False
         self._overflowed = False
         self._closed = False
+        self._busy: Path | None = None  # says to other processes that this one is not done
 
     @property
     def pending(self) -> bool:
@@ -171,6 +172,7 @@ class Writer:
         if self._hook is not None:
             self._hook.stop()
         with self._idle:
+            self._rest()
             artifacts = list(self._waiting)
             self._waiting.clear()
         for artifact in artifacts:
@@ -204,7 +206,14 @@ class Writer:
         finally:
             with self._idle:
                 self._pending -= 1
+                if not self._pending:
+                    self._rest()
                 self._idle.notify_all()
+
+    def _rest(self) -> None:
+        busy, self._busy = self._busy, None
+        if busy is not None:
+            _remove(busy)
 
     def _write(self, artifact: Artifact) -> None:
         if artifact not in self._waiting:  # given up meanwhile, and kept as it is
@@ -213,6 +222,9 @@ class Writer:
             if artifact.final.parent not in self._cleaned:
                 self._cleaned.add(artifact.final.parent)
                 remove_leftovers(artifact.final.parent)
+            if self._busy is None:
+                self._busy = busy_path(artifact.final.parent)
+                self._busy.touch()
             publish(artifact.raw, artifact.final)
             self._finished(artifact.final)
         except Incomplete as fault:

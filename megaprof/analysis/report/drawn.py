@@ -9,20 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.clocks.clocks import align
-from megaprof.analysis.clocks.timelines import (
-    EXCHANGE,
-    Ends,
-    Timeline,
-    capture_of,
-    ends_of,
-    links_between,
-    timelines_of,
-)
+from megaprof.analysis.clocks.matching import Ends, ends_of, links_between
 from megaprof.analysis.report.document import Report
+from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, read_trace
 from megaprof.formats import ranges
+from megaprof.formats.names import parse_artifact_name
 
-_KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, EXCHANGE)
+_KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
 
 _Key = tuple[str, str | None]  # target and role
 
@@ -31,8 +25,8 @@ _Key = tuple[str, str | None]  # target and role
 class Row:
     """One stage of a drawn step."""
 
-    timeline: Timeline
-    """The passes and exchanges of one of its ranks."""
+    call: Call
+    """What one of its ranks did."""
     offset_ns: int
     """Nanoseconds to add to its times, so that all rows are on one clock."""
 
@@ -51,13 +45,13 @@ class StepTimeline:
     @property
     def kinds(self) -> list[str]:
         """Kinds of boxes that there are, in the order of a legend."""
-        there = {box.kind for row in self.rows for box in row.timeline.boxes}
+        there = {_kind(each.kind) for row in self.rows for each in row.call.laid_out}
         return [kind for kind in _KINDS if kind in there]
 
     @property
     def chunks(self) -> int:
         """Model chunks of a stage, at most."""
-        return max(max(len(row.timeline.metadata.chunks), 1) for row in self.rows)
+        return max(max(len(row.call.metadata.chunks), 1) for row in self.rows)
 
 
 def timelines(report: Report) -> dict[_Key, StepTimeline]:
@@ -66,23 +60,24 @@ def timelines(report: Report) -> dict[_Key, StepTimeline]:
     Reads the traces of those steps once more, one at a time; those of timelines are in the report.
     """
     latest = {target.key: target.measured.steps[-1] for target in report.targets if target.measured.steps}
-    found: dict[_Key, dict[int, tuple[Timeline, Ends]]] = {}
+    found: dict[_Key, dict[int, tuple[Call, Ends]]] = {}
     for trace in chain(_traces(report.traces, set(latest.values())), report.drawn):
-        ends = ends_of(trace)
-        for timeline in timelines_of(trace):
-            key, coords = (timeline.label, timeline.metadata.role), timeline.metadata.coords
-            if latest.get(key) != timeline.step or timeline.index:
+        calls = calls_of(trace)
+        ends = ends_of(trace.metadata, calls)
+        for call in calls:
+            key, coords = (call.label, call.metadata.role), call.metadata.coords
+            if latest.get(key) != call.step or call.index:
                 continue
             stages = found.setdefault(key, {})
             if coords.pp not in stages or coords.rank < stages[coords.pp][0].metadata.coords.rank:
-                stages[coords.pp] = timeline, ends
+                stages[coords.pp] = call, ends
     return {key: _aligned(latest[key], [stages[pp] for pp in sorted(stages)]) for key, stages in found.items()}
 
 
 def _traces(paths: Iterable[Path], steps: set[int]) -> Iterator[Trace]:
     for path in paths:
-        capture = capture_of(path)
-        if capture is not None and capture.step not in steps:
+        name = parse_artifact_name(path.name)
+        if name is not None and name.step not in steps:
             continue
         try:
             yield read_trace(path)
@@ -90,35 +85,37 @@ def _traces(paths: Iterable[Path], steps: set[int]) -> Iterator[Trace]:
             continue  # the report has read it, and would have said so
 
 
-def _aligned(step: int, stages: list[tuple[Timeline, Ends]]) -> StepTimeline:
-    ends = {timeline.metadata.coords.rank: each for timeline, each in stages}
+def _aligned(step: int, stages: list[tuple[Call, Ends]]) -> StepTimeline:
+    ends = {call.metadata.coords.rank: each for call, each in stages}
     hosts = {rank: each.metadata.host for rank, each in ends.items()}
     alignment = align(hosts, [link for link, _ in links_between(ends)])
     notes = [*alignment.sentences(), *alignment.warnings] if len(set(hosts.values())) > 1 else list(alignment.warnings)
-    if any(timeline.host_time for timeline, _ in stages):
+    if any(call.has_kernels and call.gpu is None for call, _ in stages):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
-    rows = tuple(Row(timeline, alignment.offset(timeline.metadata.coords.rank)) for timeline, _ in stages)
+    rows = tuple(Row(call, alignment.offset(call.metadata.coords.rank)) for call, _ in stages)
     return StepTimeline(step, rows, tuple(notes))
 
 
 def boxes(step: StepTimeline) -> dict[str, Any]:
     """Rows for the script: times in microseconds from the step's start. ``boxes`` is flat, five numbers each: start
     (behind the start of the box before), duration, kind, microbatch and chunk (-1: unknown or none)."""
-    first = min(row.timeline.start + row.offset_ns for row in step.rows)
-    names = sorted({box.name for row in step.rows for box in row.timeline.boxes})
+    first = min(row.call.extent[0] + row.offset_ns for row in step.rows)
+    names = sorted({each.kind for row in step.rows for each in row.call.laid_out})
     numbers = {name: number for number, name in enumerate(names)}
-    kinds = {box.name: _KINDS.index(box.kind) for row in step.rows for box in row.timeline.boxes}
     rows = []
     for row in step.rows:
-        timeline, shift = row.timeline, row.offset_ns - first
+        call, shift = row.call, row.offset_ns - first
         flat, before = [], 0
-        for box in timeline.boxes:
+        for box in call.laid_out:
             start, end = (round((time + shift) / 1000) for time in (box.start, box.end))
             unknown = (-1 if value is None else value for value in (box.microbatch, box.chunk))
-            flat += [start - before, end - start, numbers[box.name], *unknown]
+            flat += [start - before, end - start, numbers[box.kind], *unknown]
             before = start
-        coords = timeline.metadata.coords
-        span = [round((time + shift) / 1000) for time in (timeline.start, timeline.end)]
+        coords = call.metadata.coords
+        span = [round((time + shift) / 1000) for time in call.extent]
         rows.append({"stage": coords.pp, "rank": coords.rank, "span": span, "boxes": flat})
-    kind_names = [_KINDS[kinds[name]] for name in names]
-    return {"names": names, "kinds": kind_names, "chunks": step.chunks, "rows": rows}
+    return {"names": names, "kinds": list(map(_kind, names)), "chunks": step.chunks, "rows": rows}
+
+
+def _kind(name: str) -> str:
+    return name if name in _KINDS else "exchange"

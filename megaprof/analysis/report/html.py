@@ -36,7 +36,7 @@ def page(report: Report, drawn: Mapping[tuple[str, str | None], StepTimeline]) -
     steps = [drawn.get(target.key) for target in report.targets]
     data = json.dumps([boxes(step) if step else None for step in steps], separators=(",", ":"))
     name = report.source.absolute().name
-    began = min((row.timeline.start for step in steps if step for row in step.rows), default=None)
+    began = min((row.call.extent[0] for step in steps if step for row in step.rows), default=None)
     about = [name, *([_date(began)] if began is not None else []), f"megaprof {__version__}"]
     return (
         _environment()

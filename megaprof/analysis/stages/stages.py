@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
-from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call, Phase
+from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call
 from megaprof.analysis.trace.intervals import total
+from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
@@ -293,7 +294,7 @@ def _modules(calls: list[Call]) -> dict[str, Spread]:
 
 def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
     holds = calls[0].metadata.chunks if calls else ()
-    by_chunk: dict[int, list[Phase]] = {chunk: [] for chunk in range(len(holds))}
+    by_chunk: dict[int, list[MeasuredPass]] = {chunk: [] for chunk in range(len(holds))}
     for call in calls:
         for phase in call.phases:
             if phase.chunk is not None:

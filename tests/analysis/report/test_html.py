@@ -153,8 +153,8 @@ def test_the_latest_step_on_the_lowest_rank_of_a_stage_is_drawn(tmp_path):
     report = analyze(tmp_path)
     (drawn,) = timelines(report).values()
     assert drawn.step == 4
-    assert [row.timeline.metadata.coords.rank for row in drawn.rows] == [0]
-    assert drawn.rows[0].timeline.start == BASE + 700_000_000
+    assert [row.call.metadata.coords.rank for row in drawn.rows] == [0]
+    assert drawn.rows[0].call.extent[0] == BASE + 700_000_000
 
 
 def test_what_is_not_known_is_left_out_and_not_guessed(tmp_path):
