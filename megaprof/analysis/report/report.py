@@ -127,7 +127,11 @@ def _was_waiting(cause: Cause, measured: TargetStages, fleet: Fleet) -> bool:
     """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: the
     fleet knows what it takes the last of them."""
     steps = {step - step % fleet.width for step in measured.steps}
-    alone = [ms for first, ms in zip(fleet.buckets, fleet.synchronisation_ms, strict=True) if ms and first in steps]
+    alone = [
+        ms
+        for first, ms in zip(fleet.buckets, fleet.synchronisation.synchronisation_ms, strict=True)
+        if ms and first in steps
+    ]
     return (
         cause.kind == "communication"
         and cause.group == "dp"
