@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -41,7 +44,8 @@ from megaprof.recorders import Recorder, Window, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
-from megaprof.runtime.isolation import Contained
+from megaprof.runtime.interruption import from_host
+from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.logs import logger, show_lines
 
 #: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
@@ -63,6 +67,7 @@ class Handle:
         self._timeline: TimelineRecorder | None = None
         self._listener: Listener | None = None
         self._lines: Lines | None = None
+        self._removed = threading.Event()
 
     @property
     def active(self) -> bool:
@@ -97,29 +102,51 @@ class Handle:
         return None
 
     def remove(self) -> None:
-        """Close an open window, finish its files, and put every original function back. Idempotent."""
-        session, self._session = self._session, None
+        """Close an open window, finish its files, and put every original function back. Idempotent.
+
+        Only the thread that trains can close its window. Called from another thread while that one has a window open,
+        or is inside a schedule call, this only asks: the training thread does it at its next hook, and at the latest
+        when its call ends. `active` is false from then on.
+        """
+        if self._session is not None and not _process.ask(self._remove, self._session):
+            self._remove()
+
+    def _remove(self) -> None:
+        session = self._session
         if session is None:
             return
-        not_at_exit(self.remove)
-        try:
-            self._finish(session, "the hooks were removed", self.config.flush_seconds)
-        finally:
-            _process.release(self, session)
+        in_full(
+            partial(self._finish, session, "the hooks were removed", self.config.flush_seconds),
+            partial(_process.release, self, session),
+            partial(not_at_exit, self._at_exit),
+            self._gone,
+        )
+
+    def _gone(self) -> None:
+        self._session = None
+        self._removed.set()
+
+    def _at_exit(self) -> None:
+        """The process ends; a training thread that still runs gets the time to close its window."""
+        if self._session is not None:
+            self.remove()
+            self._removed.wait(self.config.flush_seconds)
 
     def _finish(self, session: Session | None, reason: str, seconds: float) -> None:
         """Close an open window, finish every file within ``seconds``, and say what there is."""
-        if session is not None:
-            with _process.termination.held():
-                session.finish(reason)
-        if self._timeline is not None:
-            self._timeline.close()
-        if self._writer is not None:
-            self._writer.close(seconds)
-        if self._listener is not None:
-            self._listener.close()
-        if self._lines is not None and session is not None:
-            self._lines.end(session.agenda, self.role)
+
+        def close_window() -> None:
+            if session is not None:
+                with _process.termination.held():
+                    session.finish(reason)
+
+        in_full(
+            close_window,
+            *([] if self._timeline is None else [self._timeline.close]),
+            *([] if self._writer is None else [partial(self._writer.close, seconds)]),
+            *([] if self._listener is None else [self._listener.close]),
+            *([] if self._lines is None or session is None else [partial(self._lines.end, session.agenda, self.role)]),
+        )
 
     def __enter__(self) -> Handle:
         return self
@@ -145,7 +172,7 @@ class _Process:
         try:
             self._acquire(handle, session, models)
         except BaseException:
-            self.release(handle, session)
+            in_full(partial(self.release, handle, session))
             raise
 
     def _acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None) -> None:
@@ -173,6 +200,15 @@ class _Process:
             if not self.handles:
                 self._patches.restore()
 
+    def ask(self, leave: Callable[[], None], session: Session) -> bool:
+        """Have the training thread call ``leave``, if it is another one than this and busy with ``session``'s models;
+        else false, and the caller is to do it."""
+        there = {self._dispatcher.inside, session.thread} & set(sys._current_frames())
+        if not there - {threading.get_ident()}:
+            return False
+        self._dispatcher.ask(leave)
+        return True
+
     def _step_ended(self) -> None:
         """A step of the host is over, and the host may end this process before it calls anything again (Ray does)."""
         deadline = time.monotonic() + STEP_END_SECONDS
@@ -199,7 +235,7 @@ class _Process:
     def _forget(self) -> None:
         """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
         for handle in self.handles:
-            not_at_exit(handle.remove)
+            not_at_exit(handle._at_exit)
             handle._session = handle._writer = handle._timeline = handle._listener = None
             handle._recorders = ()
         self.handles.clear()
@@ -260,7 +296,7 @@ def install_hooks(
     with Contained("installing the hooks", lambda: _undo(handle)):
         _process.acquire(handle, session, models)
         handle._session = session
-        at_exit(handle.remove)
+        at_exit(handle._at_exit)
         if settled.listens:
             handle._listener = _listen(session, here.layout, store.writer, store.local)
     return handle
@@ -342,6 +378,8 @@ class _Store:
             local = place if remote is None else str(remote.staging)
             os.makedirs(os.path.join(local, shard(coords)), exist_ok=True)
         except OSError as fault:
+            if from_host(fault):
+                raise
             # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
             logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", place, fault)
             return None
@@ -382,7 +420,7 @@ def _assemble(handle: Handle, here: _Here, store: _Store, iteration: Number, hos
 def _undo(handle: Handle) -> None:
     """After a fault while the hooks went in: nothing of them stays, and nothing runs."""
     session, handle._session = handle._session, None
-    not_at_exit(handle.remove)
+    not_at_exit(handle._at_exit)
     if session is not None:
         _process.release(handle, session)
     for part in (handle._timeline, handle._writer):

@@ -21,7 +21,7 @@ from megaprof.capture.scope import current as current
 from megaprof.capture.scope import enter_block, in_task, leave_block, scope
 from megaprof.capture.scope import leave as leave
 from megaprof.config.per_role import checked_role
-from megaprof.runtime.isolation import Contained
+from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ class role:
                 from megaprof.formats.ranges import role_range
                 from megaprof.recorders.emit import Range
 
-                entering = Range(role_range(str(self._name)), overlapping=in_task())
-                entering.__enter__()
-                opened = entering
+                opened = Range(role_range(str(self._name)), overlapping=in_task())
+                opened.__enter__()
         token = None if self._name is None else scope.set(Scope(self._name, window))
         enter_block(self, (token, opened))
 
@@ -70,7 +69,7 @@ class role:
             leave(token)
         if opened is not None:
             with Contained("closing a role's range", abandon):
-                opened.__exit__(None, None, None)
+                opened.close()
 
 
 _MOST_SAID = 64
@@ -93,12 +92,6 @@ def say_once(message: str) -> None:
         logger.warning("megaprof: %s", message)
 
 
-def abandon() -> None:
-    """After a fault: no session records anything more in this run."""
-    for session in list(sessions):
-        session.abandon()
-
-
 def enter(name: str) -> Token[Scope]:
     """A scope without a range of its own; undone by `leave`."""
     return scope.set(Scope(name, _open_window()))
@@ -115,6 +108,11 @@ def detach(session: Session) -> None:
     """Annotations open no windows of ``session`` any more."""
     if session in sessions:
         sessions.remove(session)
+
+
+def abandon() -> None:
+    """After a fault: no session records anything more. Can be run twice."""
+    in_full(*(session.abandon for session in sessions))
 
 
 def held() -> AbstractContextManager[None]:

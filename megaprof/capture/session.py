@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megaprof.capture.agenda import Agenda, Number, Step, check_role
@@ -21,7 +21,8 @@ from megaprof.recorders.call import CallFacts, RecordedCall, no_call
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
-from megaprof.runtime.isolation import Contained
+from megaprof.runtime.interruption import from_host
+from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class _OpenWindow:
     """The window's first call: what the metadata describe."""
     demand: Demand | None = None
     """What asked for it while the job ran."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that opened it, which alone can close it."""
 
     def is_of(self, step: Step) -> bool:
         """Whether ``step`` is of the same target and role."""
@@ -68,6 +71,8 @@ class Session:
     _holder: Session | None = None
     #: Why the open window must close before the next microbatch: the host memory guard sets it, in its own thread.
     memory_full: str | None = None
+    #: Another thread wants something of the training thread, which looks at this before each microbatch.
+    urgent = False
 
     def __init__(
         self,
@@ -158,6 +163,11 @@ class Session:
         """The window that is open in this process, None when there is none. Only its identity means something."""
         return Session._holder._open_window if Session._holder is not None else None
 
+    @property
+    def thread(self) -> int | None:
+        """The thread that opened this session's window, and alone can close it; None: no window is open."""
+        return None if self._open_window is None else self._open_window.thread
+
     def finish(self, reason: str) -> None:
         """Close an open window early; what it has is kept and marked truncated. A no-op without one."""
         with Contained("closing the last window", self.abandon):
@@ -181,21 +191,17 @@ class Session:
                 Session._holder.finish(reason)
 
     def abandon(self) -> None:
-        """After a fault: record nothing more in this run and leave no recorder running."""
+        """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""
         self.disabled = True
-        if self.timeline is not None:
-            self.timeline.abandon()
-        self._release()
-        self._discard(self._recorders)
-        demand, self.demand = self.demand, None
-        if demand is not None:
-            self._discard(demand.recorders)
-
-    @staticmethod
-    def _discard(recorders: Sequence[Recorder]) -> None:
-        for recorder in recorders:
-            with suppress(Exception):  # one that cannot stop must not keep the others running
-                recorder.discard()
+        opened, demand = self._open_window, self.demand
+        overall = None if opened is None else opened.overall
+        in_full(
+            *([] if self.timeline is None else [self.timeline.abandon]),
+            *([] if overall is None else [overall.close]),
+            *(recorder.discard for recorder in (*self._recorders, *(() if demand is None else demand.recorders))),
+            self._release,
+        )
+        self.demand = None
 
     def _role_of_call(self) -> str | None:
         """Whose call it is that begins: the innermost scope's, else the role of the model."""
@@ -217,8 +223,7 @@ class Session:
         if opened.window.target == ANNOTATED:
             if opened.call is None and (refusal := self._offloading.refusal(facts.chunks)) is not None:
                 logger.error("megaprof: annotated work of %s is not captured: %s", opened.last.role, refusal)
-                self._discard(self._recorders)
-                self._release()
+                in_full(*(recorder.discard for recorder in self._recorders), self._release)
         elif opened.window.target == TRAIN_OVERALL:
             # Counted steps are a role's own: another role's are part of the window.
             if begun is not None and (begun.hosts or begun.role == opened.last.role):
@@ -241,7 +246,7 @@ class Session:
         self.agenda.take(step, asked)
         opened.last, opened.asked = step, asked
         if opened.overall is not None:
-            opened.overall.__exit__(None, None, None)
+            opened.overall.close()
             opened.overall = self._whole_step(step)
 
     def _goes_on(self, opened: _OpenWindow) -> bool:
@@ -269,10 +274,11 @@ class Session:
         try:
             self._open(captured, demand=demand)
         except Exception as fault:
+            if from_host(fault):
+                raise
             logger.warning("megaprof: a capture on demand could not start: %r", fault)
             demand.give_up(f"it could not start: {fault}")
-            self._discard(demand.recorders)
-            self._release()
+            in_full(*(recorder.discard for recorder in demand.recorders), self._release)
             return False
         demand.taken.append(captured.number)
         return True
@@ -365,6 +371,7 @@ class Session:
     def _memory_ran_out(self, reason: str) -> None:
         if Session._holder is self:
             Session.memory_full = reason
+            Session.urgent = True
 
     def _open(self, step: Step, *, keep: bool = True, asked: int | None = None, demand: Demand | None = None) -> None:
         # A train_overall window holds the work of all roles, so it has the role of its session.
@@ -390,7 +397,7 @@ class Session:
         if opened is None:
             return
         if opened.overall is not None:
-            opened.overall.__exit__(None, None, None)
+            opened.overall.close()
         recorders = self._recorders if opened.demand is None else opened.demand.recorders
         if opened.keep and (opened.call is not None or opened.window.target == ANNOTATED):
             self._save(opened, recorders, truncated)
@@ -410,11 +417,11 @@ class Session:
                 recorder.stop(window, metadata)
             self._window_ended(window)
         except Exception as fault:
-            if opened.demand is None:
+            if opened.demand is None or from_host(fault):
                 raise
             logger.warning("megaprof: a capture on demand could not be written: %r", fault)
             opened.demand.give_up(f"it could not be written: {fault}")
-            self._discard(recorders)
+            in_full(*(recorder.discard for recorder in recorders))
         if opened.demand is None:
             self.agenda.has_file(opened.last, opened.asked)
 
