@@ -27,12 +27,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaprof.control.run import interval
-
 from megaprof import ProfileConfig
 from megaprof.config.options import options
-from megaprof.control.status import SIZE
 from megaprof.formats.names import SHARD_RANKS, shard
+from megaprof.formats.run import interval
+from megaprof.formats.status import SIZE
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders.timeline.files import FILES
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
@@ -129,7 +128,7 @@ def import_seconds() -> float:
     code = (
         "import time, torch, numpy, megatron.core.parallel_state, megatron.core.pipeline_parallel.schedules\n"
         "begin = time.process_time()\n"
-        "from megaprof.hooks import install\n"
+        "from megaprof import install\n"
         "print(time.process_time() - begin)"
     )
     runs = [
@@ -142,8 +141,7 @@ def import_seconds() -> float:
 def modules() -> int:
     """Files of ours that a rank imports from the (often shared) file system that Python lies on."""
     code = (
-        "import sys; from megaprof.hooks import install; "
-        "print(sum(name.split('.')[0] == 'megaprof' for name in sys.modules))"
+        "import sys; from megaprof import install; print(sum(name.split('.')[0] == 'megaprof' for name in sys.modules))"
     )
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
     return int(run.stdout)

@@ -25,7 +25,10 @@ import pyarrow.parquet as pq
 
 from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.formats import timeline as format
+from megaprof.formats.files import Directory
 from megaprof.formats.names import host, is_leftover, parse_artifact_name, sanitise
+from megaprof.formats.records import Absent, BadRecord
+from megaprof.formats.run import read_run
 from megaprof.formats.timeline import Timeline, UnreadableTimeline, read_timeline
 from megaprof.parallel.topology import RankCoords
 from megaprof.version import __version__
@@ -171,14 +174,11 @@ class _Runs:
             return
         # A job whose models all have roles has one such file for each: it is one job all the same.
         for path in (directory / "control" / "run.json", *sorted(directory.glob("control/role-*/run.json"))):
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                said = json.loads(path.read_text(encoding="utf-8"))
-                if isinstance(said, dict) and isinstance(said.get("run"), str) and said["run"]:
-                    self._named = _partition_value(said["run"])
-                    started = said.get("started")
-                    if isinstance(started, int | float) and 0 < started < 1 << 33:
-                        self._from = int(started * 1e9) - _CLOCKS_APART_NS
-                    return
+            with contextlib.suppress(OSError, Absent, BadRecord), Directory.open(path.parent) as folder:
+                said = read_run(folder)
+                self._named = _partition_value(said.run)
+                self._from = int(min(said.started, 1 << 33) * 1e9) - _CLOCKS_APART_NS
+                return
 
     def of(self, timeline: Timeline) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
         """The runs in a file, each with which steps are its."""
