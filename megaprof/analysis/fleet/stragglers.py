@@ -49,12 +49,18 @@ _ALIKE = 0.5
 
 @dataclass(frozen=True)
 class Buckets:
-    """Of every bucket of a series: its ``first`` and ``last`` step, how many ``steps`` there are, their ``seconds``."""
+    """The stretches of steps that a series has a value for."""
 
+    begin: int
+    """The number of the first bucket, counted from step 0."""
     first: Integers
+    """The first step of each."""
     last: Integers
+    """The last step of each."""
     steps: Integers
+    """How many steps there are of each."""
     seconds: Floats
+    """How long each took."""
 
     @property
     def lasting(self) -> int:
@@ -69,16 +75,24 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Run:
-    """Row ``row`` was ``factor`` times its peers' level in the buckets ``first`` to ``last``, in milliseconds."""
+    """A stretch of buckets in which a row is slower than its peers."""
 
     row: int
+    """Which row."""
     first: int
+    """Its first bucket."""
     last: int
+    """Its last bucket."""
     factor: float
+    """Own time over the peers'."""
     own_ms: float
+    """Milliseconds of the row, its median."""
     peers_ms: float
+    """Milliseconds of its peers, their median."""
     since_start: bool
+    """Whether it is so from the first step on that is known."""
     to_end: bool
+    """Whether it is so until the last one."""
 
 
 def layout_of(places: Iterable[Place], sizes: ParallelSizes) -> WorldLayout | None:

@@ -187,19 +187,22 @@ class Curve:
 
 def curve(fleet: Fleet) -> Curve | None:
     """None with fewer than two points."""
-    known = [ms for ms in fleet.step_ms if ms is not None]
+    known = [ms for ms in fleet.times.step_ms if ms is not None]
     if len(known) < 2 or max(known) <= 0:
         return None
     top, begin = max(known), fleet.buckets[0]
     span = max(fleet.buckets[-1] - begin, 1)
     stretches: list[list[str]] = [[]]
-    for step, ms in zip(fleet.buckets, fleet.step_ms, strict=True):
+    for step, ms in zip(fleet.buckets, fleet.times.step_ms, strict=True):
         if ms is None:
             stretches.append([])
         else:
             stretches[-1].append(f"{(step - begin) / span * WIDTH:.1f},{(1 - ms / top) * (HEIGHT - 10) + 5:.1f}")
     shifts = [shift for stage in fleet.stages for shift in stage.shifts]
-    shifts += [*fleet.synchronisation_shifts, *(shift for _, shift in fleet.stage_synchronisation)]
+    shifts += [
+        *fleet.synchronisation.synchronisation_shifts,
+        *(shift for _, shift in fleet.synchronisation.stage_synchronisation),
+    ]
     onsets = {s.from_step for s in fleet.stragglers if not s.since_start} | {s.step for s in shifts if s.change > 0}
     marks = tuple((step, (step - begin) / span * WIDTH) for step in sorted(onsets))
     return Curve(tuple(" ".join(points) for points in stretches if points), marks, top)

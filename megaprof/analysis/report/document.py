@@ -164,7 +164,9 @@ def _stage(stage: Stage) -> dict[str, Any]:
 
 def _fleet(fleet: Fleet) -> dict[str, Any]:
     """Without what the target's report says already."""
-    found = asdict(fleet)
+    plain = asdict(fleet)
+    parts = {name: plain.pop(name) for name in ("coverage", "times", "synchronisation", "recording")}
+    found = plain | {name: value for part in parts.values() for name, value in part.items()}
     for name in ("key", "directory", "again"):
         del found[name]
     findings = [finding.plain for finding in sentences.of_fleet(fleet)]

@@ -21,7 +21,9 @@ _MOST_STAGES = 16
 
 def show_fleet(fleet: Fleet, console: Console) -> None:
     """Print what is said of the whole run, and its percentiles."""
-    console.print(f"all timelines: {fleet.ranks} ranks, steps {fleet.steps[0]}-{fleet.steps[1]}")
+    console.print(
+        f"all timelines: {fleet.coverage.ranks} ranks, steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}"
+    )
     for finding in sentences.of_fleet(fleet):
         show_finding(console, finding)
     _show_table(fleet, console)
@@ -34,11 +36,13 @@ def _show_table(fleet: Fleet, console: Console) -> None:
     """Percentiles over the run, and how the times went."""
     made = table("over the run, ms per step", left=[""])
     number_columns(made, "ranks", "p50", "p95", "p99", "max")
-    made.add_column(f"steps {fleet.steps[0]}-{fleet.steps[1]}", no_wrap=True)
-    if fleet.step is not None:
-        made.add_row("step time", "", *_cells(fleet.step), sparkline(fleet.step_ms))
-    if (middle := fleet.median_synchronisation_ms) is not None:
-        made.add_row("gradient sync", "", number(middle), "", "", "", sparkline(fleet.synchronisation_ms))
+    made.add_column(f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}", no_wrap=True)
+    if fleet.times.step is not None:
+        made.add_row("step time", "", *_cells(fleet.times.step), sparkline(fleet.times.step_ms))
+    if (middle := fleet.synchronisation.median_ms) is not None:
+        made.add_row(
+            "gradient sync", "", number(middle), "", "", "", sparkline(fleet.synchronisation.synchronisation_ms)
+        )
     shown = sorted(fleet.stages, key=lambda stage: -stage.compute.p50 if stage.compute else 0.0)[:_MOST_STAGES]
     for stage in fleet.stages:
         if stage in shown:

@@ -20,7 +20,8 @@ from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
 from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.trace.reading import Progress, read_all
+from megaprof.analysis.trace.pool import Progress
+from megaprof.analysis.trace.reading import read_all
 from megaprof.analysis.trace.traces import Trace, find_traces
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.timeline import SUFFIX
@@ -127,7 +128,11 @@ def _was_waiting(cause: Cause, measured: TargetStages, fleet: Fleet) -> bool:
     """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: the
     fleet knows what it takes the last of them."""
     steps = {step - step % fleet.width for step in measured.steps}
-    alone = [ms for first, ms in zip(fleet.buckets, fleet.synchronisation_ms, strict=True) if ms and first in steps]
+    alone = [
+        ms
+        for first, ms in zip(fleet.buckets, fleet.synchronisation.synchronisation_ms, strict=True)
+        if ms and first in steps
+    ]
     return (
         cause.kind == "communication"
         and cause.group == "dp"

@@ -139,7 +139,7 @@ def _computes_longer(fleet: Fleet, s: Straggler) -> str:
     slower = f"{percent(s.factor - 1)} slower than" if s.factor < 2 else f"{s.factor:.1f} times as slow as"
     grown = ""
     if not s.since_start:
-        changes = (c for c in fleet.step_shifts if c.change > 0 and _together(fleet, c.step, s.from_step))
+        changes = (c for c in fleet.times.step_shifts if c.change > 0 and _together(fleet, c.step, s.from_step))
         grown = next((f"; the step takes {percent(c.change)} longer since then" for c in changes), "")
     return (
         f"{ranks(s.ranks)} ({_where(s)}){waiting} {verb} {slower} {others} {_when_slow(fleet, s)}, computing "
@@ -194,12 +194,12 @@ def _slower_stages(fleet: Fleet) -> Iterator[Finding]:
 
 
 def _synchronisation(fleet: Fleet) -> Iterator[Finding]:
-    for shift in fleet.synchronisation_shifts:
+    for shift in fleet.synchronisation.synchronisation_shifts:
         text = (
             f"Gradient synchronisation {_went(fleet, shift)}, even for the rank that comes last to it: {_COLLECTIVE}."
         )
         yield Finding("slow_synchronisation", "slow", text)
-    for pp, shift in fleet.stage_synchronisation:
+    for pp, shift in fleet.synchronisation.stage_synchronisation:
         tied = _TIED if pp in (0, fleet.key.sizes.pp - 1) else ""
         text = (
             f"Gradient synchronisation of stage {pp} {_went(fleet, shift)}, compared with that of the other stages: "
@@ -209,20 +209,20 @@ def _synchronisation(fleet: Fleet) -> Iterator[Finding]:
 
 
 def _steps(fleet: Fleet) -> Iterator[Finding]:
-    for shift in fleet.step_shifts:
+    for shift in fleet.times.step_shifts:
         if shift.change > EXCESS:
             yield Finding("slow_step", "slow", f"The step {_went(fleet, shift)}.")
-    if not fleet.step_shifts and fleet.drift is not None and abs(fleet.drift) > EXCESS:
-        drifted = percent(fleet.drift, sign=True)
+    if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
+        drifted = percent(fleet.times.drift, sign=True)
         yield Finding("drift", "slow", f"Step times drift: they change by {drifted} from the first step to the last.")
 
 
 def _ended(fleet: Fleet) -> Iterator[Finding]:
-    if fleet.ended:
-        listed = ", ".join(map(_end, fleet.ended[:_MOST]))
-        more = f" and {counted(len(fleet.ended) - _MOST, 'more rank')}" if len(fleet.ended) > _MOST else ""
+    if ended := fleet.coverage.ended:
+        listed = ", ".join(map(_end, ended[:_MOST]))
+        more = f" and {counted(len(ended) - _MOST, 'more rank')}" if len(ended) > _MOST else ""
         text = f"Data end early, as when a process dies or hangs: {listed}{more}."
-        yield Finding("ended", "slow", f"{text} The last step of the other ranks is {fleet.steps[1]}.")
+        yield Finding("ended", "slow", f"{text} The last step of the other ranks is {fleet.coverage.steps[1]}.")
 
 
 def _end(ended: Ended) -> str:
@@ -232,10 +232,9 @@ def _end(ended: Ended) -> str:
 
 def notes_of(fleet: Fleet) -> Iterator[str]:
     """What a reader of a fleet's numbers must know, in sentences."""
-    sizes, single = fleet.key.sizes, fleet.single
-    if fleet.missing:
-        world = sizes.tp * sizes.cp * sizes.dp * sizes.pp
-        yield f"{fleet.ranks} of {world} ranks have a timeline; missing: {spans(fleet.missing, _MOST)}."
+    sizes, coverage, single = fleet.key.sizes, fleet.coverage, fleet.times.single
+    if coverage.missing:
+        yield f"{coverage.ranks} of {sizes.world} ranks have a timeline; missing: {spans(coverage.missing, _MOST)}."
     if single.count:
         worst = ", ".join(f"step {step} ({factor:.1f} times as long)" for step, factor in single.worst)
         every = f", one every {single.every} steps" if single.every else ""
@@ -246,20 +245,19 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     inside = [name for axis, name in _INSIDE.items() if getattr(sizes, axis) > 1]
     if inside:
         yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
-    if fleet.clock == "device":
+    if fleet.recording.clock == "device":
         yield "Passes are on the GPU's clock; exchanges between stages are in the gaps between them."
-    if fleet.left_out:
-        left_out = counted(fleet.left_out, "step")
+    if coverage.left_out:
+        left_out = counted(coverage.left_out, "step")
         yield f"Up to {left_out} of a rank are left out, because a window was open in them or they failed."
-    if fleet.again:
-        again = counted(fleet.again, "step")
+    if coverage.again:
+        again = counted(coverage.again, "step")
         yield f"Up to {again} of a rank ran twice, as after a restart from a checkpoint; the later ones count."
-    if fleet.calls < LASTING_STEPS:
-        few = f"{counted(fleet.calls, 'step')} {'is' if fleet.calls == 1 else 'are'} too few"
+    if coverage.calls < LASTING_STEPS:
+        few = f"{counted(coverage.calls, 'step')} {'is' if coverage.calls == 1 else 'are'} too few"
         yield f"{few} to call anything lastingly slow; {LASTING_STEPS} are needed."
-    yield (
-        f"Recording cost {fleet.own_us:.0f} µs per step on the training thread, {fleet.own_fraction:.3%} of the step."
-    )
+    cost = fleet.recording
+    yield f"Recording cost {cost.own_us:.0f} µs per step on the training thread, {cost.own_fraction:.3%} of the step."
 
 
 def _where(s: Straggler) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -16,7 +16,7 @@ import pytest
 
 from megaprof.analysis.convert import export as exporting
 from megaprof.analysis.convert.export import MARK, NothingToExport, export
-from megaprof.formats import records
+from megaprof.formats import records, run
 from megaprof.formats import timeline as format
 from megaprof.formats.files import Directory
 from megaprof.formats.names import host
@@ -138,9 +138,10 @@ def test_the_run_is_what_the_job_says_from_its_start_on(tmp_path: Path, place: s
     job = tmp_path / "job"
     (job / place).mkdir(parents=True)
     layout = WorldLayout(ParallelSizes.of(2))
-    said = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
-    with Directory.open(job / place) as folder:
-        records.write(folder, "run.json", replace(said, run="77aa", started=START_NS / 1e9 + 3600).as_record())
+    record = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
+    record = dataclasses.replace(record, run="77aa", started=START_NS / 1e9 + 3600)
+    with Directory.open(job / place) as directory:
+        records.write(directory, run.NAME, record.as_record())
     write_timelines(job, layout, steps=3)
     write_timelines(job, layout, steps=3, first_step=3, start_ns=START_NS + 3_700 * 10**9)
     assert export(job, tmp_path / "out").rows == 12

@@ -41,9 +41,9 @@ def test_a_slow_rank_is_named_with_its_onset(tmp_path: Path) -> None:
         findings(fleet)[0],
     )
     assert not any(stage.shifts for stage in fleet.stages)
-    assert [shift.step for shift in fleet.step_shifts] == [70]
-    assert not fleet.synchronisation_shifts  # the others waited in it, and nobody was slow in it
-    assert fleet.single.count == 5 + 2  # those of the warm-up, and steps 49 and 99
+    assert [shift.step for shift in fleet.times.step_shifts] == [70]
+    assert not fleet.synchronisation.synchronisation_shifts  # the others waited in it, and nobody was slow in it
+    assert fleet.times.single.count == 5 + 2  # those of the warm-up, and steps 49 and 99
 
 
 def test_thousands_of_steps_are_kept_in_a_few_buckets(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_thousands_of_steps_are_kept_in_a_few_buckets(tmp_path: Path) -> None:
     (slow,) = fleet.stragglers
     assert slow.ranks == (2,)
     assert abs(slow.from_step - 1500) <= fleet.width
-    assert fleet.calls == 3000
+    assert fleet.coverage.calls == 3000
     assert "about step 1500" in findings(fleet)[0]
 
 
@@ -96,7 +96,7 @@ def test_a_slow_collective_is_no_slow_compute(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(from_step=50, factor=8, kind="finalize")])
     assert not fleet.stragglers
     assert not any(stage.shifts for stage in fleet.stages)
-    (shift,) = fleet.synchronisation_shifts
+    (shift,) = fleet.synchronisation.synchronisation_shifts
     assert (shift.step, shift.until) == (50, None)
     assert shift.after_ms == pytest.approx(8 * shift.before_ms, rel=0.05)
     assert findings(fleet)[0].startswith("Gradient synchronisation has taken 40.")
@@ -108,7 +108,7 @@ def test_the_slow_collective_of_one_group(tmp_path: Path) -> None:
     (slow,) = fleet.stragglers
     assert (slow.what, slow.stage, slow.ranks, slow.from_step) == ("synchronisation", 1, tuple(range(17, 32, 2)), 50)
     one = fleet_of(tmp_path / "one", PIPELINE, slow=[Slow(rank=10, from_step=50, factor=8, kind="finalize")])
-    assert [(pp, shift.step) for pp, shift in one.stage_synchronisation] == [(1, 50)]
+    assert [(pp, shift.step) for pp, shift in one.synchronisation.stage_synchronisation] == [(1, 50)]
     assert not one.stragglers
 
 
@@ -178,18 +178,18 @@ def test_healthy_runs_raise_no_alarm(
 
 def test_ranks_that_ended_early_and_ranks_that_are_missing(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, PIPELINE, ranks=[r for r in range(32) if r not in (3, 8, 9, 10)], last_step={20: 77})
-    assert fleet.missing == (3, 8, 9, 10)
-    assert [(e.rank, e.stage, e.host, e.last_step) for e in fleet.ended] == [(20, 2, "node-0002", 77)]
+    assert fleet.coverage.missing == (3, 8, 9, 10)
+    assert [(e.rank, e.stage, e.host, e.last_step) for e in fleet.coverage.ended] == [(20, 2, "node-0002", 77)]
     assert any(note.startswith("28 of 32 ranks have a timeline; missing: 3, 8-10.") for note in notes(fleet))
     assert "rank 20 (stage 2, node-0002) after step 77. The last step of the other ranks is 119." in findings(fleet)[-1]
     # The rank that ended may have been the one that its group waited for.
-    assert not fleet.stage_synchronisation
+    assert not fleet.synchronisation.stage_synchronisation
 
 
 def test_the_recorders_own_cost_is_told(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, PIPELINE)
-    assert 50 < fleet.own_us < 70
-    assert 0 < fleet.own_fraction < 0.001
+    assert 50 < fleet.recording.own_us < 70
+    assert 0 < fleet.recording.own_fraction < 0.001
     assert notes(fleet)[-1].startswith("Recording cost ")
 
 

@@ -16,13 +16,14 @@ from rich.console import Console
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
-from megaprof.analysis.what_if.layout_search import Cost, CostModel, replay_layout
+from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.orders import Schedule
 from megaprof.analysis.what_if.replay import in_flight_layers
 from megaprof.analysis.what_if.simulation import simulate
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline
+from tests.analysis.what_if.oracle import replay_layout
 
 CPU = {"gpu": False, "noise": 0.005}
 
@@ -249,7 +250,8 @@ def test_what_cannot_be_replayed_says_why(tmp_path, damage, says):
 
 def test_a_missing_stage_withholds_everything(tmp_path):
     first, _ = pipeline(tmp_path, [6, 2])
-    assert analyze(first).targets[0].what_if.warnings == ("not replayed: stage 1 of 2 not captured",)
+    (warning,) = analyze(first).targets[0].what_if.warnings
+    assert warning.startswith("not replayed: 1 of 2 stages captured; --profile-select per-stage")
 
 
 def test_json_is_plain_and_has_flags_to_paste():
