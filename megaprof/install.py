@@ -39,7 +39,13 @@ from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.chunks import innermost
-from megaprof.parallel.topology import RankCoords, WorldLayout, coords_from_parallel_state, layout_from_parallel_state
+from megaprof.parallel.topology import (
+    ParallelSizes,
+    RankCoords,
+    WorldLayout,
+    coords_from_parallel_state,
+    layout_from_parallel_state,
+)
 from megaprof.recorders import Recorder, Window, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
@@ -73,6 +79,11 @@ class Handle:
     def active(self) -> bool:
         """True while hooks are in: profiling is on, this rank is selected, nothing was removed and nothing failed."""
         return self._session is not None and not self._session.disabled
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Who is told of steps and passes, where no hook on a schedule tells (`install_without_pipeline`)."""
+        return _process._dispatcher
 
     def owns(self, models: tuple[Any, ...] | None) -> bool:
         """Whether the handle is for these very model chunks, or for any model where ``models`` is None."""
@@ -164,18 +175,27 @@ class _Process:
         self.termination = Termination(self._save, self._unsaved)
         self._dispatcher = Dispatcher(self.termination.held)
         self._patches = Patches()
+        self._patched = False
         self._forks_watched = False
         self.background = Background()
 
-    def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None) -> None:
-        """Put the hooks in for ``session``. When that fails, whatever was put in is taken out again."""
+    def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None, *, pipeline: bool) -> None:
+        """Put the hooks in for ``session``. When that fails, whatever was put in is taken out again.
+
+        ``pipeline``: Megatron's schedules are patched; else the caller tells of every step.
+        """
+        patched = self._patched
         try:
-            self._acquire(handle, session, models)
+            self._acquire(handle, session, models, pipeline=pipeline)
         except BaseException:
-            in_full(partial(self.release, handle, session))
+            in_full(partial(self.release, handle, session), *([] if patched else [self._unpatch]))
             raise
 
-    def _acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None) -> None:
+    def _unpatch(self) -> None:
+        self._patches.restore()
+        self._patched = False
+
+    def _acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None, *, pipeline: bool) -> None:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
@@ -183,6 +203,8 @@ class _Process:
             contract.when_over["step"].append(self._step_ended)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
+        if pipeline and not self._patched:
+            self._patched = True
             patch_schedules(self._patches, self._dispatcher)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
@@ -198,7 +220,7 @@ class _Process:
             self._dispatcher.remove(session)
             self.handles = [each for each in self.handles if each is not handle]
             if not self.handles:
-                self._patches.restore()
+                self._unpatch()
 
     def ask(self, leave: Callable[[], None], session: Session) -> bool:
         """Have the training thread call ``leave``, if it is another one than this and busy with ``session``'s models;
@@ -240,7 +262,7 @@ class _Process:
             handle._recorders = ()
         self.handles.clear()
         self.latest.clear()
-        self._patches.restore()
+        self._unpatch()
         self._dispatcher.forget()
         roles.sessions.clear()
         in_forked_child(recording=Session._holder is not None)
@@ -273,7 +295,26 @@ def install_hooks(
     Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
     or megatron-core is not installed.
     """
-    settled, models = _settle(config), _models(model)
+    return _install(_models(model), _settle(config), role, iteration, pipeline=True)
+
+
+def install_without_pipeline(model: Any, config: ProfileConfig, iteration: Callable[[], int | None]) -> Handle:
+    """`install_hooks` for a trainer without Megatron: all ranks are one data-parallel group, and nothing is patched.
+
+    The caller tells of every step and every pass, through `PlainSteps` on the handle's ``dispatcher``. Raises
+    ValueError as `install_hooks` does.
+    """
+    return _install((model,), config, None, iteration, pipeline=False)
+
+
+def _install(
+    models: tuple[Any, ...] | None,
+    settled: ProfileConfig,
+    role: str | None,
+    iteration: Callable[[], int | None] | None,
+    *,
+    pipeline: bool,
+) -> Handle:
     role = None if role is None else checked_role(role, "install_hooks: role")
     handle = Handle(settled, models, role)
     if not settled.enabled or settled.never:
@@ -286,15 +327,17 @@ def install_hooks(
             )
         return existing
     check_prometheus(settled.prometheus)
-    _require_trainer()
-    here = _Here.of(settled, role, models)
+    _require("torch")
+    if pipeline:
+        _require("megatron.core")
+    here = _Here.of(settled, role, models, pipeline=pipeline)
     here.announce(settled)
     store = _Store.make(settled, here.coords) if here.records(settled) else None
     if store is None:
         return handle
     session = _assemble(handle, here, store, iteration or registry.iteration, iteration or registry.host_step)
     with Contained("installing the hooks", lambda: _undo(handle)):
-        _process.acquire(handle, session, models)
+        _process.acquire(handle, session, models, pipeline=pipeline)
         handle._session = session
         at_exit(handle._at_exit)
         if settled.listens:
@@ -318,14 +361,13 @@ class _Here:
     """True: this rank keeps a timeline."""
 
     @classmethod
-    def of(cls, config: ProfileConfig, role: str | None, models: tuple[Any, ...] | None) -> _Here:
+    def of(cls, config: ProfileConfig, role: str | None, models: tuple[Any, ...] | None, *, pipeline: bool) -> _Here:
         """Raises ValueError for ranks that this world does not have, and for a model that must not be profiled so.
 
         Ranks of other roles are not checked: such a role may run in a world of another size. Where it runs in this
         one, `Session` says which of its ranks do not exist.
         """
-        chunks = None if models is None else len(models)
-        coords, layout = coords_from_parallel_state(chunks), layout_from_parallel_state(chunks)
+        coords, layout = _place(None if models is None else len(models), pipeline=pipeline)
         own = config.selector(role)
         if own is not None:
             own.check(coords.sizes, layout, option=config.select_option(role))
@@ -468,18 +510,29 @@ def _settle(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
     return ProfileConfig.from_env() if args is None else config_from_args(args)
 
 
-def _require_trainer() -> None:
-    for package in ("torch", "megatron.core"):
-        try:
-            import_module(package)
-        except ModuleNotFoundError as missing:
-            if missing.name is None or not f"{package}.".startswith(f"{missing.name}."):
-                raise  # it is installed, and lacks something itself
-            raise ImportError(
-                f"install_hooks: {package} is not installed; hooks need torch and megatron-core: "
-                "pip install 'megaprof[train]'",
-                name=missing.name,
-            ) from None
+def _place(chunks: int | None, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
+    """Where this rank stands, and every other; ``chunks`` as in `coords_from_parallel_state`."""
+    if pipeline:
+        return coords_from_parallel_state(chunks), layout_from_parallel_state(chunks)
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    layout = WorldLayout(ParallelSizes(dp=world))
+    return layout.coords(rank), layout
+
+
+def _require(package: str) -> None:
+    try:
+        import_module(package)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{package}.".startswith(f"{missing.name}."):
+            raise  # it is installed, and lacks something itself
+        raise ImportError(
+            f"install_hooks: {package} is not installed; hooks need torch and megatron-core: "
+            "pip install 'megaprof[train]'",
+            name=missing.name,
+        ) from None
 
 
 def _reference(model: Any) -> Callable[[], Any]:
