@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from megaprof.capture.session import Session
@@ -12,6 +13,7 @@ from megaprof.formats import codes
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
+from megaprof.recorders.tape import Gate, Hook
 from megaprof.runtime.isolation import contain
 from megaprof.runtime.logs import logger
 
@@ -29,6 +31,7 @@ class Dispatcher:
         """Windows open and close inside a ``held()`` block, which keeps a SIGTERM from ending one half-way."""
         self._held = held
         self.call: RecordedCall | None = None
+        self.gate = Gate(partial(contain, "reading the clock of the timeline", self.drop))
         self.depth = 0  # of nested schedule calls: a CUDA graph wrapper calls the schedule inside itself
         self._recording: tuple[Session, RecordedCall] | None = None
         self._routes: list[tuple[Session, tuple[weakref.ref[Any], ...] | None]] = []
@@ -62,8 +65,15 @@ class Dispatcher:
         if call is None:
             return False
         self._recording = session, call
-        self.call = call if call.ranged or call.line is not None else None
+        self._look_at(call if call.ranged or call.line is not None else None)
         return True
+
+    def _look_at(self, call: RecordedCall | None) -> None:
+        """From now on the hooks record in ``call``; None: they only call what they hook."""
+        self.call = call
+        self.gate.tape = call.tape if call is not None and call.line is not None else None
+        # An open window wants ranges, or at least to be closed early when host memory runs out.
+        self.gate.slow = call is not None and (call.ranged or Session.open_window() is not None)
 
     def spent(self, nanoseconds: int) -> None:
         """What it took to begin the call that is being recorded."""
@@ -71,7 +81,8 @@ class Dispatcher:
             self.call.line.own = nanoseconds
 
     def end(self, *, failed: bool) -> None:
-        recording, self._recording, self.call = self._recording, None, None
+        recording, self._recording = self._recording, None
+        self._look_at(None)
         if recording is not None:
             session, call = recording
             with self._held():
@@ -83,7 +94,8 @@ class Dispatcher:
         if reason is None:
             return
         logger.warning("megaprof: the window closes early and is the last one of this run: %s", reason)
-        recording, self._recording, self.call = self._recording, None, None
+        recording, self._recording = self._recording, None
+        self._look_at(None)
         with self._held():
             if recording is not None:
                 recording[0].interrupt(recording[1], reason)
@@ -93,12 +105,13 @@ class Dispatcher:
 
     def forget(self) -> None:
         """In a forked child: the sessions are the parent's."""
-        self.call = self._recording = None
+        self._recording = None
+        self._look_at(None)
         self._routes = []
 
     def drop(self) -> None:
         """After a fault in a hook: the sessions that it may have touched record nothing more."""
-        self.call = None
+        self._look_at(None)
         for session in [self._recording[0]] if self._recording is not None else [route[0] for route in self._routes]:
             session.abandon()
 
@@ -123,13 +136,14 @@ def ranged(
     dispatcher: Dispatcher,
     code_of: Code,
     after: Callable[[RecordedCall, dict[str, Any], Any], Any] | None = None,
+    fast: tuple[Any, ...] | None = None,
 ) -> Callable[..., Any]:
     """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
 
     ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.formats.codes`), once;
     ``after(call, kwargs, result)`` returns what the caller gets. A fault of ours is contained; an exception of
-    ``original`` passes unchanged. The timeline's part is what every microbatch of an always-on run pays, so it is
-    written out here rather than composed.
+    ``original`` passes unchanged. ``fast``: the same for `recorders.tape.Hook`, from the code on, for steps that are
+    recorded while no window is open.
     """
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +152,7 @@ def ranged(
         call = dispatcher.call
         if call is None:
             return original(*args, **kwargs)
-        line, opened, began, code = call.line, None, None, 0
+        line, tape, opened, began, code = call.line, call.tape, None, None, 0
         try:
             code = code_of(call, args, kwargs)
             if call.ranged:
@@ -146,8 +160,8 @@ def ranged(
                 entering.__enter__()
                 opened = entering
             if line is not None:
-                line.now = code
-                began = line.mark()
+                tape.now = code
+                began = tape.mark()
         except Exception as fault:
             contain("opening a range", dispatcher.drop, fault)
         try:
@@ -155,8 +169,8 @@ def ranged(
         finally:
             try:
                 if began is not None and line is not None:
-                    line.events += (code, began, line.mark())
-                    line.now = 0
+                    tape.add(code, began, tape.mark())
+                    tape.now = 0
                 if opened is not None:
                     opened.__exit__(None, None, None)
             except Exception as fault:
@@ -168,4 +182,4 @@ def ranged(
                 contain("matching a microbatch", dispatcher.drop, fault)
         return result
 
-    return hooked
+    return hooked if fast is None or Hook is None else Hook(dispatcher.gate, original, hooked, *fast)

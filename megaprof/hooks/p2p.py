@@ -22,8 +22,10 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
 
     owner = getattr(p2p_communication, "P2PCommunicator", p2p_communication)
     for operation in ranges.P2P_OPERATIONS:
-        code = always(codes.exchange(operation))
-        patches.apply(owner, operation, partial(ranged, dispatcher=dispatcher, code_of=code, after=_range_waits))
+        code = codes.exchange(operation)
+        fast = (code, (-1, None), (-1, None), "overlap_p2p_comm")
+        wrap = partial(ranged, dispatcher=dispatcher, code_of=always(code), after=_range_waits, fast=fast)
+        patches.apply(owner, operation, wrap)
 
 
 def _range_waits(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
@@ -43,16 +45,16 @@ class _RangedWait:
         self._operation = operation
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        line = self._call.line
-        if line is None:
+        if self._call.line is None:
             return self._wait(*args, **kwargs)
-        line.now = code = codes.wait(self._operation)
-        began = line.mark()
+        tape = self._call.tape
+        tape.now = code = codes.wait(self._operation)
+        began = tape.mark()
         try:
             return self._wait(*args, **kwargs)
         finally:
-            line.events += (code, began, line.mark())
-            line.now = 0
+            tape.add(code, began, tape.mark())
+            tape.now = 0
 
     def _wait(self, *args: Any, **kwargs: Any) -> Any:
         if not self._call.ranged:

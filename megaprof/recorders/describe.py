@@ -60,7 +60,7 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
 
 
 def _ranges(call: RecordedCall, config: ProfileConfig) -> dict[str, Any]:
-    if call.ran_forward:
+    if call.tape.ran_forward:
         return {"microbatch": True}
     if call.facts.graph is not None:
         return {"microbatch": False, "reason": "the step was replayed from a full-iteration CUDA graph"}

@@ -67,7 +67,7 @@ def test_it_says_how_fast_and_what_it_costs(one_rank: Any, tmp_path: Path) -> No
     recent, cost = timeline.recent(), timeline.cost()
     assert recent is not None
     assert (recent.target, recent.steps) == ("train_actor", 4)
-    assert 0 < recent.forward_ms + recent.backward_ms + recent.finalize_ms <= recent.step_ms
+    assert all(0 < part < recent.step_ms for part in (recent.forward_ms, recent.backward_ms, recent.finalize_ms))
     log_probs = timeline.recent("train_log_probs")
     assert log_probs is not None
     assert (log_probs.steps, log_probs.backward_ms) == (1, 0.0)
@@ -241,7 +241,6 @@ def test_on_a_gpu_the_times_are_its_events(one_rank: Any, tmp_path: Path, gpu: l
     assert (events.end - events.start).tolist() == [1000] * len(events.code)
     assert events.start.tolist() == [1000 + 2000 * n for n in range(len(events.code))]
     assert gpu == [1], "the querying thread says once that captures elsewhere are not its business"
-    assert len(FakeEvent.made) == 2 * recorder._TRIALS, "three steps take the events of the measurement at install"
 
 
 def test_a_step_that_the_gpu_never_finishes_is_written_without_times(
