@@ -1,4 +1,4 @@
-# Everything here sets itself up in .venv: `make demo` and `make test` need nothing but Python and a package index.
+# Every target sets up what it needs in .venv: `make demo` and `make test` need only Python and a package index.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MEGATRON_CORE ?= megatron-core==0.16.1
@@ -8,7 +8,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo test test-slow test-matrix test-viewers test-hosts lint format bench bench-capture bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
+.PHONY: demo test test-slow test-matrix test-viewers test-hosts lint format dist bench bench-capture \
+    bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
 
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
@@ -20,9 +21,10 @@ test: .venv/ready
 test-slow: .venv/ready
 	$(PYTEST) -m "slow and not hosts" $(ARGS)
 
-# The quick part of everything that touches megatron-core, on other versions of it; make test-mcore-0.14.0 QUICK= runs
-# the slow part too.
-ONCE := analysis artifacts benchmarks cli control formats integrations metrics parallel recorders runtime viewers
+# The quick tests of everything that touches megatron-core, on other versions of it. ONCE: what does not depend on its
+# version. `make test-mcore-0.14.0 QUICK=` runs the slow tests too.
+ONCE := analysis artifacts benchmarks cli config control formats integrations metrics recorders runtime viewers \
+    test_docs.py test_packaging.py
 QUICK ?= -m "not slow"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
@@ -42,11 +44,16 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-cache
 
 format: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# A wheel and a source distribution, in dist/.
+dist: .venv/ready
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
 
 .venv/ready: setup.cfg Makefile
 	$(PYTHON) -m venv .venv
@@ -112,4 +119,4 @@ bench-scale: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -26,9 +27,7 @@ from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
-from megaprof.integrations import contract as adapter
-from megaprof.integrations import megatron_lm
-from megaprof.integrations import registry as table
+from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
@@ -37,6 +36,9 @@ from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
 from megaprof.runtime.logs import logger
+
+#: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
+STEP_END_SECONDS = 20.0
 
 
 class Handle:
@@ -120,12 +122,14 @@ class _Process:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
+        if self._step_ended not in contract.when_step_ended:
+            contract.when_step_ended.append(self._step_ended)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
             patch_schedules(self._patches, self._dispatcher)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
-            table.adapt(self._patches)
+            registry.adapt(self._patches)
         self.handles.append(handle)
         self._dispatcher.add(session, models)
         roles.attach(session, self.termination.held)
@@ -137,6 +141,16 @@ class _Process:
             self.handles.remove(handle)
             if not self.handles:
                 self._patches.restore()
+
+    def _step_ended(self) -> None:
+        """A step of the host is over, and the host may end this process before it calls anything again (Ray does)."""
+        deadline = time.monotonic() + STEP_END_SECONDS
+        for handle in list(self.handles):
+            if handle._session is not None:
+                with self.termination.held():
+                    handle._session.step_ended()
+            left = max(0.0, deadline - time.monotonic())
+            handle.flush(min(left, handle.config.flush_seconds))
 
     def _unsaved(self) -> bool:
         writers = (handle._writer for handle in self.handles)
@@ -188,7 +202,8 @@ def install_hooks(
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
     same model again with the same configuration returns the first handle.
 
-    Raises ValueError for a configuration that cannot be honoured, before the first step.
+    Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
+    or megatron-core is not installed.
     """
     settled = _settle(config)
     models = _models(model)
@@ -204,6 +219,7 @@ def install_hooks(
                     "install_hooks: this model has hooks with another configuration; remove() their handle first"
                 )
             return existing
+    _require_trainer()
     chunks = None if models is None else len(models)
     coords = coords_from_parallel_state(chunks)
     # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
@@ -236,8 +252,8 @@ def install_hooks(
         coords,
         handle._recorders,
         role=role,
-        iteration=iteration or table.iteration,
-        pass_iteration=adapter.iteration,
+        iteration=iteration or registry.iteration,
+        pass_iteration=contract.iteration,
         timeline=handle._timeline,
         window_ended=handle._writer.end_window,
     )
@@ -275,8 +291,22 @@ def _listen(session: Session, layout: WorldLayout | None, writer: Writer, direct
 def _settle(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
     if isinstance(config, ProfileConfig):
         return config
-    args = megatron_lm.global_args() if config is None else config
+    args = registry.arguments() if config is None else config
     return ProfileConfig.from_env() if args is None else config_from_args(args)
+
+
+def _require_trainer() -> None:
+    for package in ("torch", "megatron.core"):
+        try:
+            import_module(package)
+        except ModuleNotFoundError as missing:
+            if missing.name is None or not f"{package}.".startswith(f"{missing.name}."):
+                raise  # it is installed, and lacks something itself
+            raise ImportError(
+                f"install_hooks: {package} is not installed; hooks need torch and megatron-core: "
+                "pip install 'megaprof[train]'",
+                name=missing.name,
+            ) from None
 
 
 def _models(model: Any) -> tuple[Any, ...] | None:

@@ -11,7 +11,7 @@ import pytest
 
 import megaprof
 from megaprof.cli import _COMMANDS
-from megaprof.config.options import flag, options, variable
+from megaprof.config.options import ALL_RANKS, flag, options, variable
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
@@ -24,13 +24,18 @@ def test_every_option_is_documented_with_its_variable_and_default() -> None:
         for line in OPTIONS.split("\n## ")[0].splitlines()
         if line.startswith("| `--profile-")
     }
-    assert set(rows) == {flag(option.name) for option in options()}
+    assert set(rows) == {flag(option.name) for option in options()} | {flag(ALL_RANKS)}
+    assert f"`{variable(ALL_RANKS)}`" in rows[flag(ALL_RANKS)]
     for option in options():
         row = rows[flag(option.name)]
         assert f"`{variable(option.name)}`" in row
         default = option.default
-        shown = {True: "on", False: "off", None: "none", (): "none"}.get(default, default)
-        shown = " ".join(shown) if isinstance(shown, tuple) else str(shown)
+        if isinstance(default, bool):  # before anything else: 1 == True
+            shown = "on" if default else "off"
+        elif default is None or default == ():
+            shown = "none"
+        else:
+            shown = " ".join(default) if isinstance(default, tuple) else str(default)
         assert row.rstrip(" |").endswith(f"| {shown}"), f"{row!r} does not end with the default {shown!r}"
 
 

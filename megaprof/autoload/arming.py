@@ -161,9 +161,9 @@ def install() -> bool:
             return False
         from megaprof.config.options import ProfileConfig
         from megaprof.install import install_hooks
-        from megaprof.integrations import registry as table
+        from megaprof.integrations import registry
 
-        install_hooks(None, _settled or table.config() or ProfileConfig.from_env())
+        install_hooks(None, _settled or registry.config() or ProfileConfig.from_env())
     except ValueError:
         raise
     except Exception as fault:

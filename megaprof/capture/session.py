@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megaprof.capture.demand import Demand
 from megaprof.capture.scope import current
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Phase, Plan
+from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Action, Plan
 from megaprof.formats import ranges
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Recorder, Window
@@ -129,6 +129,12 @@ class Session:
         with Contained("closing the last window", self.abandon):
             self._close(reason)
 
+    def step_ended(self) -> None:
+        """The host's step is over: the window of all its work is complete. A no-op without one."""
+        if self._open_window is not None and self._open_window.window.target == TRAIN_OVERALL:
+            with Contained("closing the window of a step", self.abandon):
+                self._close(None)
+
     def interrupt(self, call: RecordedCall, reason: str) -> None:
         """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
         with Contained("closing a window early", self.abandon):
@@ -172,12 +178,12 @@ class Session:
                 (
                     (candidate, phase)
                     for candidate in ((TRAIN_OVERALL, target) if target == TRAIN_ACTOR else (target,))
-                    if (phase := self._phase(candidate, role, step, index)) is not Phase.OFF
+                    if (phase := self._phase(candidate, role, step, index)) is not Action.NOTHING
                 ),
                 None,
             )
         if due is not None:
-            warmup = due[1] is Phase.WARMUP
+            warmup = due[1] is Action.WARMUP
             # A train_overall window holds the work of all roles, so it has the role of its session.
             named = self.role if due[0] == TRAIN_OVERALL else role
             self._open(Window(due[0], named, step, self.coords, warmup), role, keep=not warmup)
@@ -201,9 +207,9 @@ class Session:
         index = self._count(ANNOTATED, role)
         step = self._number(ANNOTATED, index)
         phase = self._phase(ANNOTATED, role, step, index)
-        if phase is Phase.OFF or Session._holder is not None:
+        if phase is Action.NOTHING or Session._holder is not None:
             return False
-        warmup = phase is Phase.WARMUP
+        warmup = phase is Action.WARMUP
         self._open(Window(ANNOTATED, role, step, self.coords, warmup), role, keep=not warmup)
         return True
 
@@ -247,12 +253,12 @@ class Session:
         iteration = None if numbered is None else numbered()
         return index if iteration is None or iteration < 0 else int(iteration)
 
-    def _phase(self, target: str, role: str | None, step: int, index: int) -> Phase:
+    def _phase(self, target: str, role: str | None, step: int, index: int) -> Action:
         plan = self._plan(target, role)
-        phase = Phase.OFF if plan is None else plan.phase(step, index)
+        phase = Action.NOTHING if plan is None else plan.action(step, index)
         # A host may run one iteration twice (Megatron's rerun machinery); its first run is the one that is kept.
-        if phase is Phase.ACTIVE and self._captured.get((target, role)) == step:
-            return Phase.OFF
+        if phase is Action.CAPTURE and self._captured.get((target, role)) == step:
+            return Action.NOTHING
         return phase
 
     def _plan(self, target: str, role: str | None) -> Plan | None:

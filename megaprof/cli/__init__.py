@@ -29,7 +29,14 @@ _COMMANDS = {
     "watch": "show a running job's stages as a live table",
 }
 #: Packages that come with an extra, and the extra.
-_EXTRAS = {"msgspec": "report", "numpy": "report", "pyarrow": "export", "rich": "report"}
+_EXTRAS = {
+    "jinja2": "report",
+    "megatron": "train",
+    "msgspec": "report",
+    "pyarrow": "export",
+    "rich": "report",
+    "torch": "train",
+}
 
 
 class CommandError(Exception):
@@ -64,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megaprof {wanted}: {_one_line(str(fault))}", file=sys.stderr)
         return 2 if isinstance(fault, UsageError) else 1
     except ModuleNotFoundError as fault:
-        if fault.name not in _EXTRAS:
+        if (package := (fault.name or "").partition(".")[0]) not in _EXTRAS:
             raise
-        needs = f"needs {fault.name}: pip install 'megaprof[{_EXTRAS[fault.name]}]'"
+        needs = f"needs {package}: pip install 'megaprof[{_EXTRAS[package]}]'"
         print(f"megaprof {wanted}: {needs}", file=sys.stderr)
         return 1
     except BrokenPipeError:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from megaprof.config.options import SCHEDULE, ProfileConfig, destination, flag, options, variable
+from megaprof.config.options import ALL_RANKS, SCHEDULE, ProfileConfig, destination, flag, options, variable
 from megaprof.config.windows import TARGETS
 
 _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
@@ -17,6 +17,8 @@ _Parser = TypeVar("_Parser", bound=argparse.ArgumentParser)
 _HOST_DEFAULTS = "megaprof_host_defaults"
 #: The host's own names for what we call select and steps (Megatron-LM has them; so do its descendants).
 _HOST_RANKS, _HOST_START, _HOST_END = "profile_ranks", "profile_step_start", "profile_step_end"
+#: Megatron-LM's own defaults, for a namespace that `add_profile_args` had no part in. Newer versions name no rank.
+_MEGATRON_DEFAULTS: dict[str, Any] = {_HOST_RANKS: [0], _HOST_START: 10, _HOST_END: 12}
 _HOST_PROFILERS = {"profile": "--profile", "use_pytorch_profiler": "--use-pytorch-profiler"}
 
 
@@ -46,6 +48,13 @@ def add_profile_args(parser: _Parser) -> _Parser:
         else:
             keywords |= {"metavar": option.name.upper()}
         group.add_argument(flag(option.name), **keywords)
+    if flag(ALL_RANKS) not in taken:
+        group.add_argument(
+            flag(ALL_RANKS),
+            action="store_true",
+            default=None,
+            help=f"capture on every rank, as {flag('select')} all does [{variable(ALL_RANKS)}]",
+        )
     parser.set_defaults(**{_HOST_DEFAULTS: {name: parser.get_default(name) for name in shared}})
     return parser
 
@@ -57,16 +66,12 @@ def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | No
     megaprof options without a target, and when the host's own profiler is switched on as well.
     """
     env = os.environ if env is None else env
-    host_defaults: Mapping[str, Any] = getattr(args, _HOST_DEFAULTS, None) or {}
-    given: dict[str, Any] = {}
-    for option in options():
-        name = destination(option.name)
-        value = getattr(args, name, None)
-        if value is not None and value is not False and not (name in host_defaults and value == host_defaults[name]):
-            given[option.name] = value
-    ours = {name for name in given if destination(name) not in host_defaults}
-    _honour_host(given, args, env, host_defaults)
-    config = ProfileConfig.from_values(given, env)
+    host = _HostOptions(args)
+    typed = {name: host.typed(destination(name)) for name in (*(option.name for option in options()), ALL_RANKS)}
+    given = {name: value for name, value in typed.items() if value is not None and value is not False}
+    ours = {name for name in given if not host.owns(destination(name))}
+    names = _honour_host(given, host, env)
+    config = ProfileConfig.from_values(given, env, names)
     if not config.enabled:
         if ours:
             first = sorted(ours)[0]
@@ -83,34 +88,60 @@ def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | No
     return config
 
 
-def _honour_host(given: dict[str, Any], args: Any, env: Mapping[str, str], host_defaults: Mapping[str, Any]) -> None:
+class _HostOptions:
+    """The options in a parsed namespace: what was typed, and what is the host's default of an option of the host's."""
+
+    def __init__(self, args: Any) -> None:
+        self._args = args
+        known = getattr(args, _HOST_DEFAULTS, None)
+        self._defaults: Mapping[str, Any] = _MEGATRON_DEFAULTS if known is None else known
+
+    def owns(self, name: str) -> bool:
+        """Whether the host defines the option, too."""
+        return name in self._defaults
+
+    def default(self, name: str) -> Any:
+        """The host's default of an option, None without one."""
+        return self._defaults.get(name)
+
+    def value(self, name: str) -> Any:
+        """What the namespace has, typed or not."""
+        return getattr(self._args, name, None)
+
+    def typed(self, name: str) -> Any:
+        """What the user asked for: None where it is the host's default, which nobody can tell from the same typed."""
+        value = self.value(name)
+        return None if name in self._defaults and value in (self._defaults[name], []) else value
+
+
+def _honour_host(given: dict[str, Any], host: _HostOptions, env: Mapping[str, str]) -> dict[str, str]:
     """Fill ``given`` from options of the host that mean the same, where the user gave none of ours.
 
     What the user typed counts as a flag; what the host merely defaults to ranks below the environment, and turns
-    profiling on only together with an explicit ``--profile-dir``.
+    profiling on only together with an explicit ``--profile-dir``. Returns how the user spelled what was filled in.
     """
 
     def set_anywhere(*names: str) -> bool:
         return any(name in given or variable(name) in env for name in names)
 
-    def typed(*names: str) -> bool:
-        return any(getattr(args, name, None) != host_defaults.get(name) for name in names)
-
-    if not set_anywhere("target") and "dir" in given and host_defaults.get(destination("target")):
-        given["target"] = host_defaults[destination("target")]
+    names: dict[str, str] = {}
+    if not set_anywhere("target") and "dir" in given and host.default(destination("target")):
+        given["target"] = host.default(destination("target"))
     if not set_anywhere("target"):
-        return
-    ranks = getattr(args, _HOST_RANKS, None)
-    chosen = {"select", "all_ranks"} & given.keys()
-    honoured = typed(_HOST_RANKS) or not set_anywhere("select", "all_ranks")
-    if isinstance(ranks, list | tuple) and ranks and not chosen and honoured:
+        return names
+    ranks = host.typed(_HOST_RANKS) if set_anywhere("select", ALL_RANKS) else host.value(_HOST_RANKS)
+    if isinstance(ranks, list | tuple) and ranks and "select" not in given:
         given["select"] = ",".join(map(str, ranks))
-    start, end = getattr(args, _HOST_START, None), getattr(args, _HOST_END, None)
+        names["select"] = "--profile-ranks"
+    start, end = host.value(_HOST_START), host.value(_HOST_END)
     if not isinstance(start, int) or not isinstance(end, int) or "steps" in given:
-        return
-    if typed(_HOST_START, _HOST_END) or not set_anywhere("steps", *SCHEDULE):
+        return names
+    typed = host.typed(_HOST_START) is not None or host.typed(_HOST_END) is not None
+    if typed or not set_anywhere("steps", *SCHEDULE):
         if not 0 <= start < end:
             raise ValueError(
                 f"--profile-step-start {start} --profile-step-end {end}: start must be non-negative and less than end"
             )
         given["steps"] = f"{start}:{end}"
+        names["steps"] = "--profile-step-start/--profile-step-end"
+    return names

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain, islice
 
 #: One window = one grad-accumulation step: every forward and backward of its microbatches, without the optimizer.
 TRAIN_ACTOR = "train_actor"
@@ -11,22 +13,24 @@ TRAIN_ACTOR = "train_actor"
 TRAIN_LOG_PROBS = "train_log_probs"
 #: One window = one evaluation pass. Forward-only as well, and never counted as a log-prob pass.
 EVALUATE = "evaluate"
-#: One window = from the start of one grad-accumulation step to the start of the next: optimizer, data loading, log-prob
-#: passes and evaluation between them included.
+#: One window = one step of the host's: from the first call with its number to the first call with the next number. All
+#: mini-batches, the optimizer, data loading, log-prob passes and evaluation are in it. Where the host numbers nothing,
+#: from one grad-accumulation step of a role to its next.
 TRAIN_OVERALL = "train_overall"
 
-#: One window = one run of annotated work of a role, with ``--profile-discrete``. Not a target to ask for.
+#: One window = one run of annotated work of a role, with ``--profile-discrete``. It has steps, but it is no target.
 ANNOTATED = "annotated"
 
 TARGETS = (TRAIN_ACTOR, TRAIN_LOG_PROBS, EVALUATE, TRAIN_OVERALL)
 
 
-class Phase(Enum):
-    """What a step is for: nothing, warming the profiler up (recorded and thrown away), or a window."""
+class Action(Enum):
+    """What is done with a step."""
 
-    OFF = "off"
+    NOTHING = "nothing"
     WARMUP = "warmup"
-    ACTIVE = "active"
+    """It is recorded and thrown away, which warms the profiler up."""
+    CAPTURE = "capture"
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,25 @@ class StepList:
     """Captures the steps whose number, in the host's own counting, lies in one of ``ranges``."""
 
     ranges: tuple[range, ...]
+    """The wanted step numbers. Ranges may overlap; none of them: no step."""
 
-    def phase(self, step: int, index: int) -> Phase:
-        """``step`` is the host's iteration number; ``index`` (calls since install) does not matter here."""
-        return Phase.ACTIVE if any(step in steps for steps in self.ranges) else Phase.OFF
+    def action(self, step: int, index: int) -> Action:
+        """``step`` is the host's number of the step; ``index`` (calls since install) does not matter here."""
+        return Action.CAPTURE if any(step in steps for steps in self.ranges) else Action.NOTHING
+
+    def continues(self, step: int, index: int) -> bool:
+        """Whether the step behind ``step`` is captured, too, and so goes into the same file with merged steps."""
+        return self.action(step + 1, index + 1) is Action.CAPTURE
+
+    def windows(self, *, merged: bool) -> int:
+        """How many windows the whole run has; ``merged``: steps that follow each other are one window."""
+        steps: set[int] = set().union(*self.ranges)
+        return sum(step - 1 not in steps for step in steps) if merged else len(steps)
+
+    def left(self, captured: Collection[int], most: int) -> list[int]:
+        """The first wanted steps that are not among ``captured``, ascending, ``most`` of them at most."""
+        missing = (islice((step for step in steps if step not in captured), most) for steps in self.ranges)
+        return sorted(set(chain.from_iterable(missing)))[:most]
 
 
 @dataclass(frozen=True)
@@ -45,21 +64,38 @@ class Schedule:
     """The cycle of ``torch.profiler.schedule``, over the calls of one target since hooks were installed."""
 
     skip_first: int
+    """Calls before the first cycle."""
     wait: int
+    """Calls at the start of each cycle with which nothing is done."""
     warmup: int
+    """Calls after those that are recorded and thrown away."""
     active: int
-    repeat: int  # 0: the whole run
+    """Calls after those that are captured."""
+    repeat: int
+    """Number of cycles; 0: the whole run."""
 
-    def phase(self, step: int, index: int) -> Phase:
+    @property
+    def cycle(self) -> int:
+        """Calls in one cycle."""
+        return self.wait + self.warmup + self.active
+
+    def action(self, step: int, index: int) -> Action:
         """``index`` counts this target's calls in this process from 0; ``step`` does not matter here."""
         position = index - self.skip_first
-        cycle = self.wait + self.warmup + self.active
-        if position < 0 or (self.repeat and position >= cycle * self.repeat):
-            return Phase.OFF
-        position %= cycle
+        if position < 0 or (self.repeat and position >= self.cycle * self.repeat):
+            return Action.NOTHING
+        position %= self.cycle
         if position < self.wait:
-            return Phase.OFF
-        return Phase.WARMUP if position < self.wait + self.warmup else Phase.ACTIVE
+            return Action.NOTHING
+        return Action.WARMUP if position < self.wait + self.warmup else Action.CAPTURE
+
+    def continues(self, step: int, index: int) -> bool:
+        """Whether the call behind ``index`` is captured in the same cycle, and goes into the same file if merged."""
+        return self.action(step, index) is Action.CAPTURE and (index - self.skip_first + 1) % self.cycle != 0
+
+    def windows(self, *, merged: bool) -> int | None:
+        """How many windows the whole run has, None where it has no end; ``merged``: one window a cycle."""
+        return None if self.repeat == 0 else self.repeat * (1 if merged else self.active)
 
 
 Plan = StepList | Schedule
@@ -76,8 +112,9 @@ def parse_steps(text: str, option: str) -> dict[str | None, StepList]:
     for part in text.split(";"):
         target, separator, steps = part.rpartition("=")
         key = target.strip() if separator else None
-        if key is not None and key not in TARGETS:
-            raise ValueError(f"{option}: unknown target {key!r} in {text!r}; known: {', '.join(TARGETS)}")
+        if key is not None and key not in (*TARGETS, ANNOTATED):
+            known = ", ".join((*TARGETS, ANNOTATED))
+            raise ValueError(f"{option}: unknown target {key!r} in {text!r}; known: {known}")
         if key in lists:
             raise ValueError(f"{option}: {key or 'steps without a target'} given twice in {text!r}")
         lists[key] = parse_step_list(steps, text, option)

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
-
 from megaprof.formats import ranges
 from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.patching import Patches
@@ -75,6 +73,7 @@ class ModuleRanges:
 
     def ranged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` inside a range called ``name``, and hooks for the range of its backward."""
+        import torch
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._active:
@@ -217,6 +216,7 @@ def _layer_sites(layer: Any, mtp: int | None, parts: bool) -> Iterator[Site]:
 
 def _forward(module: Any, name: str) -> Iterator[Site]:
     """The site of a module's ``forward``, where it has one that does something and that can be replaced."""
+    import torch
     from megatron.core.transformer.identity_op import IdentityOp  # what a spec puts where a layer has no such part
 
     if isinstance(module, torch.nn.Module) and not isinstance(module, IdentityOp | torch.jit.ScriptModule):
@@ -225,6 +225,8 @@ def _forward(module: Any, name: str) -> Iterator[Site]:
 
 def _nodes(result: Any) -> list[Any]:
     """The autograd nodes of the tensors in what a ``forward`` returned."""
+    import torch
+
     if isinstance(result, torch.Tensor):
         return [] if result.grad_fn is None else [result.grad_fn]
     if isinstance(result, dict):

@@ -1,8 +1,8 @@
-"""What a host's own functions know about the schedule calls inside them, and how megaprof comes to know it.
+"""The one contract of all hosts: a `Host` is what a framework tells megaprof that megaprof cannot see for itself.
 
-An adapter names functions of its host and reads the arguments they are called with: a role, the host's iteration
-number, whether it is an evaluation. Nothing of the host is imported and nothing of it is changed but these functions,
-which are wrapped in place.
+Each file of this room that is named after a host ends with its ``HOST``; `megaprof.integrations.registry` lists them.
+Nothing of a host is imported, and nothing of it is changed but the functions in ``HOST.hooks``, which are wrapped in
+place: megaprof reads the arguments of their calls.
 """
 
 from __future__ import annotations
@@ -12,38 +12,91 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from megaprof.hooks.patching import Patches
 from megaprof.runtime.logs import logger
 
-_iteration: ContextVar[int | None] = ContextVar("megaprof_iteration", default=None)
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
 
 
-class Facts(NamedTuple):
-    """What holds inside one call of a host's function; None and False: nothing that is not known already."""
+def _unknown() -> None:
+    """What a host says that does not know."""
+    return None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What holds inside one call of a host's function. The defaults say nothing that is not known already."""
 
     role: str | None = None
-    iteration: int | None = None
+    """Whose work it is (actor, ref, critic, ...)."""
+    iteration: int | Callable[[], int | None] | None = None
+    """The number under which ``--profile-steps`` names the calls of the schedule inside: that of their training step.
+    A function where it changes during the call; it is asked when the schedule is called."""
+    host_step: int | None = None
+    """The step of the host's own loop, which training, log-probs and evaluation share. None: ``iteration``."""
     evaluation: bool = False
+    """True: forward-only passes inside are evaluation and not log-probs."""
 
 
-class Hook(NamedTuple):
-    """One function of a host: ``train`` or ``Class.method`` of a module.
-
-    ``read`` gets the call's arguments by name. ``context``: the function returns a context manager, and the facts hold
-    inside that rather than inside the call.
-    """
+@dataclass(frozen=True)
+class Hook:
+    """One function of a host, and what can be read from a call of it."""
 
     module: str
+    """The module it is defined in."""
     function: str
-    read: Callable[[Mapping[str, Any]], Facts]
+    """Its name there: ``train``, or ``Class.method``."""
+    read: Callable[[Mapping[str, Any]], Facts] = lambda arguments: Facts()
+    """Gets the call's arguments by name."""
     context: bool = False
+    """True: the function returns a context manager, and the facts hold inside that rather than inside the call."""
+    ends_step: bool = False
+    """True: a step of the host is over when the call returns, and the host waits for no other rank there. A window
+    that is still open for the step is closed, and finished files are waited for (`step_ended`)."""
+
+
+@dataclass(frozen=True)
+class Writers:
+    """Where the host sends scalars of its own on this rank; None: nowhere."""
+
+    tensorboard: Any | None = None
+    """A TensorBoard ``SummaryWriter``."""
+    wandb: Any | None = None
+    """The module ``wandb`` with a run in it."""
+    meter: Any | None = None
+    """An OpenTelemetry meter."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host framework. What it has nothing to say about keeps its default."""
+
+    name: str
+    """As in ``patches/`` and ``docs/hosts/``."""
+    hooks: tuple[Hook, ...]
+    """Its functions that say more about the calls inside them."""
+    arguments: Callable[[], Any | None] = _unknown
+    """Its parsed command line, for `megaprof.install_hooks` without a configuration; None before it is parsed."""
+    config: Callable[[], ProfileConfig | None] = _unknown
+    """What its own profiling settings ask of megaprof by name. Raises ValueError for what cannot be honoured."""
+    iteration: Callable[[], int | None] = _unknown
+    """The number of the running training step, where no hook around the call tells it."""
+    writers: Callable[[], Writers] = Writers
+    """Where it sends its scalars, now."""
 
 
 #: Called when a host's own settings turned up that ask for megaprof: whoever can install the hooks registers here.
 when_settled: list[Callable[[], object]] = []
+#: Called when a host's step is over in this process: whoever has windows and files registers here.
+when_step_ended: list[Callable[[], object]] = []
+
+_iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)
+_host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=None)
 
 
 def settled() -> None:
@@ -52,9 +105,25 @@ def settled() -> None:
         task()
 
 
+def step_ended() -> None:
+    """A step of the host is over here, and it waits for no other rank. What fails is logged and reaches nobody."""
+    for task in list(when_step_ended):
+        try:
+            task()
+        except Exception as fault:
+            logger.warning("megaprof: files could not be finished at the end of a step: %r", fault)
+
+
 def iteration() -> int | None:
-    """The host's iteration number as the innermost adapted function around the caller has it, or None."""
-    return _iteration.get()
+    """The number of the pass that the caller is about to run, as the innermost hook around it has it, or None."""
+    found = _iteration.get()
+    return found() if callable(found) else found
+
+
+def host_step() -> int | None:
+    """The step of the host's own loop, as the innermost hook around the caller has it, or None."""
+    step = _host_step.get()
+    return iteration() if step is None else step
 
 
 def apply(hooks: tuple[Hook, ...], patches: Patches) -> None:
@@ -76,6 +145,8 @@ def inside(facts: Facts, message: str) -> Iterator[None]:
     with ExitStack() as stack:
         if facts.iteration is not None:
             stack.callback(_iteration.reset, _iteration.set(facts.iteration))
+        if facts.host_step is not None:
+            stack.callback(_host_step.reset, _host_step.set(facts.host_step))
         if facts.evaluation:
             from megaprof.capture.evaluation import evaluation
 
@@ -105,7 +176,10 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         with known(args, kwargs):
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+        if hook.ends_step:
+            step_ended()
+        return result
 
     @contextmanager
     def around(*args: Any, **kwargs: Any) -> Iterator[Any]:

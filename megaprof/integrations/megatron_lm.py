@@ -9,40 +9,34 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megaprof.integrations.contract import Facts, Hook
+from megaprof.integrations.contract import Facts, Hook, Host, Writers
 
 _RL = "megatron.rl.rl_utils"
 
 
-def global_args() -> Any | None:
-    """Megatron-LM's parsed arguments, or None where its trainer is not loaded or has not parsed them yet."""
-    module = sys.modules.get("megatron.training.global_vars")
-    return getattr(module, "_GLOBAL_ARGS", None)
+def _arguments() -> Any | None:
+    """Its parsed arguments, or None where its trainer is not loaded or has not parsed them yet."""
+    return _global("_GLOBAL_ARGS")
 
 
-def iteration() -> int | None:
+def _iteration() -> int | None:
     """The number of the running training iteration: ``train()`` keeps it in ``args.curr_iteration``.
 
     It continues across a resume, which is what --profile-step-start counts in, too. None outside ``train()``.
     """
-    value = getattr(global_args(), "curr_iteration", None)
+    value = getattr(_arguments(), "curr_iteration", None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def tensorboard_writer() -> Any | None:
-    """Its ``SummaryWriter``, which only the last rank has."""
-    return _global("_GLOBAL_TENSORBOARD_WRITER")
-
-
-def wandb_writer() -> Any | None:
-    """The module ``wandb`` with a run in it, on the last rank."""
-    return _global("_GLOBAL_WANDB_WRITER")
-
-
-def meter() -> Any | None:
-    """The OpenTelemetry meter of its telemetry (nemo-lens; at the head of August 2026), where this rank exports."""
-    handle = _global("_GLOBAL_TELEMETRY_HANDLE")
-    return handle.meter if handle is not None and handle.is_exporting else None
+def _writers() -> Writers:
+    """TensorBoard's and W&B's exist on the last rank only; the meter is that of its telemetry (nemo-lens, head of
+    August 2026), on the ranks that export."""
+    telemetry = _global("_GLOBAL_TELEMETRY_HANDLE")
+    return Writers(
+        tensorboard=_global("_GLOBAL_TENSORBOARD_WRITER"),
+        wandb=_global("_GLOBAL_WANDB_WRITER"),
+        meter=telemetry.meter if telemetry is not None and telemetry.is_exporting else None,
+    )
 
 
 def _global(name: str) -> Any | None:
@@ -66,8 +60,14 @@ class _LogProbs:
 
 _log_probs = _LogProbs()
 
-HOOKS = (
-    Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
-    Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
-    Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
+HOST = Host(
+    name="megatron-lm",
+    hooks=(
+        Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
+        Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
+        Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
+    ),
+    arguments=_arguments,
+    iteration=_iteration,
+    writers=_writers,
 )

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megaprof.capture import roles
-from megaprof.integrations.contract import Facts, Hook
+from megaprof.integrations.contract import Facts, Hook, Host
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -24,16 +24,21 @@ def _train_step(arguments: Mapping[str, Any]) -> Facts:
     return Facts(iteration=arguments["self"].state.iteration)
 
 
+def _evaluate(arguments: Mapping[str, Any]) -> Facts:
+    return Facts(host_step=arguments["self"].state.iteration)
+
+
 def _log_probs(arguments: Mapping[str, Any]) -> Facts:
     return Facts(role=roles.current().role or "actor")
 
 
-HOOKS = (
-    Hook(f"{_TRAINERS}.base", "BaseMegatronTrainer.train_step", _train_step),
-    Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.null_ref_context", lambda _: Facts(role="ref"), context=True),
-    Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.compute_per_token_logps", _log_probs),
-    Hook(f"{_TRAINERS}.grpo_trainer", "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher")),
-)
+def _reference(arguments: Mapping[str, Any]) -> Facts:
+    return Facts(role="ref")
+
+
+def _teacher(arguments: Mapping[str, Any]) -> Facts:
+    return Facts(role="teacher")
+
 
 #: What ``--profiler_contents`` names, in the terms of ProfileConfig.
 _CONTENTS = {"stack": "with_stack", "memory": "profile_memory", "shapes": "record_shapes", "flops": "with_flops"}
@@ -64,3 +69,15 @@ def config_of(args: Any) -> ProfileConfig:
         "steps": args.profiler_steps,
     }
     return ProfileConfig.from_values(given | {name: value for name, value in optional.items() if value})
+
+
+HOST = Host(
+    name="ms-swift",
+    hooks=(
+        Hook(f"{_TRAINERS}.base", "BaseMegatronTrainer.train_step", _train_step),
+        Hook(f"{_TRAINERS}.base", "BaseMegatronTrainer.evaluate", _evaluate),
+        Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.null_ref_context", _reference, context=True),
+        Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.compute_per_token_logps", _log_probs),
+        Hook(f"{_TRAINERS}.grpo_trainer", "MegatronGRPOTrainer._compute_teacher_logps", _teacher),
+    ),
+)

@@ -1,32 +1,65 @@
-"""All adapters in one table."""
+"""All hosts, and what they say together. A new host is a file of this room and a name in ``HOSTS``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megaprof.integrations import contract as adapter
-from megaprof.integrations import megatron_bridge, megatron_lm, ms_swift, skyrl, slime, verl
+from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, skyrl, slime, verl
+from megaprof.integrations.contract import Host, Writers
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
     from megaprof.hooks.patching import Patches
 
-_HOSTS = (megatron_lm, slime, verl, skyrl, ms_swift, megatron_bridge)
-HOOKS = tuple(hook for host in _HOSTS for hook in host.HOOKS)
+HOSTS: tuple[Host, ...] = (
+    megatron_lm.HOST,
+    slime.HOST,
+    verl.HOST,
+    skyrl.HOST,
+    ms_swift.HOST,
+    megatron_bridge.HOST,
+)
+HOOKS = tuple(hook for host in HOSTS for hook in host.hooks)
 MODULES = frozenset(hook.module for hook in HOOKS)
 
 
 def adapt(patches: Patches, module: str | None = None) -> None:
     """Wrap what is loaded of all hosts, or of one module of theirs."""
-    adapter.apply(tuple(hook for hook in HOOKS if module in (None, hook.module)), patches)
+    contract.apply(tuple(hook for hook in HOOKS if module in (None, hook.module)), patches)
 
 
-def iteration() -> int | None:
-    """The host's current iteration number, whichever host it is, or None."""
-    number = adapter.iteration()
-    return megatron_lm.iteration() if number is None else number
+def arguments() -> Any | None:
+    """The parsed command line of the host that is loaded, or None."""
+    return next((found for host in HOSTS if (found := host.arguments()) is not None), None)
 
 
 def config() -> ProfileConfig | None:
     """What a host's own settings ask of megaprof by its name, or None. Raises ValueError for what is not valid."""
-    return verl.config()
+    return next((found for host in HOSTS if (found := host.config()) is not None), None)
+
+
+def iteration() -> int | None:
+    """The number of the training step that the caller is in, whichever host it is, or None."""
+    number = contract.iteration()
+    return _outside() if number is None else number
+
+
+def host_step() -> int | None:
+    """The step of the host's own loop that the caller is in, for every kind of call: training, log-probs, evaluation
+    and annotated work of one step share it. None where the host does not tell it in this process."""
+    step = contract.host_step()
+    return _outside() if step is None else step
+
+
+def writers() -> Writers:
+    """Where the host that is loaded sends scalars on this rank."""
+    found = [host.writers() for host in HOSTS]
+    return Writers(
+        tensorboard=next((w.tensorboard for w in found if w.tensorboard is not None), None),
+        wandb=next((w.wandb for w in found if w.wandb is not None), None),
+        meter=next((w.meter for w in found if w.meter is not None), None),
+    )
+
+
+def _outside() -> int | None:
+    return next((number for host in HOSTS if (number := host.iteration()) is not None), None)

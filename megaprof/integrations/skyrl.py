@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megaprof.integrations.contract import Facts, Hook
+from megaprof.integrations.contract import Facts, Hook, Host
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -32,10 +33,10 @@ def config_of(policy: Any) -> ProfileConfig:
     Without a target of megaprof's the fields are for SkyRL's own profiler. Raises ValueError for what cannot be
     honoured, ``enable`` beside a target among it.
     """
-    from megaprof.config.options import SCHEDULE, ProfileConfig, options, variable
+    from megaprof.config.options import SCHEDULE, ProfileConfig, options, set_in
 
     own, settings = dict(policy.megatron_config.megaprof), policy.torch_profiler_config
-    named = {*own, *(option.name for option in options() if variable(option.name) in os.environ)}
+    named = set_in(os.environ) | own.keys()
     if "target" not in named:
         return ProfileConfig.from_values(own)
     if settings.enable:
@@ -63,16 +64,31 @@ def config_of(policy: Any) -> ProfileConfig:
 
 
 def _forward(arguments: Mapping[str, Any]) -> Facts:
-    """Log-probs, of the policy or of the reference."""
-    return _worker(arguments["self"])._replace(iteration=None)
+    """Log-probs, of the policy or of the reference. The policy's may come in mini-batches: all of a step have its
+    number, and the first of them is the one that is captured."""
+    return _worker(arguments["self"])
 
 
 def _forward_backward(arguments: Mapping[str, Any]) -> Facts:
-    """All mini-batches of one global step have its number; the first of them is the one that is captured. Forward only,
-    it is the evaluation of an SFT run."""
-    if arguments.get("forward_only"):
-        return _forward(arguments)._replace(evaluation=True)
-    return _worker(arguments["self"])
+    """All mini-batches of a global step have its number, as log-probs do. Forward only, it is the evaluation of an SFT
+    run."""
+    return replace(_worker(arguments["self"]), evaluation=bool(arguments.get("forward_only")))
+
+
+def _send_step(arguments: Mapping[str, Any]) -> Facts:
+    """In the trainer's process: batches for log-probs get the global step, as SkyRL gives it to those for training."""
+    return _number(arguments["data_fwd_pass"], arguments["self"].global_step)
+
+
+def _send_sft_step(arguments: Mapping[str, Any]) -> Facts:
+    """The same for the batches of an SFT run."""
+    return _number(arguments["batch"], arguments["step"])
+
+
+def _number(batch: Any, step: int) -> Facts:
+    if batch.metadata is not None:
+        batch.metadata.setdefault("global_step", step)
+    return Facts(host_step=step)
 
 
 def _worker(model: Any) -> Facts:
@@ -89,7 +105,12 @@ def _worker(model: Any) -> Facts:
     return Facts()
 
 
-HOOKS = (
-    Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
-    Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),
+HOST = Host(
+    name="skyrl",
+    hooks=(
+        Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
+        Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),
+        Hook("skyrl.train.trainer", "RayPPOTrainer._execute_forward_pass", _send_step),
+        Hook("skyrl.train.sft_trainer", "SFTTrainer.train_step", _send_sft_step),
+    ),
 )

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
+from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megaprof.integrations.contract import Facts, Hook
+from megaprof.integrations.contract import Facts, Hook, Host
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -25,8 +28,6 @@ DEFAULTS = {
     "profile_step_start": 10,
     "profile_step_end": 12,
 }
-
-
 #: The variables of slime's pull request 1879, which mean the same as ours.
 VARIABLES = {
     "SLIME_PROFILE_ALL_RANKS": "all_ranks",
@@ -40,10 +41,10 @@ VARIABLES = {
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """``env`` with slime's own variables as ours, which come first. Raises ValueError for a value that is neither true
     nor false."""
-    from megaprof.config.options import options, variable
+    from megaprof.config.options import variable
+    from megaprof.config.readers import boolean
 
-    read = {option.name: option.metadata["read"] for option in options()}
-    own = {ours: read[ours](name, env[name]) for name, ours in VARIABLES.items() if name in env}
+    own = {ours: boolean(name, env[name]) for name, ours in VARIABLES.items() if name in env}
     if variable("select") in env:
         own.pop("all_ranks", None)
     return {variable(name): "1" for name, wanted in own.items() if wanted} | dict(env)
@@ -58,33 +59,49 @@ def config_of(args: argparse.Namespace) -> ProfileConfig:
 
 def _train(arguments: Mapping[str, Any]) -> Facts:
     """``train(rollout_id, model, ..., num_microbatches, ...)``: a step for each entry of ``num_microbatches``."""
-    _Rollout.steps = len(arguments["num_microbatches"])
-    return Facts(role=_role(arguments))
-
-
-class _Rollout:
-    steps = 1  # training steps in the running rollout
-
-
-def _train_one_step(arguments: Mapping[str, Any]) -> Facts:
-    """Numbered as slime logs them in ``train/step``."""
-    return Facts(iteration=arguments["rollout_id"] * _Rollout.steps + arguments["step_id"])
+    return Facts(role=_role(arguments), iteration=partial(_step, arguments), host_step=arguments["rollout_id"])
 
 
 def _forward_only(arguments: Mapping[str, Any]) -> Facts:
     """``store_prefix`` says whose weights are loaded: ``ref_``, ``teacher_``; empty for the model's own role."""
-    return Facts(role=arguments.get("store_prefix", "").rstrip("_") or _role(arguments))
+    rollout = _local("rollout_id")
+    return Facts(
+        role=arguments.get("store_prefix", "").rstrip("_") or _role(arguments),
+        iteration=None if rollout is None else partial(_step, {**arguments, "rollout_id": rollout}),
+        host_step=rollout,
+    )
+
+
+def _step(arguments: Mapping[str, Any]) -> Any:
+    """The number that slime logs as ``train/step``, of the training step or of the log-probs for it. Both functions
+    count a rollout's steps in a variable of their own, ``step_id``."""
+    step = _local("step_id")
+    return None if step is None else arguments["rollout_id"] * len(arguments["num_microbatches"]) + step
+
+
+def _local(name: str) -> int | None:
+    """The variable ``name`` of the innermost caller that has a number in it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if name in frame.f_code.co_varnames and isinstance(value := frame.f_locals.get(name), int):
+            return value
+        frame = frame.f_back
+    return None
 
 
 def _role(arguments: Mapping[str, Any]) -> str:
     return str(getattr(arguments["model"][0], "role", "actor"))
 
 
-HOOKS = (
-    Hook(_MODEL, "train", _train),
-    Hook(_MODEL, "train_one_step", _train_one_step),
-    Hook(_MODEL, "forward_only", _forward_only),
-    # Where they were imported by name before megaprof was armed.
-    Hook("slime.backends.megatron_utils.actor", "train", _train),
-    Hook("slime.backends.megatron_utils.actor", "forward_only", _forward_only),
+_ACTOR = "slime.backends.megatron_utils.actor"
+
+HOST = Host(
+    name="slime",
+    hooks=(
+        Hook(_MODEL, "train", _train, ends_step=True),
+        Hook(_MODEL, "forward_only", _forward_only),
+        # Where they were imported by name before megaprof was armed.
+        Hook(_ACTOR, "train", _train, ends_step=True),
+        Hook(_ACTOR, "forward_only", _forward_only),
+    ),
 )

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from megaprof.capture import roles
-from megaprof.integrations.contract import Facts, Hook, settled
+from megaprof.integrations.contract import Facts, Hook, Host, settled
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -166,45 +167,51 @@ def _get(node: Any, path: str, default: Any = None) -> Any:
     return node
 
 
-class _Settings:
-    """verl's own settings, once a worker turned up that has them and names megaprof in them."""
+class _Asked:
+    """What verl's own settings ask of megaprof, once a worker turned up that has them and names megaprof in them."""
 
     config: ProfileConfig | ValueError | None = None
     step: int | None = None
+    """The trainer's step, where it tells it; _NO_STEP outside the steps that are to be profiled."""
 
 
-def config() -> ProfileConfig | None:
+def _config() -> ProfileConfig | None:
     """What verl's own settings ask for, None where they do not name megaprof. Raises ValueError like `config_from`."""
-    if isinstance(_Settings.config, ValueError):
-        raise _Settings.config
-    return _Settings.config
+    if isinstance(_Asked.config, ValueError):
+        raise _Asked.config
+    return _Asked.config
 
 
 def _adopt(worker: Any) -> None:
     """Take verl's settings from a worker that has them; whatever else configures megaprof comes first."""
-    if _Settings.config is not None or roles.sessions or "MEGAPROF_TARGET" in os.environ:
+    if _Asked.config is not None or roles.sessions or "MEGAPROF_TARGET" in os.environ:
         return
+    tool, translate = _settings_of(worker)
+    if tool != TOOL:
+        return
+    _Asked.step = _NO_STEP
+    try:
+        _Asked.config = translate()
+    except ValueError as mistake:
+        _Asked.config = mistake  # raised where the schedule is asked for: not in here, which must not fail
+    else:
+        settled()
+
+
+def _settings_of(worker: Any) -> tuple[Any, Callable[[], ProfileConfig]]:
+    """The tool that the worker's settings name, and the translation of those settings."""
     own: Any = getattr(worker, "config", None)
     whole = own._get_root() if hasattr(own, "_get_root") else {}
-    alone = "global_profiler" not in whole  # then it has its own profiler's settings, and is told when to profile
-    if (_get(own, "profiler_config.tool") if alone else _get(whole, "global_profiler.tool")) != TOOL:
-        return
-    _Settings.step = _NO_STEP
-    try:
-        if alone:
-            path = _PROFILERS["critic"] if _get(own, "model_type") == "value_model" else "profiler"
-            _Settings.config = _translated(_ANY_STEP, {path: own.profiler_config})
-        else:
-            _Settings.config = config_from(whole)
-    except ValueError as mistake:
-        _Settings.config = mistake  # raised where the schedule is asked for: not in here, which must not fail
-        return
-    settled()
+    if "global_profiler" in whole:
+        return _get(whole, "global_profiler.tool"), lambda: config_from(whole)
+    # A worker that was given its own profiler's settings alone, and is told when to profile.
+    path = _PROFILERS["critic"] if _get(own, "model_type") == "value_model" else "profiler"
+    return _get(own, "profiler_config.tool"), lambda: _translated(_ANY_STEP, {path: own.profiler_config})
 
 
 def _facts(worker: Any, role: str | None) -> Facts:
     _adopt(worker)
-    return Facts(role=role, iteration=_Settings.step)
+    return Facts(role=role, iteration=_Asked.step)
 
 
 def _as(role: str) -> Any:
@@ -217,13 +224,13 @@ def _worker(arguments: Mapping[str, Any]) -> Facts:
     worker = arguments["self"]
     facts = _facts(worker, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
     if _sft() and facts.iteration in (None, _UNNUMBERED):
-        facts = facts._replace(iteration=_sft_step())
+        facts = replace(facts, iteration=_sft_step())
     return facts
 
 
 def _infer(arguments: Mapping[str, Any]) -> Facts:
     """An SFT trainer infers for nothing but its validation loss."""
-    return _worker(arguments)._replace(evaluation=_sft())
+    return replace(_worker(arguments), evaluation=_sft())
 
 
 def _sft() -> bool:
@@ -245,23 +252,27 @@ def _sft_step() -> int | None:
 def _start(arguments: Mapping[str, Any]) -> Facts:
     """verl's trainer calls this on every worker where a step starts that is to be profiled, whatever the tool."""
     _adopt(arguments["self"])
-    if _Settings.step is not None:
-        _Settings.step = arguments.get("kwargs", {}).get("profile_step", _UNNUMBERED)
+    if _Asked.step is not None:
+        _Asked.step = arguments.get("kwargs", {}).get("profile_step", _UNNUMBERED)
     return Facts()
 
 
 def _stop(arguments: Mapping[str, Any]) -> Facts:
-    if _Settings.step is not None:
-        _Settings.step = _NO_STEP
+    if _Asked.step is not None:
+        _Asked.step = _NO_STEP
     return Facts()
 
 
-HOOKS = (
-    Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", _as("ref")),
-    Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _as("actor")),
-    Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _as("actor")),
-    Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
-    Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
-    Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
-    Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
+HOST = Host(
+    name="verl",
+    hooks=(
+        Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", _as("ref")),
+        Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _as("actor")),
+        Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _as("actor")),
+        Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
+        Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
+        Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
+        Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
+    ),
+    config=_config,
 )

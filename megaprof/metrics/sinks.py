@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.formats.names import sanitise
-from megaprof.integrations import megatron_lm
+from megaprof.integrations import registry
 from megaprof.metrics.compute import Summary
 
 Sink = Callable[[Summary], None]
@@ -47,11 +47,10 @@ def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
 
 def host_sinks(role: str | None = None) -> Iterator[tuple[str, Sink]]:
     """What the process has now; looked up each time, since hosts make theirs when they please."""
-    writer = megatron_lm.tensorboard_writer()
-    if writer is not None:
-        yield "TensorBoard", lambda summary: _to_tensorboard(writer, summary, role)
-    wandb = megatron_lm.wandb_writer()
-    if wandb is not None:
+    host = registry.writers()
+    if host.tensorboard is not None:
+        yield "TensorBoard", lambda summary: _to_tensorboard(host.tensorboard, summary, role)
+    if (wandb := host.wandb) is not None:
         # Without commit: the figures join the step that the host has open instead of being one.
         yield "W&B", lambda summary: wandb.log(scalars(summary, role), commit=False)
 
@@ -176,8 +175,8 @@ def meter() -> Any | None:
     metrics = sys.modules.get("opentelemetry.metrics")
     internal = sys.modules.get("opentelemetry.metrics._internal")
     if metrics is None or internal is None or getattr(internal, "_METER_PROVIDER", None) is None:
-        return megatron_lm.meter()
+        return registry.writers().meter
     provider = metrics.get_meter_provider()
     # The API's own providers do nothing.
     own = type(provider).__module__.startswith("opentelemetry.metrics")
-    return megatron_lm.meter() if own else provider.get_meter("megaprof")
+    return registry.writers().meter if own else provider.get_meter("megaprof")

@@ -64,8 +64,8 @@ class Selector:
         """All selected global ranks of a world, ascending. For reports; a rank asks `selects` about itself."""
         return sorted(self._matches(layout))
 
-    def check(self, sizes: ParallelSizes, layout: WorldLayout | None = None) -> None:
-        """ValueError unless every rank and coordinate named exists and at least one rank is selected.
+    def check(self, sizes: ParallelSizes, layout: WorldLayout | None = None, *, option: str = OPTION) -> None:
+        """ValueError, which names `option`, unless every rank and coordinate exists and at least one rank is selected.
 
         An `ep` constraint beside others can be empty (the expert grid is another one than the decoder's), and whether
         it is depends on the rank order: that is checked when a layout is given, since guessing one would be wrong.
@@ -74,7 +74,7 @@ class Selector:
             last = self.rank_spans[-1][1]
             if last >= sizes.world:
                 raise ValueError(
-                    f"{OPTION}: rank {last} in '{self}' is outside the world of {sizes.world} ranks "
+                    f"{option}: rank {last} in '{self}' is outside the world of {sizes.world} ranks "
                     f"(valid: 0..{sizes.world - 1})"
                 )
             return
@@ -83,10 +83,10 @@ class Selector:
             if last >= size:
                 noun = "stage" if axis == "pp" else "rank"
                 existing = f"{noun}s 0..{size - 1}" if size > 1 else f"{noun} 0 only"
-                raise ValueError(f"{OPTION}: {axis}={last} in '{self}' does not exist; {axis} has {existing}")
+                raise ValueError(f"{option}: {axis}={last} in '{self}' does not exist; {axis} has {existing}")
         if layout is not None and next(self._matches(layout), None) is None:
             raise ValueError(
-                f"{OPTION}: '{self}' selects no rank at all: no rank has these coordinates together "
+                f"{option}: '{self}' selects no rank at all: no rank has these coordinates together "
                 f"(tp={sizes.tp} pp={sizes.pp} cp={sizes.cp} ep={sizes.ep} dp={sizes.dp}, order {layout.order})"
             )
 
@@ -114,51 +114,52 @@ PER_STAGE = Selector(axes=tuple((axis, ((0, 0),)) for axis in ("tp", "cp", "dp")
 """The lowest rank of a stage has tp = cp = dp = 0 in every rank order, since ranks grow along each axis."""
 
 
-def parse_selector(text: str) -> Selector:
+def parse_selector(text: str, option: str = OPTION) -> Selector:
     """Read the value of `--profile-select` (grammar above; keywords and axis names in any case, spaces free).
 
-    Equal selections written differently give equal selectors: `pp=*` is `all`. ValueError for anything else.
+    Equal selections written differently give equal selectors: `pp=*` is `all`. ValueError, which names `option`, for
+    anything else.
     """
     if not isinstance(text, str) or not text.strip():
-        raise ValueError(f"{OPTION}: empty value {text!r}; valid: {_FORMS}")
+        raise ValueError(f"{option}: empty value {text!r}; valid: {_FORMS}")
     word = text.strip().lower()
     if word in ("all", "per-stage"):
         return ALL if word == "all" else PER_STAGE
     items = [item.strip() for item in text.split(",")]
     if not any("=" in item for item in items):
-        return Selector(rank_spans=_parse_spans(items, text))
-    return Selector(axes=_parse_axes(items, text))
+        return Selector(rank_spans=_parse_spans(items, text, option))
+    return Selector(axes=_parse_axes(items, text, option))
 
 
-def _parse_axes(items: list[str], text: str) -> tuple[tuple[str, Spans], ...]:
+def _parse_axes(items: list[str], text: str, option: str) -> tuple[tuple[str, Spans], ...]:
     wanted: dict[str, Spans | None] = {}
     for item in items:
         name, equals, values = item.partition("=")
         axis = name.strip().lower()
         if not equals:
             raise ValueError(
-                f"{OPTION}: {item!r} in {text!r} is no coordinate; several positions of one axis are written pp=0|3, "
+                f"{option}: {item!r} in {text!r} is no coordinate; several positions of one axis are written pp=0|3, "
                 "and ranks and coordinates cannot be mixed"
             )
         if axis not in AXES:
-            raise ValueError(f"{OPTION}: unknown coordinate {axis!r} in {text!r}; known: {', '.join(AXES)}")
+            raise ValueError(f"{option}: unknown coordinate {axis!r} in {text!r}; known: {', '.join(AXES)}")
         if axis in wanted:
-            raise ValueError(f"{OPTION}: coordinate {axis!r} stands twice in {text!r}; write {axis}=0|3 for several")
-        wanted[axis] = None if values.strip() == "*" else _parse_spans(values.split("|"), text)
+            raise ValueError(f"{option}: coordinate {axis!r} stands twice in {text!r}; write {axis}=0|3 for several")
+        wanted[axis] = None if values.strip() == "*" else _parse_spans(values.split("|"), text, option)
     return tuple((axis, spans) for axis in AXES if (spans := wanted.get(axis)) is not None)
 
 
-def _parse_spans(items: list[str], text: str) -> Spans:
+def _parse_spans(items: list[str], text: str, option: str) -> Spans:
     spans = []
     for item in items:
         match = _SPAN.fullmatch(item)
         if match is None:
             raise ValueError(
-                f"{OPTION}: {item.strip()!r} in {text!r} is not a number from 0 or a range such as 0-7; valid: {_FORMS}"
+                f"{option}: {item.strip()!r} in {text!r} is not a number from 0 or a range such as 0-7; valid: {_FORMS}"
             )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise ValueError(f"{OPTION}: reversed range {item.strip()!r} in {text!r}; write {last}-{first}")
+            raise ValueError(f"{option}: reversed range {item.strip()!r} in {text!r}; write {last}-{first}")
         spans.append((first, last))
     return _merge(spans)
 

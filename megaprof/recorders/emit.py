@@ -7,10 +7,12 @@ import time
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import nvtx
-from torch.profiler import record_function
-
 from megaprof.formats.ranges import DOMAIN
+
+try:
+    import nvtx
+except ModuleNotFoundError:  # there is none for macOS, and no tool there that would show it
+    nvtx = None
 
 
 class LoggedRange(NamedTuple):
@@ -48,13 +50,17 @@ class Range:
         self._overlapping = overlapping
         self._handle: Any = None
         self._began = 0
+        from torch.profiler import record_function  # here, because reading traces needs no torch
+
         # A user annotation rather than the cheaper fast record: Kineto mirrors it on the GPU's timeline.
         self._recorded = record_function(name)
 
     def __enter__(self) -> None:
         if log is not None:
             self._began = time.time_ns()
-        if self._overlapping:
+        if nvtx is None:
+            pass
+        elif self._overlapping:
             self._handle = nvtx.start_range(self._name, **self._look)
         else:
             nvtx.push_range(self._name, **self._look)
@@ -62,7 +68,9 @@ class Range:
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         self._recorded.__exit__(kind, fault, tb)
-        if self._overlapping:
+        if nvtx is None:
+            pass
+        elif self._overlapping:
             nvtx.end_range(self._handle)
         else:
             nvtx.pop_range(domain=self._look["domain"])

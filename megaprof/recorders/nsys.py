@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.names import artifact_path, raw_path
@@ -36,7 +34,7 @@ class NsysRecorder:
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
         if config.dir is None:
             raise ValueError("the nsys recorder needs a directory")
-        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if not _cuda().is_initialized():
             raise ValueError(
                 f"{flag('tool')} nsys: there is no CUDA device here, or this process does not use it yet; drop "
                 "it, or install the hooks where and when the model is on its GPU"
@@ -71,12 +69,17 @@ class NsysRecorder:
         if not self._running:
             return
         self._running = False
-        torch.cuda.synchronize()  # kernels that still run would be cut off the end of the window
+        _cuda().synchronize()  # kernels that still run would be cut off the end of the window
         _call("cudaProfilerStop")
 
 
 def _call(function: str) -> None:
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    result = getattr(runtime, function)()
+    result = getattr(_cuda().cudart(), function)()
     if int(result) != 0:
         raise RuntimeError(f"{function} answered {result}")
+
+
+def _cuda() -> Any:
+    import torch
+
+    return torch.cuda

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.config.windows import Schedule
 
 #: What to trace. ``osrt`` is left out: operating system calls make the largest part of a report, and say little here.
 TRACE = "cuda,nvtx,cudnn,cublas"
@@ -27,16 +26,9 @@ def windows(config: ProfileConfig) -> int | None:
     a schedule for the whole run, steps per role, or a window for each role's work."""
     if config.roles or config.discrete:
         return None
-    total = 0
-    for target in config.target:
-        plan = config.plan(target)
-        if isinstance(plan, Schedule):
-            if plan.repeat == 0:
-                return None
-            total += plan.active * plan.repeat
-        else:
-            total += len(set().union(*plan.ranges))
-    return total
+    counts = [config.plan(target).windows(merged=config.merge_steps) for target in config.target]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def command(config: ProfileConfig, *, output: str | None = None, shutdown: bool = False, models: int = 1) -> list[str]:

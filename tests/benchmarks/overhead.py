@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from megaprof import ProfileConfig, install, install_hooks
 from megaprof.formats import codes
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
-from megaprof.recorders import emit
 from megaprof.recorders.emit import Range
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
@@ -67,7 +68,7 @@ def measure(workload: GPTWorkload, steps: int) -> dict[str, Any]:
                 milliseconds[way].append(1e3 * (time.perf_counter() - start))
                 if handle is not None:
                     handle.remove()  # also waits for the file, outside the measurement
-        with mock.patch.object(emit, "record_function", wraps=emit.record_function) as recorded:
+        with mock.patch("torch.profiler.record_function", wraps=torch.profiler.record_function) as recorded:
             handle = _hooks("ranges", gpt.chunks, Path(folder))
             gpt.train_step()
             handle.remove()

@@ -113,6 +113,41 @@ def test_megatron_lms_steps_and_ranks_are_honoured() -> None:
     assert (config.steps, config.select) == ("4:6", "0,3")
     assert parse(ON, host=megatron_lm).steps == "10:12"
     assert parse(ON, host=megatron_lm).select is None
+    with pytest.raises(ValueError, match="-step-start/--profile-step-end 10:20 and --profile-wait 2 contradict"):
+        parse([*ON, "--profile-step-end", "20", "--profile-wait", "2"], host=megatron_lm)
+
+
+def of_megatron_alone(flags: list[str], env: dict[str, str]) -> ProfileConfig:
+    """As `install_hooks` reads Megatron-LM's global arguments, of a parser that we had no part in."""
+    parser = argparse.ArgumentParser()
+    megatron_lm(parser)
+    parser.set_defaults(profile_ranks=[0])
+    return config_from_args(parser.parse_args(flags), env)
+
+
+def test_megatron_lms_own_defaults_are_not_the_users_wish() -> None:
+    env = {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "/t"}
+    config = of_megatron_alone([], {**env, "MEGAPROF_SELECT": "per-stage", "MEGAPROF_STEPS": "3"})
+    assert (config.select, config.steps) == ("per-stage", "3")
+    assert of_megatron_alone([], {**env, "MEGAPROF_ALL_RANKS": "1"}).select == "all"
+    assert of_megatron_alone([], {**env, "MEGAPROF_ACTIVE": "2"}).steps == "schedule"
+    typed = of_megatron_alone(["--profile-ranks", "3", "--profile-step-end", "14"], {**env, "MEGAPROF_SELECT": "all"})
+    assert (typed.select, typed.steps) == ("3", "10:14")
+    assert of_megatron_alone([], env).steps == "10:12"
+
+
+def test_all_ranks_is_select_all_and_contradicts_any_list() -> None:
+    assert parse([*ON, "--profile-all-ranks"]).select == "all"
+    assert parse([*ON, "--profile-all-ranks"], {"MEGAPROF_SELECT": "1"}).select == "all"
+    assert parse([*ON, "--profile-select", "0"], {"MEGAPROF_ALL_RANKS": "1"}).select == "0"
+    assert parse([*ON, "--profile-all-ranks"], host=megatron_lm).select == "all"
+    with pytest.raises(ValueError, match="--profile-all-ranks and --profile-ranks 0,8 contradict"):
+        parse([*ON, "--profile-all-ranks", "--profile-ranks", "0", "8"], host=megatron_lm)
+
+
+def test_messages_name_the_hosts_option() -> None:
+    config = parse([*ON, "--profile-ranks", "9"], host=megatron_lm)
+    assert config.select_option() == "--profile-ranks"
 
 
 def test_ours_beat_the_hosts() -> None:

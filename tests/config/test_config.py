@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megaprof.config.options import ProfileConfig, flag, options, variable
-from megaprof.config.windows import TRAIN_ACTOR, TRAIN_LOG_PROBS, Phase, Schedule
+from megaprof.config.options import ProfileConfig, flag, options, set_in, variable
+from megaprof.config.windows import TRAIN_ACTOR, TRAIN_LOG_PROBS, Action, Schedule
 
 
 def on(**fields: Any) -> ProfileConfig:
@@ -65,8 +65,8 @@ def test_whole_environment() -> None:
         }
     )
     assert config.target == (TRAIN_ACTOR, TRAIN_LOG_PROBS)
-    assert [config.plan(TRAIN_ACTOR).phase(s, 0) is Phase.ACTIVE for s in range(3, 7)] == [False, True, True, False]
-    assert config.plan(TRAIN_LOG_PROBS).phase(1, 0) is Phase.ACTIVE
+    assert [config.plan(TRAIN_ACTOR).action(s, 0) is Action.CAPTURE for s in range(3, 7)] == [False, True, True, False]
+    assert config.plan(TRAIN_LOG_PROBS).action(1, 0) is Action.CAPTURE
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,9 @@ def test_whole_environment() -> None:
         ({"dir": None}, ["--profile-dir", "not set"]),
         ({"dir": "  "}, ["--profile-dir", "non-empty"]),
         ({"dir": 5}, ["--profile-dir", "5"]),
-        ({"select": "0", "all_ranks": True}, ["--profile-all-ranks", "--profile-select", "0"]),
+        ({"steps": "train_actor=3", "discrete": True}, ["--profile-steps", "no steps for annotated", "annotated=..."]),
+        ({"steps": "3;annotated=3"}, ["--profile-steps", "annotated has steps", "--profile-discrete"]),
+        ({"merge_steps": True, "discrete": True}, ["--profile-discrete", "--profile-merge-steps"]),
         ({"select": ""}, ["--profile-select"]),
         ({"select": "xp=0"}, ["--profile-select", "xp"]),
         ({"steps": "9:3"}, ["--profile-steps", "9", "3"]),
@@ -114,7 +116,47 @@ def test_schedule_is_the_alternative_to_steps() -> None:
 
 def test_rank_zero_unless_asked() -> None:
     assert str(on().selector()) == "0"
-    assert str(on(all_ranks=True).selector()) == "all"
+    assert str(on(select="all").selector()) == "all"
+
+
+ON = {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "/t"}
+
+
+def test_all_ranks_is_another_way_to_say_select_all() -> None:
+    assert ProfileConfig.from_env({**ON, "MEGAPROF_ALL_RANKS": "yes"}).select == "all"
+    assert ProfileConfig.from_env({**ON, "MEGAPROF_ALL_RANKS": "0"}).select is None
+    assert set_in({**ON, "MEGAPROF_ALL_RANKS": "1"}) == {"target", "dir", "select"}
+    with pytest.raises(ValueError, match="MEGAPROF_ALL_RANKS and MEGAPROF_SELECT 0,1 contradict"):
+        ProfileConfig.from_env({**ON, "MEGAPROF_ALL_RANKS": "1", "MEGAPROF_SELECT": "0,1"})
+    with pytest.raises(ValueError, match="MEGAPROF_ALL_RANKS: 'many'"):
+        ProfileConfig.from_env({**ON, "MEGAPROF_ALL_RANKS": "many"})
+
+
+def test_messages_name_the_option_as_the_user_spelled_it() -> None:
+    with pytest.raises(ValueError, match="MEGAPROF_STEPS: start 9 must be less than end 3"):
+        ProfileConfig.from_env({**ON, "MEGAPROF_STEPS": "9:3"})
+    with pytest.raises(ValueError, match="ranks of the actor"):
+        ProfileConfig.from_values({"role_select": "actor=x"}, ON, {"role_select": "ranks of the actor:"})
+    config = ProfileConfig.from_values({"select": "7"}, {**ON, "MEGAPROF_ROLE_SELECT": "actor=0"})
+    assert config.select_option() == "--profile-select"
+    assert config.select_option("ref") == "--profile-select"
+    assert config.select_option("actor") == "MEGAPROF_ROLE_SELECT actor"
+    assert config == ProfileConfig(("train_actor",), "/t", select="7", role_select="actor=0"), "names are not settings"
+
+
+def test_annotated_work_has_steps_of_its_own() -> None:
+    config = on(steps="train_actor=3;annotated=5,6", discrete=True)
+    assert [config.plan("annotated").action(step, 0) is Action.CAPTURE for step in (3, 5, 6)] == [False, True, True]
+    assert on(steps="3", discrete=True).plan("annotated") == on(steps="3").plan("train_actor")
+
+
+def test_a_relative_directory_is_the_one_where_it_was_typed(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = on(dir="traces")
+    monkeypatch.chdir("/")
+    assert config.dir == str(tmp_path / "traces")
+    assert config.to_env()["MEGAPROF_DIR"] == str(tmp_path / "traces")
+    assert on(dir="memory://bucket/traces").dir == "memory://bucket/traces"
 
 
 def test_a_path_is_taken_for_dir(tmp_path: Any) -> None:

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.config.windows import TARGETS, Phase, Schedule, parse_steps
+from megaprof.config.windows import TARGETS, Action, Schedule, parse_steps
 
 
 def steps_of(text: str, target: str | None = None) -> list[int]:
     plan = parse_steps(text, "--profile-steps")[target]
-    return [step for step in range(100) if plan.phase(step, 0) is Phase.ACTIVE]
+    return [step for step in range(100) if plan.action(step, 0) is Action.CAPTURE]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,31 @@ def steps_of(text: str, target: str | None = None) -> list[int]:
 )
 def test_step_lists(text: str, steps: list[int]) -> None:
     assert steps_of(text) == steps
+
+
+@pytest.mark.parametrize(
+    ("text", "windows", "merged"),
+    [("10", 1, 1), ("1,2,5", 3, 2), ("20:30", 10, 1), ("20:30:5", 2, 2), ("3:5,4:7", 4, 1), ("none", 0, 0)],
+)
+def test_how_many_windows_and_merged_ones(text: str, windows: int, merged: int) -> None:
+    plan = parse_steps(text, "--profile-steps")[None]
+    assert (plan.windows(merged=False), plan.windows(merged=True)) == (windows, merged)
+    assert sum(not plan.continues(step, 0) for step in steps_of(text)) == merged, "each merged window ends once"
+
+
+def test_a_merged_window_of_a_schedule_is_a_cycles_active_calls() -> None:
+    plan = Schedule(skip_first=1, wait=0, warmup=0, active=2, repeat=3)
+    calls = [index for index in range(12) if plan.action(0, index) is Action.CAPTURE]
+    assert calls == [1, 2, 3, 4, 5, 6]
+    assert [plan.continues(0, index) for index in calls] == [True, False] * 3
+    assert (plan.windows(merged=False), plan.windows(merged=True)) == (6, 3)
+    assert Schedule(0, 0, 0, 1, 0).windows(merged=True) is None
+
+
+def test_what_is_left_of_a_step_list() -> None:
+    plan = parse_steps("5,1,3:1000000000", "--profile-steps")[None]
+    assert plan.left({3, 4}, 3) == [1, 5, 6]
+    assert parse_steps("1,2", "--profile-steps")[None].left({1, 2}, 3) == []
 
 
 def test_steps_per_target() -> None:
@@ -82,11 +107,11 @@ def test_schedule_is_torchs(skip_first: int, wait: int, warmup: int, active: int
     theirs = torch.profiler.schedule(skip_first=skip_first, wait=wait, warmup=warmup, active=active, repeat=repeat)
     action = torch.profiler.ProfilerAction
     phases = {
-        action.NONE: Phase.OFF,
-        action.WARMUP: Phase.WARMUP,
-        action.RECORD: Phase.ACTIVE,
-        action.RECORD_AND_SAVE: Phase.ACTIVE,
+        action.NONE: Action.NOTHING,
+        action.WARMUP: Action.WARMUP,
+        action.RECORD: Action.CAPTURE,
+        action.RECORD_AND_SAVE: Action.CAPTURE,
     }
     for index in range(60):
         # A step number far from the index must not matter: a run resumed at 5,000 counts its calls from 0.
-        assert ours.phase(5000 + index, index) is phases[theirs(index)]
+        assert ours.action(5000 + index, index) is phases[theirs(index)]

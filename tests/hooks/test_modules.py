@@ -69,7 +69,7 @@ def compare(gpt: Any, directory: str, level: str) -> dict[str, Any]:
     with torch.no_grad():
         for parameter, old in zip(parameters(gpt), saved, strict=True):
             parameter.copy_(old)
-    config = ProfileConfig(("train_actor",), directory, all_ranks=True, skip_first=0, ranges=level)
+    config = ProfileConfig(("train_actor",), directory, select="all", skip_first=0, ranges=level)
     with install_hooks(gpt.chunks, config):
         ranged = numbers(gpt)
     changed = [name for (name, old), (_, new) in zip(before, surface(gpt.chunks), strict=True) if old != new]

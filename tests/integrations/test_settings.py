@@ -17,8 +17,8 @@ import pytest
 
 from megaprof import ProfileConfig
 from megaprof.autoload import slime as slime_entry
-from megaprof.integrations import registry as table
-from megaprof.integrations import skyrl, slime, verl
+from megaprof.integrations import registry, skyrl, slime, verl
+from megaprof.integrations.contract import Facts
 from tests.integrations.driving import host_environment, skip_unless_importable
 
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler", "critic.profiler"
@@ -150,13 +150,13 @@ def test_verl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: s
 
 @pytest.fixture
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verl._Settings, "config", None)
-    monkeypatch.setattr(verl._Settings, "step", None)
+    monkeypatch.setattr(verl._Asked, "config", None)
+    monkeypatch.setattr(verl._Asked, "step", None)
     monkeypatch.setattr("megaprof.autoload.arming.install", lambda: False)
 
 
 def facts(function: str, worker: Any, **arguments: Any) -> Any:
-    (hook,) = [hook for hook in verl.HOOKS if hook.function.endswith(function)]
+    (hook,) = [hook for hook in verl.HOST.hooks if hook.function.endswith(function)]
     return hook.read({"self": worker, **arguments})
 
 
@@ -169,15 +169,15 @@ def critic(**profiler: Any) -> Any:
 def test_verl_profiles_when_its_trainer_says_so() -> None:
     worker = critic()
     assert facts("train_batch", worker).iteration == verl._NO_STEP
-    config = table.config()
+    config = registry.config()
     assert config is not None
     assert (config.role_select, str(config.selector("critic"))) == ("critic=0", "0")
     facts("start_profile", worker, kwargs={"profile_step": 5})
-    assert facts("train_batch", worker) == ("critic", 5, False)
+    assert facts("train_batch", worker) == Facts(role="critic", iteration=5)
     plan = config.plan("train_actor", "critic")
-    assert plan.phase(5, 0).value == "active"
+    assert plan.action(5, 0).value == "capture"
     facts("stop_profile", worker)
-    assert plan.phase(facts("train_batch", worker).iteration, 0).value == "off"
+    assert plan.action(facts("train_batch", worker).iteration, 0).value == "nothing"
 
 
 @pytest.mark.usefixtures("unsettled")
@@ -185,14 +185,14 @@ def test_verl_settings_of_another_tool_are_left_to_verl(monkeypatch: pytest.Monk
     assert facts("train_batch", critic(tool="torch")).iteration is None
     monkeypatch.setenv("MEGAPROF_TARGET", "train_actor")
     assert facts("train_batch", critic()).iteration is None
-    assert table.config() is None
+    assert registry.config() is None
 
 
 @pytest.mark.usefixtures("unsettled")
 def test_verl_mistakes_are_raised_where_the_schedule_is_asked_for() -> None:
     facts("train_batch", critic(ranks=[-1]))
     with pytest.raises(ValueError, match=r"critic\.profiler\.ranks: -1"):
-        table.config()
+        registry.config()
 
 
 @pytest.mark.hosts
@@ -268,7 +268,7 @@ def test_skyrl_fields_that_were_changed_keep_their_meaning() -> None:
 def test_skyrl_megaprofs_own_options_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"target": ["train_actor"], "dir": "/mine", "steps": "4", "all_ranks": True}
     config = skyrl.config_of(policy(own, save_path="/t", ranks=[1], skip_first=2))
-    assert config == ProfileConfig(target=("train_actor",), dir="/mine", steps="4", all_ranks=True)
+    assert config == ProfileConfig(target=("train_actor",), dir="/mine", steps="4", select="all")
     monkeypatch.setenv("MEGAPROF_TARGET", "train_actor")
     monkeypatch.setenv("MEGAPROF_SELECT", "per-stage")
     assert skyrl.config_of(policy({}, save_path="/t", ranks=[1])).select == "per-stage"
@@ -341,5 +341,5 @@ def test_slime_variables_reach_its_own_profiling_options(monkeypatch: pytest.Mon
     monkeypatch.setenv("SLIME_PROFILE_WITH_STACK", "true")
     slime_entry.init(Namespace(**slime.DEFAULTS | {"profile_target": ["train_actor"]}))
     assert armed == [
-        ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="10:12", all_ranks=True, with_stack=True)
+        ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="10:12", select="all", with_stack=True)
     ]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megaprof.parallel.selectors import ALL, PER_STAGE, Selector, parse_selector
+from megaprof.parallel.selectors import ALL, PER_STAGE, Selector, join_spans, parse_selector, spans_of
 from megaprof.parallel.topology import AXES, DEFAULT_ORDER, ParallelSizes, WorldLayout
 
 # 32 ranks: every axis larger than one, and an expert grid unlike the decoder's.
@@ -219,3 +219,16 @@ def test_any_text_is_a_selector_or_a_value_error(text: str) -> None:
 def test_all_is_no_constraint() -> None:
     assert ALL == Selector() == parse_selector("all")
     assert hash(ALL) == hash(parse_selector("pp=*"))
+
+
+@pytest.mark.parametrize(("numbers", "text"), [([], ""), ([3], "3"), ([9, 3, 8, 8, 10, 15], "3,8-10,15")])
+def test_numbers_in_their_shortest_form(numbers: list[int], text: str) -> None:
+    assert join_spans(spans_of(numbers), ",") == text
+    assert sorted({n for first, last in spans_of(numbers) for n in range(first, last + 1)}) == sorted(set(numbers))
+
+
+def test_messages_name_the_option_that_was_used() -> None:
+    with pytest.raises(ValueError, match=r"^--ranks: 'x'"):
+        parse_selector("0,x", "--ranks")
+    with pytest.raises(ValueError, match=r"^--profile-ranks: rank 9 in '9' is outside the world"):
+        parse_selector("9").check(ParallelSizes.of(4), option="--profile-ranks")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import torch
-
 _THREAD_LOCAL_CAPTURE = 1  # cuda.h, CUstreamCaptureMode
 
 
 def device_clock() -> DeviceClock | None:
     """The clock of this process's GPU; None where CUDA is not in use. A build without CUDA has none whatever a host
     that runs on a CPU pretends."""
+    import torch
+
     used = torch.version.cuda is not None and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return DeviceClock() if used else None
 
@@ -22,7 +22,10 @@ class DeviceClock:
 
     def __init__(self) -> None:
         self._pool: list[Any] = []
-        self._device = torch.cuda.current_device()
+        import torch
+
+        self._cuda: Any = torch.cuda
+        self._device = self._cuda.current_device()
         self._ready = False
 
     def mark(self) -> Any:
@@ -30,7 +33,7 @@ class DeviceClock:
         try:
             event = self._pool.pop()  # atomic, so no lock: the background thread only appends
         except IndexError:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -59,4 +62,4 @@ class DeviceClock:
         status = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
         if status != 0:
             raise RuntimeError(f"cuThreadExchangeStreamCaptureMode answered {status}; no event can be read safely")
-        torch.cuda.set_device(self._device)
+        self._cuda.set_device(self._device)

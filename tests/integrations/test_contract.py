@@ -15,15 +15,13 @@ from megaprof.autoload import slime as slime_entry
 from megaprof.capture import roles
 from megaprof.capture.evaluation import evaluating
 from megaprof.hooks.patching import Patches
-from megaprof.integrations import contract as adapter
-from megaprof.integrations import megatron_bridge, megatron_lm, ms_swift, skyrl, slime, verl
-from megaprof.integrations import registry as table
+from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
 from megaprof.integrations.contract import Facts, Hook
 
 
 def seen() -> tuple[str | None, int | None, bool]:
     """What a schedule call at this place would be counted as."""
-    return roles.current().role, table.iteration(), evaluating()
+    return roles.current().role, registry.iteration(), evaluating()
 
 
 @pytest.fixture
@@ -51,7 +49,7 @@ class Trainer:
 
 
 HOOKS = (
-    Hook("acme.training", "train", lambda known: Facts(role="actor", iteration=known["step"])),
+    Hook("acme.training", "train", lambda known: Facts(role="actor", iteration=known["step"]), ends_step=True),
     Hook("acme.training", "Trainer.evaluate", lambda known: Facts(role=known["self"].name, evaluation=True)),
     Hook("acme.training", "Trainer.reference", lambda known: Facts(role="ref"), context=True),
     Hook("acme.training", "gone", lambda known: Facts(role="never")),
@@ -63,8 +61,8 @@ HOOKS = (
 def adapted(host: Any) -> Iterator[Any]:
     before = host.train, vars(host.Trainer)["evaluate"]
     patches = Patches()
-    adapter.apply(HOOKS, patches)
-    adapter.apply(HOOKS, patches)  # a second time changes nothing
+    contract.apply(HOOKS, patches)
+    contract.apply(HOOKS, patches)  # a second time changes nothing
     yield host
     patches.restore()
     assert (host.train, vars(host.Trainer)["evaluate"]) == before
@@ -95,11 +93,39 @@ def test_facts_hold_inside_a_context_manager(adapted: Any) -> None:
     assert seen() == (None, None, False)
 
 
+def test_all_calls_of_a_hosts_step_know_its_number() -> None:
+    assert registry.host_step() is None
+    with contract.inside(Facts(iteration=12), "mini-batch"):
+        assert registry.host_step() == 12  # without one of its own, a call belongs to the step of its number
+        with contract.inside(Facts(host_step=3, evaluation=True), "evaluate"):
+            assert (registry.host_step(), registry.iteration()) == (3, 12)
+    with contract.inside(Facts(host_step=3), "log_probs"):
+        assert (registry.host_step(), registry.iteration()) == (3, None)
+    assert registry.host_step() is None
+
+
+def test_the_end_of_a_hosts_step_is_told_and_what_fails_there_is_ours(
+    adapted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[int] = []
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(contract, "when_step_ended", [fail, lambda: told.append(1)])
+    assert adapted.train("model", 8) == ("actor", 8, False)
+    assert told == [1]
+    assert "disk full" in caplog.text
+    with pytest.raises(KeyError):
+        adapted.train("model", 9, fail=True)
+    assert told == [1]
+
+
 def test_what_cannot_be_read_is_left_unsaid(
     host: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     patches = Patches()
-    adapter.apply((Hook("acme.training", "train", lambda known: known["missing"]),), patches)
+    contract.apply((Hook("acme.training", "train", lambda known: known["missing"]),), patches)
     assert host.train("model", 1) == (None, None, False)
     assert host.train("model", 2) == (None, None, False)
     assert caplog.text.count("cannot read") == 1
@@ -109,14 +135,34 @@ def test_what_cannot_be_read_is_left_unsaid(
 
 
 def facts(module: Any, function: str, **arguments: Any) -> Facts:
-    hooks: dict[str, Hook] = {hook.function: hook for hook in module.HOOKS}
+    hooks: dict[str, Hook] = {hook.function: hook for hook in module.HOST.hooks}
     return hooks[function].read(arguments)
 
 
-def test_slime_numbers_steps_as_it_logs_them() -> None:
-    model = [SimpleNamespace(role="critic")]
-    assert facts(slime, "train", model=model, num_microbatches=[4, 4, 4]).role == "critic"
-    assert facts(slime, "train_one_step", rollout_id=5, step_id=2) == Facts(iteration=17)
+def numbers(facts: Facts, steps: int) -> list[int | None]:
+    """What the schedule calls inside are numbered, called as slime does: from a loop over ``step_id``."""
+    found = []
+    with contract.inside(facts, "train"):
+        for step_id in range(steps):
+            assert step_id >= 0
+            found.append(contract.iteration())
+    return found
+
+
+def test_slime_numbers_training_steps_and_log_probs_as_it_logs_them() -> None:
+    model, steps = [SimpleNamespace(role="critic")], [4, 4, 4]
+    training = facts(slime, "train", model=model, num_microbatches=steps, rollout_id=5)
+    assert (training.role, training.host_step) == ("critic", 5)
+    assert numbers(training, 3) == [15, 16, 17]
+
+    def train_critic(rollout_id: int) -> Facts:
+        return facts(slime, "forward_only", model=model, num_microbatches=steps)
+
+    log_probs = train_critic(6)
+    assert (log_probs.role, log_probs.host_step) == ("critic", 6)
+    assert numbers(log_probs, 3) == [18, 19, 20]
+    alone = facts(slime, "forward_only", model=model, num_microbatches=steps)
+    assert (alone.iteration, alone.host_step) == (None, None)
 
 
 def test_slime_tells_whose_weights_are_loaded() -> None:
@@ -165,12 +211,20 @@ def test_skyrl_workers() -> None:
     class MegatronRefWorkerBase(Worker): ...
 
     data = SimpleNamespace(metadata={"global_step": 12})
-    assert Worker().run(data) == Facts("actor", 12)
-    assert Worker().run(SimpleNamespace()) == Facts("actor")
-    assert Worker().run(data, forward_only=True) == Facts("actor", evaluation=True)
-    assert Worker().run(data, "forward") == Facts("actor")
-    assert MegatronRefWorkerBase().run(data, "forward") == Facts("ref")
+    assert Worker().run(data) == Facts(role="actor", iteration=12)
+    assert Worker().run(SimpleNamespace()) == Facts(role="actor")
+    assert Worker().run(data, forward_only=True) == Facts(role="actor", iteration=12, evaluation=True)
+    assert Worker().run(data, "forward") == Facts(role="actor", iteration=12)
+    assert Worker().run(SimpleNamespace(metadata={"response_length": 8}), "forward") == Facts(role="actor")
+    assert MegatronRefWorkerBase().run(data, "forward") == Facts(role="ref", iteration=12)
     assert Worker().run(data, model=object()) == Facts()
+
+
+def test_skyrls_trainer_gives_its_step_to_the_batches_of_log_probs() -> None:
+    trainer, batch = SimpleNamespace(global_step=12), SimpleNamespace(metadata={"response_length": 8})
+    facts(skyrl, "RayPPOTrainer._execute_forward_pass", self=trainer, data_fwd_pass=batch)
+    facts(skyrl, "SFTTrainer.train_step", self=None, batch=batch, step=13)
+    assert batch.metadata == {"response_length": 8, "global_step": 12}
 
 
 def test_ms_swift_and_bridge_iterations() -> None:

@@ -1,0 +1,28 @@
+"""A small pretrain script with megaprof's two lines: a real Megatron-Core GPT in two pipeline stages, on the CPU."""
+
+import argparse
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megaprof import add_profile_args, install_hooks
+from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=5)
+    add_profile_args(parser)  # 1. the options --profile-target and others
+    args = parser.parse_args()
+    init_distributed()
+    with cpu_megatron():
+        gpt = build(GPTWorkload(pp=2, layers=8, layout=(6, 2), microbatches=8))
+        install_hooks(gpt.chunks, args)  # 2. after the model is built, before the training loop
+        forward_backward_func = get_forward_backward_func()
+        for step in range(args.steps):
+            losses = gpt.train_step(forward_backward_func)
+            if losses:  # the last stage has them
+                print(f"step {step}: loss {sum(losses) / len(losses):.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

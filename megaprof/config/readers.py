@@ -1,0 +1,132 @@
+"""What a flag, a variable or a keyword may hold, and how it is read: ``read(name, value)``.
+
+Each reader takes the option as it was spelled, for its messages, and a value as text or as plain data, and raises
+ValueError naming option, value and what would be valid.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megaprof.artifacts.remote import is_remote
+from megaprof.config.per_role import parse_per_role
+from megaprof.config.tools import known_tools
+from megaprof.config.windows import NONE
+from megaprof.runtime.hostmemory import parse_limit
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def text(name: str, value: Any) -> str:
+    """A string or a path that is not empty, without the spaces around it."""
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value).strip():
+        raise ValueError(f"{name}: {value!r} is not a non-empty string")
+    return str(os.fspath(value)).strip()
+
+
+def directory(name: str, value: Any) -> str:
+    """A directory, absolute from now on: the process may change its working directory. A remote one stays as it is."""
+    place = text(name, value)
+    return place if is_remote(place) else os.path.abspath(place)
+
+
+def boolean(name: str, value: Any) -> bool:
+    """True for 1, true, yes and on in any case, False for 0, false, no and off."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in _TRUE + _FALSE:
+        return value.strip().lower() in _TRUE
+    raise ValueError(f"{name}: {value!r} is neither true nor false; valid: {'/'.join(_TRUE)}, {'/'.join(_FALSE)}")
+
+
+def count(minimum: int) -> Callable[[str, Any], int]:
+    """Reads a whole number of at least ``minimum``."""
+
+    def read(name: str, value: Any) -> int:
+        if isinstance(value, str) and value.strip().lstrip("-").isascii() and value.strip().lstrip("-").isdigit():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ValueError(f"{name}: {value!r} is not valid; it must be a whole number of at least {minimum}")
+        return value
+
+    return read
+
+
+def words(known: tuple[str, ...]) -> Callable[[str, Any], tuple[str, ...]]:
+    """Reads one or more of the ``known`` words, from a list or from text with spaces or commas between them."""
+
+    def read(name: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str):
+            value = value.replace(",", " ").split()
+        if not isinstance(value, list | tuple) or not value:
+            raise ValueError(f"{name}: {value!r} names nothing; valid: one or more of {', '.join(known)}")
+        found = [str(each).strip().lower() for each in value]
+        for each in found:
+            if each not in known:
+                raise ValueError(f"{name}: unknown value {each!r}; valid: one or more of {', '.join(known)}")
+        return tuple(dict.fromkeys(found))
+
+    return read
+
+
+def tools(name: str, value: Any) -> tuple[str, ...]:
+    """One or more of the tools that are known now."""
+    return words(known_tools())(name, value)  # third parties register theirs
+
+
+def memory_limit(name: str, value: Any) -> str:
+    """Text that `parse_limit` understands."""
+    parse_limit(name, limit := text(name, value))
+    return limit
+
+
+def numbers(name: str, value: Any) -> str:
+    """Text of a step or rank list: ``[1, 2]`` and ``"1,2"`` are the same, None and ``[]`` are ``none``."""
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return NONE
+    items = value if isinstance(value, list | tuple) else [value]
+    if len(items) == 1 and isinstance(items[0], str):
+        return text(name, items[0])
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int) or item < 0:
+            raise ValueError(f"{name}: {item!r} in {value!r} is not valid; valid: whole numbers of at least 0, or none")
+    return ",".join(map(str, items))
+
+
+def per_name(name: str, value: Any) -> str:
+    """Text of numbers per target: a mapping ``{"train_actor": [1, 2]}`` is ``train_actor=1,2``."""
+    if isinstance(value, Mapping):
+        value = ";".join(f"{key}={numbers(name, own)}" for key, own in value.items())
+    return numbers(name, value)
+
+
+def per_role(name: str, value: Any) -> str:
+    """Text of numbers per role: a mapping ``{"actor": [0, 1]}`` is ``actor=0,1``."""
+    given = per_name(name, value)
+    parse_per_role(given, name)
+    return given
+
+
+def word(known: tuple[str, ...]) -> Callable[[str, Any], str]:
+    """Reads one of the ``known`` words."""
+
+    def read(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value.strip().lower() not in known:
+            raise ValueError(f"{name}: {value!r} is not valid; valid: one of {', '.join(known)}")
+        return value.strip().lower()
+
+    return read
+
+
+def factor(name: str, value: Any) -> float:
+    """A number greater than 1."""
+    try:
+        times = float(value)
+    except (TypeError, ValueError):
+        times = 0.0
+    if isinstance(value, bool) or not 1 < times < 1000:
+        raise ValueError(f"{name}: {value!r} is not valid; it must be a number greater than 1, e.g. 1.5")
+    return times
