@@ -138,7 +138,7 @@ def test_a_fault_of_ours_never_reaches_training(
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise RuntimeError("the clock is unwell")
 
-        monkeypatch.setattr(timeline, "_mark" if place == "mark" else place, broken)
+        monkeypatch.setattr(timeline, "clock" if place == "mark" else place, broken)
         losses = [one_rank.train_step() for _ in range(2)]
         assert all(losses)
         assert not handle.active
@@ -152,7 +152,9 @@ def test_a_writer_that_fails_leaves_training_and_the_other_hooks_alone(
 ) -> None:
     with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
         monkeypatch.setattr(recorded(handle)._files, "append", lambda *_: 1 / 0)
-        for _ in range(recorder.WAITING_STEPS + 5):
+        monkeypatch.setattr(recorder, "WAITING_STEPS", 8)
+        monkeypatch.setattr(recorder, "WAKING_STEPS", 4)
+        for _ in range(recorder.WAITING_STEPS + 6):
             one_rank.train_step()
         assert handle.active
         assert "a background task failed" in caplog.text
