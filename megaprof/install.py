@@ -29,6 +29,7 @@ from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
 from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
+from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
 from megaprof.recorders import Recorder, build_recorders
@@ -219,6 +220,7 @@ def install_hooks(
                     "install_hooks: this model has hooks with another configuration; remove() their handle first"
                 )
             return existing
+    check_prometheus(settled.prometheus)
     _require_trainer()
     chunks = None if models is None else len(models)
     coords = coords_from_parallel_state(chunks)

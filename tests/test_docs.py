@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import os
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,20 @@ from megaprof.config.options import ALL_RANKS, flag, options, variable
 ROOT = Path(__file__).parents[1]
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 README = (ROOT / "README.md").read_text()
+EXAMPLES = ROOT / "docs" / "examples"
+#: Names that begin like a module's and are none: metrics, settings and files.
+NOT_MODULES = {"megaprof.actor.prom", "megaprof.dir", "megaprof.imbalance", "megaprof.step", "megaprof.target"}
+
+
+def blocks(language: str) -> list[str]:
+    """The README's code blocks in ``language``."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+
+
+def commands() -> list[str]:
+    """What the README tells a user to type, without the prompts and the comments behind it."""
+    text = "".join(blocks("console")).replace("\\\n", "")
+    return [re.sub(r"\s+# .*", "", line[2:]) for line in text.splitlines() if line.startswith("$ ")]
 
 
 def test_every_option_is_documented_with_its_variable_and_default() -> None:
@@ -48,6 +67,103 @@ def test_every_make_target_in_the_documents_exists() -> None:
         assert name in targets or any(name.startswith(target) for target in targets if target.endswith("-")), name
 
 
+def test_ci_runs_what_the_readme_tells_a_developer_to_run() -> None:
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [c for c in commands() if c.startswith("make ")]
+    assert {c for c in commands() if c.startswith("make ")} == {line for line in script if line.startswith("make ")}
+
+
+def test_every_extra_in_the_readme_exists() -> None:
+    declared = set(re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text(), re.M))
+    named = {extra for extras in re.findall(r"pip install '[^']*\[([\w,]+)\]'", README) for extra in extras.split(",")}
+    assert named
+    assert named <= declared
+
+
+def test_the_readmes_script_is_the_example_and_two_lines_are_all_that_was_added() -> None:
+    documented, code = (EXAMPLES / "pretrain.py").read_text().split("\n\n", 1)
+    assert documented.startswith('"""')
+    assert blocks("python")[0] == code
+    added = [line for line in code.splitlines(keepends=True) if re.search("add_profile_args|install_hooks", line)]
+    assert len(added) == 3  # an import, and the two
+    for line in added:
+        code = code.replace(line, "")
+    assert (EXAMPLES / "unedited.py").read_text().split("\n\n", 1)[1] == code
+
+
+def test_the_readmes_test_of_an_integration_runs(tmp_path: Path) -> None:
+    (tmp_path / "snippet.py").write_text(blocks("python")[1])
+    ran = _run([sys.executable, "snippet.py"], tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    losses = ast.literal_eval(ran.stdout)
+    assert [len(step) for step in losses] == [4, 4, 4]
+
+
+@pytest.mark.slow
+def test_the_readmes_commands_run_as_printed(tmp_path: Path) -> None:
+    """Those of a user; `make` sets up an environment, and test_packaging.py installs."""
+    shutil.copytree(EXAMPLES, tmp_path / "docs" / "examples")
+    typed = [line for line in commands() if line.split()[0] not in ("make", "pip")]
+    assert {line.split()[0] for line in typed} == {"megaprof", "torchrun"}
+    said = []
+    for line in typed:
+        ran = _run(["bash", "-c", line], tmp_path)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        said.append(ran.stdout)
+    assert "Stage 0 is slow" in said[1]
+    assert "step 4: loss" in said[0]
+    assert "step 4: loss" in said[2]
+    names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("traces", "traces2")]
+    assert names[0] == names[1]
+    assert len(names[0]) == 2
+
+
+def _run(line: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": programs}
+    return subprocess.run(
+        line, cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_every_module_and_file_that_is_named_exists() -> None:
+    named = set(_named())
+    assert len({name for _, name in named}) > 10
+    assert {(document, name) for document, name in named if not _exists(name)} == set()
+
+
+def _named() -> Iterator[tuple[str, str]]:
+    """Every `megaprof.x.y` and `megaprof/x/y.py` in the documents and in the patches, with where it stands."""
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *_patches()]:
+        for name in re.findall(r"\bmegaprof(?:(?:\.[A-Za-z_]\w*)+|(?:/\w+)+\.py\b)", path.read_text()):
+            yield str(path.relative_to(ROOT)), name
+    # Of the moved modules, the new names.
+    for row in re.findall(r"^\| `megaprof\.\S+ \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.M):
+        yield from (("CHANGELOG.md", name) for name in re.findall(r"megaprof(?:\.\w+)+", row))
+
+
+def _patches() -> Iterator[Path]:
+    return (ROOT / "patches").rglob("*.patch")
+
+
+def _exists(name: str) -> bool:
+    if name in NOT_MODULES:
+        return True
+    if "/" in name:
+        return (ROOT / name).is_file()
+    found: object = megaprof
+    path = "megaprof"
+    for part in name.split(".")[1:]:
+        path += f".{part}"
+        if not hasattr(found, part):
+            try:
+                import_module(path)
+            except ModuleNotFoundError:
+                return False
+        found = getattr(found, part)
+    return True
+
+
 def test_every_command_in_the_readme_exists() -> None:
     named = set(re.findall(r"(?:`|^\$ )megaprof ([a-z]+)", README, re.M))
     assert named <= set(_COMMANDS), named - set(_COMMANDS)
@@ -74,12 +190,12 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
 
 
 def test_importing_megaprof_is_light() -> None:
-    """No torch, no Megatron, no CUDA, no thread, nothing heavy; and the hooks themselves load no report library."""
+    """No torch, no Megatron, no CUDA, no thread, nothing heavy; and the hooks load no torch and no report library."""
     code = (
         "import sys, threading; import megaprof; "
         "heavy = {'torch','megatron','numpy','rich','msgspec','plotly','pandas'} & set(sys.modules); "
         "assert not heavy, heavy; assert threading.active_count() == 1; "
-        "from megaprof import install_hooks; import torch; "
+        "from megaprof import install_hooks; assert not {'torch','megatron'} & set(sys.modules); import torch; "
         "heavy = {'rich','msgspec','plotly','pandas'} & set(sys.modules); assert not heavy, heavy; "
         "assert threading.active_count() == 1, threading.enumerate(); assert not torch.cuda.is_initialized()"
     )

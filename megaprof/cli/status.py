@@ -1,96 +1,208 @@
-"""``megaprof status DIR``: what a running job is doing, and whom it waits for when it hangs."""
+"""`megaprof status DIR`: what a running job is doing, and whom it waits for when it hangs."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from megaprof.cli import CommandError
+from megaprof.cli import CommandError, UsageError
+from megaprof.control.blame import STUCK_SECONDS, Blame, Culprit, find_culprits
+from megaprof.control.job import NoJob, RunningJob, ago, find_job
+from megaprof.formats.checks import printable
+from megaprof.formats.run import dead
+from megaprof.formats.status import RankStatus
 
-if TYPE_CHECKING:
-    from megaprof.control.blame import Blame, Culprit
-    from megaprof.control.job import Job
-    from megaprof.control.status import RankStatus
-
+#: What the exit code says of a job that hangs or has died.
+UNWELL = 3
 #: Lines of the table, and culprits, that are shown: the whole fits on one screen whatever the world.
 _LINES = 28
 _CULPRITS = 4
+_WAIT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class _View:
+    """One look at a job."""
+
+    job: RunningJob
+    statuses: dict[int, RankStatus]
+    """By rank, as far as they could be read."""
+    now: float
+    """Wall-clock seconds, by the job's clocks."""
+    blame: Blame
+    """Who keeps it waiting."""
+    silence: str | None
+    """Why nothing is to be expected of the whole job any more; None while it answers."""
+
+    @property
+    def state(self) -> str:
+        """One word for all of it."""
+        if self.job.run.ended is not None:
+            return "ended"
+        if self.silence is not None or any(culprit.silent for culprit in self.blame.culprits):
+            return "died"
+        return "hangs" if self.blame.still else "runs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        f"Exit code: 0, the job runs; {UNWELL}, it appears to hang, or some of its ranks, or all, have died or are "
+        "silent; 1, there is no job, or it has ended; 2, the arguments make no sense."
+    )
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
     parser.add_argument("--role", help="whose, where several roles share a save directory")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every rank, in place of text")
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=_WAIT_SECONDS,
+        metavar="S",
+        help="seconds to wait for a job to start in DIR (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--hang-after",
+        type=float,
+        default=STUCK_SECONDS,
+        metavar="S",
+        help="a job hangs when no rank has moved for so many seconds, for five of its steps, and for three of its "
+        "looks (default: %(default)g; give more where it saves checkpoints for longer)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print it. Raises CommandError where there is no job any more that could be asked."""
-    from megaprof.control.blame import find_culprits
-    from megaprof.control.job import NoJob, find_job
-
+    if not arguments.wait >= 0:
+        raise UsageError(f"--wait {arguments.wait:g} is not a number of seconds")
+    if not arguments.hang_after > 0:
+        raise UsageError(f"--hang-after {arguments.hang_after:g} is not a number of seconds")
     try:
-        job = find_job(arguments.dir, arguments.role)
-        silence = job.silence()
+        view = _look(_find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     except NoJob as fault:
         raise CommandError(str(fault)) from None
-    if job.run.ended is not None:
-        raise CommandError(str(silence))
+    if arguments.json:
+        print(json.dumps(_as_json(view)))
+    elif view.state == "ended":
+        raise CommandError(str(view.silence))
+    else:
+        for line in (*_headline(view), *_verdict(view), *_table(view)):
+            sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
+    return {"runs": 0, "ended": 1}.get(view.state, UNWELL)
+
+
+def _find(directory: Path, role: str | None, wait: float) -> RunningJob:
+    """The job, as soon as it has started."""
+    until, told = time.monotonic() + wait, False
+    while True:
+        try:
+            return find_job(directory, role)
+        except NoJob:
+            if not directory.is_dir() or time.monotonic() >= until:
+                raise
+        if not told:
+            print(f"megaprof status: waiting for a job to start in {printable(str(directory))}", file=sys.stderr)
+            told = True
+        time.sleep(0.1)
+
+
+def _look(job: RunningJob, hang_after: float) -> _View:
+    """What there is to see, once every rank has had the time to say something."""
+    silence = job.silence()
     statuses = job.statuses()
+    while silence is None and job.starting(statuses):
+        time.sleep(min(job.run.interval, 0.5))
+        statuses = job.statuses()
     now = job.now(statuses, silence)
-    blame = find_culprits(job.run, statuses, now)
-    for line in (*_headline(job, statuses, now), *_verdict(job, statuses, blame, now), *_table(job, statuses, now)):
-        sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
-    if silence is not None:
-        raise CommandError(silence)
-    return 0
+    return _View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
 
 
-def _headline(job: Job, statuses: dict[int, RankStatus], now: float) -> Iterator[str]:
-    from megaprof.control.job import ago
+def _as_json(view: _View) -> dict[str, Any]:
+    run, statuses, now = view.job.run, view.statuses, view.now
+    return {
+        "version": 1,
+        "state": view.state,
+        "reason": view.silence,
+        "run": run.run,
+        "role": run.role,
+        "ranks": run.world,
+        "sizes": dataclasses.asdict(run.sizes),
+        "running_s": round(now - run.started, 3),
+        "heard": sorted(_heard(view)),
+        "off": sorted(each.rank for each in statuses.values() if each.off),
+        "still_s": round(view.blame.still, 3),
+        "stuck": list(view.blame.stuck),
+        "culprits": [
+            {
+                "rank": culprit.rank,
+                "silent": culprit.silent,
+                "gone": _gone(culprit),
+                "waiting": culprit.waiting,
+                "for_s": round(culprit.seconds, 3),
+            }
+            for culprit in view.blame.culprits
+        ],
+        "status": [
+            {**each.as_record(), "step": each.step(), "still_s": round(each.stuck(now), 3)}
+            for _, each in sorted(statuses.items())
+        ],
+    }
 
-    run = job.run
-    sizes = run.sizes
-    shape = " ".join(f"{axis}{getattr(sizes, axis)}" for axis in ("tp", "pp", "cp", "ep", "dp", "vpp"))
+
+def _heard(view: _View) -> set[int]:
+    return {rank for rank, each in view.statuses.items() if not each.late(view.now)}
+
+
+def _headline(view: _View) -> Iterator[str]:
+    run, statuses = view.job.run, view.statuses
+    shape = " ".join(f"{axis}{getattr(run.sizes, axis)}" for axis in ("tp", "pp", "cp", "ep", "dp", "vpp"))
     role = "" if run.role is None else f", role {run.role}"
-    heard = "all" if len(statuses) == run.world else f"{len(statuses)}"
-    yield f"{run.world} ranks ({shape}){role}, running for {ago(now - run.started)}, {heard} of them heard"
-    for target in sorted({name for each in statuses.values() for name in each.calls}):
-        numbers = [step for each in statuses.values() if (step := each.step(target)) is not None]
+    count = len(_heard(view))
+    heard = "all" if count == run.world else f"{count}" if count else "none"
+    yield f"{run.world} ranks ({shape}){role}, running for {ago(view.now - run.started)}, {heard} of them heard"
+    for target, of_role in dict.fromkeys((c.target, c.role) for each in statuses.values() for c in each.calls):
+        numbers = [step for each in statuses.values() if (step := each.step_of(target, of_role)) is not None]
         if numbers:
             some = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
-            yield f"{target}: step {some}{_pace(target, statuses)}"
+            whose = "" if of_role is None else f" of {of_role}"
+            yield f"{target}{whose}: step {some}{_pace(target, of_role, statuses)}"
     capture = next((each.capture for each in statuses.values() if each.capture is not None), None)
     if capture is not None:
-        yield f"capture {capture.get('request')}: {capture.get('state')}"
+        yield f"capture {capture.request}: {capture.state}"
     off = sorted(each.rank for each in statuses.values() if each.off)
     if off:
         yield f"! profiling is off on rank {_some(off)}: the log says why"
 
 
-def _pace(target: str, statuses: dict[int, RankStatus]) -> str:
+def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:
     """Medians of all ranks. A step is a call of the schedule; between two come the optimizer, data, ..."""
-    every = _median([each.seconds_between(target) for each in statuses.values()], 1e3)
-    of_target = [each for each in statuses.values() if each.recent is not None and each.recent["target"] == target]
-    takes = _median([each.step_ms for each in of_target])
+    calls = [call for each in statuses.values() for call in each.calls if (call.target, call.role) == (target, role)]
+    every = _median([call.seconds for call in calls], 1e3)
+    recent = [each.recent for each in statuses.values() if each.recent is not None]
+    takes = _median([each.step_ms for each in recent if (each.target, each.role) == (target, role)])
     return (f", takes {takes} ms" if takes != "-" else "") + (f", one every {every} ms" if every != "-" else "")
 
 
-def _verdict(job: Job, statuses: dict[int, RankStatus], blame: Blame, now: float) -> Iterator[str]:
-    from megaprof.control.job import ago
-
+def _verdict(view: _View) -> Iterator[str]:
+    blame = view.blame
     silent = [culprit for culprit in blame.culprits if culprit.silent]
     guilty = [culprit for culprit in blame.culprits if not culprit.silent]
-    if not blame.stuck and not silent:
+    if not blame.stuck and not silent and view.silence is None:
         return
     yield ""
-    if blame.still:
-        yield f"It hangs: no rank has moved for {ago(blame.still)}."
+    if view.silence is not None:
+        yield f"The job appears to have died: {view.silence}."
+    elif blame.still:
+        yield f"The job appears to hang: no rank has moved for {ago(blame.still)}."
     elif blame.stuck:
-        yield f"{len(blame.stuck)} of {job.run.world} ranks have not moved for long."
+        yield f"{len(blame.stuck)} of {view.job.run.world} ranks have not moved for long."
     unheard = [culprit for culprit in silent if culprit.status is None]
     for culprit in [culprit for culprit in silent if culprit.status is not None][:_CULPRITS]:
         yield f"! {_who(culprit)} {_silence(culprit)}{_waiting(culprit)}"
@@ -110,19 +222,23 @@ def _who(culprit: Culprit) -> str:
     return f"rank {culprit.rank} (stage {status.coords['pp']}, {status.name}, process {status.pid})"
 
 
-def _silence(culprit: Culprit) -> str:
-    from megaprof.control.job import ago
-    from megaprof.control.run import dead
+def _gone(culprit: Culprit) -> bool:
+    status = culprit.status
+    return status is not None and dead(status.host, status.pid)
 
-    if culprit.status is not None and dead(culprit.status.host, culprit.status.pid):
+
+def _silence(culprit: Culprit) -> str:
+    if _gone(culprit):
         return "is gone: the process does not exist any more"
-    return f"gives no sign of life for {ago(culprit.seconds)}"
+    return f"has given no sign of life for {ago(culprit.seconds)}"
 
 
 def _doing(status: RankStatus | None) -> str:
     if status is None or status.place is None:
-        return "is outside of the schedule (optimizer, data, checkpoint, ...)"
-    return f"is in {status.place}, {status.place.target} step {status.place.step},"
+        return "has been outside of the schedule (optimizer, data, checkpoint, ...)"
+    place = status.place
+    whose = "" if place.role is None else f" of {place.role}"
+    return f"has been in {place}, {place.target}{whose} step {place.step},"
 
 
 def _waiting(culprit: Culprit) -> str:
@@ -131,30 +247,26 @@ def _waiting(culprit: Culprit) -> str:
     return f"; {culprit.waiting} ranks wait for it" if culprit.waiting else ""
 
 
-def _table(job: Job, statuses: dict[int, RankStatus], now: float) -> Iterator[str]:
+def _table(view: _View) -> Iterator[str]:
     """A line per rank, or per stage where there are too many."""
-    yield ""
-    if job.run.world <= _LINES:
-        groups = {f"rank {rank}": [status] for rank, status in sorted(statuses.items())}
-    else:
-        groups = {}
-        for _, status in sorted(statuses.items()):
-            groups.setdefault(f"{status.coords['pp']}", []).append(status)
-        groups = dict(sorted(groups.items(), key=lambda group: int(group[0])))
-    by_rank = job.run.world <= _LINES
+    by_rank = view.job.run.world <= _LINES
+    groups: dict[int, list[RankStatus]] = {}
+    for rank, status in sorted(view.statuses.items()):
+        groups.setdefault(rank if by_rank else status.coords["pp"], []).append(status)
     rows = [("rank" if by_rank else "stage", "stage" if by_rank else "ranks", "step", "step ms", "compute ms", "where")]
-    for name, members in list(groups.items())[:_LINES]:
+    for number, members in sorted(groups.items())[:_LINES]:
         steps = [step for each in members if (step := each.step()) is not None]
         rows.append(
             (
-                name.removeprefix("rank "),
+                str(number),
                 str(members[0].coords["pp"] if by_rank else len(members)),
                 "-" if not steps else str(min(steps)) if min(steps) == max(steps) else f"{min(steps)}-{max(steps)}",
                 _median([each.step_ms for each in members]),
                 _median([each.compute_ms for each in members]),
-                _where(members, now),
+                _where(members, view.now),
             )
         )
+    yield ""
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True)]
@@ -165,15 +277,19 @@ def _table(job: Job, statuses: dict[int, RankStatus], now: float) -> Iterator[st
 
 def _where(members: list[RankStatus], now: float) -> str:
     """Where most of them are, and since when."""
-    from megaprof.control.job import ago
-
-    places = Counter("outside of the schedule" if each.place is None else str(each.place) for each in members)
+    places = Counter(_place(each, now) for each in members)
     (most, count), *others = places.most_common()
     still = min(each.stuck(now) for each in members)
     since = f", {ago(still)}" if still >= 5 else ""
     if not others:
         return most + since
     return f"{count} in {most}; {len(members) - count} in {others[0][0]}{' and elsewhere' if others[1:] else ''}{since}"
+
+
+def _place(status: RankStatus, now: float) -> str:
+    if status.late(now):
+        return "not heard of any more"
+    return "outside of the schedule" if status.place is None else str(status.place)
 
 
 def _median(values: list[float | None], scale: float = 1.0) -> str:

@@ -1,4 +1,4 @@
-"""``megaprof trigger DIR``: make a running job capture, and wait for the files."""
+"""`megaprof trigger DIR`: make a running job capture, and wait for the files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.cli import CommandError, UsageError
+from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TARGETS
+from megaprof.control.job import NoJob, find_job
+from megaprof.control.requester import Requester, selected_ranks
+from megaprof.control.requests import OPTIONS, new_request
+from megaprof.formats.requests import Refused
 
 _LOOK_SECONDS = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    from megaprof.config.options import ProfileConfig
-    from megaprof.control.request import OPTIONS
-
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
     parser.add_argument("--target", required=True, help=f"what to capture: {' | '.join(TARGETS)}")
     parser.add_argument("--steps", type=int, default=2, help="how many steps (default: %(default)s)")
@@ -44,10 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, wait, and print the files, one a line. Raises CommandError where there are none, or not all."""
-    from megaprof.control.job import NoJob, find_job
-    from megaprof.control.request import OPTIONS, Refused, Request
-    from megaprof.control.requester import Requester, selected_ranks
-
     try:
         job = find_job(arguments.dir, arguments.role)
         if (silent := job.silence()) is not None:
@@ -56,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(fault)) from None
     options = {name: value for name in ("tool", *OPTIONS) if (value := getattr(arguments, name))}
     try:
-        request = Request.new(
+        request = new_request(
             job.run,
             arguments.target,
             role=arguments.role,
@@ -72,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        requester = Requester(job.paths, job.run, request, ranks)
+        requester = Requester(job, request, ranks)
     except Refused as refusal:
         raise CommandError(str(refusal)) from None
     told = ""

@@ -1,4 +1,4 @@
-"""``megaprof watch DIR``: a running job's stages as a live table."""
+"""`megaprof watch DIR`: a running job's stages as a live table."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError
+from megaprof.control.blame import find_culprits
+from megaprof.control.job import NoJob, RunningJob, find_job
+from megaprof.metrics.compute import summarise
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from megaprof.control.job import Job
 
 _LINES = 32
 
@@ -30,8 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the table until the job ends or Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
-
-    from megaprof.control.job import NoJob, find_job
 
     if arguments.every is not None and not arguments.every > 0:
         raise UsageError(f"--every {arguments.every:g} is not a number of seconds")
@@ -58,13 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _table(job: Job) -> RenderableType:
+def _table(job: RunningJob) -> RenderableType:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
-
-    from megaprof.control.blame import find_culprits
-    from megaprof.metrics.compute import summarise
 
     statuses = job.statuses()
     summary = summarise(job.run, statuses.values())
@@ -96,7 +92,7 @@ def _table(job: Job) -> RenderableType:
     lines: list[RenderableType] = [table, ", ".join(parts)]
     blame = find_culprits(job.run, statuses, job.now(statuses, None))
     if blame.stuck or blame.culprits:
-        still = "It hangs" if blame.still else "Some ranks do not move, or are silent"
+        still = "The job appears to hang" if blame.still else "Some ranks do not move, or are silent"
         lines.append(Text(f"{still}: megaprof status {job.directory}", style="bold red", overflow="fold"))
     return Group(*lines)
 

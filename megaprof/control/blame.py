@@ -12,47 +12,53 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megaprof.control.run import Run
-from megaprof.control.status import RankStatus
 from megaprof.formats import ranges
+from megaprof.formats.run import RunRecord
+from megaprof.formats.status import Place, RankStatus
 
 #: A rank hangs when it has not moved for this many seconds, of its intervals, and of its steps.
 STUCK_SECONDS, STUCK_INTERVALS, STUCK_STEPS = 10.0, 3, 5
 _COMPUTING = frozenset((ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED))
 
-Place = tuple[int, int, int, int]
-"""pp, tp, cp, dp: what names a rank."""
-
 
 @dataclass(frozen=True)
 class Culprit:
-    """A rank that others wait for. ``status`` is None for one that has written none."""
+    """A rank that others wait for, or of which nothing is heard."""
 
     rank: int
+    """Its global rank."""
     status: RankStatus | None
+    """What it last said; None for one that has written nothing."""
     silent: bool
     """It gives no sign of life."""
     waiting: int
     """How many ranks wait for it, over others too."""
     seconds: float
-    """Since when it has not moved, or not been heard of."""
+    """For how long it has not moved, or not been heard of."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """``culprits``: the most guilty first. ``stuck``: ranks that have not moved for long; empty when nothing hangs."""
+    """Who keeps a job waiting, if anybody does."""
 
     stuck: tuple[int, ...]
+    """Ranks that have not moved for long; empty when nothing hangs."""
     culprits: tuple[Culprit, ...]
+    """The most guilty first."""
     still: float
     """Seconds for which nothing at all has moved; 0 when something does."""
 
 
-def find_culprits(run: Run, statuses: Mapping[int, RankStatus], now: float) -> Blame:
-    """``statuses`` by rank, as far as they could be read; ``now`` in wall-clock seconds."""
+def find_culprits(
+    run: RunRecord, statuses: Mapping[int, RankStatus], now: float, stuck_after: float = STUCK_SECONDS
+) -> Blame:
+    """Of the ranks of `run`: `statuses` by rank, as far as they could be read; `now` in wall-clock seconds.
+
+    `stuck_after`: seconds without a move after which a rank hangs, at least.
+    """
     silent = {rank for rank, status in statuses.items() if status.late(now)} | (set(range(run.world)) - set(statuses))
     alive = {rank: status for rank, status in statuses.items() if rank not in silent and not status.ended}
-    stuck = {rank for rank, status in alive.items() if is_stuck(status, now)}
+    stuck = {rank for rank, status in alive.items() if is_stuck(status, now, stuck_after)}
     edges: dict[int, set[int]] = {}
     fresh = set(stuck)
     while fresh:
@@ -82,19 +88,13 @@ def find_culprits(run: Run, statuses: Mapping[int, RankStatus], now: float) -> B
     return Blame(tuple(sorted(stuck)), tuple(culprits), still)
 
 
-def is_stuck(status: RankStatus, now: float) -> bool:
-    usual = max(STUCK_SECONDS, STUCK_INTERVALS * status.interval, STUCK_STEPS * (status.step_ms or 0.0) / 1e3)
+def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> bool:
+    """Whether it has not moved for `seconds`, and for longer than its steps explain."""
+    usual = max(seconds, STUCK_INTERVALS * status.interval, STUCK_STEPS * (status.step_ms or 0.0) / 1e3)
     return status.stuck(now) > usual
 
 
-def waits(status: RankStatus) -> bool:
-    """Whether it stands in an operation that waits for another stage or another replica."""
-    return status.place is not None and (
-        status.place.phase == ranges.FINALIZE_GRADS or any(_directions(status.place.phase))
-    )
-
-
-def _waits_for(run: Run, statuses: Mapping[int, RankStatus], rank: int) -> Iterator[int]:
+def _waits_for(run: RunRecord, statuses: Mapping[int, RankStatus], rank: int) -> Iterator[int]:
     status = statuses[rank]
     if status.place is None:
         return
@@ -123,14 +123,14 @@ def _directions(phase: str) -> tuple[bool, bool]:
     return "recv_forward" in phase or "send_backward" in phase, "recv_backward" in phase or "send_forward" in phase
 
 
-def _named(run: Run, status: RankStatus, **elsewhere: int) -> Iterator[int]:
+def _named(run: RunRecord, status: RankStatus, **elsewhere: int) -> Iterator[int]:
     """The rank at other coordinates, as Megatron's rank order has it."""
     layout = run.layout
     if layout is not None:
         yield layout.rank_of(**{axis: {**status.coords, **elsewhere}[axis] for axis in ("tp", "cp", "dp", "pp")})
 
 
-def _replicas(run: Run, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
+def _replicas(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
     """Replicas of its stage, and the other end of its pipeline, which may share the embedding: those that have not
     come to the reduction of this step."""
     layout, own = run.layout, status.coords
@@ -143,19 +143,20 @@ def _replicas(run: Run, statuses: Mapping[int, RankStatus], status: RankStatus) 
             for cp in range(run.sizes.cp) if pp == own["pp"] else (own["cp"],):
                 rank = layout.rank_of(tp=own["tp"], cp=cp, dp=dp, pp=pp)
                 other = statuses.get(rank)
-                if rank != status.rank and (other is None or not _reduces(other, status.place.step)):
+                if rank != status.rank and (other is None or not _reduces(other, status.place)):
                     yield rank
 
 
-def _reduces(status: RankStatus, step: int) -> bool:
+def _reduces(status: RankStatus, reduction: Place) -> bool:
+    """Whether it has come to the same reduction: that of the same step of the same target and role."""
     place = status.place
-    if place is None:
-        last = status.step()
-        return last is not None and last >= step
-    return place.step > step or (place.step == step and place.phase == ranges.FINALIZE_GRADS)
+    if place is not None and (place.target, place.role) == (reduction.target, reduction.role):
+        return place.step > reduction.step or (place.step == reduction.step and place.phase == ranges.FINALIZE_GRADS)
+    last = status.finished(reduction.target, reduction.role)
+    return last is not None and last >= reduction.step
 
 
-def _coupled(run: Run, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
+def _coupled(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
     """Ranks with which it communicates inside a microbatch and that have stood elsewhere for longer."""
     sizes, layout, own, place = run.sizes, run.layout, status.coords, status.place
     if layout is None or place is None or sizes.tp * sizes.cp * sizes.ep == 1:
@@ -168,13 +169,13 @@ def _coupled(run: Run, statuses: Mapping[int, RankStatus], status: RankStatus) -
                 other = statuses.get(layout.rank_of(tp=tp, cp=cp, dp=dp, pp=own["pp"]))
                 if other is None or other.rank == status.rank or (dp != own["dp"] and tp != own["tp"]):
                     continue
-                if _position(other) != _position(status) and other.since < status.since:
+                if _position(other) != _position(status) and other.moved < status.moved:
                     yield other.rank
 
 
 def _position(status: RankStatus) -> tuple[object, ...]:
     place = status.place
-    return () if place is None else (place.step, place.phase, place.microbatch, place.chunk)
+    return () if place is None else (place.target, place.role, place.step, place.phase, place.microbatch, place.chunk)
 
 
 def _all_waiting(rank: int, waiters: Mapping[int, set[int]]) -> set[int]:

@@ -5,19 +5,18 @@ That is why concurrent requests need no lock: what all ranks look at is only wha
 
 from __future__ import annotations
 
-import os
-import shutil
+import re
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
-from megaprof.control import records
-from megaprof.control.paths import REQUEST_ID, Paths
-from megaprof.control.records import Absent, BadRecord, Owner
-from megaprof.control.request import Refused, Request
-from megaprof.control.run import Run
+from megaprof.control import directory
+from megaprof.control.directory import ANSWERS, ORDERS, REQUESTS, ControlDirectory
+from megaprof.control.requests import read_request
+from megaprof.formats.files import Directory, Unsafe
+from megaprof.formats.records import Absent, BadRecord
+from megaprof.formats.requests import REQUEST_ID, Refusal, Refused, Request
+from megaprof.formats.run import RunRecord
 from megaprof.runtime.logs import logger
 
 #: How many entries one look goes through, and how many requests it judges.
@@ -25,127 +24,134 @@ _LOOKED_AT = 4096
 _JUDGED = 64
 #: Answers of this many requests are kept.
 _KEPT = 256
-#: How long an admitted request keeps others out after nobody waits for it any more.
+#: How long an admitted request keeps others out after nobody waits for it any more, in seconds.
 _GRACE = 30.0
+#: What may be removed in the directories: requests, orders and answers, and nothing that merely lies beside them.
+_ORDER = re.compile(rf"{REQUEST_ID.pattern}(\.go)?\.json", re.ASCII)
+_ANSWER = re.compile(r"(rank\d{5,}|refused)\.json", re.ASCII)
+_SHARD = re.compile(r"ranks\d{6}-\d{6}", re.ASCII)
 
 
 class Gate:
-    """``current`` is the request that is being carried out, None when there is none."""
+    """`current` is the request that is being carried out, None when there is none.
 
-    def __init__(self, paths: Paths, run: Run, owner: Owner) -> None:
-        self._paths = paths
+    Methods raise OSError where the directory does not answer, and `Unsafe` where it is not the job's alone.
+    """
+
+    def __init__(self, control: ControlDirectory, run: RunRecord) -> None:
         self._run = run
-        self._owner = owner
         self._answered: OrderedDict[str, None] = OrderedDict()
         self._stuck: set[str] = set()
         self._until = 0.0
         self.current: Request | None = None
-        self._open()
+        self._open(control)
 
-    def _open(self) -> None:
+    def _open(self, control: ControlDirectory) -> None:
         """Remove what an earlier run left; nobody asks before ``run.json`` is there."""
-        for directory in (self._paths.orders, self._paths.answers):
-            shutil.rmtree(directory, ignore_errors=True)
-        self._make()
-
-    def _make(self) -> None:
-        for directory in (self._paths.orders, self._paths.answers):
-            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        self._paths.requests.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            os.chmod(self._paths.requests, 0o700)
-        except PermissionError as fault:
-            reason = f"{self._paths.requests} belongs to another user: remove it"
-            raise PermissionError(fault.errno, reason) from None
-
-    def look(self) -> None:
-        """Judge what has come in since the last time. Raises OSError where the directory does not answer."""
-        self._settle()
-        try:
-            names = sorted(self._names())
-        except FileNotFoundError:  # somebody has cleaned up
-            self._make()
-            return
+        self._make(control)
+        with control.folder(ORDERS) as orders:
+            for name in orders.names(_LOOKED_AT):
+                if _ORDER.fullmatch(name):
+                    orders.unlink(name)
+        with control.folder(ANSWERS) as answers:
+            names = answers.names(_LOOKED_AT)
         for name in names:
-            path = self._paths.requests / name
-            identity = name.removesuffix(".json")
-            if not name.endswith(".json") or REQUEST_ID.fullmatch(identity) is None:
-                self._remove(path)
-                continue
-            try:
-                self._judge(identity, path)
-            except Absent:
-                continue
-            except (Refused, BadRecord) as fault:
-                reason = f"the request {fault}" if isinstance(fault, BadRecord) else str(fault)
-                logger.info("megaprof: request %s is refused: %s", identity, reason)
-                self._refuse(identity, reason)
-            self._remove(path)
+            if REQUEST_ID.fullmatch(name):
+                _forget(control, name)
 
-    def _names(self) -> Iterator[str]:
-        judged = 0
-        with os.scandir(self._paths.requests) as entries:
-            for looked_at, entry in enumerate(entries):
-                if judged == _JUDGED or looked_at == _LOOKED_AT:
-                    return
-                # A name with a dot is a request that is being written.
-                if not entry.name.startswith(".") and entry.name not in self._stuck:
-                    judged += 1
-                    yield entry.name
+    def _make(self, control: ControlDirectory) -> None:
+        for name in (ORDERS, ANSWERS):
+            with control.folder(name, create=0o755):
+                pass
+        with control.folder(REQUESTS, create=0o700) as requests:
+            if requests.stat().st_mode & 0o077:
+                requests.chmod(0o700)
 
-    def _judge(self, identity: str, path: Path) -> None:
+    def look(self, control: ControlDirectory) -> None:
+        """Judge what has come in since the last time."""
+        self._settle(control)
+        try:
+            with control.folder(REQUESTS) as requests:
+                # A name with a dot in front is a request that is being written; another one is no request.
+                names = [name for name in requests.names(_LOOKED_AT) if name.endswith(".json")]
+                found = {name for name in names if REQUEST_ID.fullmatch(name.removesuffix(".json"))}
+                for name in sorted(found - self._stuck)[:_JUDGED]:
+                    self._take(control, requests, name.removesuffix(".json"), name)
+        except FileNotFoundError:  # somebody has cleaned up
+            self._make(control)
+
+    def _take(self, control: ControlDirectory, requests: Directory, identity: str, name: str) -> None:
+        try:
+            self._judge(control, identity)
+        except Absent:
+            return
+        except (Refused, BadRecord) as fault:
+            reason = f"the request {fault}" if isinstance(fault, BadRecord) else str(fault)
+            logger.info("megaprof: request %s is refused: %s", identity, reason)
+            self._refuse(control, identity, reason)
+        if not requests.unlink(name) and len(self._stuck) < _LOOKED_AT:
+            self._stuck.add(name)  # a directory, for instance: judged once
+
+    def _judge(self, control: ControlDirectory, identity: str) -> None:
         if self.current is not None and self.current.id == identity:
             return  # the same once more: it is being carried out
-        record = records.read(path, self._owner)
+        record = control.read(directory.request(identity), control.owner)
         if record.get("id") != identity:
             raise Refused("the request's id is not its file's name")
         if identity in self._answered:
             raise Refused("a request of this id was answered before")
-        request = Request.from_record(record, self._run)
+        request = read_request(record, self._run)
         if self.current is not None:
             raise Refused(f"busy with {self.current.id} ({self.current.by}), which asks for {self.current.target}")
-        self._answers(identity)
+        self._answers(control, identity)
         try:
-            self._paths.orders.mkdir(mode=0o755, exist_ok=True)
-            records.write(self._paths.order(identity), request.as_record())
+            control.write(directory.order(identity), request.as_record(), create=True)
         except OSError as fault:
-            raise Refused(f"{self._paths.orders} cannot be written: {fault.strerror}") from None
+            raise Refused(f"the job's orders cannot be written: {fault.strerror}") from None
         self.current = request
         self._until = time.monotonic() + request.timeout + _GRACE
         logger.info("megaprof: request %s (%s) is carried out: %s", identity, request.by, request.target)
 
-    def _settle(self) -> None:
+    def _settle(self, control: ControlDirectory) -> None:
         """Whoever asked removes the order when nothing more is wanted of it; or he is gone, and its time is up."""
         if self.current is None:
             return
-        order = self._paths.order(self.current.id)
-        if time.monotonic() <= self._until and order.exists():
+        order = directory.order(self.current.id)
+        if time.monotonic() <= self._until and control.exists(order):
             return
-        for path in (order, self._paths.go(self.current.id)):
-            with suppress(OSError):
-                path.unlink()
+        control.unlink(order, directory.start(self.current.id))
         self.current = None
 
-    def _refuse(self, identity: str, reason: str) -> None:
-        self._answers(identity)
+    def _refuse(self, control: ControlDirectory, identity: str, reason: str) -> None:
+        self._answers(control, identity)
         with suppress(OSError):
-            records.write(self._paths.refusal(identity), {"version": 1, "run": self._run.run, "reason": reason})
+            control.write(directory.refusal(identity), Refusal(self._run.run, reason).as_record())
 
-    def _answers(self, identity: str) -> None:
-        """A place for the answers to ``identity``, instead of those to the oldest request."""
+    def _answers(self, control: ControlDirectory, identity: str) -> None:
+        """A place for the answers to `identity`, instead of those to the oldest request."""
         self._answered[identity] = None
-        (self._paths.answers / identity).mkdir(mode=0o755, parents=True, exist_ok=True)
+        with control.folder(ANSWERS, identity, create=0o755):
+            pass
         while len(self._answered) > _KEPT:
-            shutil.rmtree(self._paths.answers / self._answered.popitem(last=False)[0], ignore_errors=True)
+            _forget(control, self._answered.popitem(last=False)[0])
 
-    def _remove(self, path: Path) -> None:
-        try:
-            path.unlink()
-        except FileNotFoundError:
-            return
-        except OSError:
-            try:
-                path.rmdir()
-            except OSError:
-                if len(self._stuck) < _LOOKED_AT:
-                    self._stuck.add(path.name)
+
+def _forget(control: ControlDirectory, identity: str) -> None:
+    """Remove the answers to a request: what is called as they are, and then the directory if it is empty."""
+    with suppress(OSError, Unsafe):
+        with control.folder(ANSWERS, identity) as answers:
+            for name in answers.names(_LOOKED_AT):
+                if _SHARD.fullmatch(name):
+                    _remove_answers(control, identity, name)
+                    answers.rmdir(name)
+                elif _ANSWER.fullmatch(name):
+                    answers.unlink(name)
+        with control.folder(ANSWERS) as all_answers:
+            all_answers.rmdir(identity)
+
+
+def _remove_answers(control: ControlDirectory, identity: str, shard: str) -> None:
+    with suppress(OSError, Unsafe), control.folder(ANSWERS, identity, shard) as answers:
+        for name in answers.names(_LOOKED_AT):
+            if _ANSWER.fullmatch(name):
+                answers.unlink(name)

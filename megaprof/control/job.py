@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.control.paths import CONTROL, Paths, control_directories
-from megaprof.control.records import Absent, BadRecord
-from megaprof.control.run import Run, dead, read_run
-from megaprof.control.status import RankStatus, read_status, read_statuses
-from megaprof.formats.names import sanitise
+from megaprof.control.directory import CONTROL, ControlDirectory, part, parts_with_a_run, path_of, status
+from megaprof.formats import records
+from megaprof.formats.files import Directory, Unsafe
+from megaprof.formats.records import Absent, BadRecord
+from megaprof.formats.run import RunRecord, dead, read_run
+from megaprof.formats.status import LATE_INTERVALS, LATE_SECONDS, RankStatus
 
 #: Looks at a status that seems old, before it counts as such: the clock of the job's host may be another.
 _LOOKS = 3
+#: Readers at a time: a network file system answers each within milliseconds, and all of them at once.
+_READERS = 16
 
 
 class NoJob(Exception):
@@ -21,17 +26,31 @@ class NoJob(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class RunningJob:
+    """One run in a save directory."""
+
     directory: Path
-    paths: Paths
-    run: Run
+    """The save directory."""
+    part: str | None
+    """The directory of its role in the control directory, None without roles."""
+    run: RunRecord
+    """What its lowest rank says of it."""
+
+    def control(self) -> ControlDirectory:
+        """Its control directory, to be closed. Raises OSError, and Unsafe."""
+        return ControlDirectory.look(self.directory, self.part)
 
     def leader(self) -> RankStatus | None:
-        return read_status(self.paths, self.run, self.run.leader)
+        """The lowest rank's status, None where it cannot be read."""
+        return self.statuses([self.run.leader]).get(self.run.leader)
 
-    def statuses(self) -> dict[int, RankStatus]:
-        """Of all ranks, by rank."""
-        return read_statuses(self.paths, self.run, range(self.run.world))
+    def statuses(self, ranks: Iterable[int] | None = None) -> dict[int, RankStatus]:
+        """Those of `ranks`, or of all ranks, that are written, whole, and of this run, by rank."""
+        try:
+            with self.control() as control:
+                return read_statuses(control, self.run, range(self.run.world) if ranks is None else ranks)
+        except (OSError, Unsafe):
+            return {}
 
     def now(self, statuses: dict[int, RankStatus], silence: str | None) -> float:
         """The time by the job's clocks: while it lives, somebody wrote within an interval, whatever it is here."""
@@ -60,34 +79,76 @@ class Job:
         name = run.host if first is None else first.name
         return f"the job does not answer: rank {run.leader} ({name}, process {run.pid}) was last heard of {heard}"
 
+    def starting(self, statuses: dict[int, RankStatus]) -> bool:
+        """Whether ranks that are not heard of may just not have come so far."""
+        since = time.time() - self.run.started
+        return len(statuses) < self.run.world and since < max(LATE_SECONDS, LATE_INTERVALS * self.run.interval)
 
-def find_job(directory: Path, role: str | None = None) -> Job:
-    """The job, or a role's part of it, that writes to ``directory``. Raises NoJob."""
-    found = control_directories(directory)
+
+def find_job(directory: Path, role: str | None = None) -> RunningJob:
+    """The job, or a role's part of it, that writes to `directory`. Raises NoJob."""
     if not directory.is_dir():
         raise NoJob(f"{directory} is no directory")
+    try:
+        found = parts_with_a_run(directory)
+    except Unsafe as fault:
+        raise NoJob(f"no job in {directory}: {fault}") from None
     if not found:
         raise NoJob(
             f"no job in {directory}: {CONTROL}/run.json does not exist there; a job listens with "
             "--profile-on-demand or --profile-tool timeline"
         )
-    own = [path for path in found if role is not None and path.name == f"role-{sanitise(role)}"]
-    plain = [path for path in found if path.name == CONTROL]
-    root = (own or plain or found)[0]
-    if not own and not plain and (role is not None or len(found) > 1):
-        roles = ", ".join(path.name.removeprefix("role-") for path in found)
+    own = part(role)
+    chosen = own if own in found else None if None in found else found[0]
+    if chosen not in (own, None) and (role is not None or len(found) > 1):
+        roles = ", ".join(str(name).removeprefix("role-") for name in found)
         raise NoJob(f"the job in {directory} has the roles {roles}: name one with --role")
     try:
-        run = read_run(root)
-    except Absent:
+        with ControlDirectory.look(directory, chosen) as control, control.folder() as folder:
+            return RunningJob(directory, chosen, read_run(folder))
+    except (Absent, OSError):
         raise NoJob(f"no job in {directory} any more") from None
     except BadRecord as fault:
-        raise NoJob(f"{root / 'run.json'} {fault}") from None
-    return Job(directory, Paths(root, run.world), run)
+        raise NoJob(f"{path_of(directory, chosen) / 'run.json'} {fault}") from None
+    except Unsafe as fault:
+        raise NoJob(f"no job in {directory}: {fault}") from None
+
+
+def read_statuses(control: ControlDirectory, run: RunRecord, ranks: Iterable[int]) -> dict[int, RankStatus]:
+    """The statuses of `ranks` that are written, whole, and of `run`, by rank."""
+    folders: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+    for rank in ranks:
+        place = status(rank, run.world)
+        folders.setdefault(place[:-1], []).append((rank, place[-1]))
+    found: list[RankStatus | None] = []
+    for folder, files in folders.items():
+        try:
+            with control.folder(*folder) as opened:
+                opened.names(1)  # a network file system asks its server again
+                found += _read_all(opened, run, files)
+        except (OSError, Unsafe):
+            continue
+    return {each.rank: each for each in found if each is not None}
+
+
+def _read_all(folder: Directory, run: RunRecord, files: list[tuple[int, str]]) -> list[RankStatus | None]:
+    if len(files) <= _READERS:
+        return [_read(folder, run, *file) for file in files]
+    with ThreadPoolExecutor(_READERS) as readers:
+        return list(readers.map(lambda file: _read(folder, run, *file), files))
+
+
+def _read(folder: Directory, run: RunRecord, rank: int, name: str) -> RankStatus | None:
+    try:
+        found = RankStatus.from_record(records.read(folder, name))
+    except (Absent, BadRecord, ValueError):
+        return None
+    inside = all(place < getattr(run.sizes, axis) for axis, place in found.coords.items())
+    return found if (found.run, found.rank) == (run.run, rank) and inside else None
 
 
 def ago(seconds: float) -> str:
-    """``90`` as ``1 min 30 s``."""
+    """`90` as ``1 min 30 s``."""
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"

@@ -7,18 +7,19 @@ chosen for all. So every rank starts with the same step, and no rank ever waits 
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megaprof.control import records
-from megaprof.control import request as states
-from megaprof.control.paths import Paths, refresh
-from megaprof.control.records import Absent, BadRecord, Owner
-from megaprof.control.request import Answer, Refused, Request
-from megaprof.control.run import Run, read_run
+from megaprof.control import directory
+from megaprof.control.directory import ANSWERS, REQUESTS, RUN, ControlDirectory
+from megaprof.control.job import RunningJob
+from megaprof.formats import requests as states
+from megaprof.formats.files import Owner, Unsafe
+from megaprof.formats.records import Absent, BadRecord
+from megaprof.formats.requests import Answer, Refusal, Refused, Request, Start
+from megaprof.formats.run import RunRecord, read_run
 
 #: How much later than the estimate says the first step is, and how long a step time that is not known is waited for.
 _SAFETY = 1.5
@@ -27,12 +28,14 @@ _PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """``reason``: why not every selected rank captured the steps, None when all did."""
+    """What became of a request."""
 
     reason: str | None
+    """Why not every selected rank captured the steps; None when all did."""
     steps: tuple[int, ...]
+    """The numbers of the captured steps."""
     files: tuple[str, ...]
-    """Relative to the save directory."""
+    """What was written, relative to the save directory."""
     ranks: int
     """How many ranks captured."""
 
@@ -40,9 +43,9 @@ class Outcome:
 def first_call(calls: int, seconds: float | None, answers_age: float, latency: float, look: float) -> int:
     """The number of the first call to capture: the next one that none can have begun when all have heard of it.
 
-    ``calls`` had begun at most, ``seconds`` apart (None: not known, so the next but one), when the answers were given
-    ``answers_age`` seconds ago and up to ``latency`` seconds before that; hearing of it takes another ``latency``,
-    which is what the way there and back took before, and a ``look``.
+    `calls` had begun at most, `seconds` apart (None: not known, so the next but one), when the answers were given
+    `answers_age` seconds ago and up to `latency` seconds before that; hearing of it takes another `latency`,
+    which is what the way there and back took before, and a `look`.
     """
     if seconds is None:
         return calls + 1
@@ -53,11 +56,11 @@ def first_call(calls: int, seconds: float | None, answers_age: float, latency: f
 class Requester:
     """Carries one request through. Raises Refused, from the constructor too, when it will come to nothing."""
 
-    def __init__(self, paths: Paths, run: Run, request: Request, ranks: Iterable[int]) -> None:
-        """``ranks`` are those that ``request.select`` selects."""
+    def __init__(self, job: RunningJob, request: Request, ranks: Iterable[int]) -> None:
+        """`ranks` are those that `request.select` selects."""
         self.request = request
-        self._paths = paths
-        self._run = run
+        self._job = job
+        self._run = job.run
         self._missing = set(ranks)
         self._open = set(self._missing)
         self._answers: dict[int, Answer] = {}
@@ -66,7 +69,7 @@ class Requester:
         self._began = time.monotonic()
         self._all_heard: float | None = None
         self._gone_at = 0
-        self._owner = _submit(paths, run, request)
+        self._owner = _submit(job, request)
 
     @property
     def state(self) -> str:
@@ -91,7 +94,11 @@ class Requester:
     def advance(self) -> Outcome | None:
         """One look at what has come; the outcome when there is one. Raises Refused."""
         try:
-            outcome = self._advance()
+            with self._job.control() as control:
+                outcome = self._advance(control)
+        except (OSError, Unsafe) as fault:
+            self.withdraw()
+            raise Refused(f"the job's control directory does not answer: {fault}") from None
         except Refused:
             self.withdraw()
             raise
@@ -101,26 +108,22 @@ class Requester:
 
     def withdraw(self) -> None:
         """Nothing more is wanted: what has not begun will not begin."""
-        for path in (
-            self._paths.order(self.request.id),
-            self._paths.go(self.request.id),
-            self._paths.request(self.request.id),
-        ):
-            with suppress(OSError):
-                path.unlink()
+        name = self.request.id
+        with suppress(OSError, Unsafe), self._job.control() as control:
+            control.unlink(directory.order(name), directory.start(name), directory.request(name))
 
-    def _advance(self) -> Outcome | None:
+    def _advance(self, control: ControlDirectory) -> Outcome | None:
         now = time.monotonic()
         if not self._gone and not self._answers:
-            self._look_for_refusal()
-        self._read_answers(now)
+            self._look_for_refusal(control)
+        self._read_answers(control, now)
         waited = now - self._began
         if not self._gone:
             refused = next((a for a in self._answers.values() if a.state in states.FINAL), None)
             if refused is not None:
                 raise Refused(f"rank {refused.rank}: {refused.reason}")
             if not self._missing:
-                self._go(now)
+                self._go(control, now)
         elif not self._open:
             return self._outcome(None)
         if waited <= self.request.timeout:
@@ -129,29 +132,28 @@ class Requester:
             raise Refused(self._silence())
         return self._outcome(f"it was not finished within {self.request.timeout:.0f} s")
 
-    def _look_for_refusal(self) -> None:
-        refresh(self._paths.answers)
-        refresh(self._paths.answers / self.request.id)
-        with suppress(Absent, BadRecord):
-            refusal = records.read(self._paths.refusal(self.request.id), self._owner)
-            raise Refused(str(refusal.get("reason"))[:1000])
-        with suppress(Absent, BadRecord):
-            run = read_run(self._paths.root)
+    def _look_for_refusal(self, control: ControlDirectory) -> None:
+        control.refresh(ANSWERS, self.request.id)
+        with suppress(Absent, BadRecord, ValueError):
+            record = control.read(directory.refusal(self.request.id), self._owner)
+            raise Refused(Refusal.from_record(record).reason)
+        with suppress(Absent, BadRecord), control.folder() as folder:
+            run = read_run(folder)
             if run.run != self._run.run:
                 raise Refused("the job was started again meanwhile")
             if run.ended is not None:
                 raise Refused("the job has ended meanwhile")
 
-    def _read_answers(self, now: float) -> None:
-        for directory in {self._paths.answer(self.request.id, rank).parent for rank in self._open}:
-            refresh(directory)
-        for rank in list(self._open):
+    def _read_answers(self, control: ControlDirectory, now: float) -> None:
+        places = {rank: directory.answer(self.request.id, rank, self._run.world) for rank in self._open}
+        for folder in {place[:-1] for place in places.values()}:
+            control.refresh(*folder)
+        for rank, place in places.items():
             try:
-                record = records.read(self._paths.answer(self.request.id, rank), self._owner)
-                answer = Answer.from_record(record)
+                answer = Answer.from_record(control.read(place, self._owner))
             except (Absent, BadRecord, ValueError):
                 continue
-            if record.get("run") != self._run.run or answer.rank != rank:
+            if (answer.run, answer.rank) != (self._run.run, rank):
                 continue
             if self._answers.get(rank) != answer:
                 self._heard[rank] = now
@@ -162,7 +164,7 @@ class Requester:
         if not self._missing and self._all_heard is None:
             self._all_heard = now
 
-    def _go(self, now: float) -> None:
+    def _go(self, control: ControlDirectory, now: float) -> None:
         known = [answer.seconds for answer in self._answers.values() if answer.seconds is not None]
         heard = now if self._all_heard is None else self._all_heard
         if len(known) < len(self._answers) and now - heard < min(_PATIENCE, self.request.timeout / 4):
@@ -174,11 +176,11 @@ class Requester:
             heard - self._began,
             self._run.interval,
         )
-        record = {"version": 1, "run": self._run.run, "id": self.request.id, "first": self._gone_at}
+        start = Start(self._run.run, self.request.id, self._gone_at)
         try:
-            records.write(self._paths.go(self.request.id), record)
+            control.write(directory.start(self.request.id), start.as_record())
         except OSError as fault:
-            raise Refused(f"{self._paths.orders} cannot be written: {fault.strerror}") from None
+            raise Refused(f"the job's orders cannot be written: {fault.strerror}") from None
         self._gone = True
 
     def _silence(self) -> str:
@@ -208,25 +210,30 @@ class Requester:
         )
 
 
-def _submit(paths: Paths, run: Run, request: Request) -> Owner:
+def _submit(job: RunningJob, request: Request) -> Owner:
     """Write the request; returns whose answers are believed. Raises Refused."""
+    path = directory.path_of(job.directory, job.part) / REQUESTS
     try:
-        written = records.write(paths.request(request.id), request.as_record(), mode=0o600)
-        leader = os.stat(paths.run)
+        with job.control() as control:
+            leader = control.owner_of(RUN)
+            with control.folder(REQUESTS) as folder:
+                folder.check(leader)
+            written = control.write(directory.request(request.id), request.as_record(), mode=0o600)
+            if written.uid != leader.uid:
+                control.unlink(directory.request(request.id))
+                raise Refused(f"you are user {written.uid} there, and the job belongs to user {leader.uid}")
     except FileNotFoundError:
         raise Refused("the job takes no requests: its control directory is gone") from None
     except PermissionError:
-        raise Refused(f"{paths.requests} cannot be written by you: only the user whose job it is may ask") from None
+        raise Refused(f"{path} cannot be written by you: only the user whose job it is may ask") from None
     except OSError as fault:
-        raise Refused(f"{paths.requests} cannot be written: {fault.strerror}") from None
-    if written.st_uid != leader.st_uid:
-        with suppress(OSError):
-            paths.request(request.id).unlink()
-        raise Refused(f"you are user {written.st_uid} there, and the job belongs to user {leader.st_uid}")
-    return Owner.of(leader)
+        raise Refused(f"{path} cannot be written: {fault.strerror}") from None
+    except Unsafe as fault:
+        raise Refused(str(fault)) from None
+    return leader
 
 
-def selected_ranks(run: Run, request: Request) -> list[int]:
+def selected_ranks(run: RunRecord, request: Request) -> list[int]:
     """The ranks that a request selects. Raises Refused where that cannot be known, or where there is none."""
     selector = request.selector
     if selector.rank_spans is not None:

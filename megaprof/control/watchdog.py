@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import TRAIN_ACTOR
-from megaprof.control.request import Refused, Request
+from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requester import Requester, selected_ranks
+from megaprof.control.requests import new_request
+from megaprof.formats.requests import Refused
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ STEPS = 2
 
 
 class Watchdog:
-    """Asks as ``megaprof trigger`` does, from the lowest rank's background thread.
+    """Asks as `megaprof trigger` does, from the lowest rank's background thread.
 
     What has been captured is known: only something new is captured, and not for a while after the last time. A job
     that stays slow must not fill its disk.
@@ -37,6 +38,8 @@ class Watchdog:
         self._config = config
         self._clock = clock
         self._target = TRAIN_ACTOR if TRAIN_ACTOR in config.target else config.target[0]
+        # A train_overall window lasts from one training step to the next: those are what is counted and timed.
+        self._timed = TRAIN_ACTOR if self._target == TRAIN_OVERALL else self._target
         self._samples: deque[float] = deque(maxlen=_HISTORY)
         self._slow = 0
         self._uneven = self._even = 0
@@ -68,7 +71,7 @@ class Watchdog:
 
     def _slow_steps(self, listener: Listener) -> str | None:
         factor = self._config.trigger_step_time
-        calls, milliseconds = listener.step_time(self._target)
+        calls, milliseconds = listener.step_time(self._timed)
         # A captured step is slow by itself, and without a new step there is nothing new to see.
         if factor is None or milliseconds is None or listener.busy or calls == self._calls:
             return None
@@ -91,12 +94,13 @@ class Watchdog:
     def _ask(self, listener: Listener, reason: str) -> None:
         self._not_before = self._clock() + self._config.trigger_cooldown
         self._slow = self._uneven = 0
-        run = listener.run
-        if run is None:
+        job = listener.job
+        if job is None:
             return
         try:
-            request = Request.new(run, self._target, role=run.role, steps=STEPS, by=f"the job itself, as {reason}")
-            self._requester = Requester(listener.paths, run, request, selected_ranks(run, request))
+            by = f"the job itself, as {reason}"
+            request = new_request(job.run, self._target, role=job.run.role, steps=STEPS, by=by)
+            self._requester = Requester(job, request, selected_ranks(job.run, request))
         except Refused as refusal:
             logger.warning("megaprof: %s, but a capture is not possible: %s", reason, refusal)
             return

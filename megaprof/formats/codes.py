@@ -57,7 +57,7 @@ def wait(handle: str) -> int:
     return WAIT | ((WAITS.index(handle) + 1) << _CHUNK if handle in WAITS else 0)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1 << 16)
 def name(code: int) -> RangeName | None:
     """The range name that ``code`` stands for; None for a number that is no code (a newer format, a damaged file)."""
     kind, which = code & KIND_MASK, (code >> _CHUNK) & _CHUNK_MASK

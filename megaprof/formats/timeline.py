@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.formats import codes
+from megaprof.formats.inputs import read_input
+from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 
 SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
@@ -33,6 +35,7 @@ FAILED = 2  # the host raised an exception in it
 CAPTURED = 4  # a window was open, so it took longer than usual
 INCOMPLETE = 8  # it has no times per event: they were not ready in time, or too many
 
+_CUT = "its last record is not complete"
 _HEAD = struct.Struct("<BI")
 _CHECK = struct.Struct("<I")
 _FIXED = struct.Struct("<HHHBqqIIIIIII")
@@ -57,7 +60,10 @@ STEP_TYPE = np.dtype(
 )
 _LONGEST = (1 << 32) - 1
 _LARGEST = (1 << 16) - 1
-_LARGEST_UNIT = 40  # microseconds to the power of two: no step takes longer than years
+_LONGEST_STEP = 1 << 48  # microseconds: nine years
+_LATEST = 1 << 62  # nanoseconds since the epoch: with a step's length behind it, still 64 bits
+#: Events of a step; the recorder keeps far fewer.
+_MOST_EVENTS = 1 << 20
 #: No record is longer; what claims to be is damage.
 _LONGEST_RECORD = 1 << 26
 MOST_NUMBERS = 1 << 16
@@ -67,24 +73,30 @@ Microseconds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One schedule call on one rank, as it is written. Times in microseconds since its start, ``start_ns`` excepted.
-
-    ``starts`` and ``ends`` have one entry per event of the shape, in the order of the starts, or are empty with
-    the flag ``INCOMPLETE``.
-    """
+    """One schedule call on one rank, as it is written."""
 
     metadata: int
+    """Number of its metadata record in the file, from 0."""
     shape: int
+    """Number of its shape record in the file, from 0."""
     step: int
+    """The step, in the host's numbering where it has one."""
     index: int
+    """Which call of this step, from 0."""
     start_ns: int
-    """Wall clock."""
+    """Wall clock of its start, in nanoseconds."""
     duration: int
+    """Length in microseconds."""
     starts: Sequence[int] | Microseconds
+    """Start of every event of the shape, ascending, in microseconds since the step's start; empty if ``INCOMPLETE``."""
     ends: Sequence[int] | Microseconds
+    """End of every event, likewise."""
     totals: dict[str, int]
+    """Microseconds by kind of event (`codes.KINDS`)."""
     own: int = 0
+    """Microseconds that recording took on the training thread."""
     flags: int = 0
+    """``DEVICE_CLOCK`` and the others, added up."""
     packed: bytes | None = None
     """``starts`` and ``ends`` as `pack_times` has them, in their place."""
 
@@ -152,27 +164,36 @@ def _differences(times: Microseconds) -> Microseconds:
 
 @dataclass(frozen=True)
 class Events:
-    """The events of one step: ``code[i]`` ran from ``start[i]`` to ``end[i]``, microseconds since the step's start, in
-    the order of the starts; an enclosing one comes before what it encloses."""
+    """The events of one step in the order of their starts; an enclosing one comes before what it encloses."""
 
     code: npt.NDArray[np.int64]
+    """What each is, as `codes` has it."""
     start: Microseconds
+    """When each began, in microseconds since the step's start."""
     end: Microseconds
+    """When each ended, likewise."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """One file that was read: ``steps`` has the fields of ``STEP_TYPE``, in the order of writing.
-
-    ``damage``: why reading stopped before the end of the file, None when it did not.
-    """
+    """One file that was read: every record in it is checked."""
 
     path: Path
-    metadata: tuple[dict[str, Any], ...]
+    """The file."""
+    metadata: tuple[Metadata, ...]
+    """What its steps are of, by the numbers that they refer to."""
     shapes: tuple[npt.NDArray[np.int64], ...]
+    """Codes of the events that steps consist of, by number."""
     steps: npt.NDArray[Any]
+    """Its steps in the order of writing, with the fields of ``STEP_TYPE``."""
     damage: str | None
+    """Why reading stopped before the end of the file; None when it did not."""
     _tails: tuple[bytes, ...]
+
+    @property
+    def is_cut(self) -> bool:
+        """True where it ends inside a record, as when a process is killed or still writes."""
+        return self.damage == _CUT
 
     def events(self, position: int) -> Events | None:
         """The events of step ``steps[position]``; None where it has none, or where they are damaged."""
@@ -181,12 +202,15 @@ class Timeline:
             return None
         code = self.shapes[fixed["shape"]]
         tail = self._tails[position]
-        if len(tail) != (1 + 4 * code.size if code.size else 0) or (tail and tail[0] > _LARGEST_UNIT):
+        if len(tail) != (1 + 4 * code.size if code.size else 0):
             return None
         times = np.frombuffer(tail, dtype="<u2", offset=min(1, len(tail))).astype(np.int64)
         unit = tail[0] if tail else 0
         start = np.cumsum(times[0::2])
-        return Events(code, start << unit, (start + times[1::2]) << unit)
+        end = start + times[1::2]
+        if code.size and int(end.max()) << unit > _LONGEST_STEP:
+            return None
+        return Events(code, start << unit, end << unit)
 
 
 class UnreadableTimeline(Exception):
@@ -202,12 +226,12 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     """Read a file up to its end or to the first damage. ``events``: False leaves the times of single events out, for
     readers that go through thousands of files. Raises UnreadableTimeline, whatever the file holds."""
     try:
-        data = path.read_bytes()
+        data = read_input(path)
     except OSError as fault:
         raise UnreadableTimeline(path, f"it cannot be read: {fault.strerror or fault}") from None
     if data[: len(MAGIC)] != MAGIC[: len(data)] or (data and len(data) < len(MAGIC)):
         raise UnreadableTimeline(path, "it is no timeline of megaprof's")
-    metadata: list[dict[str, Any]] = []
+    metadata: list[Metadata] = []
     shapes: list[npt.NDArray[np.int64]] = []
     fixed: list[bytes] = []
     tails: list[bytes] = []
@@ -215,26 +239,47 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     try:
         for kind, payload in _records(data):
             if kind == STEP:
-                if len(payload) < _FIXED.size:
-                    raise ValueError("a step is too short")
-                which, shape = payload[0] | payload[1] << 8, payload[2] | payload[3] << 8
-                if which >= len(metadata) or shape >= len(shapes):
-                    raise ValueError("a step refers to what is not there")
-                fixed.append(payload[: _FIXED.size])
+                fixed.append(_step(payload, len(metadata), len(shapes)))
                 if events:
                     tails.append(payload[_FIXED.size :])
-            elif kind == SHAPE:
-                if len(payload) % 8:
-                    raise ValueError("a shape is damaged")
-                shapes.append(np.frombuffer(payload, dtype="<i8"))
-            elif kind == METADATA:
-                metadata.append(_object(payload))
+            elif kind == SHAPE and len(shapes) < MOST_NUMBERS:
+                shapes.append(_shape(payload))
+            elif kind == METADATA and len(metadata) < MOST_NUMBERS:
+                metadata.append(_metadata(payload))
             # A record of a kind that a later version added is skipped.
     except ValueError as fault:
         damage = str(fault)
-    return Timeline(
-        path, tuple(metadata), tuple(shapes), np.frombuffer(b"".join(fixed), dtype=STEP_TYPE), damage, tuple(tails)
-    )
+    except MemoryError:
+        raise UnreadableTimeline(path, "it does not fit into memory") from None
+    steps = np.frombuffer(b"".join(fixed), dtype=STEP_TYPE)
+    impossible = (steps["step"] < 0) | (steps["step"] >= MOST_STEPS)
+    impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)
+    if impossible.any():
+        whole = int(impossible.argmax())
+        steps, tails, damage = steps[:whole], tails[:whole], "a step has an impossible number or time"
+    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, tuple(tails))
+
+
+def _step(payload: bytes, metadata: int, shapes: int) -> bytes:
+    """The fixed part of a step record, whose numbers refer to what has been read."""
+    if len(payload) < _FIXED.size:
+        raise ValueError("a step is too short")
+    if payload[0] | payload[1] << 8 >= metadata or payload[2] | payload[3] << 8 >= shapes:
+        raise ValueError("a step refers to what is not there")
+    return payload[: _FIXED.size]
+
+
+def _shape(payload: bytes) -> npt.NDArray[np.int64]:
+    if len(payload) % 8 or len(payload) > 8 * _MOST_EVENTS:
+        raise ValueError("a shape is damaged")
+    return np.frombuffer(payload, dtype="<i8")
+
+
+def _metadata(payload: bytes) -> Metadata:
+    try:
+        return read_metadata(payload)
+    except (ValueError, RecursionError) as fault:
+        raise ValueError(f"its metadata is damaged: {fault}") from None
 
 
 def _record(kind: int, payload: bytes) -> bytes:
@@ -248,22 +293,12 @@ def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
     view = memoryview(data)
     while position < size:
         if position + _HEAD.size > size:
-            raise ValueError("its last record is not complete")
+            raise ValueError(_CUT)
         kind, length = _HEAD.unpack_from(data, position)
         end = position + _HEAD.size + length
         if length > _LONGEST_RECORD or end + _CHECK.size > size:
-            raise ValueError("its last record is not complete")
+            raise ValueError(_CUT)
         if zlib.crc32(view[position:end]) != _CHECK.unpack_from(data, end)[0]:
             raise ValueError(f"the record at byte {position} is damaged")
         yield kind, data[position + _HEAD.size : end]
         position = end + _CHECK.size
-
-
-def _object(payload: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(payload)
-    except RecursionError:
-        raise ValueError("its metadata is damaged") from None
-    if not isinstance(found, dict):
-        raise ValueError("its metadata is no object")
-    return found

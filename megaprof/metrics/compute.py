@@ -15,43 +15,60 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megaprof.control.run import Run
-from megaprof.control.status import RankStatus
+from megaprof.formats.run import RunRecord
+from megaprof.formats.status import RankStatus
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One pipeline stage. ``imbalance``: its compute over the mean of all stages'."""
+class StageFigures:
+    """One pipeline stage now; None is what cannot be known."""
 
     pp: int
+    """Which one."""
     ranks: int
+    """How many of its ranks were heard."""
     step: int | None
+    """The last step of any of them."""
     step_ms: float | None
+    """How long a step takes, in milliseconds: median of its ranks."""
     compute_ms: float | None
+    """What it computes in a step, in milliseconds: median of its ranks."""
     imbalance: float | None
+    """That over the mean of all stages."""
     slowest_rank: int | None
+    """The rank that computes longest."""
     slowest_ms: float | None
+    """For how long that computes, in milliseconds."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The whole job; None is what cannot be known (no timeline is kept, or no step has been finished)."""
+    """The whole job now; None is what cannot be known (no timeline is kept, or no step has been finished)."""
 
     target: str | None
+    """What the steps are of."""
     step: int | None
-    stages: tuple[Stage, ...]
+    """The last step of any rank."""
+    stages: tuple[StageFigures, ...]
+    """Every stage of which a rank was heard, in order."""
     step_ms: float | None
+    """How long a step takes, in milliseconds: median of all ranks."""
     imbalance: float | None
+    """Compute of the slowest stage over the mean of all stages."""
     slowest_stage: int | None
+    """Which stage that is."""
     bubble_fraction: float | None
+    """Part of a step in which the median stage waits for others."""
     straggler: int | None
+    """The rank that computes longest compared with its stage."""
     straggler_ratio: float | None
+    """Its compute over the median of its stage."""
     own_cost: float | None
     """The greatest part of a step that megaprof took on a training thread."""
 
 
-def summarise(run: Run, statuses: Iterable[RankStatus]) -> Summary:
-    """Of the ranks in ``statuses``: a straggler is found only where a stage has several of them there."""
+def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
+    """Of the ranks in `statuses`: a straggler is found only where a stage has several of them there."""
     of_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)
@@ -64,9 +81,9 @@ def summarise(run: Run, statuses: Iterable[RankStatus]) -> Summary:
     slowest = max(known, key=lambda pp: known[pp]) if mean is not None else None
     straggler, ratio = _straggler(of_stage.values())
     steps = [step for status in everyone if (step := status.step()) is not None]
-    costs = [cost for status in everyone if isinstance(cost := (status.cost or {}).get("fraction"), int | float)]
+    costs = [status.cost.fraction for status in everyone if status.cost is not None]
     return Summary(
-        target=next((str(status.recent["target"]) for status in everyone if status.recent is not None), None),
+        target=next((status.recent.target for status in everyone if status.recent is not None), None),
         step=max(steps, default=None),
         stages=stages,
         step_ms=_median([status.step_ms for status in everyone]),
@@ -79,11 +96,11 @@ def summarise(run: Run, statuses: Iterable[RankStatus]) -> Summary:
     )
 
 
-def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: float | None) -> Stage:
+def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: float | None) -> StageFigures:
     timed = [(status.compute_ms, status.rank) for status in members if status.compute_ms is not None]
     slowest_ms, slowest = max(timed, key=lambda pair: (pair[0], -pair[1])) if timed else (None, None)
     steps = [step for status in members if (step := status.step()) is not None]
-    return Stage(
+    return StageFigures(
         pp=pp,
         ranks=len(members),
         step=max(steps, default=None),
@@ -100,8 +117,7 @@ def _bubble(members: Sequence[RankStatus]) -> float | None:
         compute, step = status.compute_ms, status.step_ms
         if status.recent is None or compute is None or not step:
             return None
-        finalize = status.recent.get("finalize_ms")
-        return 1 - (compute + (finalize if isinstance(finalize, int | float) else 0.0)) / step
+        return 1 - (compute + status.recent.finalize_ms) / step
 
     return _median([idle(status) for status in members])
 

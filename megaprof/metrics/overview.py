@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megaprof.config.options import ProfileConfig
-from megaprof.control.status import read_statuses
 from megaprof.metrics import sinks
 from megaprof.metrics.compute import Summary, summarise
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener
-    from megaprof.control.run import Run
+    from megaprof.formats.run import RunRecord
 
 
 #: Ranks that one look reads; of a larger world others each time, evenly from all of it.
@@ -46,21 +45,21 @@ class Overview:
         self._wanted: list[Callable[[Summary], None]] = []
 
     def want(self, consumer: Callable[[Summary], None]) -> None:
-        """Give each summary to ``consumer`` as well, which does not raise."""
+        """Give each summary to `consumer` as well, which does not raise."""
         self._wanted.append(consumer)
 
     def __call__(self, listener: Listener) -> None:
-        run, now = listener.run, time.monotonic()
-        if run is None or now < self._due:
+        job, now = listener.job, time.monotonic()
+        if job is None or now < self._due:
             return
-        self._due = now + (self._every or max(LEAST_SECONDS, min(run.world, MOST_RANKS) / READ_RATE))
+        self._due = now + (self._every or max(LEAST_SECONDS, min(job.run.world, MOST_RANKS) / READ_RATE))
         found = [(name, sink) for name, sink in self._sinks() if name not in self._broken]
         if not found and not self._wanted:
             return
-        statuses = read_statuses(listener.paths, run, self._ranks(run))
+        statuses = job.statuses(self._ranks(job.run))
         self._looks += 1
         fresh = [status for status in statuses.values() if not status.late(time.time())]
-        summary = summarise(run, fresh)
+        summary = summarise(job.run, fresh)
         for name, sink in found:
             try:
                 sink(summary)
@@ -89,7 +88,7 @@ class Overview:
             found.append(("OpenTelemetry", self._otel))
         return found
 
-    def _ranks(self, run: Run) -> list[int]:
+    def _ranks(self, run: RunRecord) -> list[int]:
         """All, or every n-th one of each stage, beginning with another one each time."""
         stride = math.ceil(run.world / MOST_RANKS)
         layout = run.layout

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from megaprof.formats.files import appearing
 from megaprof.formats.names import sanitise
 from megaprof.integrations import registry
 from megaprof.metrics.compute import Summary
@@ -61,8 +61,7 @@ def _to_tensorboard(writer: Any, summary: Summary, role: str | None) -> None:
 
 
 class Prometheus:
-    """A file for the node exporter's textfile collector, replaced as a whole: ``x.prom``, or ``x.actor.prom`` of a
-    role."""
+    """A file for the node exporter's textfile collector, replaced as a whole: `x.prom`, or `x.actor.prom` of a role."""
 
     def __init__(self, path: str | os.PathLike[str], role: str | None) -> None:
         given = Path(path)
@@ -71,51 +70,62 @@ class Prometheus:
 
     def __call__(self, summary: Summary) -> None:
         """Raises OSError."""
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        try:
-            temporary.write_text(self.text(summary), encoding="utf-8")
-            os.replace(temporary, self._path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        from prometheus_client import CollectorRegistry, generate_latest
 
-    def text(self, summary: Summary) -> str:
-        """The exposition format, version 0.0.4."""
+        registry = CollectorRegistry()
+        registry.register(_Families(self._describe(summary)))
+        with appearing(self._path, sync=False) as file:
+            file.write(generate_latest(registry))
+
+    def _describe(self, summary: Summary) -> tuple[Any, ...]:
+        from prometheus_client.core import GaugeMetricFamily
+
         labels = {**self._labels, **({} if summary.target is None else {"target": summary.target})}
-        lines: list[str] = []
 
-        def metric(name: str, help: str, values: list[tuple[dict[str, str], float | None]]) -> None:
-            known = [(extra, value) for extra, value in values if value is not None]
-            if known:
-                lines.append(f"# HELP megaprof_{name} {help}")
-                lines.append(f"# TYPE megaprof_{name} gauge")
-                lines.extend(f"megaprof_{name}{_labels({**labels, **extra})} {value!r}" for extra, value in known)
+        def gauge(name: str, help: str, value: float | None) -> Any:
+            family = GaugeMetricFamily(f"megaprof_{name}", help, labels=list(labels))
+            if value is not None:
+                family.add_metric(list(labels.values()), value)
+            return family
 
+        figures = []
         for figure, (name, unit, help) in FIGURES.items():
             value = getattr(summary, figure)
-            metric(name, help, [({}, value / 1e3 if value is not None and unit == "ms" else value)])
-        metric(
-            "stage_compute_seconds",
+            figures.append(gauge(name, help, value / 1e3 if value is not None and unit == "ms" else value))
+        stages = GaugeMetricFamily(
+            "megaprof_stage_compute_seconds",
             "Compute of a stage in a step, median of its ranks",
-            [({"stage": str(s.pp)}, None if s.compute_ms is None else s.compute_ms / 1e3) for s in summary.stages],
+            labels=[*labels, "stage"],
         )
-        metric("last_step", "Number of the last step", [({}, summary.step)])
-        metric("updated_timestamp_seconds", "When this was written", [({}, time.time())])
-        return "\n".join(lines) + "\n"
+        for stage in summary.stages:
+            if stage.compute_ms is not None:
+                stages.add_metric([*labels.values(), str(stage.pp)], stage.compute_ms / 1e3)
+        last = gauge("last_step", "Number of the last step", summary.step)
+        updated = gauge("updated_timestamp_seconds", "When this was written", time.time())
+        return tuple(family for family in (*figures, stages, last, updated) if family.samples)
+
+
+class _Families:
+    """What `prometheus_client` asks for its figures."""
+
+    def __init__(self, families: tuple[Any, ...]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Any]:
+        return self._families
+
+
+def check_prometheus(path: str | None) -> None:
+    """Raises ValueError where figures are to go to a Prometheus file, and what writes it is not installed."""
+    if path is not None and find_spec("prometheus_client") is None:
+        raise ValueError(
+            f"--profile-prometheus {path} needs the package prometheus-client: pip install 'megaprof[prometheus]', or "
+            "leave the option out"
+        )
 
 
 def _of_role(role: str | None) -> dict[str, str]:
     return {} if role is None else {"role": role}
-
-
-def _labels(labels: dict[str, str]) -> str:
-    if not labels:
-        return ""
-    escaped = {
-        name: value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") for name, value in labels.items()
-    }
-    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"
 
 
 class OpenTelemetry:

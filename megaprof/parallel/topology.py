@@ -46,6 +46,10 @@ class ParallelSizes:
         for option in fields(self):
             _whole(option.name, getattr(self, option.name), least=1)
 
+    def __str__(self) -> str:
+        parallel = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if getattr(self, axis) > 1]
+        return " ".join(f"{axis}={getattr(self, axis)}" for axis in parallel) or "no parallelism"
+
     @property
     def world(self) -> int:
         """The number of ranks that these sizes describe."""

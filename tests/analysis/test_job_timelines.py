@@ -22,8 +22,8 @@ def test_files_are_whole_named_and_sharded(tmp_path: Path) -> None:
     for path, rank in zip(paths, (0, 1030), strict=True):
         timeline = read_timeline(path)
         assert timeline.damage is None
-        assert timeline.metadata[0]["coords"]["rank"] == rank
-        assert timeline.metadata[0]["host"] == f"node-{rank // RANKS_PER_HOST:04d}"
+        assert timeline.metadata[0].coords.rank == rank
+        assert timeline.metadata[0].host == f"node-{rank // RANKS_PER_HOST:04d}"
         assert timeline.steps["step"].tolist() == [0, 1, 2]
 
 
@@ -71,7 +71,7 @@ def test_options(tmp_path: Path) -> None:
     assert first.steps["step"].tolist() == list(range(100, 109))
     assert second.steps["step"].tolist() == list(range(100, 105))
     assert (first.steps["flags"] == format.DEVICE_CLOCK | format.INCOMPLETE).all()
-    assert first.metadata[0]["role"] == "ref"
+    assert first.metadata[0].role == "ref"
     assert first.events(0) is None
     with pytest.raises(ValueError, match="2 times for 1 stages"):
         write_timelines(tmp_path, layout, steps=1, forward_ms=[1.0, 2.0])

@@ -71,7 +71,7 @@ def test_a_rename_that_fails_leaves_the_old_file_and_the_raw_file(
     raw = raw_path(final)
     raw.write_bytes(b"new")
 
-    def no_rename(source: object, target: object) -> None:  # a tmpfs never refuses one, a quota may
+    def no_rename(source: object, target: object, **directories: int) -> None:  # a tmpfs never refuses one, a quota may
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(files.os, "replace", no_rename)

@@ -27,9 +27,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megaprof.control.run import interval
+
 from megaprof import ProfileConfig
 from megaprof.config.options import options
-from megaprof.control.run import interval
 from megaprof.control.status import SIZE
 from megaprof.formats.names import SHARD_RANKS, shard
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
@@ -45,7 +46,7 @@ STEP_SECONDS, MICROBATCHES, STAGES, TRACE_MB = 10.0, 32, 16, 10.0
 
 #: Operations of one rank that is not the lowest: at most those of its start; of each look at the control directory; at
 #: the end.
-START, LOOK, END = 9, 3, 1
+START, LOOK, END = 9, 7, 1
 _AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 
 
@@ -57,11 +58,12 @@ class Counted:
         place, stat = str(directory), os.stat
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            if event in _AUDITED and arguments and str(arguments[0]).startswith(place):
+            # A number, or a name alone, is one of a directory that is held open.
+            if event in _AUDITED and arguments and (_below(place, arguments[0]) or "/" not in str(arguments[0])):
                 self.operations.append((event, str(arguments[0])))
 
         def counted(path: Any, *arguments: Any, **named: Any) -> os.stat_result:
-            if str(path).startswith(place):
+            if _below(place, path) or named.get("dir_fd") is not None:
                 self.operations.append(("os.stat", str(path)))
             return stat(path, *arguments, **named)
 
@@ -71,6 +73,10 @@ class Counted:
     def take(self) -> list[tuple[str, str]]:
         taken, self.operations = self.operations, []
         return taken
+
+
+def _below(place: str, path: Any) -> bool:
+    return str(path).startswith(place)
 
 
 def one_rank(directory: str, looks: int) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaprof.control import records
-from megaprof.control.request import Request
-from megaprof.control.run import Run
+from megaprof.formats.requests import Request
+from megaprof.formats.run import RunRecord
+from tests.control import places
 
 
-def changed(of: Run, path: Path, **fields: Any) -> None:
+def changed(of: RunRecord, path: Path, **fields: Any) -> None:
     record = Request.new(of, "train_actor", timeout=60).as_record()
-    records.write(path, {**record, "id": path.name.removesuffix(".json"), **fields}, mode=0o600)
+    places.write(path, {**record, "id": path.name.removesuffix(".json"), **fields}, mode=0o600)
 
 
 def raw(path: Path, content: bytes) -> None:
@@ -29,35 +29,35 @@ def signed(data: bytes) -> bytes:
     return b'{"crc32":"%08x","data":%s}' % (zlib.crc32(data), data)
 
 
-def linked(run: Run, path: Path) -> None:
+def linked(run: RunRecord, path: Path) -> None:
     aside = path.parents[2] / f"{path.name}.elsewhere"
     changed(run, aside, id=path.name.removesuffix(".json"))
     path.symlink_to(aside)
 
 
-def directory(run: Run, path: Path) -> None:
+def directory(run: RunRecord, path: Path) -> None:
     path.mkdir()
     (path / "inside").touch()
 
 
-def writable(run: Run, path: Path) -> None:
+def writable(run: RunRecord, path: Path) -> None:
     changed(run, path)
     path.chmod(0o666)
 
 
-def foreign(run: Run, path: Path) -> None:
+def foreign(run: RunRecord, path: Path) -> None:
     changed(run, path)
     os.chown(path, 12345, 12345)
 
 
-def half(run: Run, path: Path) -> None:
+def half(run: RunRecord, path: Path) -> None:
     changed(run, path)
     content = path.read_bytes()
     raw(path, content[: len(content) // 2])
 
 
 #: What writes it, and a part of the reason with which it is refused.
-MALFORMED: dict[str, tuple[Callable[[Run, Path], None], str]] = {
+MALFORMED: dict[str, tuple[Callable[[RunRecord, Path], None], str]] = {
     "text": (lambda run, path: raw(path, b"please"), "no record"),
     "empty": (lambda run, path: raw(path, b""), "no record"),
     "half": (half, "no record"),

@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from megaprof.cli import main
-from megaprof.control import records
 from megaprof.control.blame import find_culprits
-from megaprof.control.paths import Paths
-from megaprof.control.run import Run
-from megaprof.control.status import SIZE, RankStatus, read_status
+from megaprof.control.job import RunningJob
+from megaprof.formats.run import RunRecord
+from megaprof.formats.status import SIZE, RankStatus
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.control import places
 
 NOW = 1_000_000.0
 
 
-def job(**sizes: int) -> Run:
+def job(**sizes: int) -> RunRecord:
     layout = WorldLayout(ParallelSizes(**sizes))
-    return Run.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
+    return RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
 
 
-def record(run: Run, rank: int, phase: str | None, microbatch: int | None = None, **other: Any) -> dict[str, Any]:
+def record(run: RunRecord, rank: int, phase: str | None, microbatch: int | None = None, **other: Any) -> dict[str, Any]:
     assert run.layout is not None
     coords = run.layout.coords(rank)
     since = other.pop("since", NOW - 60)
@@ -50,11 +50,11 @@ def record(run: Run, rank: int, phase: str | None, microbatch: int | None = None
     }
 
 
-def statuses(run: Run, phases: dict[int, tuple[Any, ...]], **other: Any) -> dict[int, RankStatus]:
+def statuses(run: RunRecord, phases: dict[int, tuple[Any, ...]], **other: Any) -> dict[int, RankStatus]:
     return {rank: RankStatus.from_record(record(run, rank, *phase, **other)) for rank, phase in phases.items()}
 
 
-def culprits(run: Run, found: dict[int, RankStatus]) -> list[tuple[int, int]]:
+def culprits(run: RunRecord, found: dict[int, RankStatus]) -> list[tuple[int, int]]:
     return [(culprit.rank, culprit.waiting) for culprit in find_culprits(run, found, NOW).culprits]
 
 
@@ -130,20 +130,20 @@ def test_a_status_of_another_shape_is_no_status(damage: str) -> None:
 
 def test_a_status_of_another_world_is_no_status(tmp_path: Path) -> None:
     run = job(pp=2)
-    paths = Paths.of(tmp_path, None, run.world)
+    paths = places.Paths.of(tmp_path, None, run.world)
     paths.status(0).parent.mkdir(parents=True)
     written = record(run, 0, "forward", 1)
-    records.overwrite(paths.status(0), written, SIZE)
-    assert read_status(paths, run, 0) is not None
-    records.overwrite(paths.status(0), {**written, "coords": {**written["coords"], "pp": 2}}, SIZE)
-    assert read_status(paths, run, 0) is None
+    places.overwrite(paths.status(0), written, SIZE)
+    assert RunningJob(tmp_path, None, run).leader() is not None
+    places.overwrite(paths.status(0), {**written, "coords": {**written["coords"], "pp": 2}}, SIZE)
+    assert RunningJob(tmp_path, None, run).leader() is None
 
 
 @pytest.mark.slow
 def test_sixteen_thousand_ranks_fit_on_a_screen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = job(tp=8, pp=16, cp=2, dp=64)
     assert run.world == 16384
-    paths = Paths.of(tmp_path, None, run.world)
+    paths = places.Paths.of(tmp_path, None, run.world)
     assert run.layout is not None
     guilty = run.layout.rank_of(tp=3, cp=1, dp=17, pp=5)
     now = time.time()
@@ -156,12 +156,12 @@ def test_sixteen_thousand_ranks_fit_on_a_screen(tmp_path: Path, capsys: pytest.C
         since = now - (65 if rank == guilty else 60)
         records_of[rank] = record(run, rank, *phase, since=since, time=now)
     paths.root.mkdir()
-    records.write(paths.run, run.as_record())
+    places.write(paths.run, run.as_record())
     for rank, written in records_of.items():
         path = paths.status(rank)
         if not path.parent.exists():
             path.parent.mkdir(parents=True)
-        records.overwrite(path, written, SIZE)
+        places.overwrite(path, written, SIZE)
     assert max(len(json.dumps(each)) for each in records_of.values()) < SIZE
     assert main(["status", str(tmp_path)]) == 0
     shown = capsys.readouterr().out

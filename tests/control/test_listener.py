@@ -20,16 +20,18 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.artifacts.writer import Writer
 from megaprof.capture.demand import Demand
 from megaprof.config import tools
-from megaprof.control import records
 from megaprof.control.gate import Gate
+from megaprof.control.job import RunningJob
 from megaprof.control.listener import Listener
-from megaprof.control.request import MOST_STEPS, Answer, Request
-from megaprof.control.run import Run, read_run
-from megaprof.control.status import read_status
+from megaprof.formats import records
+from megaprof.formats.requests import MOST_STEPS, Answer, Request, Start
+from megaprof.formats.run import RunRecord
+from megaprof.formats.status import RankStatus
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
 from megaprof.recorders.nsys import SESSION_VARIABLE, NsysRecorder
 from megaprof.runtime.background import Background
+from tests.control import places
 
 
 class Job:
@@ -38,15 +40,15 @@ class Job:
 
         self.handle = handle
         self.listener: Listener = handle._listener
-        self.paths = self.listener.paths
+        self.paths = places.Paths.of(Path(handle.config.dir), None, 1)
         self.forward_backward = get_forward_backward_func()
         self.gpt = gpt
         self.listener.look()
 
     @property
-    def run(self) -> Run:
-        assert self.listener.run is not None
-        return self.listener.run
+    def run(self) -> RunRecord:
+        assert self.listener.job is not None
+        return self.listener.job.run
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -54,16 +56,19 @@ class Job:
 
     def order(self, target: str = "train_actor", **options: Any) -> Request:
         request = Request.new(self.run, target, **options)
-        records.write(self.paths.request(request.id), request.as_record(), mode=0o600)
+        places.write(self.paths.request(request.id), request.as_record(), mode=0o600)
         self.listener.look()
         return request
 
     def go(self, request: Request, first: int) -> None:
-        records.write(self.paths.go(request.id), {"run": self.run.run, "id": request.id, "first": first})
+        places.write(self.paths.go(request.id), Start(self.run.run, request.id, first).as_record())
         self.listener.look()
 
     def answer(self, request: Request) -> Answer:
-        return Answer.from_record(records.read(self.paths.answer(request.id, 0)))
+        return Answer.from_record(places.read(self.paths.answer(request.id, 0)))
+
+    def status(self) -> RankStatus | None:
+        return RunningJob(self.paths.root.parent, None, self.run).leader()
 
     def finish(self, request: Request) -> Answer:
         assert self.handle.flush()
@@ -189,7 +194,7 @@ def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: p
     assert job.answer(request).state == "refused"
     assert "no library today" in str(job.answer(request).reason)
     job.listener.look()
-    assert not job.listener._capture
+    assert job.listener._orders.task is None
 
 
 def test_the_longest_answer_is_a_record() -> None:
@@ -268,8 +273,8 @@ def test_the_end_of_the_job_is_an_answer(job: Job) -> None:
     job.handle.remove()
     answer = job.answer(request)
     assert (answer.state, answer.reason) == ("failed", "the job ended before it was finished")
-    assert read_run(job.paths.root).ended is not None
-    status = read_status(job.paths, job.run, 0)
+    assert places.read_run(job.paths.root).ended is not None
+    status = job.status()
     assert status is not None
     assert status.ended
 
@@ -280,8 +285,8 @@ def test_somebody_removes_the_directory_or_a_part_of_it(job: Job, what: str) -> 
     shutil.rmtree(removed) if removed.is_dir() else removed.unlink()
     for _ in range(2):
         job.listener.look()
-    assert read_run(job.paths.root).run == job.run.run
-    assert read_status(job.paths, job.run, 0) is not None
+    assert places.read_run(job.paths.root).run == job.run.run
+    assert job.status() is not None
     request = job.order(steps=1)
     job.go(request, 0)
     job.step()
@@ -296,34 +301,36 @@ def test_a_directory_that_does_not_answer_at_first(
     with install_hooks(one_rank.chunks, config) as handle:
         listener = handle._listener
         with monkeypatch.context() as failing:
-            failing.setattr(Gate, "_make", lambda self: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+            fault = OSError(5, "Input/output error")
+            failing.setattr(Gate, "_make", lambda self, control: (_ for _ in ()).throw(fault))
             listener.look()
         assert "does not answer: Input/output error" in caplog.text
-        assert not listener.paths.run.exists()
+        paths = places.Paths(listener.path)
+        assert not paths.run.exists()
         listener.look()
-        assert read_run(listener.paths.root).run == listener.run.run
+        assert places.read_run(paths.root).run == listener.job.run.run
 
 
 def test_a_later_job_in_the_same_directory_takes_over(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    later = Run.new(WorldLayout(job.run.sizes).coords(0), None, ("train_actor",), None, 1.0)
-    records.write(job.paths.run, later.as_record())
+    later = RunRecord.new(WorldLayout(job.run.sizes).coords(0), None, ("train_actor",), None, 1.0)
+    places.write(job.paths.run, later.as_record())
     status = job.paths.status(0).read_bytes()
     for _ in range(2):
         job.listener.look()
     assert caplog.text.count("another job") == 1
     job.handle.remove()
-    assert read_run(job.paths.root) == later, "it has not ended, the earlier one has"
+    assert places.read_run(job.paths.root) == later, "it has not ended, the earlier one has"
     assert job.paths.status(0).read_bytes() == status
 
 
 def test_when_the_later_job_has_ended_the_earlier_one_is_there_again(job: Job) -> None:
     ours = job.run
-    later = Run.new(WorldLayout(ours.sizes).coords(0), None, ("train_actor",), None, 1.0)
-    records.write(job.paths.run, later.as_record())
+    later = RunRecord.new(WorldLayout(ours.sizes).coords(0), None, ("train_actor",), None, 1.0)
+    places.write(job.paths.run, later.as_record())
     job.listener.look()
-    records.write(job.paths.run, replace(later, ended=time.time()).as_record())
+    places.write(job.paths.run, replace(later, ended=time.time()).as_record())
     job.listener.look()
-    assert read_run(job.paths.root) == ours
+    assert places.read_run(job.paths.root) == ours
 
 
 def test_a_file_system_that_hangs_does_not_hold_up_the_end(
@@ -349,22 +356,23 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file somebody else's")
 def test_somebody_elses_status_file_does_not_make_him_the_owner(follower: Callable[[], Listener]) -> None:
     rank = follower()
-    path = rank.paths.status(1)
+    path = places.Paths(rank.path, 2).status(1)
     path.parent.mkdir(parents=True)
     path.touch()
     os.chown(path, 12345, 12345)
     rank.look()
-    assert rank.owner is not None
-    assert rank.owner.uid == os.geteuid()
+    assert rank._owner is not None
+    assert rank._owner.uid == os.geteuid()
 
 
 def test_long_names_and_reasons_fit_into_a_status_file(job: Job) -> None:
     request = job.order()
     for number in range(8):
         job.handle._session.calls["train_actor", f"{number}" + "策略" * 20] = 7
-    assert job.listener._capture is not None
-    job.listener._capture._say("refused", "原因" * 400)
-    status = job.listener._status()
+    orders = job.listener._orders
+    assert orders.task is not None
+    orders.task._say("refused", "原因" * 400)
+    status = job.listener._reporter.describe(job.run.run, orders.state).as_record()
     assert len(records.encode(status)) <= 2048
     assert status["capture"]["request"] == request.id
     assert status["calls"]
@@ -403,29 +411,32 @@ def follower(tmp_path: Path) -> Callable[[], Listener]:
 def test_the_files_of_a_run_that_crashed_are_not_this_ones(follower: Callable[[], Listener]) -> None:
     rank = follower()
     layout = WorldLayout(ParallelSizes(pp=2))
-    ours = Run.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
-    rank.paths.orders.mkdir(parents=True)
-    records.write(rank.paths.run, replace(ours, run="crashed", started=time.time() - 7200).as_record())
+    ours = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
+    paths = places.Paths(rank.path, 2)
+    paths.orders.mkdir(parents=True)
+    places.write(paths.run, replace(ours, run="crashed", started=time.time() - 7200).as_record())
     rank.look()
-    assert rank.run is None
+    assert rank.job is None
     earlier = replace(ours, run="restarted", started=ours.started - 60)
-    records.write(rank.paths.run, earlier.as_record())
+    places.write(paths.run, earlier.as_record())
     request = Request.new(earlier, "train_actor", select="all")
-    records.write(rank.paths.order(request.id), request.as_record())
-    (rank.paths.answers / request.id).mkdir(parents=True)
+    places.write(paths.order(request.id), request.as_record())
+    (paths.answers / request.id).mkdir(parents=True)
     rank.look()
     assert rank.busy, "it cannot know better yet"
-    records.write(rank.paths.run, ours.as_record())
+    places.write(paths.run, ours.as_record())
     rank.look()
-    assert rank.run == ours
+    assert rank.job is not None
+    assert rank.job.run == ours
     assert not rank.busy
-    records.write(rank.paths.run, replace(ours, run="later", started=ours.started + 600).as_record())
+    places.write(paths.run, replace(ours, run="later", started=ours.started + 600).as_record())
     rank.look()
-    assert rank.run == ours, "and not that of a job that is started into the same directory"
-    written = rank.paths.status(1).read_bytes()
+    assert rank.job is not None
+    assert rank.job.run == ours, "and not that of a job that is started into the same directory"
+    written = paths.status(1).read_bytes()
     rank.look()
-    assert rank.paths.status(1).read_bytes() == written, "which writes its own there"
-    status = read_status(rank.paths, ours, 1)
+    assert paths.status(1).read_bytes() == written, "which writes its own there"
+    status = rank.job.statuses([1]).get(1)
     assert status is not None
     assert status.coords["pp"] == 1
 
@@ -437,4 +448,4 @@ def test_a_directory_that_cannot_be_written_is_no_fault(
     rank = follower()
     rank.look()
     rank.look()
-    assert caplog.text.count("does not answer") == 1
+    assert caplog.text.count("is no directory; profiling on demand and status are off") == 1

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megaprof.control.job import find_job
-from megaprof.control.request import Refused, Request
 from megaprof.control.requester import Outcome, Requester
+from megaprof.formats.requests import Refused, Request
 from megaprof.testing import run_ranks
 from tests.cli.running import megaprof
 from tests.control.control_jobs import SMALL, Running, running, train

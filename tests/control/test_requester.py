@@ -6,19 +6,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.control import records
-from megaprof.control.gate import Gate
-from megaprof.control.paths import Paths
-from megaprof.control.records import Owner
-from megaprof.control.request import Answer, Refused, Request
+from megaprof.control.job import RunningJob
 from megaprof.control.requester import Requester, first_call, selected_ranks
-from megaprof.control.run import Run
+from megaprof.formats.requests import Answer, Refused, Request
+from megaprof.formats.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.control import places
 
 
 @given(
@@ -42,26 +41,34 @@ def test_an_unknown_step_time_is_the_next_call_but_one() -> None:
     assert first_call(0, None, 1.0, 1.0, 1.0) == 1
 
 
+class Asked(NamedTuple):
+    """A job that can be asked, as far as its lowest rank's gate and its files go."""
+
+    job: RunningJob
+    paths: places.Paths
+    gate: places.Gated
+
+
 @pytest.fixture
-def job(tmp_path: Path) -> tuple[Run, Paths, Gate]:
+def asked(tmp_path: Path) -> Asked:
     layout = WorldLayout(ParallelSizes(pp=2, tp=2))
-    run = Run.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
-    paths = Paths.of(tmp_path, None, run.world)
-    gate = Gate(paths, run, Owner.of(os.stat(tmp_path)))
-    records.write(paths.run, run.as_record())
-    return run, paths, gate
+    run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
+    gate = places.Gated(tmp_path, run)
+    places.write(gate.paths.run, run.as_record())
+    return Asked(RunningJob(tmp_path, None, run), gate.paths, gate)
 
 
-def answer(paths: Paths, run: Run, request: Request, said: Answer) -> None:
-    records.write(paths.answer(request.id, said.rank), said.as_record(run.run))
+def answer(paths: places.Paths, run: RunRecord, request: Request, said: Answer) -> None:
+    places.write(paths.answer(request.id, said.rank), said.as_record(run.run))
 
 
-def test_two_phases(job: tuple[Run, Paths, Gate]) -> None:
-    run, paths, gate = job
+def test_two_phases(asked: Asked) -> None:
+    job, paths, gate = asked
+    run = job.run
     request = Request.new(run, "train_actor", steps=2)
     ranks = selected_ranks(run, request)
     assert ranks == [0, 2]
-    requester = Requester(paths, run, request, ranks)
+    requester = Requester(job, request, ranks)
     gate.look()
     assert paths.order(request.id).exists()
     answer(paths, run, request, Answer(0, "accepted", calls=10, seconds=1.0))
@@ -69,7 +76,7 @@ def test_two_phases(job: tuple[Run, Paths, Gate]) -> None:
     assert requester.missing == [2]
     answer(paths, run, request, Answer(2, "accepted", calls=11, seconds=1.0))
     assert requester.advance() is None
-    first = records.read(paths.go(request.id))["first"]
+    first = places.read(paths.go(request.id))["first"]
     assert first > 11
     for rank in ranks:
         answer(paths, run, request, Answer(rank, "recording", calls=first))
@@ -81,7 +88,7 @@ def test_two_phases(job: tuple[Run, Paths, Gate]) -> None:
     assert (outcome.reason, outcome.steps, outcome.files) == (None, (first, first + 1), ("0.gz", "2.gz"))
     assert not paths.order(request.id).exists()
     gate.look()
-    assert gate.current is None
+    assert gate.gate.current is None
 
 
 @pytest.mark.parametrize(
@@ -91,10 +98,11 @@ def test_two_phases(job: tuple[Run, Paths, Gate]) -> None:
         (Answer(2, "done", steps=(9, 10)), "the ranks number their steps differently"),
     ],
 )
-def test_a_part_of_a_capture_is_said_to_be_one(job: tuple[Run, Paths, Gate], said: Answer, reason: str) -> None:
-    run, paths, gate = job
+def test_a_part_of_a_capture_is_said_to_be_one(asked: Asked, said: Answer, reason: str) -> None:
+    job, paths, gate = asked
+    run = job.run
     request = Request.new(run, "train_actor")
-    requester = Requester(paths, run, request, [0, 2])
+    requester = Requester(job, request, [0, 2])
     gate.look()
     for rank in (0, 2):
         answer(paths, run, request, Answer(rank, "accepted", calls=1, seconds=0.1))
@@ -107,10 +115,11 @@ def test_a_part_of_a_capture_is_said_to_be_one(job: tuple[Run, Paths, Gate], sai
     assert outcome.reason.startswith(reason)
 
 
-def test_one_rank_that_cannot_is_a_refusal(job: tuple[Run, Paths, Gate]) -> None:
-    run, paths, gate = job
+def test_one_rank_that_cannot_is_a_refusal(asked: Asked) -> None:
+    job, paths, gate = asked
+    run = job.run
     request = Request.new(run, "train_actor")
-    requester = Requester(paths, run, request, [0, 2])
+    requester = Requester(job, request, [0, 2])
     gate.look()
     answer(paths, run, request, Answer(0, "accepted", calls=1, seconds=0.1))
     answer(paths, run, request, Answer(2, "refused", reason="no CUDA device"))
@@ -119,22 +128,24 @@ def test_one_rank_that_cannot_is_a_refusal(job: tuple[Run, Paths, Gate]) -> None
     assert not paths.order(request.id).exists(), "the others must not wait for a decision"
 
 
-def test_a_restart_in_between_is_noticed(job: tuple[Run, Paths, Gate]) -> None:
-    run, paths, _ = job
-    requester = Requester(paths, run, Request.new(run, "train_actor"), [0, 2])
+def test_a_restart_in_between_is_noticed(asked: Asked) -> None:
+    job, paths, _ = asked
+    run = job.run
+    requester = Requester(job, Request.new(run, "train_actor"), [0, 2])
     layout = WorldLayout(run.sizes)
-    records.write(paths.run, Run.new(layout.coords(0), layout, ("train_actor",), None, 0.1).as_record())
+    places.write(paths.run, RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1).as_record())
     with pytest.raises(Refused, match="started again"):
         requester.advance()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_that_is_ended_withdraws(number: int, job: tuple[Run, Paths, Gate], tmp_path: Path) -> None:
-    run, paths, _ = job
+def test_a_command_that_is_ended_withdraws(number: int, asked: Asked, tmp_path: Path) -> None:
+    job, paths, _ = asked
+    run = job.run
     status = {"run": run.run, "rank": 0, "host": run.host, "name": "here", "pid": run.pid, "interval": 1.0, "calls": {}}
     status |= {"coords": dict.fromkeys(("pp", "tp", "cp", "ep", "dp"), 0), "time": time.time(), "since": time.time()}
     paths.status(0).parent.mkdir()
-    records.write(paths.status(0), status)
+    places.write(paths.status(0), status)
     command = [sys.executable, "-m", "megaprof", "trigger", str(tmp_path), "--target", "train_actor"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as asking:
         assert asking.stderr is not None
@@ -146,11 +157,13 @@ def test_a_command_that_is_ended_withdraws(number: int, job: tuple[Run, Paths, G
     assert not list(paths.requests.iterdir())
 
 
-def test_somebody_elses_job(job: tuple[Run, Paths, Gate]) -> None:
-    run, paths, _ = job
+def test_somebody_elses_job(asked: Asked) -> None:
+    job, paths, _ = asked
+    run = job.run
     if os.geteuid() != 0:
         pytest.skip("only root can make a file somebody else's")
-    os.chown(paths.run, 12345, 12345)
+    for path in (paths.run, paths.requests):
+        os.chown(path, 12345, 12345)
     with pytest.raises(Refused, match="the job belongs to user 12345"):
-        Requester(paths, run, Request.new(run, "train_actor"), [0, 2])
+        Requester(job, Request.new(run, "train_actor"), [0, 2])
     assert not list(paths.requests.iterdir())

@@ -12,8 +12,19 @@ from hypothesis import strategies as st
 
 from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
+from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
 from megaprof.formats.timeline import StepRecord, UnreadableTimeline, read_timeline
+from megaprof.parallel.topology import ParallelSizes, RankCoords
 
+METADATA = Metadata(
+    "train_actor",
+    RankCoords(3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=2)),
+    (5, 5),
+    chunks=(ModelChunk(False, 2, (3, None), 0, True, ("dense", "moe")),),
+    p2p={"overlap_p2p_comm": True},
+    ranges=MicrobatchRanges(False, "a reason"),
+    timeline={"clock": "host"},
+)
 Position = tuple[int | None, int | None]
 POSITIONS = st.tuples(st.none() | st.integers(0, 10_000), st.none() | st.integers(0, 100))
 
@@ -56,7 +67,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[StepRecord]]:
 
 
 def written(shape: list[int], records: list[StepRecord]) -> list[bytes]:
-    head = format.MAGIC + format.metadata_record({"target": "train_actor"}) + format.shape_record(shape)
+    head = format.MAGIC + format.metadata_record(METADATA.as_dict()) + format.shape_record(shape)
     return [head, *map(format.step_record, records)]
 
 
@@ -67,7 +78,7 @@ def test_steps_come_back(tmp_path_factory: pytest.TempPathFactory, case: tuple[l
     path.write_bytes(b"".join(written(shape, records)))
     timeline = read_timeline(path)
     assert timeline.damage is None
-    assert timeline.metadata == ({"target": "train_actor"},)
+    assert timeline.metadata == (METADATA,)
     assert len(timeline.steps) == len(records)
     for position, record in enumerate(records):
         fixed, events = timeline.steps[position], timeline.events(position)
@@ -110,7 +121,7 @@ def test_cut_at_any_byte_everything_before_is_read(tmp_path: Path) -> None:
 
 
 def _after_metadata() -> int:
-    return len(format.MAGIC) + len(format.metadata_record({"target": "train_actor"}))
+    return len(format.MAGIC) + len(format.metadata_record(METADATA.as_dict()))
 
 
 @given(st.data())

@@ -36,7 +36,7 @@ def timelines(directory: Path) -> dict[int, Timeline]:
     files = (path for path in sorted(directory.rglob("*")) if path.is_file() and "control" not in path.parts)
     read = [read_timeline(path) for path in files]
     assert all(timeline.damage is None for timeline in read)
-    return {timeline.metadata[0]["coords"]["rank"]: timeline for timeline in read}
+    return {timeline.metadata[0].coords.rank: timeline for timeline in read}
 
 
 def events(timeline: Timeline, position: int) -> list[tuple[str, Any, int, int]]:
@@ -59,7 +59,7 @@ def test_every_phase_of_every_step_is_there(name: str, tmp_path: Path) -> None:
     for truth in known:
         timeline = read[truth["coords"]["rank"]]
         passes = [
-            (timeline.metadata[step["metadata"]]["target"], int(step["step"]), int(step["index"]))
+            (timeline.metadata[step["metadata"]].target, int(step["step"]), int(step["index"]))
             for step in timeline.steps
         ]
         assert passes == [
@@ -68,8 +68,8 @@ def test_every_phase_of_every_step_is_there(name: str, tmp_path: Path) -> None:
             ("evaluate", 0, 0),
             ("train_actor", STEPS, 0),
         ]
-        assert {key: timeline.metadata[0]["coords"][key] for key in truth["coords"]} == truth["coords"]
-        assert [chunk["layers"] for chunk in timeline.metadata[0]["chunks"]] == truth["layers"]
+        assert {key: getattr(timeline.metadata[0].coords, key) for key in truth["coords"]} == truth["coords"]
+        assert [chunk.layers for chunk in timeline.metadata[0].chunks] == truth["layers"]
         chunks = workload.vpp or 1
         each = [(microbatch, chunk) for chunk in range(chunks) for microbatch in range(workload.microbatches)]
         for position, (target, _, _) in enumerate(passes):

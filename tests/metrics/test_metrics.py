@@ -14,16 +14,17 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megaprof import ProfileConfig
-from megaprof.control.run import Run
-from megaprof.control.status import RankStatus
+from megaprof import ProfileConfig, install_hooks
+from megaprof.formats.names import temporary_path
+from megaprof.formats.run import RunRecord
+from megaprof.formats.status import RankStatus
 from megaprof.metrics import sinks
 from megaprof.metrics.compute import Summary, summarise
 from megaprof.metrics.overview import Overview
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 LAYOUT = WorldLayout(ParallelSizes(pp=2, dp=2))
-RUN = Run.new(LAYOUT.coords(0), LAYOUT, ("train_actor",), None, 1.0)
+RUN = RunRecord.new(LAYOUT.coords(0), LAYOUT, ("train_actor",), None, 1.0)
 
 
 def status(rank: int, compute: float | None, step_ms: float = 100.0) -> RankStatus:
@@ -34,6 +35,7 @@ def status(rank: int, compute: float | None, step_ms: float = 100.0) -> RankStat
         recent |= {"backward_ms": compute * 3 / 4, "combined_ms": 0.0, "finalize_ms": 10.0, "p2p_ms": None}
     return RankStatus.from_record(
         {
+            "run": RUN.run,
             "rank": rank,
             "coords": {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")},
             "host": "h",
@@ -109,6 +111,26 @@ def test_roles_do_not_overwrite_each_others_figures(
     assert sinks.scalars(summary, "actor").keys().isdisjoint(sinks.scalars(summary, "critic"))
 
 
+def test_prometheus_without_its_package_is_refused_before_the_first_step(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megaprof.metrics.sinks.find_spec", lambda name: None)
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path / "t"), on_demand=True, prometheus="/m/x.prom")
+    with pytest.raises(ValueError, match=r"--profile-prometheus /m/x.prom needs the package prometheus-client"):
+        install_hooks(one_rank.chunks, config)
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_link_in_the_place_of_the_unfinished_file_is_not_followed(summary: Summary, tmp_path: Path) -> None:
+    path, precious = tmp_path / "megaprof.prom", tmp_path / "precious"
+    precious.write_text("ten years")
+    temporary_path(path).symlink_to(precious)
+    sinks.Prometheus(path, None)(summary)
+    assert precious.read_text() == "ten years"
+    assert not path.is_symlink()
+    assert "megaprof_step_seconds" in path.read_text()
+
+
 def test_megatron_lms_tensorboard_writer_gets_them(
     summary: Summary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,7 +165,7 @@ def test_wandbs_step_stays_the_hosts(summary: Summary, monkeypatch: pytest.Monke
 OTEL = """
 import sys
 from megaprof.metrics import sinks
-from megaprof.metrics.compute import Stage, Summary
+from megaprof.metrics.compute import StageFigures, Summary
 assert sinks.meter() is None and "opentelemetry" not in sys.modules
 from opentelemetry import metrics
 assert sinks.meter() is None
@@ -162,7 +184,7 @@ if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
 else:
     metrics.set_meter_provider(provider)
 sink = sinks.OpenTelemetry(sinks.meter(), "actor")
-stages = (Stage(0, 1, 7, 1.0, 40.0, None, None, None), Stage(1, 1, 7, 1.0, None, None, None, None))
+stages = (StageFigures(0, 1, 7, 1.0, 40.0, None, None, None), StageFigures(1, 1, 7, 1.0, None, None, None, None))
 def seen():
     data = reader.get_metrics_data()
     scopes = [] if data is None else data.resource_metrics[0].scope_metrics
@@ -210,12 +232,11 @@ def test_a_writer_that_fails_is_left_alone(
     fresh = replace(status(0, 40.0), time=time.time())
     host = types.SimpleNamespace(_GLOBAL_TENSORBOARD_WRITER=writer)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", host)
-    monkeypatch.setattr("megaprof.metrics.overview.read_statuses", lambda *arguments: {0: fresh})
     monkeypatch.setattr("megaprof.metrics.overview.time.monotonic", lambda: now[0])
     prometheus = tmp_path / "megaprof.prom"
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), on_demand=True, prometheus=str(prometheus))
     overview = Overview(config, leads=True, role=None)
-    listener = types.SimpleNamespace(run=RUN, paths=None)
+    listener = types.SimpleNamespace(job=types.SimpleNamespace(run=RUN, statuses=lambda ranks: {0: fresh}))
     for _ in range(3):
         now[0] += 60
         overview(listener)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ def test_a_finished_step_is_on_disk_without_anybody_asking(one_rank: Any, tmp_pa
         while not (found := steps(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert found == [(0, 0)]
-        assert recorded(handle).calls() == {"train_actor": (0, 1)}
+        assert recorded(handle).calls() == {("train_actor", None): (0, 1)}
         assert recorded(handle).position() is None
     assert "megaprof-background" not in {thread.name for thread in threading.enumerate()} or _ends()
 
@@ -172,7 +172,7 @@ def test_steps_of_ever_new_lengths_do_not_grow_the_metadata(one_rank: Any, tmp_p
         for length in (16, 12, 10, 8):
             one_rank.train_step(lambda length=length, **kwargs: inner(**(kwargs | {"seq_length": length})))
     (path,) = tmp_path.glob("*" + format.SUFFIX)
-    assert [metadata["seq_length"] for metadata in read_timeline(path).metadata] == [16, None]
+    assert [metadata.seq_length for metadata in read_timeline(path).metadata] == [16, None]
 
 
 class FakeEvent:
@@ -234,7 +234,7 @@ def test_on_a_gpu_the_times_are_its_events(one_rank: Any, tmp_path: Path, gpu: l
         assert recorded(handle).device_position() is None
     (path,) = tmp_path.glob("*" + format.SUFFIX)
     timeline = read_timeline(path)
-    assert timeline.metadata[0]["timeline"]["clock"] == "device"
+    assert timeline.metadata[0].timeline["clock"] == "device"
     assert [int(s["step"]) for s in timeline.steps] == [0, 1, 2]
     assert {int(s["flags"]) for s in timeline.steps} == {format.DEVICE_CLOCK}
     events = timeline.events(1)

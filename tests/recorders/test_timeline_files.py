@@ -6,10 +6,12 @@ import errno
 import os
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megaprof.formats import timeline as format
+from megaprof.formats.metadata import Metadata
 from megaprof.formats.timeline import StepRecord, read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders.timeline import files
@@ -19,9 +21,13 @@ COORDS = RankCoords(rank=3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp
 SHAPE = list(range(200))
 
 
+def described(role: str) -> dict[str, Any]:
+    return Metadata("train_actor", COORDS, (0, 0), role=role).as_dict()
+
+
 def append(timeline: TimelineFiles, step: int, key: str = "actor") -> None:
     record = StepRecord(9, 9, step, 0, 10**18, 9000, SHAPE, [s + 1 for s in SHAPE], {"forward": 10})
-    timeline.append(key, {"role": key}, array("q", SHAPE).tobytes(), record)
+    timeline.append(key, described(key), array("q", SHAPE).tobytes(), record)
 
 
 def test_the_name_has_the_first_step_and_the_coordinates(tmp_path: Path) -> None:
@@ -32,7 +38,7 @@ def test_the_name_has_the_first_step_and_the_coordinates(tmp_path: Path) -> None
     (path,) = tmp_path.iterdir()
     assert path.name == "timeline.actor.step000040.pp1-tp1-cp0-ep0-dp0.rank00003.timeline.bin"
     read = read_timeline(path)
-    assert [(s["step"], read.metadata[s["metadata"]]["role"]) for s in read.steps] == [(40, "actor"), (41, "ref")]
+    assert [(s["step"], read.metadata[s["metadata"]].role) for s in read.steps] == [(40, "actor"), (41, "ref")]
     assert len(read.shapes) == 1
     assert timeline.bytes_written == path.stat().st_size
 
@@ -104,7 +110,7 @@ def test_more_kinds_of_steps_than_a_file_can_number_begin_another(
     timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
     for step in range(10):
         events = array("q", [step]).tobytes()
-        timeline.append("actor", {}, events, StepRecord(0, 0, step, 0, 1, 5, [1], [2], {}))
+        timeline.append("actor", described("actor"), events, StepRecord(0, 0, step, 0, 1, 5, [1], [2], {}))
     timeline.close()
     read = [read_timeline(path) for path in sorted(tmp_path.iterdir())]
     assert [len(r.shapes) for r in read] == [4, 4, 2]

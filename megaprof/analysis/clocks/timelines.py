@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from megaprof.analysis.clocks.clocks import Interval, Link
 from megaprof.analysis.trace.calls import Call, calls_of, consumer
-from megaprof.analysis.trace.traces import Metadata, Range, Trace
+from megaprof.analysis.trace.traces import Range, Trace
 from megaprof.formats import ranges
+from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name, sanitise
 
 EXCHANGE = "exchange"

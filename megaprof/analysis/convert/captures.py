@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.analysis.clocks.timelines import Capture, capture_in, capture_of
-from megaprof.analysis.trace.traces import Coords, UnreadableTrace, find_traces, read_trace
+from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.selectors import Selector
-from megaprof.parallel.topology import ParallelSizes, RankCoords
+from megaprof.parallel.topology import Place
 
 #: Of more captured ranks, one of each stage is taken unless somebody says which: more are no readable timeline.
 MOST_RANKS = 64
@@ -35,7 +35,7 @@ class Chosen:
 @dataclass(frozen=True)
 class _File:
     path: Path
-    coords: Coords
+    coords: Place
 
 
 def choose(
@@ -85,7 +85,7 @@ def choose(
 
 def _taken(files: Iterable[_File], there: set[int], ranks: Selector | None) -> set[int]:
     if ranks is not None:
-        return {file.coords.rank for file in files if ranks.selects(_rank_coords(file.coords))}
+        return {file.coords.rank for file in files if ranks.selects(file.coords)}
     if len(there) <= MOST_RANKS:
         return there
     lowest: dict[int, int] = {}
@@ -94,19 +94,14 @@ def _taken(files: Iterable[_File], there: set[int], ranks: Selector | None) -> s
     return set(lowest.values())
 
 
-def _rank_coords(c: Coords) -> RankCoords:
-    return RankCoords(c.rank, pp=c.pp, tp=c.tp, cp=c.cp, ep=c.ep, dp=c.dp, sizes=ParallelSizes())
-
-
-def _read_name(path: Path) -> tuple[Capture, Coords] | None:
+def _read_name(path: Path) -> tuple[Capture, Place] | None:
     capture, name = capture_of(path), parse_artifact_name(path.name)
     if capture is None or name is None:
         return None
-    place = name.place
-    return capture, Coords(place.rank, pp=place.pp, tp=place.tp, cp=place.cp, ep=place.ep, dp=place.dp)
+    return capture, name.place
 
 
-def _read_metadata(path: Path) -> tuple[Capture, Coords]:
+def _read_metadata(path: Path) -> tuple[Capture, Place]:
     metadata = read_trace(path).metadata
     return capture_in(metadata), metadata.coords
 

@@ -129,7 +129,7 @@ def export(
             except UnreadableTimeline as fault:
                 warnings.append(f"{path.name} was skipped: {fault.reason}")
             else:
-                cut += _is_cut(timeline)
+                cut += timeline.is_cut
                 warnings += _add(timeline, None if source.is_file() else _stage(path.name), runs, dataset)
             progress(done, len(paths))
         dataset.close()
@@ -185,7 +185,7 @@ class _Runs:
         start = timeline.steps["start_ns"]
         if self._derived is None:
             first = timeline.metadata[0]
-            digest = hashlib.sha256(repr((first.get("host"), first.get("pid"), int(start[0]))).encode()).hexdigest()
+            digest = hashlib.sha256(repr((first.host, first.pid, int(start[0]))).encode()).hexdigest()
             self._derived = f"run-{digest[:12]}"
         named = start >= self._from if self._named else np.zeros(start.size, dtype=bool)
         for run, its in ((self._named, named), (self._derived, ~named)):
@@ -286,41 +286,17 @@ def _table(steps: npt.NDArray[Any], who: npt.NDArray[np.int32], everybody: list[
 def _add(timeline: Timeline, stage: int | None, runs: _Runs, dataset: _Dataset) -> list[str]:
     """Add one file's steps, which must be of ``stage``; returns what has to be said about it."""
     name = timeline.path.name
-    said = [f"{name} ends early: {timeline.damage}"] if timeline.damage and not _is_cut(timeline) else []
-    if not timeline.steps.size:
-        return said
-    described: list[tuple[RankCoords, tuple[Any, ...]] | None] = []
-    for number, metadata in enumerate(timeline.metadata):
-        try:
-            coords, who = _described(metadata)
-            if stage not in (None, coords.pp):
-                raise ValueError(f"they are of stage {coords.pp}, which its name does not say")
-            described.append((coords, who))
-        except ValueError as fault:
-            described.append(None)
-            if (timeline.steps["metadata"] == number).any():
-                said.append(f"{name}: steps were left out: {fault}")
-    for run, its in runs.of(timeline):
+    said = [f"{name} ends early: {timeline.damage}"] if timeline.damage and not timeline.is_cut else []
+    for run, its in runs.of(timeline) if timeline.steps.size else ():
         for number in np.unique(timeline.steps["metadata"][its]).tolist():
-            if (known := described[number]) is not None:
-                coords, who = known
+            metadata = timeline.metadata[number]
+            coords, host = metadata.coords, metadata.host
+            if stage in (None, coords.pp):
+                who = coords.rank, coords.tp, coords.cp, coords.ep, coords.dp, host, metadata.target, metadata.role
                 dataset.add(run, coords, who, timeline.steps[its & (timeline.steps["metadata"] == number)])
+            else:
+                said.append(f"{name}: steps were left out: they are of stage {coords.pp}, which its name does not say")
     return said
-
-
-def _is_cut(timeline: Timeline) -> bool:
-    return timeline.damage is not None and "not complete" in timeline.damage
-
-
-def _described(metadata: dict[str, Any]) -> tuple[RankCoords, tuple[Any, ...]]:
-    """Coordinates and `_WHO` of a metadata record. Raises ValueError."""
-    place = metadata.get("coords")
-    coords = RankCoords.from_dict({**(place if isinstance(place, dict) else {}), "sizes": metadata.get("sizes")})
-    numbers = (coords.rank, coords.tp, coords.cp, coords.ep, coords.dp)
-    texts = [metadata.get(key) for key in ("host", "target", "role")]
-    if max(*numbers, coords.pp) > _LARGEST or not all(text is None or isinstance(text, str) for text in texts):
-        raise ValueError(f"no rank is like this: {numbers} {texts}")
-    return coords, (*numbers, *(text and text.encode("utf-8", "replace").decode() for text in texts))
 
 
 def _publish(building: Path, out: Path, rows: dict[Path, int]) -> int:

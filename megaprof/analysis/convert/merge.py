@@ -25,10 +25,11 @@ from megaprof.analysis.clocks.clocks import Alignment, align
 from megaprof.analysis.clocks.timelines import Capture, End, Ends, capture_in, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge, choose
 from megaprof.analysis.trace.gpu import KERNEL
-from megaprof.analysis.trace.traces import Coords, UnreadableTrace, read_trace
+from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
 from megaprof.formats import ranges
 from megaprof.formats.files import appearing
 from megaprof.parallel.selectors import Selector
+from megaprof.parallel.topology import Place
 from megaprof.version import __version__
 
 __all__ = ["MARK", "Merged", "NothingToMerge", "merge"]
@@ -75,7 +76,7 @@ class _Rank:
     """A rank on its way into the file; ``arrows`` by the range in which they start or end."""
 
     path: Path
-    coords: Coords
+    coords: Place
     ends: Ends
     start: int
     arrows: dict[tuple[int, int], list[_Arrow]] = field(default_factory=dict)

@@ -16,15 +16,15 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.trends import Floats, Integers
-from megaprof.analysis.trace.traces import Coords, Metadata, Sizes, impossible
 from megaprof.formats import timeline as format
+from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: Buckets of steps at most, about.
 MOST_BUCKETS = 200
@@ -45,7 +45,7 @@ class Key(NamedTuple):
 
     target: str
     role: str | None
-    sizes: Sizes
+    sizes: ParallelSizes
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class RankSeries:
     microseconds per step, and that as a fraction of the step. ``again``: steps that it has twice.
     """
 
-    coords: Coords
+    coords: RankCoords
     host: str | None
     first: int
     compute: npt.NDArray[np.float32]
@@ -275,35 +275,19 @@ def _of_files(
         if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue
         if timeline.damage is not None:
-            if "not complete" in timeline.damage and len(timeline.steps):
+            if timeline.is_cut and len(timeline.steps):
                 cut.append(path)
             else:
                 warnings.append(f"{path.name}: {timeline.damage}; {len(timeline.steps)} steps before that were read")
         if len(timeline.steps):
             read.append(path)
-        for number, raw in enumerate(timeline.metadata):
+        for number, metadata in enumerate(timeline.metadata):
             steps = (
                 timeline.steps[timeline.steps["metadata"] == number] if len(timeline.metadata) > 1 else timeline.steps
             )
             if not len(steps):
                 continue
-            try:
-                metadata = described(raw)
-            except ValueError as fault:
-                warnings.append(f"{path.name}: {fault}")
-                continue
             yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
-
-
-def described(raw: dict[str, Any]) -> Metadata:
-    """A metadata record as a trace has it. Raises ValueError."""
-    try:
-        metadata = msgspec.convert(raw, type=Metadata)
-    except msgspec.ValidationError as fault:
-        raise ValueError(f"its metadata is damaged: {fault}") from None
-    if (reason := impossible(metadata)) is not None:
-        raise ValueError(f"its metadata is damaged: {reason}")
-    return metadata
 
 
 def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:

@@ -35,8 +35,7 @@ from megaprof.analysis.fleet.trends import (
     others_median,
     shifts,
 )
-from megaprof.analysis.trace.traces import Coords, Sizes
-from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
+from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, Place, WorldLayout
 
 #: Standard deviations between the ranks of a stage, where there are enough of them to know it.
 SPREAD = 6.0
@@ -82,7 +81,7 @@ class Run:
     to_end: bool
 
 
-def layout_of(places: Iterable[Coords], sizes: Sizes) -> WorldLayout | None:
+def layout_of(places: Iterable[Place], sizes: ParallelSizes) -> WorldLayout | None:
     """The rank order that explains where these ranks stand; None where no order does."""
     places = list(places)
     try:
@@ -117,7 +116,7 @@ def coupled(layout: WorldLayout, rank: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def groups_of(places: Mapping[int, Coords], layout: WorldLayout | None) -> list[tuple[int, ...]]:
+def groups_of(places: Mapping[int, Place], layout: WorldLayout | None) -> list[tuple[int, ...]]:
     """The given ranks in groups that slow down together. Without a layout those of one pipeline position are."""
     if layout is None:
         by_place: dict[tuple[int, int], list[int]] = {}
@@ -203,7 +202,7 @@ def _quickest(row: Floats) -> float:
     return float(moving_median(known, width).min())
 
 
-def _stands(layout: WorldLayout, place: Coords) -> bool:
+def _stands(layout: WorldLayout, place: Place) -> bool:
     if place.rank >= layout.sizes.world:
         return False
     own = layout.coords(place.rank)

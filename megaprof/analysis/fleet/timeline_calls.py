@@ -18,13 +18,15 @@ import numpy.typing as npt
 from megaprof.analysis.clocks.clocks import align
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, uncertainty
 from megaprof.analysis.clocks.timelines import Ends, ends_of, links_between
-from megaprof.analysis.fleet.reading import Key, described
+from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.trace.calls import Call, calls_of
-from megaprof.analysis.trace.traces import Coords, Metadata, Range, RangeInfo, Trace
+from megaprof.analysis.trace.traces import Range, Trace
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.metadata import Metadata, MicrobatchRanges
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.ranges import RangeName
+from megaprof.parallel.topology import Place
 
 #: Steps of which details are shown, ...
 LAST_STEPS = 20
@@ -43,7 +45,7 @@ class Detail:
 
 
 def detail_of(
-    key: Key, places: Sequence[Coords], files: Mapping[int, tuple[Path, ...]], suspects: AbstractSet[int] = frozenset()
+    key: Key, places: Sequence[Place], files: Mapping[int, tuple[Path, ...]], suspects: AbstractSet[int] = frozenset()
 ) -> Detail:
     """``places``: all ranks of ``key`` whose timelines are there, in ``files`` by rank; ``suspects``: slow ranks."""
     ranks = column(places, suspects)
@@ -57,7 +59,7 @@ def detail_of(
     return Detail(told_of, tuple(by_step[steps[-1]] for by_step in traces.values() if steps[-1] in by_step))
 
 
-def column(places: Iterable[Coords], suspects: AbstractSet[int] = frozenset()) -> list[int]:
+def column(places: Iterable[Place], suspects: AbstractSet[int] = frozenset()) -> list[int]:
     """One rank per stage: of the pipelines that most stages are known of and that hold the fewest suspects, the one
     with the lowest coordinates. What is said of the layout is not to be a slow machine's."""
     pipelines: dict[tuple[int, int, int], dict[int, int]] = {}
@@ -90,14 +92,7 @@ def _first_step(path: Path) -> tuple[int, str]:
 
 
 def _of_key(timeline: format.Timeline, key: Key) -> npt.NDArray[np.bool_]:
-    own = []
-    for number, raw in enumerate(timeline.metadata):
-        try:
-            metadata = described(raw)
-        except ValueError:
-            continue
-        if Key(metadata.target, metadata.role, metadata.sizes) == key:
-            own.append(number)
+    own = [n for n, each in enumerate(timeline.metadata) if Key(each.target, each.role, each.sizes) == key]
     return np.isin(timeline.steps["metadata"], own)
 
 
@@ -125,7 +120,7 @@ def _traces(key: Key, files: Iterable[Path], steps: set[int]) -> dict[int, Trace
             step = timeline.steps[position]
             at, start = (int(step["step"]), int(step["index"])), int(step["start_ns"])
             if at not in newest or newest[at][0] <= start:  # a step that ran again counts as it ran last
-                metadata = described(timeline.metadata[step["metadata"]])
+                metadata = timeline.metadata[step["metadata"]]
                 newest[at] = start, _trace(path, metadata, step, timeline.events(position))
     found: dict[int, Trace] = {}
     for (number, _), (_, trace) in sorted(newest.items()):
@@ -138,7 +133,7 @@ def _trace(path: Path, metadata: Metadata, step: Any, events: format.Events | No
     number = int(step["step"])
     if events is None:
         metadata = replace(
-            metadata, ranges=RangeInfo(False, "the step was recorded without the times of its microbatches")
+            metadata, ranges=MicrobatchRanges(False, "the step was recorded without the times of its microbatches")
         )
     return Trace(
         path=path,

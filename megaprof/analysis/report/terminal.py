@@ -18,8 +18,8 @@ from megaprof.analysis.report.report import Report, TargetReport
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.trace.calls import GROUPS
-from megaprof.analysis.trace.traces import Chunk
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats.metadata import ModelChunk
 
 _MOST_TRACES = 8
 _ABSENT = "-"
@@ -235,7 +235,7 @@ def _stage_cells(stage: Stage) -> tuple[str, str, Text]:
     return str(stage.pp), ranks, _text(_describe([chunk.holds for chunk in stage.chunks]))
 
 
-def _describe(chunks: Sequence[Chunk | None]) -> str:
+def _describe(chunks: Sequence[ModelChunk | None]) -> str:
     """Layers of some chunks, added up, and what is beside them: ``emb+6``, ``4``, ``2+loss``."""
     known = [chunk for chunk in chunks if chunk is not None]
     if not known or any(chunk.layers is None for chunk in known):

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, offsets, uncertainty
 from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.trace.traces import Metadata, Sizes
+from megaprof.formats.metadata import Metadata
 from megaprof.parallel.selectors import join_spans, spans_of
+from megaprof.parallel.topology import ParallelSizes
 
 
 @dataclass
@@ -56,7 +57,7 @@ class Clocks:
         return self.problems[0] if self.problems and not self.one_clock else None
 
 
-def examine(calls: list[Call], sizes: Sizes, findings: Findings) -> list[Call]:
+def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
     """The calls that may be averaged together: no duplicates, and only steps that every captured stage has.
 
     Adds what it leaves out to ``findings``, and blocks a verdict that the rest does not allow.

@@ -13,8 +13,9 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
 from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call, Phase
 from megaprof.analysis.trace.intervals import total
-from megaprof.analysis.trace.traces import Chunk, Sizes
 from megaprof.formats import ranges
+from megaprof.formats.metadata import ModelChunk
+from megaprof.parallel.topology import ParallelSizes
 
 ONE_CLOCK = "from the first stage's start to the last stage's end"
 LONGEST = "the longest stage's own range"
@@ -32,7 +33,7 @@ class ChunkTimes:
     """
 
     chunk: int
-    holds: Chunk | None
+    holds: ModelChunk | None
     forward_ms: Spread | None
     backward_ms: Spread | None
     compute_ms: dict[str, tuple[float, ...]]
@@ -80,7 +81,7 @@ class TargetStages:
 
     target: str
     role: str | None
-    sizes: Sizes
+    sizes: ParallelSizes
     schedule: str | None
     forward_only: bool
     microbatches: int | None
@@ -94,7 +95,7 @@ class TargetStages:
 
 def measure(calls: Iterable[Call]) -> list[TargetStages]:
     """Group calls by label, role and parallel sizes, and measure the stages of each group."""
-    groups: dict[tuple[str, str | None, Sizes], list[Call]] = {}
+    groups: dict[tuple[str, str | None, ParallelSizes], list[Call]] = {}
     for call in calls:
         groups.setdefault((call.label, call.metadata.role, call.metadata.sizes), []).append(call)
     measured = []
@@ -111,7 +112,7 @@ def _order(label: str) -> int:
     return _TARGET_ORDER.index(label) if label in _TARGET_ORDER else len(_TARGET_ORDER)
 
 
-def _measure(sizes: Sizes, calls: list[Call], findings: Findings) -> TargetStages:
+def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
     by_step: dict[_StepKey, list[Call]] = {}
     by_stage: dict[int, list[Call]] = {}
     for call in calls:

@@ -15,8 +15,9 @@ import numpy as np
 
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
-from megaprof.analysis.trace.traces import Collective, Metadata, Range, Trace
+from megaprof.analysis.trace.traces import Collective, Range, Trace
 from megaprof.formats import ranges
+from megaprof.formats.metadata import Metadata
 
 #: The groups whose communication is split apart, in the order of the report's ``exposed_ms``.
 GROUPS = ("tp", "ep", "cp", "pp", "dp")

@@ -12,24 +12,19 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 
 from megaprof.analysis.trace.decoding import Document, Event, Undecodable, load
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, activities_of, spans_of
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.formats import ranges
+from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.parallel.topology import RankCoords
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
-# No machine has more of anything; keeps a hostile file from making us count for ever.
-_LIMIT = 1 << 20
-_Count = Annotated[int, msgspec.Meta(ge=0, le=_LIMIT)]
-_Size = Annotated[int, msgspec.Meta(ge=1, le=_LIMIT)]
-_Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 # Base, start and duration each stay below a quarter of int64, so that no sum of them overflows.
 _LONGEST = 1 << 61
 
@@ -41,77 +36,6 @@ class UnreadableTrace(Exception):
         super().__init__(f"{path}: {reason}")
         self.path = path
         self.reason = reason
-
-
-@dataclass(frozen=True)
-class Coords:
-    """A rank and its position along every axis of parallelism."""
-
-    rank: _Count
-    pp: _Count = 0
-    tp: _Count = 0
-    cp: _Count = 0
-    ep: _Count = 0
-    dp: _Count = 0
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How many there are along every axis; ``vpp`` model chunks per stage."""
-
-    tp: _Size = 1
-    pp: _Size = 1
-    cp: _Size = 1
-    ep: _Size = 1
-    dp: _Size = 1
-    vpp: _Size | None = None
-    etp: _Size | None = None
-
-    def __str__(self) -> str:
-        parallel = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if (getattr(self, axis) or 1) > 1]
-        return " ".join(f"{axis}={getattr(self, axis)}" for axis in parallel) or "no parallelism"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one model chunk consists of; None where the model did not say."""
-
-    embedding: bool | None = None
-    layers: _Count | None = None
-    layer_numbers: tuple[int | None, ...] | None = None
-    mtp: _Count | None = None
-    loss: bool | None = None
-    kinds: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
-class RangeInfo:
-    """Whether the step holds ranges per microbatch, and why not."""
-
-    microbatch: bool = True
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Metadata:
-    """The `megaprof` object of a trace; docs/trace-metadata.md says what the keys mean."""
-
-    target: str
-    coords: Coords
-    sizes: Sizes
-    steps: tuple[_Step, _Step]
-    version: str | None = None
-    role: str | None = None
-    schedule: str | None = None
-    forward_only: bool = False
-    microbatches: _Count | None = None
-    microbatch_group_size: _Count | None = None
-    chunks: tuple[Chunk, ...] = ()
-    p2p: dict[str, Any] | None = None
-    host: str | None = None
-    ranges: RangeInfo = RangeInfo()
-    truncated: bool = False
-    truncated_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -183,21 +107,9 @@ def _metadata(document: Document) -> Metadata:
     if not bytes(document.megaprof):
         raise Undecodable("it was not written by megaprof (no `megaprof` metadata): nothing in it tells a stage")
     try:
-        metadata = msgspec.json.decode(document.megaprof, type=Metadata)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
+        return read_metadata(bytes(document.megaprof))
+    except ValueError as fault:
         raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
-    if (reason := impossible(metadata)) is not None:
-        raise Undecodable(f"its `megaprof` metadata is damaged: {reason}")
-    return metadata
-
-
-def impossible(metadata: Metadata) -> str | None:
-    """What in a rank's place cannot be, None for a possible one."""
-    for axis in ("pp", "tp", "cp", "ep", "dp"):
-        position, size = getattr(metadata.coords, axis), getattr(metadata.sizes, axis)
-        if position >= size:
-            return f"{axis}={position} where there are {size}"
-    return None
 
 
 def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
@@ -307,7 +219,7 @@ def _compute(base: int, operators: list[Event]) -> Intervals:
     return union(spans[leaves(threads[usable], spans) & own[usable]])
 
 
-def _name_warnings(path: Path, coords: Coords) -> Iterable[str]:
+def _name_warnings(path: Path, coords: RankCoords) -> Iterable[str]:
     name = parse_artifact_name(path.name)
     axes = ("pp", "tp", "cp", "ep", "dp", "rank")
     if name is not None and any(getattr(name.place, axis) != getattr(coords, axis) for axis in axes):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.status import OwnCost, Place, Recent
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall
@@ -28,7 +29,7 @@ from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.device import device_clock
 from megaprof.recorders.timeline.files import TimelineFiles
-from megaprof.recorders.timeline.progress import OwnCost, Position, Recent, Tally, Watch, position
+from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
 from megaprof.runtime.background import Background
 
 Int64s = npt.NDArray[np.int64]
@@ -71,11 +72,11 @@ class TimelineRecorder:
         self._writing = threading.Lock()
         self._described: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._lengths: dict[tuple[str, str | None], tuple[Any, Any]] = {}
-        self._calls: dict[str, tuple[int, int]] = {}
+        self._calls: dict[Key, tuple[int, int]] = {}
         self._last: dict[tuple[str, str | None], tuple[int, int]] = {}
         self._line: Line | None = None
         self._tally = Tally()
-        self._watch = Watch()
+        self._watch = ChangeClock()
         self.steps_dropped = 0
         background.add(self.drain, 1.0, woken=True)
 
@@ -103,7 +104,8 @@ class TimelineRecorder:
         if failed:
             line.flags |= format.FAILED
         self._line = None
-        self._calls[line.target] = (line.step, self._calls.get(line.target, (0, 0))[1] + 1)
+        key = (line.target, line.key[1])
+        self._calls[key] = (line.step, self._calls.get(key, (0, 0))[1] + 1)
         waiting = len(self._finished)
         if waiting >= WAITING_STEPS:
             self._finished.popleft()
@@ -128,18 +130,18 @@ class TimelineRecorder:
             finally:
                 self._writing.release()
 
-    def calls(self) -> dict[str, tuple[int, int]]:
-        """By target: the last finished step, and how many calls are finished."""
+    def calls(self) -> dict[Key, tuple[int, int]]:
+        """By target and role: the last finished step, and how many calls are finished."""
         return dict(self._calls)
 
-    def position(self) -> Position | None:
+    def position(self) -> Place | None:
         """Where the training thread is now, None outside of a schedule call."""
         line = self._line
         state = None if line is None else (id(line), len(line.tape), line.tape.now)
         since = self._watch.since(state)
-        return None if line is None else position(line.target, line.step, codes.name(line.tape.now), since)
+        return None if line is None else position(line.target, line.key[1], line.step, codes.name(line.tape.now), since)
 
-    def device_position(self) -> Position | None:
+    def device_position(self) -> Place | None:
         """Where the GPU is: the first event of the oldest unfinished step that has not happened yet. None on a CPU,
         and when the GPU has done all that it was given."""
         if self._device is None:
@@ -151,11 +153,11 @@ class TimelineRecorder:
                 if not self._device.finished(marks[i + 1]):
                     began = self._device.finished(marks[i])
                     name = codes.name(int(_events(line)[i // 2, 0])) if began else None
-                    return position(line.target, line.step, name, time.time())
+                    return position(line.target, line.key[1], line.step, name, time.time())
         return None
 
-    def recent(self, target: str | None = None) -> Recent | None:
-        return self._tally.recent(target)
+    def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
+        return self._tally.recent(target, role)
 
     def cost(self) -> OwnCost | None:
         return self._tally.cost(self._background.seconds)
@@ -204,7 +206,7 @@ class TimelineRecorder:
                 milliseconds = {kind: us / 1e3 for kind, us in total.items()} | {"step": durations[at] / 1e3}
                 if self._device is not None:
                     del milliseconds["p2p"]
-                self._tally.add(line.target, milliseconds, line.own / 1e6)
+                self._tally.add(line.target, line.key[1], milliseconds, line.own / 1e6)
 
     def _times(self, lines: list[Line]) -> tuple[Int64s, Int64s, list[int]]:
         """Of steps with the same events: codes ``[event]``, start and end of each ``[step, event, 2]`` in the order of

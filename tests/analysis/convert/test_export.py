@@ -223,7 +223,7 @@ def test_damage_and_strange_metadata_cost_only_what_they_touch(tmp_path: Path) -
     paths[0].write_bytes(paths[0].read_bytes()[:-1])
     paths[1].write_bytes(b"something else")
     data = paths[2].read_bytes()
-    metadata = dict(read_timeline(paths[2]).metadata[0], coords={"rank": 2})
+    metadata = dict(read_timeline(paths[2]).metadata[0].as_dict(), coords={"rank": 2})
     paths[2].write_bytes(format.MAGIC + format.metadata_record(metadata) + after_the_first_record(data))
     paths[9].rename(job / paths[9].name.replace("pp1", "pp3"))
     paths[10].rename(job / "renamed.timeline.bin")

@@ -13,8 +13,7 @@ from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.fleet.stragglers import coupled, groups_of, layout_of
 from megaprof.analysis.report.report import fleet_json
-from megaprof.analysis.trace.traces import Coords, Sizes
-from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.parallel.topology import ParallelSizes, Place, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.telling import findings, notes
 
@@ -206,8 +205,8 @@ def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
 def test_the_rank_order_is_found_from_coordinates(order: str) -> None:
     layout = WorldLayout(ParallelSizes.of(32, tp=2, pp=2, cp=2, ep=2, etp=2), order)
-    places = {c.rank: Coords(c.rank, c.pp, c.tp, c.cp, c.ep, c.dp) for c in layout}
-    found = layout_of(places.values(), Sizes(tp=2, pp=2, cp=2, ep=2, dp=4, vpp=1, etp=2))
+    places = {c.rank: c for c in layout}
+    found = layout_of(places.values(), ParallelSizes(tp=2, pp=2, cp=2, ep=2, dp=4, vpp=1, etp=2))
     assert found is not None
     assert list(found) == list(layout)
     groups = groups_of(places, found)
@@ -218,8 +217,8 @@ def test_the_rank_order_is_found_from_coordinates(order: str) -> None:
 
 
 def test_without_a_known_order_a_pipelines_position_is_a_group() -> None:
-    places = {rank: Coords(rank, 0, tp=rank % 2, dp=1 - rank // 2) for rank in range(4)}
-    assert layout_of(places.values(), Sizes(tp=2, dp=2)) is None
+    places = {rank: Place(rank, pp=0, tp=rank % 2, cp=0, ep=0, dp=1 - rank // 2) for rank in range(4)}
+    assert layout_of(places.values(), ParallelSizes(tp=2, dp=2)) is None
     assert groups_of(places, None) == [(0, 1), (2, 3)]
 
 

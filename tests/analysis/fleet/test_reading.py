@@ -81,7 +81,7 @@ def test_targets_and_roles_are_kept_apart(tmp_path: Path) -> None:
 def test_captured_and_failed_steps_are_left_out(tmp_path: Path) -> None:
     paths = write(tmp_path)
     timeline = format.read_timeline(paths[0])
-    records = [format.MAGIC, format.metadata_record(timeline.metadata[0]), format.shape_record([])]
+    records = [format.MAGIC, format.metadata_record(timeline.metadata[0].as_dict()), format.shape_record([])]
     for step, flag in zip(timeline.steps[:10], [0] * 8 + [format.CAPTURED, format.FAILED], strict=True):
         kinds = {name: int(step[name]) for name in ("forward", "backward", "finalize")}
         records.append(

@@ -12,9 +12,8 @@ from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.fleet.timeline_calls import LAST_STEPS, column, detail_of
 from megaprof.analysis.report.report import TargetReport, analyze
-from megaprof.analysis.trace.traces import Coords
 from megaprof.formats import timeline as format
-from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.parallel.topology import ParallelSizes, Place, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
 from tests.analysis.telling import notes
@@ -26,6 +25,10 @@ def report_of(directory: Path, layout: WorldLayout = LAYOUT, **options: Any) -> 
     write_timelines(directory, layout, **({"steps": 40, "microbatches": 8, "noise": 0.0} | options))
     (target,) = analyze(directory).targets
     return target
+
+
+def place(rank, pp, *, tp=0, dp=0):
+    return Place(rank, pp=pp, tp=tp, cp=0, ep=0, dp=dp)
 
 
 def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> None:
@@ -116,10 +119,10 @@ def test_the_pipeline_without_the_slow_rank_is_shown_and_the_slow_rank_is_a_caus
 
 
 def test_a_pipeline_with_all_stages_is_preferred() -> None:
-    places = [Coords(0, 0, tp=0), Coords(1, 0, tp=1), Coords(3, 1, tp=1)]
+    places = [place(0, 0, tp=0), place(1, 0, tp=1), place(3, 1, tp=1)]
     assert column(places) == [1, 3]
-    assert column([Coords(0, 0, dp=0), Coords(1, 0, dp=1)]) == [0]
-    assert column([Coords(0, 0, dp=0), Coords(1, 0, dp=1)], {0}) == [1]
+    assert column([place(0, 0, dp=0), place(1, 0, dp=1)]) == [0]
+    assert column([place(0, 0, dp=0), place(1, 0, dp=1)], {0}) == [1]
 
 
 def test_traces_give_the_detail_where_there_are_both(tmp_path: Path) -> None:

@@ -97,13 +97,24 @@ def test_an_unusable_file_says_what_is_wrong(tmp_path, content, reason):
     assert fault.value.path == path
 
 
+PLACE = {"rank": 0, "pp": 0, "tp": 0, "cp": 0, "ep": 0, "dp": 0}
+SIZES = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "dp": 1, "vpp": None, "etp": None}
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"coords": {"rank": 0, "pp": 3}}, "pp=3"),
-        ({"coords": {"rank": -1}}, "rank"),
-        ({"sizes": {"pp": 10**30}}, "pp"),
-        ({"sizes": {"pp": 0}}, "pp"),
+        ({"coords": PLACE | {"pp": 3}}, "pp=3"),
+        ({"coords": PLACE | {"rank": -1}}, "rank"),
+        ({"coords": PLACE | {"rank": 1 << 40}}, "rank"),
+        ({"coords": {"rank": 0}}, "coords.*None"),
+        ({"sizes": SIZES | {"pp": 10**30}}, "pp"),
+        ({"sizes": SIZES | {"dp": 1 << 40}}, "dp"),
+        ({"steps": [1 << 47, 1 << 47]}, "steps"),
+        ({"microbatches": 1 << 40}, "microbatches"),
+        ({"chunks": [{"layers": 1 << 40}]}, "layers"),
+        ({"host": "\ud800"}, "damaged"),
+        ({"sizes": SIZES | {"pp": 0}}, "pp"),
         ({"steps": [1]}, "steps"),
         ({"chunks": "many"}, "chunks"),
         ({"target": None}, "target"),

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaprof.control import records
-from megaprof.control.records import Absent, BadRecord, Owner
+from megaprof.formats import records
+from megaprof.formats.files import Owner
+from megaprof.formats.records import Absent, BadRecord
+from tests.control import places
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -44,22 +46,22 @@ def test_anything_else_is_refused(content: bytes) -> None:
 
 def test_overwriting_leaves_nothing_of_the_longer_record_before(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
-    records.overwrite(path, {"text": "long " * 50}, 512)
-    records.overwrite(path, {"text": "short"}, 512)
-    assert records.read(path) == {"text": "short"}
+    places.overwrite(path, {"text": "long " * 50}, 512)
+    places.overwrite(path, {"text": "short"}, 512)
+    assert places.read(path) == {"text": "short"}
     assert path.stat().st_size == 512
     with pytest.raises(ValueError, match="does not fit into 16"):
-        records.overwrite(path, {"text": "short"}, 16)
+        places.overwrite(path, {"text": "short"}, 16)
 
 
 def test_a_reader_sees_one_record_or_another_whatever_is_written_meanwhile(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
-    records.overwrite(path, {"n": 0}, 2048)
+    places.overwrite(path, {"n": 0}, 2048)
     done = threading.Event()
 
     def keep_writing() -> None:
         for n in range(2000):
-            records.overwrite(path, {"n": n, "pad": "x" * (n % 1500)}, 2048)
+            places.overwrite(path, {"n": n, "pad": "x" * (n % 1500)}, 2048)
         done.set()
 
     writer = threading.Thread(target=keep_writing)
@@ -67,7 +69,7 @@ def test_a_reader_sees_one_record_or_another_whatever_is_written_meanwhile(tmp_p
     seen = []
     while not done.is_set():
         try:
-            seen.append(records.read(path)["n"])
+            seen.append(places.read(path)["n"])
         except BadRecord:
             continue
     writer.join()
@@ -77,24 +79,24 @@ def test_a_reader_sees_one_record_or_another_whatever_is_written_meanwhile(tmp_p
 def test_absent_is_no_fault(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path / "none" / "below"):
         with pytest.raises(Absent):
-            records.read(path)
+            places.read(path)
 
 
 def test_a_directory_that_cannot_hold_it_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="taken"):
-        records.write(tmp_path / "taken", {})
+        places.write(tmp_path / "taken", {})
     assert os.listdir(tmp_path) == ["taken"]
 
 
 def test_owner_is_who_our_own_files_belong_to(tmp_path: Path) -> None:
     """Also where that is another user than we are, as on a file system that turns root into nobody."""
     path = tmp_path / "request.json"
-    status = records.write(path, {"a": 1}, mode=0o600)
-    assert records.read(path, Owner.of(status)) == {"a": 1}
+    owner = places.write(path, {"a": 1}, mode=0o600)
+    assert places.read(path, owner) == {"a": 1}
     with pytest.raises(BadRecord, match="belongs to user"):
-        records.read(path, Owner(status.st_uid + 1))
+        places.read(path, Owner(owner.uid + 1))
     path.chmod(0o666)
     with pytest.raises(BadRecord, match="by others"):
-        records.read(path, Owner(status.st_uid))
-    assert records.read(path, Owner(status.st_uid, 0o022)) == {"a": 1}, "a file system that ignores permissions"
+        places.read(path, Owner(owner.uid))
+    assert places.read(path, Owner(owner.uid, 0o022)) == {"a": 1}, "a file system that ignores permissions"

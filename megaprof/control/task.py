@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.capture.demand import Demand
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
-from megaprof.control import request as states
-from megaprof.control.request import Answer, Refused, Request
+from megaprof.control.requests import recorder_config
+from megaprof.control.status import Key, Meter
+from megaprof.formats import requests as states
 from megaprof.formats.names import plain_path
+from megaprof.formats.requests import Answer, Refused, Request
 from megaprof.recorders import build_recorders
 from megaprof.recorders.nsys import SESSION_VARIABLE
 from megaprof.runtime.logs import logger
@@ -22,38 +23,14 @@ if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
 
-Key = tuple[str, "str | None"]
-"""Target and role: what calls are counted by."""
-
-_SAMPLES = 32
 #: How long files may take to be finished after the last window closed, in seconds.
 _FINISHING = 900.0
+#: A target that has not been called while others were called so often is one that nobody runs.
+_CALLS_OF_OTHERS = 2
 
 
-class Meter:
-    """How often each target is called, from looking at its counter now and then."""
-
-    def __init__(self) -> None:
-        self._seen: dict[Key, deque[tuple[float, int]]] = {}
-
-    def look(self, calls: dict[Key, int]) -> None:
-        now = time.monotonic()
-        for key, count in calls.items():
-            samples = self._seen.setdefault(key, deque(maxlen=_SAMPLES))
-            if not samples or samples[-1][1] != count:
-                samples.append((now, count))
-
-    def seconds(self, key: Key) -> float | None:
-        """Between two calls, on average over the last looks; None before there were two."""
-        samples = self._seen.get(key)
-        if samples is None or len(samples) < 2:
-            return None
-        (began, first), (ended, last) = samples[0], samples[-1]
-        return (ended - began) / (last - first)
-
-
-class Capture:
-    """From the order to the finished files. ``answer`` is what the rank says of it now; ``over``: for good."""
+class CaptureTask:
+    """One request, from the order to the finished files. `answer` is what the rank says of it now."""
 
     def __init__(self, request: Request, session: Session, writer: Writer, directory: Path, meter: Meter) -> None:
         self.request = request
@@ -76,12 +53,13 @@ class Capture:
 
     @property
     def over(self) -> bool:
+        """Whether the answer is the last one."""
         return self.answer.state in states.FINAL
 
     def _prepare(self, writer: Writer) -> None:
         if self._session.disabled:
             raise Refused("profiling is off on this rank since a fault, which its log has")
-        config = self.request.config(str(self._directory))
+        config = recorder_config(self.request, str(self._directory))
         if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
             raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
         self._key = self._counted()
@@ -90,9 +68,14 @@ class Capture:
         self._report()
 
     def _counted(self) -> Key:
+        """The target and role whose calls are counted for it. Raises Refused where nobody makes such calls."""
         target = TRAIN_ACTOR if self.request.target == TRAIN_OVERALL else self.request.target
         own, asked = self._session.role, self.request.role
-        seen = sorted({role or "" for name, role in dict(self._session.calls) if name == target})
+        calls = dict(self._session.calls)
+        seen = sorted({role or "" for name, role in calls if name == target})
+        if not seen and sum(calls.values()) >= _CALLS_OF_OTHERS:
+            runs = ", ".join(sorted({name if role is None else f"{name} of {role}" for name, role in calls}))
+            raise Refused(f"nobody has run {target} in this job so far; what runs is {runs}")
         if asked is not None:
             if asked not in seen and asked != own and seen:
                 known = [role for role in seen if role]
@@ -106,7 +89,7 @@ class Capture:
         return target, seen[0]
 
     def go(self, first: int) -> None:
-        """Take the windows from call ``first`` on."""
+        """Take the windows from call `first` on."""
         demand, session = self._demand, self._session
         if self.answer.state != states.ACCEPTED or demand is None:
             return
@@ -138,7 +121,7 @@ class Capture:
             self._say(states.FAILED, reason)
 
     def look(self) -> None:
-        """Bring ``answer`` up to date."""
+        """Bring `answer` up to date."""
         demand = self._demand
         if self.over or demand is None:
             return

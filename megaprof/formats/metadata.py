@@ -1,0 +1,153 @@
+"""The `megaprof` object inside an artifact, as it is written and as it is read (docs/trace-metadata.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megaprof.parallel.topology import ParallelSizes, RankCoords
+
+#: No job has more ranks along an axis, microbatches, layers or chunks: a hostile file must not make us count for ever.
+MOST = 1 << 20
+#: No job comes to this step: steps are packed with other numbers into 64 bits.
+MOST_STEPS = 1 << 40
+_LARGEST = 1 << 53
+
+
+@dataclass(frozen=True)
+class ModelChunk:
+    """What one model chunk consists of. A field is None where the model did not say."""
+
+    embedding: bool | None = None
+    """Whether it holds the embedding."""
+    layers: int | None = None
+    """Number of decoder layers."""
+    layer_numbers: tuple[int | None, ...] | None = None
+    """Megatron's number of each decoder layer, from 1."""
+    mtp: int | None = None
+    """Number of multi-token prediction layers."""
+    loss: bool | None = None
+    """Whether it holds the output layer and the loss."""
+    kinds: tuple[str, ...] | None = None
+    """The kind of each decoder layer: ``dense``, ``moe``, or its class."""
+
+
+@dataclass(frozen=True)
+class MicrobatchRanges:
+    """Whether the step holds a range for every microbatch."""
+
+    microbatch: bool = True
+    """True where it does."""
+    reason: str | None = None
+    """Why it does not."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What an artifact holds, and where and how that ran."""
+
+    target: str
+    """What was captured, for instance ``train_actor``."""
+    coords: RankCoords
+    """The rank, with the sizes of the run."""
+    steps: tuple[int, int]
+    """First and last step, inclusive, in the host's own numbering where it has one."""
+    version: str | None = None
+    """Version of megaprof that wrote it."""
+    role: str | None = None
+    """The model's role, where it has one."""
+    schedule: str | None = None
+    """``no_pipelining``, ``1f1b`` or ``interleaved``; None where no schedule ran."""
+    forward_only: bool = False
+    """True for log-prob and evaluation passes."""
+    microbatches: int | None = None
+    """Microbatches of the step."""
+    microbatch_group_size: int | None = None
+    """Microbatches that pass one chunk before the next one's turn; of the interleaved schedule only."""
+    seq_length: int | None = None
+    """Tokens of a sequence, as the schedule was told."""
+    micro_batch_size: int | None = None
+    """Sequences of a microbatch, as the schedule was told."""
+    chunks: tuple[ModelChunk, ...] = ()
+    """This rank's model chunks, in their order."""
+    p2p: dict[str, Any] | None = None
+    """``batch_p2p_comm``, ``batch_p2p_sync`` and ``overlap_p2p_comm`` of the model's configuration."""
+    host: str | None = None
+    """Host name."""
+    pid: int | None = None
+    """Process number on the host."""
+    megatron_core: str | None = None
+    """Version of megatron-core."""
+    torch: str | None = None
+    """Version of torch."""
+    ranges: MicrobatchRanges = MicrobatchRanges()
+    """Whether microbatches have ranges."""
+    truncated: bool = False
+    """True when the window was closed early."""
+    truncated_reason: str | None = None
+    """Why it was."""
+    timeline: dict[str, Any] | None = None
+    """How it was recorded, in a timeline: its ``clock`` (``host`` or ``device``) among others."""
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        """How many ways the run is parallel along each axis."""
+        return self.coords.sizes
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON, as docs/trace-metadata.md lists it: ``sizes`` stand beside ``coords``."""
+        fields = asdict(self)
+        if fields["timeline"] is None:
+            del fields["timeline"]
+        sizes = fields["coords"].pop("sizes")
+        ranges = {key: value for key, value in fields["ranges"].items() if value is not None}
+        return {**fields, "sizes": sizes, "steps": list(self.steps), "chunks": list(fields["chunks"]), "ranges": ranges}
+
+
+def read_metadata(data: bytes) -> Metadata:
+    """The reverse of `Metadata.as_dict`, for JSON of any origin: every value is checked by type and bound.
+
+    Unknown keys are left out. Raises ValueError, which says what cannot be.
+    """
+    import msgspec  # which training does not need
+
+    try:
+        raw = msgspec.json.decode(data)
+        if not isinstance(raw, dict):
+            raise ValueError("it is no object")
+        coords = _coords(raw.get("coords"), raw.get("sizes"))
+        found = msgspec.convert({**raw, "coords": coords.as_dict()}, Metadata)
+    except (RecursionError, OverflowError):
+        raise ValueError("it is nested too deeply, or has too large a number") from None
+    for name, number, most in _numbers(found):
+        if number is not None and not 0 <= number <= most:
+            raise ValueError(f"{name}={number} is not a number from 0 to {most}")
+    return found
+
+
+def _coords(coords: object, sizes: object) -> RankCoords:
+    """Older files have no number for what is not there: ``vpp`` and ``etp`` may be null."""
+    if not isinstance(coords, Mapping) or not isinstance(sizes, Mapping):
+        raise ValueError("coords and sizes are no objects")
+    known = {key: value for key, value in sizes.items() if value is not None}
+    return RankCoords.from_dict({**coords, "sizes": {"vpp": 1, "etp": known.get("tp"), **known}})
+
+
+def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
+    """Every number that is not checked with the coordinates: its name, and the largest that it may be."""
+    yield "rank", metadata.coords.rank, MOST
+    for axis, size in asdict(metadata.sizes).items():
+        yield f"sizes.{axis}", size, MOST
+    for step in metadata.steps:
+        yield "steps", step, MOST_STEPS - 1
+    yield "microbatches", metadata.microbatches, MOST
+    yield "microbatch_group_size", metadata.microbatch_group_size, MOST
+    yield "chunks", len(metadata.chunks), MOST
+    for name in ("seq_length", "micro_batch_size", "pid"):
+        yield name, getattr(metadata, name), _LARGEST
+    for chunk in metadata.chunks:
+        yield "layers", chunk.layers, MOST
+        yield "mtp", chunk.mtp, MOST
+        for number in chunk.layer_numbers or ():
+            yield "layer_numbers", number, MOST
