@@ -86,11 +86,11 @@ def test_all_ranks_rest_in_the_same_steps() -> None:
 
 def test_a_pair_that_was_interrupted_does_not_count() -> None:
     job = Job(0.1, 0.0)
-    job.run(range(20_000))
+    job.run(range(10_000))
     taken, first = job.pairs.taken, job.rested[0]
     again = Job(0.1, 0.0)
     again.run(range(first + 5))
-    again.run(range(first + 9, 20_000))  # steps in between that nobody asked about
+    again.run(range(first + 9, 10_000))  # steps in between that nobody asked about
     assert again.pairs.taken == taken - 1
 
 
