@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -36,6 +39,8 @@ from megaprof.recorders import Recorder, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
+from megaprof.runtime.interruption import from_host
+from megaprof.runtime.isolation import in_full
 from megaprof.runtime.logs import logger
 
 #: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
@@ -54,6 +59,7 @@ class Handle:
         self._recorders: tuple[Recorder, ...] = ()
         self._timeline: TimelineRecorder | None = None
         self._listener: Listener | None = None
+        self._removed = threading.Event()
 
     @property
     def active(self) -> bool:
@@ -79,27 +85,50 @@ class Handle:
         return None
 
     def remove(self) -> None:
-        """Close an open window, finish its files, and put every original function back. Idempotent."""
-        session, self._session = self._session, None
+        """Close an open window, finish its files, and put every original function back. Idempotent.
+
+        Only the thread that trains can close its window. Called from another thread while that one has a window open,
+        or is inside a schedule call, this only asks: the training thread does it at its next hook, and at the latest
+        when its call ends. `active` is false from then on.
+        """
+        if self._session is not None and not _process.ask(self._remove, self._session):
+            self._remove()
+
+    def _remove(self) -> None:
+        session = self._session
         if session is None:
             return
-        not_at_exit(self.remove)
-        try:
-            self._finish(session, "the hooks were removed", self.config.flush_seconds)
-        finally:
-            _process.release(self, session)
+        in_full(
+            partial(self._finish, session, "the hooks were removed", self.config.flush_seconds),
+            partial(_process.release, self, session),
+            partial(not_at_exit, self._at_exit),
+            self._gone,
+        )
+
+    def _gone(self) -> None:
+        self._session = None
+        self._removed.set()
+
+    def _at_exit(self) -> None:
+        """The process ends; a training thread that still runs gets the time to close its window."""
+        if self._session is not None:
+            self.remove()
+            self._removed.wait(self.config.flush_seconds)
 
     def _finish(self, session: Session | None, reason: str, seconds: float) -> None:
         """Close an open window and finish every file, within ``seconds``."""
-        if session is not None:
-            with _process.termination.held():
-                session.finish(reason)
-        if self._timeline is not None:
-            self._timeline.close()
-        if self._writer is not None:
-            self._writer.close(seconds)
-        if self._listener is not None:
-            self._listener.close()
+
+        def close_window() -> None:
+            if session is not None:
+                with _process.termination.held():
+                    session.finish(reason)
+
+        in_full(
+            close_window,
+            *([] if self._timeline is None else [self._timeline.close]),
+            *([] if self._writer is None else [partial(self._writer.close, seconds)]),
+            *([] if self._listener is None else [self._listener.close]),
+        )
 
     def __enter__(self) -> Handle:
         return self
@@ -123,8 +152,8 @@ class _Process:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
-        if self._step_ended not in contract.when_step_ended:
-            contract.when_step_ended.append(self._step_ended)
+        if self._step_ended not in contract.when_over["step"]:
+            contract.when_over["step"].append(self._step_ended)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
             patch_schedules(self._patches, self._dispatcher)
@@ -139,9 +168,19 @@ class _Process:
         with self.termination.held():
             roles.detach(session)
             self._dispatcher.remove(session)
-            self.handles.remove(handle)
+            if handle in self.handles:
+                self.handles.remove(handle)
             if not self.handles:
                 self._patches.restore()
+
+    def ask(self, leave: Callable[[], None], session: Session) -> bool:
+        """Have the training thread call ``leave``, if it is another one than this and busy with ``session``'s models;
+        else false, and the caller is to do it."""
+        there = {self._dispatcher.inside, session.thread} & set(sys._current_frames())
+        if not there - {threading.get_ident()}:
+            return False
+        self._dispatcher.ask(leave)
+        return True
 
     def _step_ended(self) -> None:
         """A step of the host is over, and the host may end this process before it calls anything again (Ray does)."""
@@ -169,7 +208,7 @@ class _Process:
     def _forget(self) -> None:
         """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
         for handle in self.handles:
-            not_at_exit(handle.remove)
+            not_at_exit(handle._at_exit)
             handle._session = handle._writer = handle._timeline = handle._listener = None
             handle._recorders = ()
         self.handles.clear()
@@ -240,6 +279,8 @@ def install_hooks(
         local = str(settled.dir if remote is None else remote.staging)
         os.makedirs(local, exist_ok=True)
     except OSError as fault:
+        if from_host(fault):
+            raise
         # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
         logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", settled.dir, fault)
         return handle
@@ -264,7 +305,7 @@ def install_hooks(
     if settled.listens:
         layout = layout_from_parallel_state(chunks)
         handle._listener = _listen(session, layout, handle._writer, local)
-    at_exit(handle.remove)
+    at_exit(handle._at_exit)
     staged = "" if remote is None else f" (staged in {local})"
     logger.info("megaprof: rank %d captures %s into %s%s", coords.rank, ", ".join(settled.target), settled.dir, staged)
     return handle

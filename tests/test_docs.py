@@ -58,6 +58,14 @@ def test_every_option_is_documented_with_its_variable_and_default() -> None:
         assert row.rstrip(" |").endswith(f"| {shown}"), f"{row!r} does not end with the default {shown!r}"
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_every_benchmark_is_a_module_that_can_be_imported(path: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    import_module(f"tests.benchmarks.{path.stem}")
+    if path.stem not in ("load", "test_scale"):
+        assert f"-m tests.benchmarks.{path.stem} " in makefile
+
+
 def test_every_make_target_in_the_documents_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([\w-]+)(?=:)", makefile, re.M)) | set(re.findall(r"^([\w-]+)%:", makefile, re.M))
@@ -133,9 +141,9 @@ def test_every_module_and_file_that_is_named_exists() -> None:
 
 
 def _named() -> Iterator[tuple[str, str]]:
-    """Every `megaprof.x.y` and `megaprof/x/y.py` in the documents and in the patches, with where it stands."""
+    """Every `megaprof.x.y`, `megaprof/x/y.py` and `tests/x/y.py` in documents and patches, with its place."""
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *_patches()]:
-        for name in re.findall(r"\bmegaprof(?:(?:\.[A-Za-z_]\w*)+|(?:/\w+)+\.py\b)", path.read_text()):
+        for name in re.findall(r"\bmegaprof(?:\.[A-Za-z_]\w*)+|\b(?:megaprof|tests)(?:/\w+)+\.py\b", path.read_text()):
             yield str(path.relative_to(ROOT)), name
     # Of the moved modules, the new names.
     for row in re.findall(r"^\| `megaprof\.\S+ \| (.*) \|$", (ROOT / "CHANGELOG.md").read_text(), re.M):

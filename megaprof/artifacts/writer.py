@@ -14,7 +14,8 @@ from pathlib import Path
 from megaprof.artifacts.files import Incomplete, publish, remove_leftovers
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.remote import Remote
-from megaprof.formats.names import kineto_temporary, plain_path
+from megaprof.formats.names import busy_path, kineto_temporary, plain_path
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
@@ -76,6 +77,7 @@ class Writer:
         self._any_written = False
         self._overflowed = False
         self._closed = False
+        self._busy: Path | None = None  # says to other processes that this one is not done
 
     @property
     def pending(self) -> bool:
@@ -87,6 +89,8 @@ class Writer:
         try:
             size = artifact.raw.stat().st_size
         except OSError as fault:
+            if from_host(fault):
+                raise
             _remove(kineto_temporary(artifact.raw))
             logger.error(
                 "megaprof: %s is lost: its raw file was not written (%s); is the disk full, or its directory gone?",
@@ -168,6 +172,7 @@ class Writer:
         if self._hook is not None:
             self._hook.stop()
         with self._idle:
+            self._rest()
             artifacts = list(self._waiting)
             self._waiting.clear()
         for artifact in artifacts:
@@ -194,12 +199,21 @@ class Writer:
     def _do(self, task: _Task) -> None:
         try:
             task()
-        except Exception:
+        except Exception as fault:  # where no thread can start any more, a task runs in the host's
+            if from_host(fault):
+                raise
             logger.exception("megaprof: the writer failed; training goes on")
         finally:
             with self._idle:
                 self._pending -= 1
+                if not self._pending:
+                    self._rest()
                 self._idle.notify_all()
+
+    def _rest(self) -> None:
+        busy, self._busy = self._busy, None
+        if busy is not None:
+            _remove(busy)
 
     def _write(self, artifact: Artifact) -> None:
         if artifact not in self._waiting:  # given up meanwhile, and kept as it is
@@ -208,6 +222,9 @@ class Writer:
             if artifact.final.parent not in self._cleaned:
                 self._cleaned.add(artifact.final.parent)
                 remove_leftovers(artifact.final.parent)
+            if self._busy is None:
+                self._busy = busy_path(artifact.final.parent)
+                self._busy.touch()
             publish(artifact.raw, artifact.final)
             self._finished(artifact.final)
         except Incomplete as fault:
@@ -264,7 +281,9 @@ os.register_at_fork(after_in_child=_in_child)
 def _remove(path: Path) -> None:
     try:
         path.unlink()
-    except OSError:
+    except OSError as fault:
+        if from_host(fault):
+            raise
         logger.debug("megaprof: %s cannot be removed", path, exc_info=True)
 
 
@@ -274,6 +293,8 @@ def _keep(artifact: Artifact) -> Path | None:
     try:
         os.replace(artifact.raw, plain)
     except OSError as fault:
+        if from_host(fault):
+            raise
         logger.error("megaprof: %s stays there, it cannot be renamed to %s: %s", artifact.raw, plain.name, fault)
         return None
     return plain

@@ -15,6 +15,7 @@ import functools
 import importlib.abc
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
 PATH = str(Path(__file__).resolve().parent / "path")
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _ASKED = "get_forward_backward_func"
+_RAY = "ray._private.worker"
 #: Packages that have a module to watch: all else passes the finder at the cost of one look-up.
-_ROOTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
+_HOSTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
+_ROOTS = _HOSTS | {"ray"}
 
 _settled: ProfileConfig | None = None
+_armed = 0.0  # when, in seconds since the epoch
 
 
 def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]:
@@ -56,15 +60,13 @@ def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]
 def arm(config: ProfileConfig | None = None) -> None:
     """Wait for megatron-core, and install then with ``config`` or, without one, with the ``MEGAPROF_*`` environment.
 
-    Idempotent; the first configuration counts. Imports neither torch nor Megatron by itself.
+    Idempotent; the first configuration counts. Imports nothing but the standard library: a cluster has many processes
+    that never see megatron-core.
     """
-    global _settled
+    global _settled, _armed
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    _settled = config
-    from megaprof.integrations import contract
-
-    contract.when_settled.append(install)
+    _settled, _armed = config, time.time()
     sys.meta_path.insert(0, _Finder())
     for name in [name for name in sys.modules if name.partition(".")[0] in _ROOTS]:
         _loaded(name)
@@ -76,7 +78,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] not in _ROOTS or not _watched(fullname):
+        if not _watched(fullname):
             return None
         for finder in list(sys.meta_path):
             find = getattr(finder, "find_spec", None)
@@ -106,22 +108,45 @@ class _Loader(importlib.abc.Loader):
 
 
 def _watched(name: str) -> bool:
+    if name in (_SCHEDULES, _RAY):
+        return True
+    if name.partition(".")[0] not in _HOSTS:
+        return False
     from megaprof.integrations.registry import MODULES
 
-    return name == _SCHEDULES or name in MODULES
+    return name in MODULES
 
 
 def _loaded(name: str) -> None:
     try:
-        if name == _SCHEDULES:
+        if name == _RAY:
+            _before_ray_ends(sys.modules[name])
+        elif name == _SCHEDULES:
             _watch(sys.modules[name])
         elif _watched(name):
             from megaprof.hooks.patching import Patches
+            from megaprof.integrations import contract
             from megaprof.integrations.registry import adapt
 
+            if install not in contract.when_settled:
+                contract.when_settled.append(install)
+                contract.when_over["job"].append(_finish_job)
             adapt(Patches(), name)
     except Exception as fault:
         logger.error("megaprof: %s cannot be hooked: %s: %s", name, type(fault).__name__, fault)
+
+
+def _finish_job() -> None:
+    """A job is over that this process runs: wait for the files of its other processes."""
+    from megaprof.autoload.job_end import wait
+
+    wait(_settled, _armed)
+
+
+def _before_ray_ends(worker: ModuleType) -> None:
+    from megaprof.autoload.job_end import before_ray_ends
+
+    before_ray_ends(worker, _finish_job)
 
 
 def _watch(schedules: ModuleType) -> None:

@@ -9,10 +9,14 @@ environment of ``megaprof run -- python train.py ...``.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megaprof.autoload.arming import arm
+from megaprof.autoload.job_end import before_ray_ends, wait
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -23,8 +27,9 @@ HOOK = "worker_process_setup_hook"
 def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """``base``, a runtime environment, with what makes every worker profile itself as ``config`` says.
 
-    Megaprof must be installed where the workers run. A relative directory is made absolute, because a worker's working
-    directory is not the driver's. A configuration without a target adds nothing. Raises ValueError for a ``base`` that
+    For the driver: before Ray ends the workers of this process, their files are waited for. Megaprof must be installed
+    where the workers run. A relative directory is made absolute, because a worker's working directory is not the
+    driver's. A configuration without a target adds nothing. Raises ValueError for a ``base`` that
     has a set-up hook already: call ``megaprof.autoload.ray.setup()`` in that one, and pass ``config.to_env()`` on.
     """
     merged = dict(base or {})
@@ -37,6 +42,9 @@ def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) ->
         )
     merged[HOOK] = f"{__name__}.{setup.__name__}"
     merged["env_vars"] = {**merged.get("env_vars", {}), **config.to_env()}
+    worker = sys.modules.get("ray._private.worker")
+    if worker is not None and not hasattr(worker.shutdown, "__wrapped__"):
+        before_ray_ends(worker, partial(wait, config, time.time()))
     return merged
 
 

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"-o {arguments.out} cannot be written: {fault.strerror or fault}") from None
     size = arguments.out.stat().st_size / 1e6
     _say(
-        f"{merged.capture}: {_count(len(merged.ranks), 'rank')}, {_count(merged.events, 'event')}, "
+        f"{merged.name}: {_count(len(merged.ranks), 'rank')}, {_count(merged.events, 'event')}, "
         f"{_count(merged.arrows, 'arrow')} from a send to its receive"
     )
     if merged.left_out:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError
+from megaprof.formats.files import appearing
 
 if TYPE_CHECKING:
-    from megaprof.analysis.report.report import Report
+    from megaprof.analysis.report.document import Report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,9 +96,10 @@ def _json(report: Report) -> str:
 
 
 def _html(report: Report) -> str:
-    from megaprof.analysis.report.html import page, timelines
+    from megaprof.analysis.report.drawn import timelines
+    from megaprof.analysis.report.html import page
 
-    return page(report.to_json(), timelines(report), name=report.source.absolute().name)
+    return page(report, timelines(report))
 
 
 def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], bool]) -> None:
@@ -143,19 +143,5 @@ def _write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    with appearing(path, sync=False) as file:
+        file.write(text.encode())

@@ -15,6 +15,7 @@ from megaprof.config.per_role import parse_per_role
 from megaprof.config.tools import known_tools
 from megaprof.config.windows import NONE
 from megaprof.runtime.hostmemory import parse_limit
+from megaprof.runtime.ray import in_ray_worker
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -28,8 +29,17 @@ def text(name: str, value: Any) -> str:
 
 
 def directory(name: str, value: Any) -> str:
-    """A directory, absolute from now on: the process may change its working directory. A remote one stays as it is."""
+    """A directory, absolute from now on: the process may change its working directory. A remote one stays as it is.
+
+    Raises ValueError for a relative one in a worker of Ray's, which was started in another directory than the one in
+    which the user typed it.
+    """
     place = text(name, value)
+    if in_ray_worker() and not is_remote(place) and not os.path.isabs(place):
+        raise ValueError(
+            f"{name}: {place!r} is not valid in a worker of Ray's, which has a working directory of its own; valid: an "
+            "absolute path, or the URI of a remote directory"
+        )
     return place if is_remote(place) else os.path.abspath(place)
 
 

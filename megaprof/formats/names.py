@@ -133,6 +133,16 @@ def kineto_temporary(raw: Path) -> Path:
     return raw.with_name(raw.name + ".tmp")
 
 
+def busy_path(directory: Path) -> Path:
+    """The file that exists in ``directory`` while a process still works on files there, between two of them, too."""
+    return _unfinished(directory / "writer", "tmp")
+
+
+def is_unfinished(name: str) -> bool:
+    """True for a file that some process still works on, or left behind: its name is not the one that it will have."""
+    return name.startswith(".") and _UNFINISHED.fullmatch(name) is not None
+
+
 def is_leftover(name: str) -> bool:
     """True for an unfinished file of a process of this host that is dead. Never for a file of another host."""
     match = _UNFINISHED.fullmatch(name)

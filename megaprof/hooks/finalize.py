@@ -7,11 +7,10 @@ from typing import Any
 
 from megaprof.formats import codes
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
-from megaprof.hooks.patching import Patches
 from megaprof.parallel.chunks import innermost
 
 
-def patch_finalize(patches: Patches, dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
+def patch_finalize(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     """Hook ``config.finalize_model_grads_func`` of the model that a call runs.
 
     Hosts set it on the config (after hooks may have gone in, or for every ``train()`` anew), and the schedules read it
@@ -19,5 +18,6 @@ def patch_finalize(patches: Patches, dispatcher: Dispatcher, chunks: tuple[Any, 
     """
     config = getattr(innermost(chunks[0]), "config", None) if chunks else None
     if config is not None and hasattr(config, "__dict__"):
+        finalize = "finalize_model_grads_func"
         wrap = partial(ranged, dispatcher=dispatcher, code_of=always(codes.FINALIZE), fast=(codes.FINALIZE,))
-        patches.apply(config, "finalize_model_grads_func", wrap)
+        dispatcher.of_this_call.apply(config, finalize, wrap)

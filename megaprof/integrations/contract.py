@@ -14,9 +14,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megaprof.hooks.patching import Patches
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class Hook:
     """Gets the call's arguments by name."""
     context: bool = False
     """True: the function returns a context manager, and the facts hold inside that rather than inside the call."""
-    ends_step: bool = False
-    """True: a step of the host is over when the call returns, and the host waits for no other rank there. A window
-    that is still open for the step is closed, and finished files are waited for (`step_ended`)."""
+    ends: Literal["step", "job"] | None = None
+    """What is over when the call is: a step of the host in this process, or the whole job, which this process runs.
+    Files are finished then, because what follows may end their processes without warning (see ``when_over``)."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,9 @@ class Host:
 
 #: Called when a host's own settings turned up that ask for megaprof: whoever can install the hooks registers here.
 when_settled: list[Callable[[], object]] = []
-#: Called when a host's step is over in this process: whoever has windows and files registers here.
-when_step_ended: list[Callable[[], object]] = []
+#: Called at the end of a host's step in this process, and at the end of a job in the process that runs it: whoever has
+#: windows and files, or waits for those of others, registers here. They take the time that they need.
+when_over: dict[str, list[Callable[[], object]]] = {"step": [], "job": []}
 
 _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)
 _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=None)
@@ -105,13 +107,15 @@ def settled() -> None:
         task()
 
 
-def step_ended() -> None:
-    """A step of the host is over here, and it waits for no other rank. What fails is logged and reaches nobody."""
-    for task in list(when_step_ended):
+def over(what: str) -> None:
+    """A ``step`` or a ``job`` is over. What fails is logged and reaches nobody."""
+    for task in list(when_over[what]):
         try:
             task()
         except Exception as fault:
-            logger.warning("megaprof: files could not be finished at the end of a step: %r", fault)
+            if from_host(fault):
+                raise
+            logger.warning("megaprof: files could not be finished at the end of a %s: %r", what, fault)
 
 
 def iteration() -> int | None:
@@ -169,21 +173,38 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             facts = hook.read(signature.bind(*args, **kwargs).arguments)
         except Exception as fault:  # the host goes on, and so does profiling, with less to say
+            if from_host(fault):
+                raise
             if not failed:
                 failed = True
                 logger.warning("megaprof: %s.%s: cannot read what it knows: %r", hook.module, hook.function, fault)
         return inside(facts, message)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with known(args, kwargs):
-            result = original(*args, **kwargs)
-        if hook.ends_step:
-            step_ended()
-        return result
+        with _ended(hook), known(args, kwargs):
+            return original(*args, **kwargs)
+
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        with _ended(hook), known(args, kwargs):
+            return await original(*args, **kwargs)
 
     @contextmanager
     def around(*args: Any, **kwargs: Any) -> Iterator[Any]:
         with known(args, kwargs), original(*args, **kwargs) as value:
             yield value
 
-    return around if hook.context else wrapper
+    if hook.context:
+        return around
+    return coroutine if inspect.iscoroutinefunction(original) else wrapper
+
+
+@contextmanager
+def _ended(hook: Hook) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        if hook.ends is not None:
+            over(hook.ends)
+        raise
+    if hook.ends is not None:
+        over(hook.ends)

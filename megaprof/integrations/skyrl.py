@@ -110,6 +110,10 @@ HOST = Host(
     hooks=(
         Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
         Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),
+        # In the process that runs the job.
+        Hook("skyrl.train.trainer", "RayPPOTrainer.train", ends="job"),
+        Hook("skyrl.train.fully_async_trainer", "FullyAsyncRayPPOTrainer.train", ends="job"),
+        Hook("skyrl.train.sft_trainer", "SFTTrainer.shutdown", ends="job"),
         Hook("skyrl.train.trainer", "RayPPOTrainer._execute_forward_pass", _send_step),
         Hook("skyrl.train.sft_trainer", "SFTTrainer.train_step", _send_sft_step),
     ),

@@ -98,10 +98,10 @@ _ACTOR = "slime.backends.megatron_utils.actor"
 HOST = Host(
     name="slime",
     hooks=(
-        Hook(_MODEL, "train", _train, ends_step=True),
+        Hook(_MODEL, "train", _train, ends="step"),
         Hook(_MODEL, "forward_only", _forward_only),
         # Where they were imported by name before megaprof was armed.
-        Hook(_ACTOR, "train", _train, ends_step=True),
+        Hook(_ACTOR, "train", _train, ends="step"),
         Hook(_ACTOR, "forward_only", _forward_only),
     ),
 )

@@ -13,29 +13,34 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megaprof.capture import roles
+from megaprof.config import readers
+from megaprof.config.options import ProfileConfig, variable
 from megaprof.integrations.contract import Facts, Hook, Host, settled
 
-if TYPE_CHECKING:
-    from megaprof.config.options import ProfileConfig
-
 _WORKERS = "verl.workers.engine_workers"
+_OLD_WORKERS = "verl.workers.megatron_workers"
 _PROFILER = "verl.utils.profiler.profile"
 _SFT_TRAINER = "verl.trainer.sft_trainer"
 
 #: The value of ``global_profiler.tool`` that hands verl's settings to megaprof.
 TOOL = "megaprof"
-#: What verl's tools are here. What there is to set about a trace is in ``tool_config.torch`` for megaprof, too.
-_TOOLS = {TOOL: "torch", "torch": "torch", "nsys": "nsys", "torch_memory": "memory"}
+#: What verl's own tools are here. With ``megaprof`` the tool is that of ``MEGAPROF_TOOL``, or torch, and what there is
+#: to set about a trace is in ``tool_config.torch``.
+_TOOLS = {"torch": "torch", "nsys": "nsys", "torch_memory": "memory"}
 _CONTENTS = {"shapes": "record_shapes", "memory": "profile_memory", "stack": "with_stack"}
-#: Where each role's profiler settings are. ``rollout`` is missing: an inference engine runs no schedule of Megatron's.
+#: Where the profiler settings are of each role whose work runs Megatron's schedule.
 _PROFILERS = {
     "actor": "actor_rollout_ref.actor.profiler",
     "ref": "actor_rollout_ref.ref.profiler",
     "critic": "critic.profiler",
+    "reward": "reward_model.profiler",
 }
+#: The rollout has no schedule of Megatron's, but work of its own in the worker (up to 0.6): a file of its own with
+#: ``discrete``.
+_ROLLOUT = "actor_rollout_ref.rollout.profiler"
 _NO_STEP = 2**31 - 1
 """The number of a step that verl's trainer does not profile. verl counts from 1, and never gets there."""
 _ANY_STEP = range(_NO_STEP)
@@ -56,40 +61,67 @@ def config_from(config: Any) -> ProfileConfig:
             "False"
         )
     profilers = {path: found for path in _PROFILERS.values() if (found := _get(config, path)) is not None}
-    return _translated(_get(config, "global_profiler.steps"), profilers)
+    return _translated(_get(config, "global_profiler.steps"), profilers, _get(config, _ROLLOUT))
 
 
-def _translated(steps: Any, profilers: Mapping[str, Any]) -> ProfileConfig:
-    from megaprof.config.options import ProfileConfig
-
+def _translated(steps: Any, profilers: Mapping[str, Any], rollout: Any = None) -> ProfileConfig:
     enabled = {path: found for path, found in profilers.items() if _get(found, "enable", False)}
     if steps is not None and not isinstance(steps, range):
         steps = _numbers("global_profiler.steps", steps)
     tool = _one(enabled, "tool")
     if not steps or tool is None:
         return ProfileConfig()
-    if tool not in _TOOLS:
-        raise ValueError(f"global_profiler.tool: {tool!r} is not valid for megaprof; valid: {', '.join(_TOOLS)}")
+    tools = _tools(tool)
     section = "tool_config." + (tool if tool != TOOL else "torch")
+    path = _one(enabled, "save_path")
+    discrete = bool(_one(enabled, f"{section}.discrete", False))
     given: dict[str, Any] = {
         "target": ("train_actor", "train_log_probs"),
-        "dir": _one(enabled, "save_path"),
+        "dir": None if path is None else readers.directory("global_profiler.save_path", path),
         "steps": f"{steps.start}:{steps.stop}" if isinstance(steps, range) else ",".join(map(str, steps)),
-        "tool": (_TOOLS[tool],),
-        "discrete": bool(_one(enabled, f"{section}.discrete", False)),
+        "tool": tools,
+        "discrete": discrete,
     }
-    ranks = {path: _ranks(path, found) for path, found in profilers.items()}
-    named = {role: ranks[path] for role, path in _PROFILERS.items() if ranks.get(path) is not None}
-    if named:
-        given["role_select"] = ";".join(f"{role}={chosen}" for role, chosen in named.items())
-    if ranks.keys().isdisjoint(_PROFILERS.values()):  # the one model of an SFT run
-        given["select"] = next(iter(ranks.values())) or "0"
-    if _TOOLS[tool] == "torch":
+    given |= _chosen_ranks(profilers, rollout if discrete else None)
+    if "torch" in tools:
         given |= _torch(enabled, section)
+    elif tool == TOOL and (contents := _one(enabled, f"{section}.contents")):
+        raise ValueError(
+            f"{section}.contents: {list(contents)} has no effect with {variable('tool')} {' '.join(tools)}; valid: []"
+        )
     command = _one(enabled, "finish_hook_cmd")
     if command is not None:
         given |= {"on_finish": _finish(enabled, tool, command), "on_finish_when": "end"}
     return ProfileConfig.from_values(given)
+
+
+def _tools(tool: str) -> tuple[str, ...]:
+    """The tools of megaprof that record. Raises ValueError where verl's tool and ``MEGAPROF_TOOL`` contradict."""
+    if tool != TOOL and tool not in _TOOLS:
+        raise ValueError(
+            f"global_profiler.tool: {tool!r} is not valid for megaprof; valid: {', '.join((TOOL, *_TOOLS))}"
+        )
+    name = variable("tool")
+    asked = readers.tools(name, os.environ[name]) if name in os.environ else None
+    if tool == TOOL:
+        return asked or ("torch",)
+    if asked not in (None, (_TOOLS[tool],)):
+        raise ValueError(
+            f"global_profiler.tool: {tool!r} and {name}={os.environ[name]} contradict each other; valid: one of them, "
+            f"or global_profiler.tool={TOOL}"
+        )
+    return (_TOOLS[tool],)
+
+
+def _chosen_ranks(profilers: Mapping[str, Any], rollout: Any) -> dict[str, str]:
+    """The ranks of each role; without roles, those of the one model of an SFT run."""
+    if profilers.keys().isdisjoint(_PROFILERS.values()):
+        return {"select": next(_ranks(path, found) for path, found in profilers.items()) or "0"}
+    named = {role: _ranks(path, profilers[path]) for role, path in _PROFILERS.items() if path in profilers}
+    if rollout is not None:
+        named["rollout"] = _ranks(_ROLLOUT, rollout)
+    chosen = [f"{role}={ranks}" for role, ranks in named.items() if ranks is not None]
+    return {"role_select": ";".join(chosen)} if chosen else {}
 
 
 def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -112,10 +144,11 @@ def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def _ranks(path: str, profiler: Any) -> str | None:
-    """What --profile-role-select takes; None: enabled, and no ranks named."""
-    if not _get(profiler, "enable", False):
+    """What --profile-role-select takes; None: enabled, and the list of ranks is empty, which is verl's default."""
+    ranks = profiler.get("ranks", ()) if isinstance(profiler, Mapping) else getattr(profiler, "ranks", ())
+    if not _get(profiler, "enable", False) or ranks is None:
         return "none"
-    ranks = _numbers(f"{path}.ranks", _get(profiler, "ranks") or ())
+    ranks = _numbers(f"{path}.ranks", ranks)
     if _get(profiler, "all_ranks", False):
         if ranks:
             raise ValueError(f"{path}.all_ranks: True and {path}.ranks: {ranks} contradict each other; valid: one")
@@ -263,6 +296,17 @@ def _stop(arguments: Mapping[str, Any]) -> Facts:
     return Facts()
 
 
+#: Up to verl 0.6.
+_OLD_FUNCTIONS = {
+    "ActorRolloutRefWorker.generate_sequences": "rollout",
+    "ActorRolloutRefWorker.compute_ref_log_prob": "ref",
+    "ActorRolloutRefWorker.compute_log_prob": "actor",
+    "ActorRolloutRefWorker.update_actor": "actor",
+    "CriticWorker.compute_values": "critic",
+    "CriticWorker.update_critic": "critic",
+    "RewardModelWorker.compute_rm_score": "reward",
+}
+
 HOST = Host(
     name="verl",
     hooks=(
@@ -271,8 +315,13 @@ HOST = Host(
         Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _as("actor")),
         Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
         Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
+        *(Hook(_OLD_WORKERS, function, _as(role)) for function, role in _OLD_FUNCTIONS.items()),
         Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
-        Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
+        Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop, ends="step"),
+        # In the process that runs the job.
+        Hook("verl.trainer.ppo.ray_trainer", "RayPPOTrainer.fit", ends="job"),
+        Hook("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.fit", ends="job"),
+        Hook("verl.trainer.sft_trainer_ray", "SFTTrainer.fit", ends="job"),
     ),
     config=_config,
 )

@@ -21,8 +21,8 @@ A test of a hook on Megatron's schedules needs no GPU, and no more than this::
         for layers, losses, calls in run_ranks(one_rank, WORKLOAD.world_size, timeout=120):
             assert calls == 5
 
-:func:`run_ranks` raises :class:`RanksFailed` with every rank's traceback, signal or stack, and leaves no process
-behind. :func:`cpu_megatron` alone is enough where a model of your own is to run.
+`run_ranks` raises `RanksFailed` with every rank's traceback, signal or stack, and leaves no process
+behind. `cpu_megatron` alone is enough where a model of your own is to run.
 """
 
 from megaprof.testing.cpu import Patch, cpu_megatron, cpu_patches

@@ -1,8 +1,8 @@
 """Real megatron-core in a process that has no GPU, or must not touch the one it has.
 
 Megatron-core asks torch.cuda for devices, streams and random states even where everything else it does is
-device-neutral. :func:`cpu_megatron` answers those questions for the CPU and changes nothing else: models, schedules,
-optimizers and process groups stay megatron-core's own. The replacements are data (:func:`cpu_patches`), applied and
+device-neutral. `cpu_megatron` answers those questions for the CPU and changes nothing else: models, schedules,
+optimizers and process groups stay megatron-core's own. The replacements are data (`cpu_patches`), applied and
 taken back by one mechanism, so that after the context every attribute is the very object it was before.
 """
 
@@ -241,7 +241,7 @@ def _megatron_patches() -> list[Patch]:
 
 
 def cpu_patches() -> list[Patch]:
-    """Everything that :func:`cpu_megatron` replaces in this process, for the megatron-core that is installed."""
+    """Everything that `cpu_megatron` replaces in this process, for the megatron-core that is installed."""
     return _torch_patches() + _megatron_patches()
 
 

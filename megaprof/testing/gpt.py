@@ -1,6 +1,6 @@
 """A small GPT of megatron-core's own classes, trained by megatron-core's own schedules: something real to measure.
 
-:func:`build` makes what a :class:`~megaprof.testing.GPTWorkload` says in an initialised process, and :class:`BuiltGPT`
+`build` makes what a `~megaprof.testing.GPTWorkload` says in an initialised process, and `BuiltGPT`
 trains it, evaluates it and passes it over log-probs the way Megatron-LM and the RL frameworks on top of it do.
 """
 
@@ -120,8 +120,8 @@ def _build_chunk(workload: GPTWorkload, config: Any, chunk: int) -> Any:
 def build(workload: GPTWorkload) -> BuiltGPT:
     """Initialise model parallelism and build this rank's part of the model, with its optimizer.
 
-    Needs an open :func:`~megaprof.testing.cpu_megatron` and the default process group
-    (:func:`~megaprof.testing.init_distributed`) with ``workload.world_size`` ranks. Called again in the same process,
+    Needs an open `~megaprof.testing.cpu_megatron` and the default process group
+    (`~megaprof.testing.init_distributed`) with ``workload.world_size`` ranks. Called again in the same process,
     it takes the model parallel groups of the earlier workload down first, whose model can then no longer run.
 
     Raises:
@@ -158,7 +158,7 @@ def build(workload: GPTWorkload) -> BuiltGPT:
 
 
 class BuiltGPT:
-    """This rank's chunks of a :class:`GPTWorkload`, ready to run.
+    """This rank's chunks of a `GPTWorkload`, ready to run.
 
     Attributes:
         chunks: the model chunks, megatron-core's DistributedDataParallel around GPTModel; what a host passes on as

@@ -2,7 +2,7 @@
 
 Each rank is a fresh interpreter in a session of its own. The parent holds the rendezvous store, so no port is chosen
 before it is bound and any number of launchers can run at once. A rank that fails is reported with its traceback or
-its signal, a rank that hangs with its stack, and nothing that a rank started outlives :func:`run_ranks`.
+its signal, a rank that hangs with its stack, and nothing that a rank started outlives `run_ranks`.
 """
 
 from __future__ import annotations
@@ -41,24 +41,32 @@ _DUMP_SIGNAL = signal.SIGUSR1
 _BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from megaprof.testing.launcher import _rank_main; _rank_main({job!r})"
 
 
+#: True while a rank imports the modules of the process that started it: nothing may start ranks again there.
+_importing = False
+
+
 @dataclass(frozen=True)
 class RankReport:
-    """How one rank ended.
-
-    ``outcome`` is ``returned``, ``raised`` (see ``traceback``), ``exited`` (not by returning, or with a non-zero
-    ``exit_status`` after it), ``signalled`` (see ``signal``), ``hung`` (still running at the time limit, see
-    ``stack``) or ``killed`` (still running ``GRACE`` seconds after rank ``failed_rank`` had failed, see ``stack``).
-    ``stderr`` holds its last lines.
-    """
+    """How one rank ended."""
 
     rank: int
+    """Its number, from 0."""
     outcome: str
+    """``returned``, ``raised``, ``exited`` (without returning, or with a non-zero ``exit_status`` after it),
+    ``signalled``, ``hung`` (still running at the time limit) or ``killed`` (still running ``GRACE`` seconds after
+    another rank had failed)."""
     exit_status: int | None = None
+    """Of a process that ended by itself."""
     signal: str | None = None
+    """The name of the signal that ended it."""
     traceback: str = ""
+    """Of the exception that it raised."""
     stack: str = ""
+    """Where its threads stood, if it had to be killed."""
     stderr: str = ""
+    """Its last lines."""
     failed_rank: int | None = None
+    """The rank that failed before, if this one was killed."""
 
     def __str__(self) -> str:
         headline = {
@@ -75,8 +83,12 @@ class RankReport:
         return "\n".join([f"rank {self.rank} {headline}", *(text.rstrip() for text in details if text)])
 
 
+class _Unguarded(BaseException):
+    """``run_ranks`` was called by a script that a rank imports. Not for that script to catch."""
+
+
 class RanksFailed(RuntimeError):
-    """At least one rank did not return. ``reports`` holds one :class:`RankReport` per rank, in rank order."""
+    """At least one rank did not return. ``reports`` holds one `RankReport` per rank, in rank order."""
 
     def __init__(self, reports: tuple[RankReport, ...], timeout: float) -> None:
         super().__init__(reports, timeout)
@@ -102,7 +114,7 @@ def run_ranks(
 
     ``fn`` must be importable by name; arguments and results are pickled. Each process has RANK, LOCAL_RANK,
     WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, one OMP thread, and ``env`` on top; inside,
-    :func:`init_distributed` or ``torch.distributed.init_process_group`` joins the ranks. What ranks print reaches this
+    `init_distributed` or ``torch.distributed.init_process_group`` joins the ranks. What ranks print reaches this
     process's stdout and stderr unchanged; with ``on_line(rank, line)`` their stdout goes there, line by line, instead
     (called from a reader thread per rank).
 
@@ -111,7 +123,11 @@ def run_ranks(
             running are given ``GRACE`` seconds after the first failure; then they, and every process that a rank
             started, are killed.
         ValueError: ``world`` or ``timeout`` is not positive.
+        RuntimeError: the script that calls this has no ``if __name__ == "__main__":`` around the call. Every rank
+            imports the script, and would start ranks of its own.
     """
+    if _importing:
+        raise _Unguarded
     if world < 1:
         raise ValueError(f"world must be at least 1, got {world}")
     if timeout <= 0:
@@ -136,6 +152,10 @@ def run_ranks(
             stacks = _dump_stacks(running)
         finally:
             _kill(ranks, token)
+        if (job / "unguarded").exists():
+            raise RuntimeError(
+                'run_ranks: every rank imports this script, so the call must stand below `if __name__ == "__main__":`'
+            )
         reports = tuple(rank.report(stacks.get(rank.rank), failed_rank) for rank in ranks)
         if any(report.outcome != "returned" for report in reports):
             raise RanksFailed(reports, timeout)
@@ -143,7 +163,7 @@ def run_ranks(
 
 
 def init_distributed(timeout: float = 60.0) -> tuple[int, int]:
-    """Join the ranks of :func:`run_ranks` (or of torchrun) over gloo; returns (rank, world size).
+    """Join the ranks of `run_ranks` (or of torchrun) over gloo; returns (rank, world size).
 
     ``timeout``: seconds after which a collective that some rank does not reach raises. Does nothing when the default
     process group exists already.
@@ -282,6 +302,13 @@ def _marked(token: str) -> list[int]:
     return found
 
 
+def _import_as_the_parent(preparation: dict[str, Any]) -> None:
+    global _importing
+    _importing = True
+    multiprocessing.spawn.prepare(preparation)
+    _importing = False
+
+
 def _rank_main(job_directory: str) -> None:
     """What a rank runs: restore the parent's imports, call the function, leave result or traceback behind."""
     job = Path(job_directory)
@@ -296,9 +323,12 @@ def _rank_main(job_directory: str) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     early.rename(job / f"{rank}.stack")
     try:
-        multiprocessing.spawn.prepare(pickle.loads((job / "preparation").read_bytes()))
+        _import_as_the_parent(pickle.loads((job / "preparation").read_bytes()))
         fn, args, kwargs = pickle.loads((job / "call").read_bytes())
         result = pickle.dumps(fn(*args, **kwargs))
+    except _Unguarded:
+        (job / "unguarded").touch()
+        sys.exit(1)
     except Exception:
         (job / f"{rank}.error").write_text(traceback.format_exc())
         sys.exit(1)

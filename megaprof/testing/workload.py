@@ -1,4 +1,4 @@
-"""What the small GPT of :mod:`megaprof.testing.gpt` is to be: sizes, parallelism, layout, batch."""
+"""What the small GPT of `megaprof.testing.gpt` is to be: sizes, parallelism, layout, batch."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class GPTWorkload:
 
     @property
     def world_size(self) -> int:
-        """Ranks that :func:`build` needs."""
+        """Ranks that `build` needs."""
         return self.tp * self.pp * (self.dp or self.ep)
 
     @property

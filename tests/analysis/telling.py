@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.report.fleet_words import findings_of, notes_of
+from megaprof.analysis.report import sentences
 
 
 def findings(fleet: Fleet) -> tuple[str, ...]:
-    return tuple(findings_of(fleet))
+    return tuple(finding.plain for finding in sentences.of_fleet(fleet))
 
 
 def notes(fleet: Fleet) -> tuple[str, ...]:
-    return tuple(notes_of(fleet))
+    return tuple(sentences.notes_of(fleet))

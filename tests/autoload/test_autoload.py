@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
+from megaprof.autoload import arming
 from megaprof.autoload.arming import PATH, environment
+from megaprof.integrations import registry
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +76,28 @@ def test_an_interpreter_without_megaprof_still_finds_it(env: dict[str, str], tmp
     run = python("import sys; print(sys.meta_path[0], [p for p in sys.path if 'megaprof' in p])", env, cwd=tmp_path)
     assert run.stdout.startswith("<megaprof.autoload.arming._Finder")
     assert run.stderr == ""
+
+
+def test_a_process_that_never_sees_megatron_core_loads_next_to_nothing(env: dict[str, str]) -> None:
+    """An idle worker of Ray's: the set-up hook runs in every one of them, and there are many."""
+    code = (
+        "import sys, megaprof.autoload.ray as r; r.setup(); import json, email.message, xml; "
+        "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('megaprof', 'torch', 'numpy')))"
+    )
+    run = python(code, env | {"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "/nowhere"})
+    assert run.stderr == ""
+    autoload = [f"megaprof.autoload{name}" for name in ("", ".arming", ".job_end", ".ray")]
+    assert ast.literal_eval(run.stdout) == [
+        "megaprof",
+        *autoload,
+        "megaprof.runtime",
+        "megaprof.runtime.logs",
+        "megaprof.version",
+    ]
+
+
+def test_every_host_is_watched() -> None:
+    assert {module.partition(".")[0] for module in registry.MODULES} == arming._HOSTS
 
 
 ONE_RANK = """

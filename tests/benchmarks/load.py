@@ -27,12 +27,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaprof.control.run import interval
-
 from megaprof import ProfileConfig
 from megaprof.config.options import options
-from megaprof.control.status import SIZE
 from megaprof.formats.names import SHARD_RANKS, shard
+from megaprof.formats.run import interval
+from megaprof.formats.status import SIZE
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders.timeline.files import FILES
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks

@@ -21,9 +21,9 @@ def test_stages_are_shown_side_by_side(captures):
     run = megaprof("diff", *captures, COLUMNS="80")
     assert (run.returncode, run.stderr) == (0, "")
     assert "emb+6 → emb+4" in run.stdout
-    assert "-33 % *" in run.stdout
+    assert "-33% *" in run.stdout
     assert "slow stage: stage 0 → none" in run.stdout
-    assert "step time 720 → 481 ms -33 % ?" in run.stdout
+    assert "step time 720 → 481 ms -33% ?" in run.stdout
     assert max(map(len, run.stdout.splitlines())) <= 80
     assert "…" not in run.stdout
 

@@ -97,7 +97,7 @@ def test_the_command_of_a_finding_is_one_line_to_copy(tmp_path: Path) -> None:
     run = megaprof("report", directory, "--html", tmp_path / "report.html")
     command = f"megaprof trigger '{directory}' --target train_actor --steps 2 --select 4-5"
     assert f"  {command}" in run.stdout.splitlines()
-    shown = command.replace("'", "&#x27;")
+    shown = command.replace("'", "&#39;")
     assert f"<code>{shown}</code>" in (tmp_path / "report.html").read_text()
 
 

@@ -107,6 +107,38 @@ def test_tensor_parallel_peers_wait_for_the_one_that_stands_elsewhere_for_longer
     assert culprits(run, found)[0] == (1, 3)
 
 
+@pytest.mark.parametrize("role", [None, "actor"])
+def test_whoever_waits_is_not_blamed_for_another_targets_steps(role: str | None) -> None:
+    """Log-probs come first in a status, and are many steps ahead of training."""
+    run = job(dp=2)
+    log_probs = {"target": "train_log_probs", "role": role, "begun": 41, "seconds": 0.1, "step": 40, "count": 41}
+    training = {"target": "train_actor", "role": role, "begun": 7, "seconds": 0.5, "step": 6, "count": 7}
+    found = statuses(run, {0: ("finalize_grads",)}, calls=[log_probs, training], position={"role": role})
+    # Behind its last step, for instance while it loads data, and it stands there for less long than the other waits.
+    found |= statuses(run, {1: (None,)}, calls=[log_probs, training], since=NOW - 55)
+    assert culprits(run, found) == [(1, 1)]
+    in_log_probs = {"target": "train_log_probs", "step": 41, "role": role}
+    found |= statuses(run, {1: ("forward", 0)}, calls=[log_probs, training], since=NOW - 55, position=in_log_probs)
+    assert culprits(run, found) == [(1, 1)]
+
+
+def test_a_role_of_its_own_is_counted_by_itself() -> None:
+    run = job(dp=2)
+    calls = [
+        {"target": "train_actor", "role": "ref", "begun": 9, "step": 8, "count": 9},
+        {"target": "train_actor", "role": "actor", "begun": 5, "step": 4, "count": 5},
+    ]
+    status = RankStatus.from_record(record(run, 0, None, calls=calls))
+    assert (status.step_of("train_actor", "actor"), status.step_of("train_actor", "ref")) == (4, 8)
+    assert status.step_of("train_actor", None) is None
+
+
+def test_the_status_of_a_job_of_an_earlier_version_is_read() -> None:
+    calls = {"train_actor": {"step": 6, "count": 7}, "train_actor.actor": {"begun": 8, "seconds": 0.5}}
+    status = RankStatus.from_record(record(job(pp=2), 0, None, calls=calls))
+    assert [(call.label, call.last_step) for call in status.calls] == [("train_actor", 6), ("train_actor.actor", 7)]
+
+
 def test_nobody_is_blamed_while_things_move() -> None:
     run = job(pp=4)
     found = statuses(run, dict.fromkeys(range(4), ("recv_forward",)), since=NOW - 2)
@@ -163,9 +195,9 @@ def test_sixteen_thousand_ranks_fit_on_a_screen(tmp_path: Path, capsys: pytest.C
             path.parent.mkdir(parents=True)
         places.overwrite(path, written, SIZE)
     assert max(len(json.dumps(each)) for each in records_of.values()) < SIZE
-    assert main(["status", str(tmp_path)]) == 0
+    assert main(["status", str(tmp_path)]) == 3
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 40
     named = [line for line in shown.splitlines() if line.startswith("!")]
     assert named[0].startswith(f"! rank {guilty} (stage 5, "), shown
-    assert "is in backward of microbatch 3, train_actor step 7" in named[0]
+    assert "has been in backward of microbatch 3, train_actor step 7" in named[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -24,11 +25,15 @@ def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
             time.sleep(0.5)
         status = megaprof("status", job.directory)
         watch = megaprof("watch", job.directory, "--once")
-    assert status.returncode == 0, status.stderr
-    assert "It hangs: no rank has moved for" in status.stdout
+        found_as_data = megaprof("status", job.directory, "--json")
+    assert status.returncode == 3, status.stderr
+    assert "The job appears to hang: no rank has moved for" in status.stdout
+    assert found_as_data.returncode == 3
+    data = json.loads(found_as_data.stdout)
+    assert (data["state"], [culprit["rank"] for culprit in data["culprits"]]) == ("hangs", [1])
     (named,) = [line for line in status.stdout.splitlines() if line.startswith("!")]
     assert named.startswith("! rank 1 (stage 1, ")
-    assert "is in forward of microbatch 2, train_actor step 4, for" in named
+    assert "has been in forward of microbatch 2, train_actor step 4, for" in named
     assert named.endswith("; 1 rank waits for it")
     first, second = status.stdout.splitlines()[-2:]
     assert "recv_backward" in first

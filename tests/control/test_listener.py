@@ -144,6 +144,14 @@ def test_targets_that_the_job_does_not_capture_by_itself(job: Job, tmp_path: Pat
     assert traces(tmp_path) == [f"{target}.step000001"]
 
 
+@pytest.mark.parametrize("target", ["train_log_probs", "evaluate"])
+def test_a_target_that_nobody_runs_is_refused_with_what_runs(job: Job, target: str) -> None:
+    job.step(3)
+    refused = job.answer(job.order(target))
+    assert refused.state == "refused"
+    assert refused.reason == f"nobody has run {target} in this job so far; what runs is train_actor"
+
+
 class Failing:
     def __init__(self, when: str) -> None:
         self.when = when

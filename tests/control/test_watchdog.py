@@ -24,14 +24,15 @@ class Job:
     def __init__(self, watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
         self.busy = False
         self.captures = True
-        self.run = self.paths = None
+        self.job = None
         self.asked: list[str] = []
         self._watchdog = watchdog
         self._now = (0, 0.0)
         monkeypatch.setattr(watchdog, "_ask", self._ask)
 
-    def step_time(self, target: str) -> tuple[int, float]:
-        return self._now
+    def step_time(self, target: str) -> tuple[int, float | None]:
+        """As a session counts: by the schedule's calls, so that nothing is ever called train_overall."""
+        return (0, None) if target == "train_overall" else self._now
 
     def _ask(self, listener: Any, reason: str) -> None:
         self.asked.append(reason)
@@ -71,6 +72,15 @@ def test_slow_steps_ask_until_they_are_captured(tmp_path: Path, monkeypatch: pyt
     assert len(job.asked) == 2, "that is captured, and is the usual now"
     job.steps(300, 3)
     assert job.asked[2:] == ["steps take 300 ms, 1.76 times the usual 170 ms"]
+
+
+def test_a_trigger_on_train_overall_goes_by_the_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ProfileConfig(target=("train_overall",), dir=str(tmp_path), on_demand=True, trigger_step_time=1.5)
+    job = Job(watchdog := Watchdog(options), monkeypatch)
+    job.steps(100, 60)
+    job.steps(160, 5)
+    assert job.asked == ["steps take 160 ms, 1.60 times the usual 100 ms"]
+    assert watchdog._target == "train_overall", "what is captured then"
 
 
 def test_uneven_stages_ask_once_until_they_have_been_even(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

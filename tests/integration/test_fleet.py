@@ -126,7 +126,7 @@ def test_a_slow_tensor_parallel_all_reduce_is_its_groups(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_slow_gradient_synchronisation_is_its_stages(tmp_path: Path) -> None:
     fleet = run(tmp_path, "gradients")
-    shift = next(shift for pp, shift in fleet.stage_synchronisation if pp == 1 and shift.until is None)
+    shift = next(shift for pp, shift in fleet.synchronisation.stage_synchronisation if pp == 1 and shift.until is None)
     assert began(shift.step)
     assert shift.after_ms > 2 * SECONDS * 1e3
     assert not any(each.ranks == (SLOW_RANK,) for each in lasting(fleet))  # it computes as before
@@ -151,5 +151,5 @@ def test_a_healthy_job_raises_no_alarm(tmp_path: Path, workload: GPTWorkload) ->
     fleet = run(tmp_path, "none", workload, steps=150)
     assert not fleet.stragglers
     assert not any(stage.shifts for stage in fleet.stages)
-    assert not fleet.synchronisation_shifts
-    assert not fleet.stage_synchronisation
+    assert not fleet.synchronisation.synchronisation_shifts
+    assert not fleet.synchronisation.stage_synchronisation

@@ -35,6 +35,31 @@ EDGES = (
 )
 
 
+#: Variables of Ray's for a busy machine with two cores.
+PATIENT_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_worker_register_timeout_seconds": "400",
+    "RAY_agent_register_timeout_ms": "200000",
+    "RAY_worker_niceness": "1",
+}
+
+
+def start_ray(**options: Any) -> None:
+    """``ray.init``, which gives its own processes 30 seconds to start: too few where the machine is busy."""
+    import ray
+
+    for attempts_left in reversed(range(5)):
+        try:
+            ray.init(include_dashboard=False, **options)
+            return
+        except Exception:
+            ray.shutdown()
+            if not attempts_left:
+                raise
+
+
 def host_environment(host: Path, config: ProfileConfig | None) -> dict[str, str]:
     """The environment of ``megaprof run`` for a process that imports ``host`` from its directory."""
     paths = [str(ROOT), str(Path(__file__).parent), str(host), os.environ.get("PYTHONPATH", "")]

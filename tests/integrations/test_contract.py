@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import types
 from argparse import Namespace
@@ -41,6 +42,10 @@ class Trainer:
     @contextmanager
     def reference(self):
         yield seen()
+    async def fit(self, fail=False):
+        if fail:
+            raise KeyError("fit")
+        return seen()
 """
     vars(module)["seen"] = seen
     exec(code, vars(module))
@@ -49,9 +54,10 @@ class Trainer:
 
 
 HOOKS = (
-    Hook("acme.training", "train", lambda known: Facts(role="actor", iteration=known["step"]), ends_step=True),
+    Hook("acme.training", "train", lambda known: Facts(role="actor", iteration=known["step"]), ends="step"),
     Hook("acme.training", "Trainer.evaluate", lambda known: Facts(role=known["self"].name, evaluation=True)),
     Hook("acme.training", "Trainer.reference", lambda known: Facts(role="ref"), context=True),
+    Hook("acme.training", "Trainer.fit", lambda known: Facts(host_step=1), ends="job"),
     Hook("acme.training", "gone", lambda known: Facts(role="never")),
     Hook("acme.elsewhere", "train", lambda known: Facts(role="never")),
 )
@@ -112,13 +118,25 @@ def test_the_end_of_a_hosts_step_is_told_and_what_fails_there_is_ours(
     def fail() -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(contract, "when_step_ended", [fail, lambda: told.append(1)])
+    monkeypatch.setattr(contract, "when_over", {"step": [fail, lambda: told.append(1)], "job": []})
     assert adapted.train("model", 8) == ("actor", 8, False)
     assert told == [1]
     assert "disk full" in caplog.text
     with pytest.raises(KeyError):
         adapted.train("model", 9, fail=True)
+    assert told == [1, 1]
+
+
+def test_a_coroutine_is_over_when_it_was_awaited(adapted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(contract, "when_over", {"step": [], "job": [lambda: told.append(1)]})
+    fitting = adapted.Trainer().fit()
+    assert told == []
+    assert asyncio.run(fitting) == (None, None, False)
     assert told == [1]
+    with pytest.raises(KeyError, match="fit"):
+        asyncio.run(adapted.Trainer().fit(fail=True))
+    assert told == [1, 1]
 
 
 def test_what_cannot_be_read_is_left_unsaid(

@@ -16,6 +16,7 @@ from megaprof import ProfileConfig
 from megaprof.autoload.arming import environment
 from megaprof.autoload.ray import HOOK, runtime_env
 from megaprof.cli import main
+from tests.integrations.driving import PATIENT_RAY
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 DRIVER = """
 import json, sys
 import ray
+from tests.integrations.driving import start_ray
 
 @ray.remote(num_cpus=0)
 class Rank:
@@ -33,7 +35,6 @@ class Rank:
         dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
 
     def train(self):
-        import os, time
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megaprof.testing import GPTWorkload, build, cpu_megatron
         with cpu_megatron():
@@ -41,16 +42,26 @@ class Rank:
             for _ in range(2):
                 gpt.train_step(get_forward_backward_func())
             gpt.log_probs_pass(get_forward_backward_func())
-        # Ray kills the workers of a driver that is done, and files are written in the background.
-        while any(name.startswith(".") for name in os.listdir(os.environ["MEGAPROF_DIR"])):
-            time.sleep(0.1)
         return self.armed
 
-store, env = sys.argv[1], json.loads(sys.argv[2])
-ray.init(num_cpus=2, include_dashboard=False, runtime_env=env, log_to_driver=True, _temp_dir=sys.argv[3])
+    def write_slowly(self):
+        import time
+        from megaprof.artifacts import writer
+        publish = writer.publish
+        writer.publish = lambda *files: (time.sleep(2), publish(*files))
+
+store, given = sys.argv[1], json.loads(sys.argv[2])
+env = {}
+if given:
+    from megaprof import ProfileConfig
+    from megaprof.autoload.ray import runtime_env
+    env = runtime_env(ProfileConfig.from_env(given), {"env_vars": {"MINE": "1"}})
+start_ray(num_cpus=2, runtime_env=env, log_to_driver=True, _temp_dir=sys.argv[3])
 ranks = [Rank.remote(i, store) for i in range(2)]
-print(json.dumps(ray.get([rank.train.remote() for rank in ranks], timeout=150)))
-ray.shutdown()
+ray.get([rank.write_slowly.remote() for rank in ranks])
+print(json.dumps(ray.get([rank.train.remote() for rank in ranks], timeout=300)))
+# The driver is done, and Ray ends its workers while they are still writing.
+ray.shutdown() if given else sys.exit()
 """
 
 
@@ -68,7 +79,7 @@ def drive(tmp_path: Path, env: dict[str, str], given: dict[str, Any], short: Pat
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
     command = [sys.executable, str(driver), str(tmp_path / "store"), json.dumps(given), str(short)]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=540, cwd=tmp_path)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -77,10 +88,10 @@ def drive(tmp_path: Path, env: dict[str, str], given: dict[str, Any], short: Pat
 @pytest.mark.parametrize("way", ["runtime_env", "inherited"])
 def test_two_actors_are_one_pipeline(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'megaprof[hosts]'")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "KINETO_LOG_LEVEL": "6"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "KINETO_LOG_LEVEL": "6", **PATIENT_RAY}
     out = tmp_path / "out"
     if way == "runtime_env":
-        given = runtime_env(config(out), {"env_vars": {"MINE": "1"}})
+        given = config(out).to_env()
     else:
         given, env = {}, environment(config(out), env)
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names

@@ -91,6 +91,65 @@ def test_verl_tools_and_their_own_settings(tool: str, recorder: str, discrete: b
     assert (config.tool, config.discrete) == ((recorder,), discrete)
 
 
+@pytest.mark.parametrize("tool", ["nsys", "timeline", "torch,memory"])
+def test_verl_leaves_the_tool_to_megaprofs_own_variable(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGAPROF_TOOL", tool)
+    assert ",".join(verl.config_from(verl_tree({f"{ACTOR}.enable": True})).tool) == tool
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({f"{ACTOR}.tool": "torch"}, r"global_profiler\.tool: 'torch' and MEGAPROF_TOOL=nsys contradict"),
+        (
+            {f"{ACTOR}.tool_config.torch.contents": ["cpu"]},
+            r"torch\.contents: \['cpu'\] has no effect .* nsys; valid: \[\]",
+        ),
+    ],
+)
+def test_verl_settings_that_contradict_megaprofs_tool(
+    settings: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGAPROF_TOOL", "nsys")
+    with pytest.raises(ValueError, match=message):
+        verl.config_from(verl_tree({f"{ACTOR}.enable": True} | settings))
+
+
+def test_verl_ranks_null_are_no_ranks() -> None:
+    config = verl.config_from(verl_tree({f"{ACTOR}.enable": True, f"{REF}.enable": True, f"{REF}.ranks": None}))
+    assert config.selector("ref") is None
+    assert str(config.selector("actor")) == "0"
+
+
+def test_verl_reward_model_and_rollout_have_ranks_of_their_own() -> None:
+    """As in verl up to 0.6, where both are Megatron workers."""
+    rollout, reward = "actor_rollout_ref.rollout.profiler", "reward_model.profiler"
+    role = {"enable": True, "tool": "nsys", "save_path": "/data/traces", "all_ranks": False}
+    settings: dict[str, Any] = {reward: role | {"ranks": [2]}, rollout: role | {"ranks": [1]}}
+    assert verl.config_from(verl_tree(settings)).role_select == "actor=none;ref=none;critic=none;reward=2"
+    settings[reward]["tool_config"] = {"nsys": {"discrete": True}}
+    assert verl.config_from(verl_tree(settings)).role_select == "actor=none;ref=none;critic=none;reward=2;rollout=1"
+
+
+def test_a_relative_save_path_is_made_absolute_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {f"{ACTOR}.enable": True, f"{ACTOR}.save_path": "outputs/profile"}
+    own = {"target": ["train_actor"]}
+    monkeypatch.chdir(tmp_path)
+    assert verl.config_from(verl_tree(settings)).dir == str(tmp_path / "outputs/profile")
+    assert skyrl.config_of(policy(own, save_path="traces")).dir == str(tmp_path / "traces")
+    worker = SimpleNamespace(WORKER_MODE=1, global_worker=SimpleNamespace(mode=1))
+    monkeypatch.setitem(sys.modules, "ray._private.worker", worker)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"global_profiler\.save_path: 'outputs/profile' is not valid in a worker"):
+        verl.config_from(verl_tree(settings))
+    with pytest.raises(ValueError, match=r"torch_profiler_config\.save_path: 'traces'"):
+        skyrl.config_of(policy(own, save_path="traces"))
+    with pytest.raises(ValueError, match=r"--profile-dir: 'mine'"):
+        skyrl.config_of(policy(own | {"dir": "mine"}))
+    with pytest.raises(ValueError, match=r"MEGAPROF_DIR: 'mine'"):
+        ProfileConfig.from_env({"MEGAPROF_TARGET": "train_actor", "MEGAPROF_DIR": "mine"})
+    assert skyrl.config_of(policy(own | {"dir": "memory://traces"})).dir == "memory://traces"
+
+
 @pytest.mark.parametrize(
     ("contents", "activities", "on"),
     [

@@ -22,7 +22,15 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
-from tests.integrations.driving import host_environment, labels, prepare, skip_unless_importable, traces
+from tests.integrations.driving import (
+    PATIENT_RAY,
+    host_environment,
+    labels,
+    prepare,
+    skip_unless_importable,
+    start_ray,
+    traces,
+)
 
 pytestmark = pytest.mark.hosts
 
@@ -142,7 +150,7 @@ def drive(ports: tuple[int, int], directory: str) -> None:
     from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import PolicyWorker, RefWorker
 
     hook = {"worker_process_setup_hook": "test_skyrl.replace_edges"}
-    ray.init(num_cpus=1, include_dashboard=False, runtime_env=hook, _temp_dir=directory)
+    start_ray(num_cpus=1, runtime_env=hook, _temp_dir=directory)
 
     def group(worker: Any, port: int) -> Any:
         place = {"world_size": WORKLOAD.pp, "local_rank": 0, "master_addr": "127.0.0.1", "master_port": port}
@@ -207,13 +215,13 @@ def test_roles_in_one_job_of_rays(wheel: Callable[[str], Path], tmp_path: Path) 
         steps=f"train_actor={FIRST + 1};train_log_probs=1",
         activities=("cpu",),
     )
-    env = host_environment(wheel("skyrl"), config) | {"RAY_USAGE_STATS_ENABLED": "0"}
+    env = host_environment(wheel("skyrl"), config) | PATIENT_RAY
     skip_unless_importable(WORKERS, env, *EDGES)
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = one.getsockname()[1], other.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names
         code = f"import test_skyrl; test_skyrl.drive({ports}, {short!r})"
-        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=540)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     assert sorted(traces(tmp_path)) == [
         f"{kind}.pp{pp}"

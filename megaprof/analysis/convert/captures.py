@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from megaprof.analysis.clocks.timelines import Capture, capture_in, capture_of
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
+from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
@@ -21,15 +22,37 @@ class NothingToMerge(Exception):
     """No captured step here can be merged; the message says what there is instead."""
 
 
+class StepName(NamedTuple):
+    """One captured step, as the names of its files tell it."""
+
+    target: str
+    """The target, sanitised."""
+    role: str
+    """The role, sanitised; empty for none."""
+    step: int
+    """The first step of the window."""
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> StepName:
+        """The same from a file's metadata."""
+        return cls(sanitise(metadata.target), sanitise(metadata.role) if metadata.role else "", metadata.steps[0])
+
+    def __str__(self) -> str:
+        return f"{self.target}{f' ({self.role})' if self.role else ''} step {self.step}"
+
+
 @dataclass(frozen=True)
 class Chosen:
-    """The files of one captured step. ``others``: captured steps that are not it; ``left_out``: ranks of it that are
-    not among ``paths``."""
+    """The files of one captured step."""
 
-    capture: Capture
+    name: StepName
+    """The step."""
     paths: tuple[Path, ...]
-    others: tuple[Capture, ...]
+    """Its files."""
+    others: tuple[StepName, ...]
+    """Captured steps that are not it."""
     left_out: int
+    """Ranks of it that are not among ``paths``."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +77,22 @@ def choose(
     """
     if not source.exists():
         raise NothingToMerge(f"{source} does not exist")
-    captures: dict[Capture, list[_File]] = {}
+    captures: dict[StepName, list[_File]] = {}
     for path in [source] if source.is_file() else find_traces(source):
         try:
-            capture, coords = _read_name(path) or _read_metadata(path)
+            name, coords = _read_name(path) or _read_metadata(path)
         except UnreadableTrace as fault:
             warnings.append(f"{path.name} was skipped: {fault.reason}")
             continue
-        captures.setdefault(capture, []).append(_File(path, coords))
+        captures.setdefault(name, []).append(_File(path, coords))
     if not captures:
         raise NothingToMerge(f"{source} holds no trace of megaprof's" + "".join(f"; {w}" for w in warnings[:5]))
     wanted = [
-        capture
-        for capture in captures
-        if (target is None or capture.target == sanitise(target))
-        and (role is None or capture.role == sanitise(role))
-        and (step is None or capture.step == step)
+        name
+        for name in captures
+        if (target is None or name.target == sanitise(target))
+        and (role is None or name.role == sanitise(role))
+        and (step is None or name.step == step)
     ]
     if not wanted:
         raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
@@ -94,16 +117,14 @@ def _taken(files: Iterable[_File], there: set[int], ranks: Selector | None) -> s
     return set(lowest.values())
 
 
-def _read_name(path: Path) -> tuple[Capture, Place] | None:
-    capture, name = capture_of(path), parse_artifact_name(path.name)
-    if capture is None or name is None:
-        return None
-    return capture, name.place
+def _read_name(path: Path) -> tuple[StepName, Place] | None:
+    name = parse_artifact_name(path.name)
+    return (StepName(name.target, name.role or "", name.step), name.place) if name else None
 
 
-def _read_metadata(path: Path) -> tuple[Capture, Place]:
+def _read_metadata(path: Path) -> tuple[StepName, Place]:
     metadata = read_trace(path).metadata
-    return capture_in(metadata), metadata.coords
+    return StepName.of(metadata), metadata.coords
 
 
 def _preference(target: str) -> int:

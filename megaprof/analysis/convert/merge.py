@@ -22,8 +22,9 @@ import msgspec
 from isal import igzip
 
 from megaprof.analysis.clocks.clocks import Alignment, align
-from megaprof.analysis.clocks.timelines import Capture, End, Ends, capture_in, ends_of, links_between
-from megaprof.analysis.convert.captures import NothingToMerge, choose
+from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
+from megaprof.analysis.convert.captures import NothingToMerge, StepName, choose
+from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.gpu import KERNEL
 from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
 from megaprof.formats import ranges
@@ -51,12 +52,12 @@ class Merged:
     ``arrows`` from sends to receives."""
 
     out: Path
-    capture: Capture
+    name: StepName
     ranks: tuple[int, ...]
     events: int
     arrows: int
     alignment: Alignment
-    others: tuple[Capture, ...]
+    others: tuple[StepName, ...]
     left_out: int
     warnings: tuple[str, ...]
 
@@ -132,24 +133,22 @@ def merge(
     _refuse_to_lose(out)
     warnings: list[str] = []
     chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks)
-    capture, paths = chosen.capture, chosen.paths
+    name, paths = chosen.name, chosen.paths
     found = []
     for number, path in enumerate(paths):
-        rank = _examine(path, capture, warnings)
+        rank = _examine(path, name, warnings)
         found += [rank] if rank else []
         progress(number + 1, 2 * len(paths))
     found = _one_file_per_rank(found, warnings)
     if not found:
-        raise NothingToMerge(f"no file of {capture} can be read: {'; '.join(warnings[:5])}")
+        raise NothingToMerge(f"no file of {name} can be read: {'; '.join(warnings[:5])}")
     found.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
     alignment, arrows = _connect(found, numbers, warnings)
-    events = _write(
-        out, capture, found, alignment, numbers, warnings, lambda n: progress(len(paths) + n, 2 * len(paths))
-    )
+    events = _write(out, name, found, alignment, numbers, warnings, lambda n: progress(len(paths) + n, 2 * len(paths)))
     return Merged(
         out=out,
-        capture=capture,
+        name=name,
         ranks=tuple(rank.coords.rank for rank in found),
         events=events,
         arrows=arrows,
@@ -160,7 +159,7 @@ def merge(
     )
 
 
-def _examine(path: Path, capture: Capture, warnings: list[str]) -> _Rank | None:
+def _examine(path: Path, name: StepName, warnings: list[str]) -> _Rank | None:
     """Read a trace for its place and its messages."""
     try:
         trace = read_trace(path)
@@ -168,12 +167,12 @@ def _examine(path: Path, capture: Capture, warnings: list[str]) -> _Rank | None:
         warnings.append(f"{path.name} was skipped: {fault.reason}")
         return None
     warnings += trace.warnings
-    found = capture_in(trace.metadata)
-    if found != capture:
+    found = StepName.of(trace.metadata)
+    if found != name:
         warnings.append(f"{path.name} was skipped: it holds {found}, whatever its name says")
         return None
     start = trace.ranges[0].start if trace.ranges else 0
-    return _Rank(path, trace.metadata.coords, ends_of(trace), start)
+    return _Rank(path, trace.metadata.coords, ends_of(trace.metadata, calls_of(trace)), start)
 
 
 def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[str]) -> list[_Rank]:
@@ -221,7 +220,7 @@ def _inside(end: End, time: int) -> int:
 
 def _write(
     out: Path,
-    capture: Capture,
+    name: StepName,
     ranks: list[_Rank],
     alignment: Alignment,
     numbers: Iterator[int],
@@ -240,7 +239,7 @@ def _write(
                 raise NothingToMerge(f"{rank.path} changed while it was read: {fault}") from None
             if position == 0:
                 writer.base = base
-                file.write(_header(capture, alignment, base))
+                file.write(_header(name, alignment, base))
             for event in _of_rank(rank, position):
                 writer.add(event)
             dropped = writer.dropped
@@ -256,12 +255,12 @@ def _write(
     return writer.written
 
 
-def _header(capture: Capture, alignment: Alignment, base: int) -> bytes:
+def _header(name: StepName, alignment: Alignment, base: int) -> bytes:
     about = {
         "version": __version__,
-        "target": capture.target,
-        "role": capture.role or None,
-        "step": capture.step,
+        "target": name.target,
+        "role": name.role or None,
+        "step": name.step,
         "clocks": {str(rank): asdict(clock) for rank, clock in alignment.clocks.items()},
     }
     top = {MARK: about, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}

@@ -25,9 +25,7 @@ from megaprof.analysis.fleet.reading import (
 from megaprof.analysis.fleet.slow import Group, Straggler, late_ranks, matrix_of, slow_groups, slow_ranks
 from megaprof.analysis.fleet.stragglers import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.trends import (
-    EXCESS,
     Floats,
-    Integers,
     Percentiles,
     Shift,
     SingleSteps,
@@ -38,6 +36,7 @@ from megaprof.analysis.fleet.trends import (
     shifts,
     single_steps,
 )
+from megaprof.analysis.stages.slow import EXCESS
 
 #: A gradient synchronisation is compared with this part of the step added, so that what is told takes 1 % of it.
 OF_STEP = 0.1
@@ -48,14 +47,18 @@ LACKS_TIME = 10
 
 @dataclass(frozen=True)
 class StageFleet:
-    """One stage on all its ranks. ``compute``: over all their steps; ``compute_ms`` by bucket: its median rank's. None
-    without steps."""
+    """One stage on all its ranks."""
 
     pp: int
+    """Its pipeline rank."""
     ranks: int
+    """How many of its ranks have a timeline."""
     compute: Percentiles | None
+    """Milliseconds per step, over all steps of all ranks; None without steps."""
     compute_ms: tuple[float | None, ...]
+    """Milliseconds per step of its median rank, by bucket."""
     shifts: tuple[Shift, ...]
+    """When that changed compared with the other stages."""
 
 
 @dataclass(frozen=True)
@@ -63,43 +66,108 @@ class Ended:
     """A rank whose data end before the others' do."""
 
     rank: int
+    """Its global number."""
     stage: int
+    """Its pipeline rank."""
     host: str | None
+    """The machine that it ran on."""
     last_step: int
+    """Its last step."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What of a run there are timelines of."""
+
+    ranks: int
+    """How many ranks have a timeline."""
+    missing: tuple[int, ...]
+    """The other ranks of the world, by number."""
+    ended: tuple[Ended, ...]
+    """Ranks whose data end early."""
+    steps: tuple[int, int]
+    """The first and the last step of any rank."""
+    calls: int
+    """Schedule calls of all steps."""
+    left_out: int
+    """Steps of a rank, at most, that do not count: a window was open in them, or they failed."""
+    again: int
+    """Steps of a rank, at most, that ran twice."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """How long a step took, on its longest rank."""
+
+    step: Percentiles | None
+    """Milliseconds, over all single steps."""
+    step_ms: tuple[float | None, ...]
+    """Milliseconds, by bucket."""
+    step_shifts: tuple[Shift, ...]
+    """When that changed its level."""
+    drift: float | None
+    """By which fraction it grows over the run; None where that may be chance."""
+    single: SingleSteps
+    """Single slow steps."""
+
+
+@dataclass(frozen=True)
+class Synchronisation:
+    """Gradient synchronisation without waiting for other ranks."""
+
+    synchronisation_ms: tuple[float | None, ...] = ()
+    """Milliseconds per step, by bucket."""
+    synchronisation_shifts: tuple[Shift, ...] = ()
+    """When that became slower on all stages."""
+    stage_synchronisation: tuple[tuple[int, Shift], ...] = ()
+    """When that became slower on a single stage, with its pipeline rank."""
+
+    @property
+    def median_ms(self) -> float | None:
+        """Milliseconds per step in the median bucket."""
+        known = sorted(ms for ms in self.synchronisation_ms if ms is not None)
+        return known[len(known) // 2] if known else None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """How the timelines were made."""
+
+    own_us: float
+    """Microseconds per step that recording cost the training thread, the median rank's."""
+    own_fraction: float
+    """The same as a fraction of the step."""
+    clock: str
+    """``host``, or ``device`` where the times are the GPU's."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """One target and role. ``buckets``: the first step of each; by bucket ``step_ms``, the longest rank's step time,
-    and ``imbalance``, slowest stage over mean stage. ``step``: percentiles over all single steps. ``own_us``,
-    ``own_fraction``: what recording cost the training thread per step. ``left_out``, ``again``: steps of a rank, at
-    most, that are not counted, or that ran twice."""
+    """One target and role on all its ranks, over the whole run. By bucket: one value for every stretch of steps, None
+    where there is none."""
 
     key: Key
-    ranks: int
-    missing: tuple[int, ...]
-    ended: tuple[Ended, ...]
-    steps: tuple[int, int]
-    calls: int
-    left_out: int
-    again: int
-    width: int
-    buckets: tuple[int, ...]
-    step: Percentiles | None
-    step_ms: tuple[float | None, ...]
-    step_shifts: tuple[Shift, ...]
-    drift: float | None
-    single: SingleSteps
-    stages: tuple[StageFleet, ...]
-    imbalance: tuple[float | None, ...]
-    synchronisation_ms: tuple[float | None, ...]
-    synchronisation_shifts: tuple[Shift, ...]
-    stage_synchronisation: tuple[tuple[int, Shift], ...]
-    stragglers: tuple[Straggler, ...]
-    own_us: float
-    own_fraction: float
-    clock: str
+    """Target, role and parallel sizes."""
     directory: Path
+    """Where the job writes, so that a capture can be asked for."""
+    coverage: Coverage
+    """Ranks and steps that there are."""
+    width: int
+    """Steps per bucket."""
+    buckets: tuple[int, ...]
+    """The first step of each bucket."""
+    times: StepTimes
+    """How long steps took."""
+    stages: tuple[StageFleet, ...]
+    """By pipeline rank."""
+    imbalance: tuple[float | None, ...]
+    """Compute of the slowest stage over the average over stages, by bucket."""
+    synchronisation: Synchronisation
+    """How long gradient synchronisation took."""
+    stragglers: tuple[Straggler, ...]
+    """Ranks that hold the others up, those first that compute longer until the end."""
+    recording: Recording
+    """What recording cost."""
 
 
 def survey(reading: FleetReading, directory: Path) -> list[Fleet]:
@@ -113,84 +181,131 @@ def survey(reading: FleetReading, directory: Path) -> list[Fleet]:
 
 def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
     ranks = sorted(series.ranks, key=lambda r: r.coords.rank)
-    with_steps = [r for r in ranks if len(r.counts)] or ranks
-    first = min(r.first for r in with_steps)
-    count = max(r.first + len(r.counts) for r in with_steps) - first
-    starts = np.arange(first, first + count, dtype=np.int64) * width
-    step_ms, per_bucket = _job(series, first, count, width), _counts(ranks, first, count)
-    buckets = Buckets(
-        first=np.maximum(starts, min(r.first_step for r in ranks)),
-        last=starts + width - 1,
-        steps=per_bucket,
-        seconds=step_ms * per_bucket / 1e3,
-    )
-    compute = matrix_of(ranks, "compute", first, count)
-    step = Percentiles.of(series.longest) if len(series.longest) else None
+    step_ms, buckets = _buckets(series, ranks, width)
+    times = _times(series, step_ms, buckets)
+    compute = matrix_of(ranks, "compute", buckets)
     at_stage = {
         pp: [n for n, r in enumerate(ranks) if r.coords.pp == pp] for pp in sorted({r.coords.pp for r in ranks})
     }
     stage_ms = np.array([low_median(compute[rows]) for rows in at_stage.values()])
-    stage_shifts = relative_shifts(stage_ms, buckets)
-    floor = OF_STEP * step.p50 if step else 0.0
-    groups, sync_rows = _synchronisation(series, first, count) if key.sizes.dp * key.sizes.cp > 1 else ([], None)
+    shifts_of = dict(zip(at_stage, relative_shifts(stage_ms, buckets), strict=True))
     stragglers = slow_ranks(key, ranks, at_stage, compute, buckets)
-    sync = low_median(sync_rows) if sync_rows is not None else np.full(count, np.nan)
+    synchronisation = Synchronisation((None,) * len(step_ms))
+    if key.sizes.dp * key.sizes.cp > 1 and series.synchronising:
+        groups, rows = _by_group(series, buckets)
+        floor = OF_STEP * times.step.p50 if times.step else 0.0
+        synchronisation = _synchronisation(groups, rows, buckets, floor)
+        stragglers += [
+            *slow_groups(ranks, groups, rows, buckets, floor),
+            *late_ranks(ranks, matrix_of(ranks, "finalize", buckets), step_ms, buckets, stragglers),
+        ]
     return Fleet(
         key=key,
-        ranks=len(ranks),
-        missing=_missing(key, ranks),
-        ended=_ended(ranks, step),
-        steps=(min(r.first_step for r in ranks), max(r.last_step for r in ranks)),
-        calls=len(series.steps),
-        left_out=max(r.left_out for r in ranks),
-        again=max(r.again for r in ranks),
+        directory=directory,
+        coverage=_coverage(key, series, ranks, times.step),
         width=width,
         buckets=tuple(buckets.first.tolist()),
-        step=step,
-        step_ms=_plain(step_ms),
-        step_shifts=_of_steps(step_ms, buckets),
-        drift=drift(step_ms),
-        single=single_steps(series.steps >> INDEX_BITS, series.longest),
+        times=times,
         stages=tuple(
-            StageFleet(pp, len(rows), _percentiles(series, pp), _plain(stage_ms[n]), stage_shifts[n])
-            for n, (pp, rows) in enumerate(at_stage.items())
+            StageFleet(pp, len(at_stage[pp]), _percentiles(series, pp), _plain(own), shifts_of[pp])
+            for pp, own in zip(at_stage, stage_ms, strict=True)
         ),
         imbalance=_plain(_imbalance(stage_ms, key)),
-        synchronisation_ms=_plain(sync),
-        synchronisation_shifts=_upwards(relative_shifts(sync[None], buckets, floor)[0]),
-        stage_synchronisation=_of_single_stages(groups, sync_rows, buckets, floor),
-        stragglers=(
-            *stragglers,
-            *slow_groups(ranks, groups, sync_rows, buckets, floor),
-            *(late_ranks(ranks, first, count, step_ms, buckets, stragglers) if groups else ()),
-        ),
-        own_us=float(np.median([r.own[0] for r in with_steps])),
-        own_fraction=float(np.median([r.own[1] for r in with_steps])),
-        clock="device" if any(r.device_clock for r in ranks) else "host",
-        directory=directory,
+        synchronisation=synchronisation,
+        stragglers=tuple(stragglers),
+        recording=_recording(ranks),
     )
 
 
-def _counts(ranks: Sequence[RankSeries], first: int, count: int) -> Integers:
-    """The largest number of steps that any rank has, per bucket."""
-    most = np.zeros(count, dtype=np.int64)
-    for rank in ranks:
-        if len(rank.counts):
-            part = most[rank.first - first : rank.first - first + len(rank.counts)]
-            np.maximum(part, rank.counts, out=part)
-    return most
+def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[Floats, Buckets]:
+    """Milliseconds of the median step of every bucket, on its longest rank, and the buckets."""
+    with_steps = _with_steps(ranks)
+    begin = min(r.first for r in with_steps)
+    count = max(r.first + len(r.counts) for r in with_steps) - begin
+    steps = np.zeros(count, dtype=np.int64)
+    for rank in with_steps:
+        part = steps[rank.first - begin : rank.first - begin + len(rank.counts)]
+        np.maximum(part, rank.counts, out=part)
+    first, medians, _ = bucketed(series.steps >> INDEX_BITS, series.longest, width)
+    step_ms = np.full(count, np.nan)
+    step_ms[first - begin : first - begin + len(medians)] = medians
+    starts = np.arange(begin, begin + count, dtype=np.int64) * width
+    return step_ms, Buckets(
+        begin=begin,
+        first=np.maximum(starts, min(r.first_step for r in ranks)),
+        last=starts + width - 1,
+        steps=steps,
+        seconds=step_ms * steps / 1e3,
+    )
 
 
-def _of_steps(step_ms: Floats, buckets: Buckets) -> tuple[Shift, ...]:
-    found = levels(step_ms, buckets.steps, noise_of(step_ms[None]))
-    return shifts(lasting(found, buckets.seconds), buckets.first, buckets.last)
+def _with_steps(ranks: Sequence[RankSeries]) -> Sequence[RankSeries]:
+    return [r for r in ranks if len(r.counts)] or ranks
 
 
-def _job(series: Series, first: int, count: int, width: int) -> Floats:
-    begin, medians, _ = bucketed(series.steps >> INDEX_BITS, series.longest, width)
-    out = np.full(count, np.nan)
-    out[begin - first : begin - first + len(medians)] = medians
-    return out
+def _times(series: Series, step_ms: Floats, buckets: Buckets) -> StepTimes:
+    found = lasting(levels(step_ms, buckets.steps, noise_of(step_ms[None])), buckets.seconds)
+    return StepTimes(
+        step=Percentiles.of(series.longest) if len(series.longest) else None,
+        step_ms=_plain(step_ms),
+        step_shifts=shifts(found, buckets.first, buckets.last),
+        drift=drift(step_ms),
+        single=single_steps(series.steps >> INDEX_BITS, series.longest),
+    )
+
+
+def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Percentiles | None) -> Coverage:
+    last, end = max(r.last_step for r in ranks), max(r.ended for r in ranks)
+    patience = LACKS_TIME * (step.p50 if step else 0.0) * 1e6
+    return Coverage(
+        ranks=len(ranks),
+        missing=tuple(sorted(set(range(key.sizes.world)) - {r.coords.rank for r in ranks})),
+        ended=tuple(
+            Ended(r.coords.rank, r.coords.pp, r.host, r.last_step)
+            for r in ranks
+            if r.last_step + LACKS_STEPS <= last and end - r.ended > patience
+        ),
+        steps=(min(r.first_step for r in ranks), last),
+        calls=len(series.steps),
+        left_out=max(r.left_out for r in ranks),
+        again=max(r.again for r in ranks),
+    )
+
+
+def _recording(ranks: Sequence[RankSeries]) -> Recording:
+    costs = [r.own for r in _with_steps(ranks)]
+    return Recording(
+        own_us=float(np.median([us for us, _ in costs])),
+        own_fraction=float(np.median([fraction for _, fraction in costs])),
+        clock="device" if any(r.device_clock for r in ranks) else "host",
+    )
+
+
+def _by_group(series: Series, buckets: Buckets) -> tuple[list[Group], Floats]:
+    """Every group of ranks that synchronise gradients with each other, and [row, bucket] of what it took."""
+    groups = sorted(series.synchronising)
+    rows = np.full((len(groups), len(buckets.first)), np.nan)
+    for row, group in zip(rows, groups, strict=True):
+        first, values = series.synchronising[group]
+        part = row[first - buckets.begin :]
+        fits = values[: len(part)]
+        part[: len(fits)] = fits
+    return groups, rows
+
+
+def _synchronisation(groups: list[Group], rows: Floats, buckets: Buckets, floor: float) -> Synchronisation:
+    everywhere = low_median(rows)
+    stages = sorted({pp for pp, _ in groups})
+    of_stages: list[tuple[int, Shift]] = []
+    if len(stages) > 1:
+        per_stage = [low_median(rows[[n for n, group in enumerate(groups) if group[0] == pp]]) for pp in stages]
+        found = relative_shifts(np.array(per_stage), buckets, floor)
+        of_stages = [(pp, shift) for pp, each in zip(stages, found, strict=True) for shift in _upwards(each)]
+    return Synchronisation(
+        synchronisation_ms=_plain(everywhere),
+        synchronisation_shifts=_upwards(relative_shifts(everywhere[None], buckets, floor)[0]),
+        stage_synchronisation=tuple(of_stages),
+    )
 
 
 def _imbalance(stage_ms: Floats, key: Key) -> Floats:
@@ -203,50 +318,8 @@ def _imbalance(stage_ms: Floats, key: Key) -> Floats:
     return out
 
 
-def _synchronisation(series: Series, first: int, count: int) -> tuple[list[Group], Floats | None]:
-    """Every group of ranks that synchronise gradients with each other, and [row, bucket] of what it took."""
-    if not series.synchronising:
-        return [], None
-    groups = sorted(series.synchronising)
-    rows = np.full((len(groups), count), np.nan)
-    for row, group in enumerate(groups):
-        begin, values = series.synchronising[group]
-        begin -= first
-        fits = values[: max(0, count - begin)]
-        rows[row, begin : begin + len(fits)] = fits
-    return groups, rows
-
-
-def _of_single_stages(
-    groups: list[Group], rows: Floats | None, buckets: Buckets, floor: float
-) -> tuple[tuple[int, Shift], ...]:
-    """When the gradient synchronisation of one stage became slower, beside that of all."""
-    named = sorted({pp for pp, _ in groups})
-    if rows is None or len(named) < 2:
-        return ()
-    per_stage = np.array([low_median(rows[[n for n, group in enumerate(groups) if group[0] == pp]]) for pp in named])
-    found = relative_shifts(per_stage, buckets, floor)
-    return tuple((pp, shift) for pp, each in zip(named, found, strict=True) for shift in _upwards(each))
-
-
 def _upwards(found: Iterable[Shift]) -> tuple[Shift, ...]:
     return tuple(shift for shift in found if shift.change > EXCESS)
-
-
-def _missing(key: Key, ranks: Sequence[RankSeries]) -> tuple[int, ...]:
-    sizes = key.sizes
-    world = sizes.tp * sizes.cp * sizes.dp * sizes.pp
-    return tuple(sorted(set(range(world)) - {r.coords.rank for r in ranks}))
-
-
-def _ended(ranks: Sequence[RankSeries], step: Percentiles | None) -> tuple[Ended, ...]:
-    last, end = max(r.last_step for r in ranks), max(r.ended for r in ranks)
-    patience = LACKS_TIME * (step.p50 if step else 0.0) * 1e6
-    return tuple(
-        Ended(r.coords.rank, r.coords.pp, r.host, r.last_step)
-        for r in ranks
-        if r.last_step + LACKS_STEPS <= last and end - r.ended > patience
-    )
 
 
 def _percentiles(series: Series, pp: int) -> Percentiles | None:

@@ -7,12 +7,9 @@ read one rank after the other: what all of them spent on a step's synchronisatio
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +18,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.trends import Floats, Integers
+from megaprof.analysis.trace.reading import Progress, in_processes, processors
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
@@ -37,8 +35,6 @@ _SAMPLE = 8
 _MOST_TOLD = 5
 INDEX_BITS = 16
 
-Progress = Callable[[int, int], None]
-
 
 class Key(NamedTuple):
     """What is reported together."""
@@ -50,67 +46,100 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSeries:
-    """One rank: ``compute`` and ``finalize`` (its gradient synchronisation with waiting), the medians of buckets from
-    ``first`` on in milliseconds (NaN where it has no steps), and how many steps each holds.
-
-    ``last_step``, ``ended``: of its last step, the latter in wall-clock nanoseconds. ``own``: the recorder's median
-    microseconds per step, and that as a fraction of the step. ``again``: steps that it has twice.
-    """
+    """One rank, with medians over buckets of steps in milliseconds, NaN for buckets without steps."""
 
     coords: RankCoords
+    """Where it stands."""
     host: str | None
+    """The machine that it ran on."""
     first: int
+    """The number of its first bucket."""
     compute: npt.NDArray[np.float32]
+    """Forward, backward and combined passes of a step, by bucket."""
     finalize: npt.NDArray[np.float32]
+    """Its gradient synchronisation with waiting, by bucket."""
     counts: npt.NDArray[np.int32]
-    steps: int
+    """Steps, by bucket."""
     left_out: int
+    """Steps that do not count: a window was open in them, or they failed."""
     again: int
+    """Steps that it has twice, of which the later one counts."""
     first_step: int
+    """Its first step."""
     last_step: int
+    """Its last step."""
     ended: int
+    """When that ended, in nanoseconds on the wall clock."""
     own: tuple[float, float]
+    """What recording took: median microseconds per step, and that as a fraction of the step."""
     device_clock: bool
+    """Whether its times are the GPU's."""
 
 
 @dataclass
 class Series:
-    """Everything about one key, of some ranks or of all.
-
-    ``steps`` and ``longest``: every call (step << 16 | index) and its longest duration on any rank, in milliseconds;
-    ``synchronising``: by pp and tp, first bucket and medians of what the quickest rank of that group spent on a
-    step's gradient synchronisation, of steps that all of them have; ``histograms``: of compute, by stage; ``most``: the
-    longest compute of each.
-    """
+    """Everything about one key, of some ranks or of all."""
 
     ranks: list[RankSeries] = field(default_factory=list)
+    """The ranks, in the order in which they were read."""
     steps: Integers = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """Every call, as step << 16 | index, ascending."""
     longest: Floats = field(default_factory=lambda: np.empty(0))
+    """Milliseconds of each on its longest rank."""
     synchronising: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
+    """By pp and tp: the first bucket, and milliseconds by bucket that the quickest rank of that group spent on a step's
+    gradient synchronisation, of steps that all of them have."""
     histograms: dict[int, Integers] = field(default_factory=dict)
+    """How many steps of a stage computed for how long, by stage."""
     most: dict[int, float] = field(default_factory=dict)
+    """Milliseconds of the longest of them, by stage."""
 
     def add(self, other: Series) -> None:
+        """Other ranks of the same key."""
         self.ranks += other.ranks
         self.steps, self.longest = _merge(self.steps, self.longest, other.steps, other.longest, np.maximum)
         self.synchronising.update(other.synchronising)
         for pp, histogram in other.histograms.items():
-            self.histograms[pp] = self.histograms[pp] + histogram if pp in self.histograms else histogram
-            self.most[pp] = max(self.most.get(pp, 0.0), other.most[pp])
+            self._count(pp, histogram, other.most[pp])
+
+    def count(self, pp: int, compute: Integers) -> None:
+        """Microseconds that the steps of a rank of stage ``pp`` computed, into its histogram."""
+        bins = np.minimum(np.log(np.maximum(compute, 1)) / np.log1p(BIN), _BINS - 1).astype(np.int64)
+        self._count(pp, np.bincount(bins, minlength=_BINS), float(compute.max(initial=0)) / 1e3)
+
+    def _count(self, pp: int, histogram: Integers, most: float) -> None:
+        self.histograms[pp] = self.histograms[pp] + histogram if pp in self.histograms else histogram
+        self.most[pp] = max(self.most.get(pp, 0.0), most)
 
 
 @dataclass
 class FleetReading:
-    """``runs``: those that lie there, of which one was read; ``width``: steps per bucket, by key; ``cut``: files that
-    end inside a record; ``files``: by key and rank."""
+    """What came of many timelines."""
 
     runs: Runs = field(default_factory=Runs)
-    series: dict[Key, Series] = field(default_factory=dict)
+    """Those that lie there, of which one was read."""
     width: dict[Key, int] = field(default_factory=dict)
+    """Steps per bucket."""
+    series: dict[Key, Series] = field(default_factory=dict)
+    """The numbers."""
     files: dict[Key, dict[int, tuple[Path, ...]]] = field(default_factory=dict)
+    """The files of every rank."""
     read: list[Path] = field(default_factory=list)
+    """All files that hold steps."""
     cut: list[Path] = field(default_factory=list)
+    """Files that end inside a record."""
     warnings: list[str] = field(default_factory=list)
+    """What is wrong with single files."""
+
+    def add(self, other: FleetReading) -> None:
+        """Of the same runs."""
+        for key, part in other.series.items():
+            self.series.setdefault(key, Series()).add(part)
+        for key, by_rank in other.files.items():
+            self.files.setdefault(key, {}).update(by_rank)
+        self.read += other.read
+        self.cut += other.cut
+        self.warnings += other.warnings
 
     def warnings_of_files(self) -> list[str]:
         """About single files, and one about all that end in the middle of a record."""
@@ -144,18 +173,11 @@ def read_fleet(
     ``run``: which of several that lie there, from 1, the newest by default. Raises NoSuchRun."""
     items = _items(paths)
     runs, width = _sampled(items, run)
-    found = FleetReading(runs=runs, width=width)
+    found = FleetReading(runs, width)
     done = 0
-    for item, (series, files, read, cut, warnings) in zip(
-        items, _read_items(items, runs, width, min(workers, _useful(paths, len(items)))), strict=True
-    ):
-        for key, part in series.items():
-            found.series.setdefault(key, Series()).add(part)
-        for key, by_rank in files.items():
-            found.files.setdefault(key, {}).update(by_rank)
-        found.read += read
-        found.cut += cut
-        found.warnings += warnings
+    workers = min(workers, _useful(paths, len(items)))
+    for item, part in zip(items, in_processes(partial(_read_item, runs, width), items, workers), strict=True):
+        found.add(part)
         done += sum(map(len, item))
         if progress is not None:
             progress(done, len(paths))
@@ -163,7 +185,6 @@ def read_fleet(
 
 
 _Item = list[list[Path]]  # of every rank of a group its files
-_Part = tuple[dict[Key, Series], dict[Key, dict[int, tuple[Path, ...]]], list[Path], list[Path], list[str]]
 
 
 def _items(paths: Sequence[Path]) -> list[_Item]:
@@ -182,7 +203,7 @@ def _sampled(items: Sequence[_Item], run: int | None) -> tuple[Runs, dict[Key, i
     sample = ranks[:: max(1, len(ranks) // _SAMPLE)][:_SAMPLE]
     pieces: list[tuple[Key, Piece, int]] = []
     for files in sample:
-        for part in _of_files(files, None, [], [], []):
+        for part in _steps_in(files, FleetReading(), None):
             first, last = part.steps[0], part.steps[-1]
             piece = Piece(
                 (part.key.target, part.key.role, part.metadata.coords.rank),
@@ -200,57 +221,48 @@ def _sampled(items: Sequence[_Item], run: int | None) -> tuple[Runs, dict[Key, i
     return runs, {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
 
 
-def _read_items(items: Sequence[_Item], runs: Runs, width: dict[Key, int], workers: int) -> Iterator[_Part]:
-    done = 0
-    if workers > 1:
-        try:
-            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-                for begin in range(0, len(items), 4 * workers):
-                    batch = items[begin : begin + 4 * workers]
-                    for part in pool.map(_read_item, batch, [runs] * len(batch), [width] * len(batch)):
-                        done += 1
-                        yield part
-        except BrokenProcessPool:
-            pass
-    for item in islice(items, done, None):
-        yield _read_item(item, runs, width)
-
-
-def _read_item(item: _Item, runs: Runs, width: dict[Key, int]) -> _Part:
-    series: dict[Key, Series] = {}
-    files: dict[Key, dict[int, tuple[Path, ...]]] = {}
-    empty = np.empty(0, dtype=np.int64), np.empty(0)
-    least: dict[tuple[Key, int, int], tuple[Integers, Floats]] = {}
-    present: dict[tuple[Key, int, int], tuple[Integers, Floats]] = {}
-    read: list[Path] = []
-    cut: list[Path] = []
-    warnings: list[str] = []
+def _read_item(runs: Runs, width: dict[Key, int], item: _Item) -> FleetReading:
+    found = FleetReading(runs, width)
+    groups: dict[tuple[Key, int, int], _Group] = {}
     for paths in item:
-        by_key: dict[tuple[Key, int], list[_Steps]] = {}
-        for part in _of_files(paths, runs, read, cut, warnings):
-            by_key.setdefault((part.key, part.metadata.coords.rank), []).append(part)
-        for (key, rank), parts in by_key.items():
-            calls, again = _latest(np.concatenate([part.steps for part in parts]))
-            metadata = parts[-1].metadata
-            files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
-            usable = calls[(calls["flags"] & (format.FAILED | format.CAPTURED)) == 0]
-            own = series.setdefault(key, Series())
-            own.ranks.append(_rank(metadata, calls, usable, again, width.get(key, 1)))
-            _count(own, metadata.coords.pp, usable)
-            numbers = usable["step"] << INDEX_BITS | usable["index"]
-            own.steps, own.longest = _merge(own.steps, own.longest, numbers, usable["duration"] / 1e3, np.maximum)
-            group = key, metadata.coords.pp, metadata.coords.tp
-            present[group] = _merge(*present.get(group, empty), numbers, np.ones(len(numbers)), np.add)
-            least[group] = _merge(*least.get(group, empty), numbers, usable["finalize"] / 1e3, np.minimum)
-    for (key, pp, tp), (numbers, times) in least.items():
-        # Where a rank is missing, it may be the one that the others waited for.
-        whole = present[key, pp, tp][1] == key.sizes.dp * key.sizes.cp
-        numbers, times = numbers[whole], times[whole]
-        if not len(numbers):
-            continue
-        first, medians, _ = bucketed(numbers >> INDEX_BITS, times, width.get(key, 1))
-        series[key].synchronising[pp, tp] = first, medians
-    return series, files, read, cut, warnings
+        by_rank: dict[tuple[Key, int], list[_Steps]] = {}
+        for part in _steps_in(paths, found, runs):
+            by_rank.setdefault((part.key, part.metadata.coords.rank), []).append(part)
+        for (key, rank), parts in by_rank.items():
+            place = parts[-1].metadata.coords
+            found.files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
+            usable = _add_rank(found.series.setdefault(key, Series()), parts, width.get(key, 1))
+            groups.setdefault((key, place.pp, place.tp), _Group()).add(usable)
+    for (key, pp, tp), group in groups.items():
+        steps, times = group.of(key.sizes.dp * key.sizes.cp)
+        if len(steps):
+            first, medians, _ = bucketed(steps, times, width.get(key, 1))
+            found.series[key].synchronising[pp, tp] = first, medians
+    return found
+
+
+class _Group:
+    """The gradient synchronisation of ranks that take part in it together."""
+
+    def __init__(self) -> None:
+        empty = np.empty(0, dtype=np.int64), np.empty(0)
+        self._ranks, self._quickest = empty, empty
+
+    def add(self, calls: npt.NDArray[Any]) -> None:
+        numbers = _numbers(calls)
+        self._ranks = _merge(*self._ranks, numbers, np.ones(len(numbers)), np.add)
+        self._quickest = _merge(*self._quickest, numbers, calls["finalize"] / 1e3, np.minimum)
+
+    def of(self, size: int) -> tuple[Integers, Floats]:
+        """Steps that ``size`` ranks have, and the quickest rank's milliseconds: where one is missing, it may be the one
+        that the others waited for."""
+        whole = self._ranks[1] == size
+        return self._quickest[0][whole] >> INDEX_BITS, self._quickest[1][whole]
+
+
+def _numbers(calls: npt.NDArray[Any]) -> Integers:
+    numbers: Integers = calls["step"] << INDEX_BITS | calls["index"]
+    return numbers
 
 
 class _Steps(NamedTuple):
@@ -262,25 +274,26 @@ class _Steps(NamedTuple):
     steps: npt.NDArray[Any]
 
 
-def _of_files(
-    paths: Iterable[Path], runs: Runs | None, read: list[Path], cut: list[Path], warnings: list[str]
-) -> Iterator[_Steps]:
-    """The steps in files of the chosen run, of all without ``runs``; what is wrong with a file goes to the lists."""
+def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> Iterator[_Steps]:
+    """The steps in files of the chosen run, of all without ``runs``; what was read and what is wrong with a file goes
+    to ``found``."""
     for path in paths:
         try:
             timeline = format.read_timeline(path, events=False)
         except format.UnreadableTimeline as fault:
-            warnings.append(f"{path.name} was skipped: {fault.reason}")
+            found.warnings.append(f"{path.name} was skipped: {fault.reason}")
             continue
         if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue
         if timeline.damage is not None:
             if timeline.is_cut and len(timeline.steps):
-                cut.append(path)
+                found.cut.append(path)
             else:
-                warnings.append(f"{path.name}: {timeline.damage}; {len(timeline.steps)} steps before that were read")
+                found.warnings.append(
+                    f"{path.name}: {timeline.damage}; {len(timeline.steps)} steps before that were read"
+                )
         if len(timeline.steps):
-            read.append(path)
+            found.read.append(path)
         for number, metadata in enumerate(timeline.metadata):
             steps = (
                 timeline.steps[timeline.steps["metadata"] == number] if len(timeline.metadata) > 1 else timeline.steps
@@ -293,7 +306,7 @@ def _of_files(
 def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
     """Calls in order, and how many were dropped because a later one is the same call of the same step again (a job
     that went on from a checkpoint)."""
-    numbers = every["step"] << INDEX_BITS | every["index"]
+    numbers = _numbers(every)
     if (np.diff(numbers) > 0).all():
         return every, 0
     order = np.lexsort((every["start_ns"], numbers))
@@ -302,40 +315,41 @@ def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
     return kept, len(every) - len(kept)
 
 
-def _rank(metadata: Metadata, calls: npt.NDArray[Any], usable: npt.NDArray[Any], again: int, width: int) -> RankSeries:
-    first, medians, counts = bucketed(usable["step"], _compute(usable) / 1e3, width)
+def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArray[Any]:
+    """Add one rank to its series; returns its calls that count."""
+    calls, again = _latest(np.concatenate([part.steps for part in parts]))
+    usable: npt.NDArray[Any] = calls[(calls["flags"] & (format.FAILED | format.CAPTURED)) == 0]
+    metadata, last = parts[-1].metadata, calls[-1]
+    compute = _compute(usable)
+    first, medians, counts = bucketed(usable["step"], compute / 1e3, width)
     _, finalize, _ = bucketed(usable["step"], usable["finalize"] / 1e3, width)
     shares = usable["own"] / np.maximum(usable["duration"], 1)
-    last = calls[-1]
-    return RankSeries(
-        coords=metadata.coords,
-        host=metadata.host,
-        first=first,
-        compute=medians.astype(np.float32),
-        finalize=finalize.astype(np.float32),
-        counts=counts.astype(np.int32),
-        steps=len(usable),
-        left_out=len(calls) - len(usable),
-        again=again,
-        first_step=int(calls[0]["step"]),
-        last_step=int(last["step"]),
-        ended=int(last["start_ns"]) + 1000 * int(last["duration"]),
-        own=(float(np.median(usable["own"])), float(np.median(shares))) if len(usable) else (0.0, 0.0),
-        device_clock=bool((usable["flags"] & format.DEVICE_CLOCK).any()),
+    series.ranks.append(
+        RankSeries(
+            coords=metadata.coords,
+            host=metadata.host,
+            first=first,
+            compute=medians.astype(np.float32),
+            finalize=finalize.astype(np.float32),
+            counts=counts.astype(np.int32),
+            left_out=len(calls) - len(usable),
+            again=again,
+            first_step=int(calls[0]["step"]),
+            last_step=int(last["step"]),
+            ended=int(last["start_ns"]) + 1000 * int(last["duration"]),
+            own=(float(np.median(usable["own"])), float(np.median(shares))) if len(usable) else (0.0, 0.0),
+            device_clock=bool((usable["flags"] & format.DEVICE_CLOCK).any()),
+        )
     )
+    series.count(metadata.coords.pp, compute)
+    longest = usable["duration"] / 1e3
+    series.steps, series.longest = _merge(series.steps, series.longest, _numbers(usable), longest, np.maximum)
+    return usable
 
 
 def _compute(calls: npt.NDArray[Any]) -> Integers:
     total: Integers = calls["forward"].astype(np.int64) + calls["backward"] + calls["combined"]
     return total
-
-
-def _count(series: Series, pp: int, calls: npt.NDArray[Any]) -> None:
-    compute = _compute(calls)
-    bins = np.minimum(np.log(np.maximum(compute, 1)) / np.log1p(BIN), _BINS - 1).astype(np.int64)
-    counted = np.bincount(bins, minlength=_BINS)
-    series.histograms[pp] = series.histograms[pp] + counted if pp in series.histograms else counted
-    series.most[pp] = max(series.most.get(pp, 0.0), float(compute.max(initial=0)) / 1e3)
 
 
 def percentile(histogram: Integers, fraction: float) -> float:
@@ -389,5 +403,4 @@ def _useful(paths: Sequence[Path], items: int) -> int:
             continue
     if total < _WORTH_IT:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(items, cores))
+    return max(1, min(items, processors()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,33 +17,41 @@ Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with ea
 
 @dataclass(frozen=True)
 class Straggler:
-    """Ranks that are slower than the others of their stage: ``factor`` is own over peers, from ``from_step`` to
-    ``until`` (None: to the end), ``since_start``: from the first step that is known. ``peers``: how many ranks, or
-    groups of as many ranks, they were compared with; ``capture``: the selection that would tell which of them it is.
-
-    ``what``: ``compute``; ``synchronisation`` of gradients among all of ``ranks``; or ``arrival``: they come later
-    to the synchronisation than the others, who spend ``peers_ms`` in it, and were not found to compute longer.
-    """
+    """Ranks that are slower than the others of their stage."""
 
     what: str
+    """``compute``; ``synchronisation`` of gradients among all of ``ranks``; or ``arrival``: they come to it later than
+    the others, and were not found to compute longer."""
     ranks: tuple[int, ...]
+    """Their global numbers; several where they wait for each other."""
     hosts: tuple[str, ...]
+    """The machines that they run on, as far as known."""
     stage: int
+    """Their pipeline rank; that of the first one where they are of several."""
     from_step: int
+    """The first slow step, to a bucket."""
     until: int | None
+    """The last slow step; None where they are slow to the end."""
     since_start: bool
+    """Whether they are slow from the first step on that is known."""
     factor: float
+    """Own time over the peers'."""
     own_ms: float
+    """Milliseconds per step that they take."""
     peers_ms: float
+    """Milliseconds per step that their peers take."""
     peers: int
+    """How many ranks, or groups of as many ranks, they were compared with."""
     capture: str | None
+    """The selection of ranks that would show which of them it is; None for one rank."""
 
 
-def matrix_of(ranks: Sequence[RankSeries], name: str, first: int, count: int) -> Floats:
+def matrix_of(ranks: Sequence[RankSeries], name: str, buckets: Buckets) -> Floats:
     """``compute`` or ``finalize``, [rank, bucket], NaN where a rank has no steps."""
-    matrix = np.full((len(ranks), count), np.nan)
-    for row, rank in enumerate(ranks):
-        matrix[row, rank.first - first : rank.first - first + len(rank.counts)] = getattr(rank, name)
+    matrix = np.full((len(ranks), len(buckets.first)), np.nan)
+    for row, rank in zip(matrix, ranks, strict=True):
+        begin = rank.first - buckets.begin
+        row[begin : begin + len(rank.counts)] = getattr(rank, name)
     return matrix
 
 
@@ -107,12 +115,10 @@ def _straggler(
 
 
 def slow_groups(
-    ranks: Sequence[RankSeries], groups: list[Group], rows: Floats | None, buckets: Buckets, floor: float
+    ranks: Sequence[RankSeries], groups: list[Group], rows: Floats, buckets: Buckets, floor: float
 ) -> list[Straggler]:
-    """Groups whose gradient synchronisation is slower than that of the others of their stage."""
+    """Groups whose gradient synchronisation ([group, bucket]) is slower than that of the others of their stage."""
     found: list[Straggler] = []
-    if rows is None:
-        return found
     for pp in sorted({pp for pp, _ in groups}):
         which = [n for n, group in enumerate(groups) if group[0] == pp]
         for run in slow_rows(rows[which], buckets, floor_ms=floor):
@@ -123,47 +129,49 @@ def slow_groups(
 
 
 def late_ranks(
-    ranks: Sequence[RankSeries], first: int, count: int, step_ms: Floats, buckets: Buckets, slow: Sequence[Straggler]
+    ranks: Sequence[RankSeries], finalize: Floats, step_ms: Floats, buckets: Buckets, slow: Sequence[Straggler]
 ) -> list[Straggler]:
     """Ranks that the others wait for in the gradient synchronisation, whose pipeline holds none that computes longer:
-    their exchanges, their data or what runs between the steps takes longer. Those of one time are one entry."""
-    finalize = matrix_of(ranks, "finalize", first, count)
+    their exchanges, their data or what runs between the steps takes longer. Those of one time are one entry.
+
+    ``finalize``: milliseconds that each rank spends in it [rank, bucket]; ``slow``: ranks that compute longer.
+    """
     typical = float(np.nanmedian(step_ms))
     groups: dict[Group, list[int]] = {}
     for row, rank in enumerate(ranks):
         groups.setdefault((rank.coords.pp, rank.coords.tp), []).append(row)
     pipeline = {r.coords.rank: (r.coords.dp, r.coords.cp) for r in ranks}
-    explained = [({pipeline[rank] for rank in s.ranks}, s) for s in slow]
-    found: list[tuple[Run, list[int]]] = []
+
+    def explained(run: Run) -> bool:
+        begin, end = buckets.first[run.first], buckets.last[run.last]
+        own = pipeline[ranks[run.row].coords.rank]
+        at_that_time = (s for s in slow if s.from_step <= end and begin <= (s.until or end))
+        return any(own in {pipeline[rank] for rank in s.ranks} for s in at_that_time)
+
+    together: list[list[Run]] = []
     for rows in groups.values():
-        own = finalize[rows]
-        waited = others_median(own) - own
-        # Against one step time: a step is as much longer as the others wait.
-        late = np.maximum(typical + waited, typical / 2)
-        for run in slow_rows(late, buckets, against=np.full_like(late, typical)):
-            row = rows[run.row]
-            begin, end = buckets.first[run.first], buckets.last[run.last]
-            where = pipeline[ranks[row].coords.rank]
-            if any(where in held and s.from_step <= end and begin <= (s.until or end) for held, s in explained):
+        for run in _late_rows(rows, finalize[rows], typical, buckets):
+            if explained(run):
                 continue
-            stretch = slice(run.first, run.last + 1)
-            alone, others = (float(np.nanmedian(part[run.row, stretch])) for part in (own, waited + own))
-            run = replace(run, row=row, own_ms=alone, peers_ms=others)
-            same = next((each for each in found if each[0].first <= run.last and run.first <= each[0].last), None)
-            if same is None:
-                found.append((run, [row]))
+            same = [each for each in together if each[0].first <= run.last and run.first <= each[0].last]
+            if same:
+                same[0].append(run)
             else:
-                same[1].append(row)
-    return [
-        _straggler(
-            ranks,
-            [ranks[row].coords.rank for row in rows],
-            ranks[rows[0]].coords.pp,
-            run,
-            buckets,
-            len(groups[ranks[run.row].coords.pp, ranks[run.row].coords.tp]) - len(pipelines),
-            "arrival",
-        )
-        for run, rows in found
-        for pipelines in [{pipeline[ranks[row].coords.rank] for row in rows}]
-    ]
+                together.append([run])
+    found = []
+    for runs in together:
+        late = [ranks[run.row].coords for run in runs]
+        members = [place.rank for place in late]
+        peers = len(groups[late[0].pp, late[0].tp]) - len({pipeline[rank] for rank in members})
+        found.append(_straggler(ranks, members, late[0].pp, runs[0], buckets, peers, "arrival"))
+    return found
+
+
+def _late_rows(rows: Sequence[int], own: Floats, typical: float, buckets: Buckets) -> Iterator[Run]:
+    """When rows of one group are waited for by the others of it, with what both spend in the synchronisation."""
+    others = others_median(own)
+    # Against one step time: a step is as much longer as the others wait.
+    late = np.maximum(typical + others - own, typical / 2)
+    for run in slow_rows(late, buckets, against=np.full_like(late, typical)):
+        alone, theirs = (float(np.nanmedian(part[run.row, run.first : run.last + 1])) for part in (own, others))
+        yield replace(run, row=rows[run.row], own_ms=alone, peers_ms=theirs)

@@ -2,7 +2,7 @@
 
 A rank is compared with the ranks of its stage, which do the same work at the same time: what makes a step long for all
 of them (a longer sequence, an evaluation, the first steps of a run) cancels out. It is called slow when it exceeds
-their median by more than `trends.EXCESS`, by more than `trends.SIGMAS` standard errors, by more than `SPREAD` times
+their median by more than `slow.EXCESS`, by more than `trends.SIGMAS` standard errors, by more than `SPREAD` times
 what ranks of this stage usually differ by, and for `trends.LASTING_STEPS` steps and `trends.LASTING_SECONDS`. Ranks
 that wait for each other inside a microbatch slow down together and are named together.
 """
@@ -17,7 +17,6 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from megaprof.analysis.fleet.trends import (
-    EXCESS,
     LASTING_BUCKETS,
     LASTING_SECONDS,
     LASTING_STEPS,
@@ -35,6 +34,7 @@ from megaprof.analysis.fleet.trends import (
     others_median,
     shifts,
 )
+from megaprof.analysis.stages.slow import EXCESS, exceeds
 from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, Place, WorldLayout
 
 #: Standard deviations between the ranks of a stage, where there are enough of them to know it.
@@ -49,12 +49,18 @@ _ALIKE = 0.5
 
 @dataclass(frozen=True)
 class Buckets:
-    """Of every bucket of a series: its ``first`` and ``last`` step, how many ``steps`` there are, their ``seconds``."""
+    """The stretches of steps that a series has a value for."""
 
+    begin: int
+    """The number of the first bucket, counted from step 0."""
     first: Integers
+    """The first step of each."""
     last: Integers
+    """The last step of each."""
     steps: Integers
+    """How many steps there are of each."""
     seconds: Floats
+    """How long each took."""
 
     @property
     def lasting(self) -> int:
@@ -69,16 +75,24 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Run:
-    """Row ``row`` was ``factor`` times its peers' level in the buckets ``first`` to ``last``, in milliseconds."""
+    """A stretch of buckets in which a row is slower than its peers."""
 
     row: int
+    """Which row."""
     first: int
+    """Its first bucket."""
     last: int
+    """Its last bucket."""
     factor: float
+    """Own time over the peers'."""
     own_ms: float
+    """Milliseconds of the row, its median."""
     peers_ms: float
+    """Milliseconds of its peers, their median."""
     since_start: bool
+    """Whether it is so from the first step on that is known."""
     to_end: bool
+    """Whether it is so until the last one."""
 
 
 def layout_of(places: Iterable[Place], sizes: ParallelSizes) -> WorldLayout | None:
@@ -146,14 +160,14 @@ def slow_rows(
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(peers + floor_ms > 0, (values + floor_ms) / (peers + floor_ms), np.nan)
     usual, noise = _usual(relative), noise_of(relative)
-    limit = 1 + max(EXCESS, SPREAD * usual if len(values) >= _ENOUGH else 0.0)
+    least = max(EXCESS, SPREAD * usual if len(values) >= _ENOUGH else 0.0)
     found: list[Run] = []
-    for row in _suspects(relative, buckets, 1 + 0.9 * (limit - 1)):
+    for row in _suspects(relative, buckets, 1 + 0.9 * least):
         known = np.flatnonzero(np.isfinite(relative[row]))
         slow = [
             level
             for level in levels(relative[row], buckets.steps, noise)
-            if level.value > limit and np.log(level.value) > SIGMAS * level.error and level.steps >= LASTING_STEPS
+            if level.steps >= LASTING_STEPS and exceeds(level.value, 1.0, error=level.error, errors=SIGMAS, least=least)
         ]
         for first, last in _adjacent(slow, known):
             first = known[

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.clocks.clocks import align
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, uncertainty
-from megaprof.analysis.clocks.timelines import Ends, ends_of, links_between
+from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.traces import Range, Trace
@@ -203,7 +203,10 @@ def _by_step(traces: _Traces) -> tuple[tuple[str, ...], _Traces]:
 
 def _aligned(hosts: Mapping[int, str | None], traces: _Traces) -> tuple[dict[int, int], int | None, tuple[str, ...]]:
     """Nanoseconds to add by rank, and how uncertain: None where that is too much of a step."""
-    ends = {rank: _ends(list(by_step.values())) for rank, by_step in traces.items()}
+    ends = {
+        rank: ends_of(next(iter(own.values())).metadata, [call for trace in own.values() for call in calls_of(trace)])
+        for rank, own in traces.items()
+    }
     alignment = align(hosts, [link for link, _ in links_between(ends)])
     worst = uncertainty(alignment)
     every = [trace for by_step in traces.values() for trace in by_step.values()]
@@ -211,12 +214,6 @@ def _aligned(hosts: Mapping[int, str | None], traces: _Traces) -> tuple[dict[int
     if worst is not None and worst > MOST_UNCERTAIN * statistics.median(lengths):
         worst = None
     return {rank: alignment.offset(rank) for rank in traces}, worst, alignment.warnings
-
-
-def _ends(traces: Sequence[Trace]) -> Ends:
-    parts = [ends_of(trace) for trace in traces]
-    sends, receives = ({m: e for part in parts for m, e in getattr(part, way).items()} for way in ("sends", "receives"))
-    return replace(parts[0], sends=sends, receives=receives)
 
 
 def _moved(trace: Trace, by: int, host: str) -> Trace:

@@ -1,12 +1,13 @@
 """Levels, changes and outliers of a series of times, by medians: a few slow steps move none of them.
 
 A series is split where a stretch stands out most, and its parts again. A split counts when the medians of both sides
-differ by more than `EXCESS`, by more than `SIGMAS` standard errors, and each side lasts for `LASTING_STEPS` steps. All
-of it is done on logarithms: what disturbs a time multiplies it.
+differ by more than `slow.EXCESS`, by more than `SIGMAS` standard errors, and each side lasts for `LASTING_STEPS` steps.
+All of it is done on logarithms: what disturbs a time multiplies it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
-#: What a change must be at least, as a fraction of what was before.
-EXCESS = 0.10
-#: And how many of its standard errors. Many series are looked at, at many places of each.
+from megaprof.analysis.stages.slow import exceeds
+
+#: How many standard errors a change must be. Many series are looked at, at many places of each.
 SIGMAS = 6.0
 #: What is shorter is a few slow steps and no level.
 LASTING_STEPS = 10
@@ -130,8 +131,8 @@ def shifts(found: Sequence[Level], first_steps: Integers, last_steps: Integers) 
 
 def differ(before: Level, after: Level) -> bool:
     """Whether two levels differ by more than the thresholds of this module."""
-    difference = abs(np.log(after.value / before.value))
-    return bool(difference > max(np.log1p(EXCESS), SIGMAS * np.hypot(before.error, after.error)))
+    low, high = sorted((before.value, after.value))
+    return exceeds(high, low, error=math.hypot(before.error, after.error), errors=SIGMAS)
 
 
 def logarithms(times: Floats) -> Floats:

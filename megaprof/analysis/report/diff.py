@@ -8,13 +8,14 @@ The samples are steps; where fewer than `FEWEST` were captured, they are microba
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
-
-from megaprof.analysis.report import words
+from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.stages import words
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.stages import Stage, TargetStages
 
 NOISE = 2.0
 FEWEST = 3
@@ -22,40 +23,55 @@ QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")
 
 
 class NothingToCompare(Exception):
-    """The two captures have nothing in common, or one of them is no report; the message says which."""
+    """The two captures have no target in common; the message says which they have."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One quantity, in milliseconds per step, before and after. ``change`` is a fraction of ``before``."""
+    """One quantity before and after; None where a capture does not have it."""
 
     before: float | None
+    """Milliseconds per step, the mean."""
     after: float | None
+    """The same in the second capture."""
     change: float | None
+    """``after`` over ``before``, minus 1."""
     beyond_spread: bool | None
+    """Whether it changed by more than it varies anyway; None where too few samples tell."""
 
 
 @dataclass(frozen=True)
 class StageDiff:
-    """One stage; its layers in words (``emb+6``), None for a stage that is only in the other capture."""
+    """One stage of both captures, or of one of them."""
 
     pp: int
+    """Its pipeline rank."""
     layers_before: str | None
+    """Its layers in words (``emb+6``); None for a stage that is only in the second capture."""
     layers_after: str | None
+    """The same in the second capture."""
     changes: dict[str, Change]
+    """By quantity: `QUANTITIES`."""
 
 
 @dataclass(frozen=True)
 class TargetDiff:
-    """One target and role that both captures have; ``notes``: what makes them differ beside the times."""
+    """One target and role that both captures have."""
 
     target: str
+    """``train_actor``, ..."""
     role: str | None
+    """``actor``, ...; None without roles."""
     step_time: Change
+    """The time of a step."""
     stages: tuple[StageDiff, ...]
+    """By pipeline rank."""
     slowest_before: int | None
+    """The stage that is called slow, None where none is."""
     slowest_after: int | None
+    """The same in the second capture."""
     notes: tuple[str, ...]
+    """What makes the captures differ besides the times, in sentences."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -63,89 +79,26 @@ class TargetDiff:
 
 @dataclass(frozen=True)
 class Diff:
-    """``targets`` of both captures; ``warnings`` name those that only one has."""
+    """Two captures, target by target."""
 
     targets: tuple[TargetDiff, ...]
+    """Those that both captures have."""
     warnings: tuple[str, ...]
+    """The targets that only one of them has, in sentences."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
         return {"targets": [target.to_json() for target in self.targets], "warnings": list(self.warnings)}
 
 
-@dataclass(frozen=True)
-class _Spread:
-    mean: float
-    stdev: float
-    count: int
-
-
-@dataclass(frozen=True)
-class _Microbatches:
-    forward_ms: _Spread | None = None
-    backward_ms: _Spread | None = None
-
-
-@dataclass(frozen=True)
-class _StageSpread:
-    forward_ms: _Spread | None = None
-    backward_ms: _Spread | None = None
-    compute_ms: _Spread | None = None
-    bubble_ms: _Spread | None = None
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    embedding: bool | None = None
-    layers: int | None = None
-    mtp: int | None = None
-    loss: bool | None = None
-
-
-@dataclass(frozen=True)
-class _Stage:
-    pp: int
-    chunks: tuple[_Chunk | None, ...] = ()
-    per_microbatch: _Microbatches = _Microbatches()
-    spread: _StageSpread = _StageSpread()
-
-    @property
-    def layers(self) -> str:
-        return words.layers(asdict(chunk) if chunk else None for chunk in self.chunks)
-
-
-@dataclass(frozen=True)
-class _StepSpread:
-    step_time_ms: _Spread | None = None
-
-
-@dataclass(frozen=True)
-class _Target:
-    target: str
-    stages: tuple[_Stage, ...]
-    role: str | None = None
-    schedule: str | None = None
-    microbatches: int | None = None
-    step_time_basis: str | None = None
-    slowest_stage: int | None = None
-    sizes: dict[str, int | None] = field(default_factory=dict)
-    spread: _StepSpread = _StepSpread()
-
-
-@dataclass(frozen=True)
-class _Report:
-    version: str
-    targets: tuple[_Target, ...]
-
-
-def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Diff:
-    """Compare two reports, each as ``Report.to_json`` gives it or read back from its file. Raises NothingToCompare."""
-    old, new = _targets("the first", before), _targets("the second", after)
+def compare(before: Report, after: Report) -> Diff:
+    """Compare two reports. Raises NothingToCompare."""
+    old, new = _by_key(before), _by_key(after)
     common = [key for key in old if key in new]
     if not common:
         raise NothingToCompare(f"no target is in both: {_names(old)} in the first, {_names(new)} in the second")
     warnings = [
-        f"{_names(dict.fromkeys(only))} only in the {where} capture: not compared"
+        f"{_names(only)} only in the {where} capture: not compared"
         for where, only in (("first", old.keys() - new.keys()), ("second", new.keys() - old.keys()))
         if only
     ]
@@ -155,72 +108,69 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> Diff:
 _Key = tuple[str, str | None]
 
 
-def _targets(which: str, report: Mapping[str, Any]) -> dict[_Key, _Target]:
-    try:
-        found = msgspec.convert(report, _Report).targets
-    except (msgspec.ValidationError, RecursionError) as fault:
-        raise NothingToCompare(f"{which} is no report of megaprof's: {fault}") from None
-    targets: dict[_Key, _Target] = {}
-    for target in found:
-        targets.setdefault((target.target, target.role), target)
-    return targets
+def _by_key(report: Report) -> dict[_Key, TargetReport]:
+    return {target.key: target for target in reversed(report.targets)}  # of several sizes the first
 
 
-def _names(keys: Mapping[_Key, Any]) -> str:
-    return ", ".join(sorted(words.title({"target": t, "role": r}) for t, r in keys)) or "nothing"
+def _names(keys: Iterable[_Key]) -> str:
+    return ", ".join(sorted(words.title(*key) for key in keys)) or "nothing"
 
 
-def _target(before: _Target, after: _Target) -> TargetDiff:
-    old = {stage.pp: stage for stage in before.stages}
-    new = {stage.pp: stage for stage in after.stages}
-    alike = before.microbatches is not None and before.microbatches == after.microbatches
+def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
+    first, second = before.measured, after.measured
+    old = {stage.pp: stage for stage in first.stages}
+    new = {stage.pp: stage for stage in second.stages}
+    alike = first.microbatches is not None and first.microbatches == second.microbatches
     return TargetDiff(
-        target=before.target,
-        role=before.role,
-        step_time=_change(before.spread.step_time_ms, after.spread.step_time_ms, None, None),
+        target=first.target,
+        role=first.role,
+        step_time=_change(first.step_time_ms, second.step_time_ms, [], []),
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys())),
-        slowest_before=before.slowest_stage,
-        slowest_after=after.slowest_stage,
-        notes=tuple(_notes(before, after)),
+        slowest_before=before.verdict.slowest_stage,
+        slowest_after=after.verdict.slowest_stage,
+        notes=tuple(_notes(first, second)),
     )
 
 
-def _notes(before: _Target, after: _Target) -> list[str]:
+def _notes(before: TargetStages, after: TargetStages) -> list[str]:
+    old_sizes, new_sizes = asdict(before.sizes), asdict(after.sizes)
     notes = []
     for name, old, new in (
         ("schedule", before.schedule, after.schedule),
         ("microbatches", before.microbatches, after.microbatches),
-        *((axis, before.sizes.get(axis), after.sizes.get(axis)) for axis in {**before.sizes, **after.sizes}),
+        *((axis, old_sizes.get(axis), new_sizes.get(axis)) for axis in {**old_sizes, **new_sizes}),
     ):
         if old != new:
             shown = [words.ABSENT if value is None else value for value in (old, new)]
-            notes.append(f"{name} {shown[0]} -> {shown[1]}: not the same work per stage and step")
+            notes.append(f"{name} {shown[0]} -> {shown[1]}: stages and steps do not do the same work")
     if before.step_time_basis != after.step_time_basis:
         notes.append(f"step times are not measured alike: {before.step_time_basis}; {after.step_time_basis}")
     return notes
 
 
-def _stage(pp: int, before: _Stage | None, after: _Stage | None, alike: bool) -> StageDiff:
+def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> StageDiff:
     """``alike``: steps of equally many microbatches, so that a change of these is one of the step."""
     return StageDiff(
         pp=pp,
-        layers_before=before.layers if before else None,
-        layers_after=after.layers if after else None,
+        layers_before=_layers(before),
+        layers_after=_layers(after),
         changes={
             quantity: _change(
-                getattr(before.spread, quantity) if before else None,
-                getattr(after.spread, quantity) if after else None,
-                _microbatches(before, quantity) if alike else None,
-                _microbatches(after, quantity) if alike else None,
+                getattr(before, quantity, None),
+                getattr(after, quantity, None),
+                _microbatches(before, quantity) if alike else [],
+                _microbatches(after, quantity) if alike else [],
             )
             for quantity in QUANTITIES
         },
     )
 
 
-def _change(
-    before: _Spread | None, after: _Spread | None, old: list[_Spread] | None, new: list[_Spread] | None
-) -> Change:
+def _layers(stage: Stage | None) -> str | None:
+    return None if stage is None else words.layers(chunk.holds for chunk in stage.chunks)
+
+
+def _change(before: Spread | None, after: Spread | None, old: list[Spread], new: list[Spread]) -> Change:
     """``old`` and ``new`` are the samples of microbatches, to fall back on."""
     if before is None or after is None:
         return Change(before.mean if before else None, after.mean if after else None, None, None)
@@ -231,7 +181,7 @@ def _change(
     return Change(before.mean, after.mean, fraction, beyond)
 
 
-def _beyond(before: list[_Spread], after: list[_Spread]) -> bool | None:
+def _beyond(before: list[Spread], after: list[Spread]) -> bool | None:
     """Whether two sums of independent means differ; None with too few samples of one of them."""
     if any(spread.count < FEWEST for spread in (*before, *after)):
         return None
@@ -241,9 +191,9 @@ def _beyond(before: list[_Spread], after: list[_Spread]) -> bool | None:
     return abs(difference) > NOISE * error
 
 
-def _microbatches(stage: _Stage | None, quantity: str) -> list[_Spread] | None:
+def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:
     if stage is None:
-        return None
-    forward, backward = stage.per_microbatch.forward_ms, stage.per_microbatch.backward_ms
+        return []
+    forward, backward = stage.forward_per_microbatch_ms, stage.backward_per_microbatch_ms
     spreads = {"forward_ms": [forward], "backward_ms": [backward], "compute_ms": [forward, backward]}.get(quantity, [])
-    return [spread for spread in spreads if spread is not None] or None
+    return [spread for spread in spreads if spread is not None]

@@ -5,63 +5,50 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.trends import Percentiles
-from megaprof.analysis.report.fleet_words import findings_of, parted
-from megaprof.analysis.report.words import number
+from megaprof.analysis.report import sentences
+from megaprof.analysis.report.printing import number_columns, show_finding, table, text
+from megaprof.analysis.stages.words import ABSENT, number
 
 _TICKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 20
-COMMAND = "  "
 #: Stages that are listed; of more, the slowest.
 _MOST_STAGES = 16
 
 
-def fleet_lines(fleet: Fleet) -> list[tuple[str, str]]:
-    """Lines and their styles, to be printed above the table; what begins with `COMMAND` in one piece, to be copied."""
-    lines = [(f"all timelines: {fleet.ranks} ranks, steps {fleet.steps[0]}-{fleet.steps[1]}", "")]
-    slow = bool(fleet.stragglers or any(stage.shifts for stage in fleet.stages) or fleet.step_shifts or fleet.ended)
-    slow = slow or bool(fleet.synchronisation_shifts or fleet.stage_synchronisation)
-    for finding in findings_of(fleet):
-        said, command = parted(finding)
-        lines.append((said, "bold red" if slow else "green"))
-        if command:
-            lines.append((COMMAND + command, ""))
-    return lines
-
-
-def show_table(fleet: Fleet, console: Console) -> None:
-    """Percentiles over the run, and how the times went."""
-    table = Table(
-        title="over the run, ms per step",
-        title_justify="left",
-        title_style="dim",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
+def show_fleet(fleet: Fleet, console: Console) -> None:
+    """Print what is said of the whole run, and its percentiles."""
+    console.print(
+        f"all timelines: {fleet.coverage.ranks} ranks, steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}"
     )
-    table.add_column("")
-    table.add_column("ranks", justify="right")
-    for name in ("p50", "p95", "p99", "max"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(f"steps {fleet.steps[0]}-{fleet.steps[1]}", no_wrap=True)
-    if fleet.step is not None:
-        table.add_row("step time", "", *_cells(fleet.step), sparkline(fleet.step_ms))
-    known = [ms for ms in fleet.synchronisation_ms if ms is not None]
-    if known:
-        table.add_row(
-            "gradient sync", "", number(sorted(known)[len(known) // 2]), "", "", "", sparkline(fleet.synchronisation_ms)
+    for finding in sentences.of_fleet(fleet):
+        show_finding(console, finding)
+    _show_table(fleet, console)
+    for note in sentences.notes_of(fleet):
+        console.print(text(note, "dim"))
+    console.print("\nIn detail:")
+
+
+def _show_table(fleet: Fleet, console: Console) -> None:
+    """Percentiles over the run, and how the times went."""
+    made = table("over the run, ms per step", left=[""])
+    number_columns(made, "ranks", "p50", "p95", "p99", "max")
+    made.add_column(f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}", no_wrap=True)
+    if fleet.times.step is not None:
+        made.add_row("step time", "", *_cells(fleet.times.step), sparkline(fleet.times.step_ms))
+    if (middle := fleet.synchronisation.median_ms) is not None:
+        made.add_row(
+            "gradient sync", "", number(middle), "", "", "", sparkline(fleet.synchronisation.synchronisation_ms)
         )
     shown = sorted(fleet.stages, key=lambda stage: -stage.compute.p50 if stage.compute else 0.0)[:_MOST_STAGES]
     for stage in fleet.stages:
         if stage in shown:
             row = sparkline(stage.compute_ms)
-            table.add_row(f"stage {stage.pp} compute", str(stage.ranks), *_cells(stage.compute), row)
-    console.print(table)
+            made.add_row(f"stage {stage.pp} compute", str(stage.ranks), *_cells(stage.compute), row)
+    console.print(made)
     if len(shown) < len(fleet.stages):
         console.print(f"the slowest {len(shown)} of {len(fleet.stages)} stages; all are in the JSON", style="dim")
 
@@ -79,7 +66,7 @@ def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
     return "".join(" " if v is None else _TICKS[round((v - low) / span * (len(_TICKS) - 1))] for v in middles)
 
 
-def _cells(times: Percentiles | None) -> tuple[str, str, str, str]:
+def _cells(times: Percentiles | None) -> tuple[str, ...]:
     if times is None:
-        return "-", "-", "-", "-"
+        return (ABSENT,) * 4
     return number(times.p50), number(times.p95), number(times.p99), number(times.max)

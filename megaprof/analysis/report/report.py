@@ -1,33 +1,29 @@
-"""The stage report as plain data: `analyze` a directory of traces, `Report.to_json` for tools.
-
-Times are milliseconds, per step and averaged over the captured steps, with their spread beside them. A number that the
-traces do not allow is null, and a warning says why.
-"""
+"""Traces and timelines to a report."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import FleetReading, find_timelines, read_fleet
 from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet.timeline_calls import detail_of
-from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, SIGMAS
-from megaprof.analysis.report.fleet_words import evidence, findings_of, notes_of
-from megaprof.analysis.stages.advice import Cause, Verdict, judge
+from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
+from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.sentences import evidence
+from megaprof.analysis.stages.advice import judge
 from megaprof.analysis.stages.causes import OF_STEP
-from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import Stage, TargetStages, measure
-from megaprof.analysis.trace.calls import GROUPS, Call
+from megaprof.analysis.stages.loads import Cause
+from megaprof.analysis.stages.slow import EXCESS
+from megaprof.analysis.stages.stages import TargetStages, measure
+from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.reading import Progress, read_all
 from megaprof.analysis.trace.traces import Trace, find_traces
-from megaprof.analysis.what_if.what_if import WhatIf, what_if
+from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.timeline import SUFFIX
-from megaprof.version import __version__
 
 #: A directory without files of ours is searched for renamed ones, up to this many.
 _MOST_OTHERS = 64
@@ -35,63 +31,6 @@ _MOST_OTHERS = 64
 
 class NothingToReport(Exception):
     """There is no trace or timeline of ours to report on; the message says what was found instead."""
-
-
-@dataclass(frozen=True)
-class TargetReport:
-    """One target and role: its stages as measured (with warnings), which is slow and why, and what to change.
-
-    ``fleet``: the whole run on all ranks, where there are timelines.
-    """
-
-    measured: TargetStages
-    verdict: Verdict
-    what_if: WhatIf
-    fleet: Fleet | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        measured, verdict = self.measured, self.verdict
-        return {
-            "target": measured.target,
-            "role": measured.role,
-            "steps": list(measured.steps),
-            "sizes": asdict(measured.sizes),
-            "schedule": measured.schedule,
-            "forward_only": measured.forward_only,
-            "microbatches": measured.microbatches,
-            "step_time_ms": _mean(measured.step_time_ms),
-            "step_time_basis": measured.step_time_basis,
-            "spread": {"step_time_ms": _spread(measured.step_time_ms)},
-            "stages": [_stage(stage) for stage in measured.stages],
-            "imbalance": verdict.imbalance,
-            "slowest_stage": verdict.slowest_stage,
-            "causes": [asdict(cause) for cause in verdict.causes],
-            "notes": list(verdict.notes),
-            "what_if": self.what_if.to_json(),
-            "warnings": list(measured.warnings),
-            "fleet": fleet_json(self.fleet) if self.fleet else None,
-        }
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything found in ``source``. ``traces``, ``timelines``: the files that were read; ``warnings``: about single
-    files; ``drawn``: of targets without a trace, the last step of their timelines."""
-
-    source: Path
-    traces: tuple[Path, ...]
-    targets: tuple[TargetReport, ...]
-    warnings: tuple[str, ...]
-    timelines: tuple[Path, ...] = ()
-    drawn: tuple[Trace, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``: strings, finite numbers, lists, dicts and None."""
-        return {
-            "version": __version__,
-            "targets": [target.to_json() for target in self.targets],
-            "warnings": list(self.warnings),
-        }
 
 
 def analyze(
@@ -180,7 +119,7 @@ def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
                 threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
                 f"{LASTING_STEPS} steps",
                 excess_ms=each.own_ms - each.peers_ms,
-                basis="per step over its peers",
+                basis="per step, compared with its peers",
             )
 
 
@@ -188,7 +127,11 @@ def _was_waiting(cause: Cause, measured: TargetStages, fleet: Fleet) -> bool:
     """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: the
     fleet knows what it takes the last of them."""
     steps = {step - step % fleet.width for step in measured.steps}
-    alone = [ms for first, ms in zip(fleet.buckets, fleet.synchronisation_ms, strict=True) if ms and first in steps]
+    alone = [
+        ms
+        for first, ms in zip(fleet.buckets, fleet.synchronisation.synchronisation_ms, strict=True)
+        if ms and first in steps
+    ]
     return (
         cause.kind == "communication"
         and cause.group == "dp"
@@ -217,54 +160,3 @@ def _sentences(warnings: list[str]) -> Iterator[str]:
         yield warning.rstrip(".") + "."
     if len(warnings) > 5:
         yield f"And {len(warnings) - 5} more like it."
-
-
-def _stage(stage: Stage) -> dict[str, Any]:
-    per_step = {
-        "forward_ms": stage.forward_ms,
-        "backward_ms": stage.backward_ms,
-        "compute_ms": stage.compute_ms,
-        "bubble_ms": stage.bubble_ms,
-        "host_bound_ms": stage.host_bound_ms,
-        "dp_tail_ms": stage.dp_tail_ms,
-        "pp_waiting_ms": stage.pp_waiting_ms,
-    }
-    return {
-        "pp": stage.pp,
-        "ranks": list(stage.ranks),
-        "chunks": [asdict(chunk.holds) if chunk.holds else None for chunk in stage.chunks],
-        **{name: _mean(spread) for name, spread in per_step.items()},
-        "bubble_fraction": stage.bubble_fraction,
-        "bubble_split": {part: _mean(spread) for part, spread in stage.bubble_split.items()},
-        "exposed_ms": {group: _mean(stage.exposed_ms[group]) for group in GROUPS},
-        "host_ms": {kind: _mean(spread) for kind, spread in stage.host_ms.items()},
-        "modules_ms": {name: _spread(spread) for name, spread in stage.modules_ms.items()},
-        "per_microbatch": {
-            "forward_ms": _spread(stage.forward_per_microbatch_ms),
-            "backward_ms": _spread(stage.backward_per_microbatch_ms),
-            "by_chunk": [
-                {"chunk": c.chunk, "forward_ms": _spread(c.forward_ms), "backward_ms": _spread(c.backward_ms)}
-                for c in stage.chunks
-            ],
-        },
-        "spread": {
-            **{name: _spread(spread) for name, spread in per_step.items()},
-            "exposed_ms": {group: _spread(stage.exposed_ms[group]) for group in GROUPS},
-        },
-    }
-
-
-def fleet_json(fleet: Fleet) -> dict[str, Any]:
-    """Without what the target's report says already."""
-    found = asdict(fleet)
-    for name in ("key", "directory", "again"):
-        del found[name]
-    return {**found, "findings": list(findings_of(fleet)), "notes": list(notes_of(fleet))}
-
-
-def _mean(spread: Spread | None) -> float | None:
-    return spread.mean if spread else None
-
-
-def _spread(spread: Spread | None) -> dict[str, float] | None:
-    return asdict(spread) if spread else None

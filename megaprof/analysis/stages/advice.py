@@ -1,109 +1,132 @@
 """Which stage is slow, if any, and why: every verdict with its evidence and its threshold, none without.
 
-A stage is called slow when a microbatch computes longer on it than on the mean stage by more than `EXCESS` of that
-mean, in the median and in the quickest microbatch, and by more than `NOISE` standard errors of the median. The median
-ignores a few disturbed microbatches, the quickest one a disturbance that lasts for most of them: other load on the node
-only ever adds time, and it comes in bursts, whose samples are not independent, so that standard errors understate it.
-Causes are reckoned from the quickest microbatches, for the same reason.
+A stage is called slow when a microbatch computes longer on it than on average over the stages, in the median and in the
+quickest microbatch (`slow.exceeds`). The median ignores a few disturbed microbatches, the quickest one a disturbance
+that lasts for most of them: other load on the node only ever adds time, and it comes in bursts, whose samples are not
+independent, so that standard errors understate it. Causes are reckoned from the quickest microbatches, for the same
+reason.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from megaprof.analysis.stages.causes import pipeline_causes, slow_ranks
-from megaprof.analysis.stages.consistency import name_stages
-from megaprof.analysis.stages.loads import EXCESS, FEWEST, NOISE, Cause, Load, extras_of, slowest
-from megaprof.analysis.stages.stages import TargetStages
-
-__all__ = ["EXCESS", "PER_LAYER", "Cause", "Verdict", "judge"]
+from megaprof.analysis.stages.loads import FEWEST, NOISE, Cause, Load, extras_of, slowest
+from megaprof.analysis.stages.slow import EXCESS, exceeds
+from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.stages.words import counted, number
+from megaprof.analysis.stages.words import stages as stages_in_words
 
 #: How far apart the times per layer of different stages may lie for "more layers" to explain a slow stage.
 PER_LAYER = 0.25
 
+Outcome = Literal["slow", "within", "chance", "some_microbatches"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The slowest stage against the average over stages, by what it computes for one microbatch."""
+
+    stage: int
+    """The slowest stage."""
+    outcome: Outcome
+    """``slow``; or why not: ``within`` the threshold, perhaps ``chance``, slower in ``some_microbatches`` only."""
+    median_ms: float
+    """Milliseconds that its median microbatch computes."""
+    average_ms: float
+    """The same, the average over all stages."""
+    error_ms: float
+    """Standard error of the difference, in milliseconds."""
+    quickest_ms: float
+    """Milliseconds that its quickest microbatch computes."""
+    average_quickest_ms: float
+    """The same, the average over all stages."""
+
 
 @dataclass(frozen=True)
 class Verdict:
-    """``imbalance``: slowest stage's compute / mean stage's compute, None where it cannot be known.
+    """Which stage of a target is slow, and why time is lost."""
 
-    ``slowest_stage`` only when that stage is slow by the rule of this module; ``notes`` say why otherwise.
-    """
-
-    imbalance: float | None
-    slowest_stage: int | None
-    causes: tuple[Cause, ...]
-    notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Comparison:
-    """The slowest stage against the mean stage: whether it is slow, and the sentence that says so."""
-
-    slow: Load | None
-    note: str
-    mean_quick: float = 0.0
+    imbalance: float | None = None
+    """Compute of the slowest stage over the average over stages; None where it cannot be known."""
+    slowest_stage: int | None = None
+    """Only where that stage is slow by the rule of this module."""
+    causes: tuple[Cause, ...] = ()
+    """Why time is lost, those of the slow stage first."""
+    comparison: Comparison | None = None
+    """What the verdict on stages rests on; None where stages were not compared."""
+    withheld: str | None = None
+    """Why stages were not compared, a clause; None where they were."""
 
 
 def judge(target: TargetStages) -> Verdict:
     """The verdict on one target's stages."""
     if target.unjudgeable:
-        return Verdict(None, None, (), (f"no stage is called slow: {target.unjudgeable}",))
+        return Verdict(withheld=target.unjudgeable)
     ranks = slow_ranks(target.stages)
     found = [*ranks, *pipeline_causes(target)]
     if target.sizes.pp == 1:
-        return Verdict(None, None, tuple(found), ("no pipeline (pp=1): there are no stages to compare",))
-    compute = [stage.compute_ms.mean for stage in target.stages if stage.compute_ms]
-    mean_compute = statistics.fmean(compute) if compute else 0.0
-    imbalance = max(compute) / mean_compute if len(compute) == target.sizes.pp and mean_compute > 0 else None
-    loads = [load for stage in target.stages if (load := slowest(stage)) is not None]
-    if len(loads) < target.sizes.pp:
-        few = f"fewer than {FEWEST} passes of known chunk on a stage: too few to tell a slow stage from noise"
-        return Verdict(imbalance, None, tuple(found), (f"no stage is called slow: {few}",))
-    comparison = _compare(loads)
-    of_stage: tuple[Cause, ...] = ()
+        return Verdict(causes=tuple(found), withheld="there is no pipeline (pp=1)")
+    imbalance = _imbalance(target)
+    loads = _loads(target.stages)
+    comparison = _compare(loads) if len(loads) == target.sizes.pp else None
+    if comparison is None:
+        few = f"a stage has fewer than {FEWEST} passes of a known chunk, too few to tell a slow stage from noise"
+        withheld = few if len(loads) < target.sizes.pp else "nothing was computed"
+        return Verdict(imbalance, causes=tuple(found), withheld=withheld)
     # What slow ranks cost is told already: without them, is a stage still slow, and why?
     aside = {cause.rank for cause in ranks if cause.rank is not None}
-    others = [load for stage in target.stages if (load := slowest(stage, without=aside)) is not None]
-    without = _compare(others) if ranks and len(others) == len(loads) else comparison
-    if without.slow is not None:
-        of_stage = _causes(without.slow, others if ranks else loads, without.mean_quick)
-    slow = comparison.slow.stage.pp if comparison.slow is not None else None
-    return Verdict(imbalance, slow, (*of_stage, *found), (comparison.note,))
+    others = _loads(target.stages, without=aside)
+    if not aside or len(others) < len(loads):
+        others = loads
+    rest = comparison if others is loads else _compare(others)
+    of_stage: tuple[Cause, ...] = ()
+    if rest is not None and rest.outcome == "slow":
+        slow = next(load for load in others if load.stage.pp == rest.stage)
+        of_stage = _causes(slow, others, rest.average_quickest_ms)
+    return Verdict(
+        imbalance,
+        slowest_stage=comparison.stage if comparison.outcome == "slow" else None,
+        causes=(*of_stage, *found),
+        comparison=comparison,
+    )
 
 
-def _compare(loads: list[Load]) -> _Comparison:
+def _imbalance(target: TargetStages) -> float | None:
+    compute = [stage.compute_ms.mean for stage in target.stages if stage.compute_ms]
+    if len(compute) < target.sizes.pp or max(compute) <= 0:
+        return None
+    return max(compute) / statistics.fmean(compute)
+
+
+def _loads(stages: Iterable[Stage], without: Iterable[int] = ()) -> list[Load]:
+    return [load for stage in stages if (load := slowest(stage, without)) is not None]
+
+
+def _compare(loads: Sequence[Load]) -> Comparison | None:
+    """None where nothing was computed."""
     slow = max(loads, key=lambda load: load.median)
-    mean = statistics.fmean(load.median for load in loads)
-    excess = slow.median - mean
-    # The mean holds the slow stage too: excess = (1 - 1/n) slow - (1/n) others.
+    average = statistics.fmean(load.median for load in loads)
+    average_quick = statistics.fmean(load.quick for load in loads)
+    if average <= 0 or average_quick <= 0:
+        return None
+    # The average holds the slow stage too: slow - average = (1 - 1/n) slow - (1/n) others.
     n = len(loads)
     others = sum(load.error**2 for load in loads if load is not slow)
     error = math.sqrt(((1 - 1 / n) * slow.error) ** 2 + others / n**2)
-    mean_quick = statistics.fmean(load.quick for load in loads)
-    if mean <= 0 or mean_quick <= 0:
-        return _Comparison(None, "no stage is called slow: nothing was computed")
-    found = (
-        f"it computes {slow.median:.4g} ms per microbatch (median), {excess / mean:.1%} more than the mean stage's "
-        f"{mean:.4g} ms"
-    )
-    stage = slow.stage.pp
-    if excess <= EXCESS * mean:
-        note = f"no stage is slow: stage {stage} is the slowest, and {found}; above {EXCESS:.0%} it would be slow"
-        return _Comparison(None, note)
-    undecided = f"no stage is called slow: stage {stage} is the slowest, and {found}, but "
-    if excess <= NOISE * error:
-        vary = f"microbatches vary so much that it may be chance (standard error {error:.2g} ms)"
-        return _Comparison(None, undecided + vary)
-    if slow.quick - mean_quick <= EXCESS * mean_quick:
-        quickest = (
-            f"its quickest one took {slow.quick:.4g} ms against {mean_quick:.4g} ms on the mean stage: it is "
-            "slower in some microbatches only"
-        )
-        return _Comparison(None, undecided + quickest)
-    return _Comparison(slow, f"stage {stage} is slow: {found} (standard error {error:.2g} ms)", mean_quick)
+    outcome: Outcome = "slow"
+    if not exceeds(slow.median, average):
+        outcome = "within"
+    elif not exceeds(slow.median, average, error=error / slow.median, errors=NOISE):
+        outcome = "chance"
+    elif not exceeds(slow.quick, average_quick):
+        outcome = "some_microbatches"
+    return Comparison(slow.stage.pp, outcome, slow.median, average, error, slow.quick, average_quick)
 
 
 def _causes(slow: Load, loads: list[Load], mean: float) -> tuple[Cause, ...]:
@@ -111,7 +134,7 @@ def _causes(slow: Load, loads: list[Load], mean: float) -> tuple[Cause, ...]:
     excess = slow.quick - mean
     unknown = [load for load in loads if not load.layers]
     if unknown:
-        missing = name_stages(load.stage.pp for load in unknown)
+        missing = stages_in_words(load.stage.pp for load in unknown)
         return (_unexplained(slow, excess, f"the traces of {missing} do not say how many layers it holds"),)
     kinds = {kind for load in loads for chunk in load.stage.chunks if chunk.holds for kind in chunk.holds.kinds or ()}
     if len(kinds) > 1:
@@ -160,9 +183,9 @@ def _explained_by_plain_layers(
             Cause(
                 kind="embedding_or_loss",
                 stage=slow.stage.pp,
-                evidence=f"beside {_count(slow)} it holds {_and(slow.extras)}: {beyond:.3g} ms per microbatch more "
-                f"than its layers take, at {layer:.3g} ms per layer as on {name_stages(plain)}",
-                threshold=f"more than {EXCESS:.0%} of the mean stage's {mean:.3g} ms",
+                evidence=f"besides {_count(slow)} it holds {_and(slow.extras)}, which takes {number(beyond)} ms per "
+                f"microbatch; a layer takes {number(layer)} ms, as measured on {stages_in_words(plain)}",
+                threshold=f"more than {EXCESS:.0%} of the average over stages ({number(mean)} ms)",
                 excess_ms=min(beyond, excess),
             )
         )
@@ -174,7 +197,7 @@ def _more_layers(slow: Load, others: list[Load], part: float) -> Cause:
         kind="layers",
         stage=slow.stage.pp,
         evidence=_layer_facts(slow, others),
-        threshold=f"times per layer within {PER_LAYER:.0%}, where no embedding or loss is beside the layers",
+        threshold=f"times per layer differ by less than {PER_LAYER:.0%}, where a stage holds nothing but layers",
         excess_ms=part,
     )
 
@@ -214,22 +237,22 @@ def _mean_layers(loads: list[Load]) -> float:
 
 def _layer_facts(slow: Load, others: list[Load]) -> str:
     plain = [load for load in others if not load.extras] or others
-    times = _interval([_per_layer(load) for load in plain], ".3g")
-    own = f"{_per_layer(slow):.3g}"
-    compared = f"on {name_stages(load.stage.pp for load in plain)}"
+    times = _interval([_per_layer(load) for load in plain], number)
+    own = number(_per_layer(slow))
+    where = stages_in_words(load.stage.pp for load in plain)
     return (
-        f"{_count(slow)} against {_interval([_layers(load) for load in others], 'd')}: {own} ms per layer in "
-        f"the quickest microbatch, " + (f"as {compared}" if own == times else f"{times} ms {compared}")
+        f"{_count(slow)} against {_interval([_layers(load) for load in others], str)}: {own} ms per layer in the "
+        "quickest microbatch, " + (f"the same per layer on {where}" if own == times else f"{times} ms on {where}")
     )
 
 
-def _interval(values: Sequence[float], form: str) -> str:
-    low, high = format(min(values), form), format(max(values), form)
+def _interval(values: Sequence[float], form: Callable[[float], str]) -> str:
+    low, high = form(min(values)), form(max(values))
     return low if low == high else f"{low} to {high}"
 
 
 def _count(load: Load) -> str:
-    return f"{_layers(load)} layer" + ("" if _layers(load) == 1 else "s")
+    return counted(_layers(load), "layer")
 
 
 def _and(things: list[str]) -> str:

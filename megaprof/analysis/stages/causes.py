@@ -10,8 +10,10 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from megaprof.analysis.stages.loads import EXCESS, NOISE, Cause, load_of
+from megaprof.analysis.stages.loads import NOISE, Cause, Load, load_of
+from megaprof.analysis.stages.slow import EXCESS, exceeds
 from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.stages.words import counted, number, percent
 from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP
 
 #: Exposed communication of one group, or time in which the GPU waits for the host, as a fraction of the step.
@@ -46,24 +48,34 @@ def slow_ranks(stages: Sequence[Stage]) -> list[Cause]:
         slow = max(known, key=lambda load: load.median)
         peers = [load for load in known if load is not slow]
         usual, quick = statistics.median(p.median for p in peers), statistics.median(p.quick for p in peers)
-        excess = slow.median - usual
-        error = math.hypot(slow.error, statistics.fmean(peer.error for peer in peers))
-        if excess <= EXCESS * usual or excess <= NOISE * error or slow.quick - quick <= EXCESS * quick:
+        error = math.hypot(slow.error / slow.median, statistics.fmean(p.error for p in peers) / usual) if usual else 0.0
+        if not (exceeds(slow.median, usual, error=error, errors=NOISE) and exceeds(slow.quick, quick)):
             continue
-        compared = f"rank {peers[0].rank}" if len(peers) == 1 else f"the {len(peers)} others"
         found.append(
             Cause(
                 kind="slow_rank",
                 stage=stage.pp,
                 rank=slow.rank,
-                evidence=f"rank {slow.rank} computes {slow.median:.3g} ms per microbatch, where {compared} of stage "
-                f"{stage.pp} compute{'s' if len(peers) == 1 else ''} {usual:.3g} ms for the same work",
+                evidence=_slow_rank(stage.pp, slow, peers, usual),
                 threshold=f"more than {EXCESS:.0%} over its peers, in the median and in the quickest microbatch",
-                excess_ms=excess,
-                basis="per microbatch over its peers",
+                excess_ms=slow.median - usual,
+                basis="per microbatch, compared with its peers",
             )
         )
     return found
+
+
+def _slow_rank(stage: int, slow: Load, peers: Sequence[Load], usual: float) -> str:
+    """What both took, with as many digits as their errors allow."""
+    others = (
+        f"rank {peers[0].rank} of stage {stage} computes"
+        if len(peers) == 1
+        else f"the {len(peers)} other ranks of stage {stage} compute"
+    )
+    return (
+        f"rank {slow.rank} computes {number(slow.median, slow.error)} ms per microbatch, {others} "
+        f"{number(usual, peers[0].error)} ms for the same work"
+    )
 
 
 def pipeline_causes(target: TargetStages) -> list[Cause]:
@@ -90,10 +102,10 @@ def _communication(target: TargetStages) -> Iterator[Cause]:
             kind="communication",
             stage=stage,
             group=group,
-            evidence=f"on stage {stage} {_GROUP_NAMES[group]} communication takes {exposed[stage]:.3g} ms of a step, "
-            f"{exposed[stage] / step:.0%} of it, while nothing computes"
-            + (" (one rank was captured: waiting for a slower peer would be in it)" if alone else "")
-            + (": both stages are there, and the transfer itself takes this long" if group == "pp" else ""),
+            evidence=f"stage {stage} computes nothing for {number(exposed[stage])} ms of a step "
+            f"({percent(exposed[stage] / step)}) while {_GROUP_NAMES[group]} communication runs"
+            + ("; one rank was captured, so this may include waiting for a slower peer" if alone else "")
+            + ("; both stages are ready, the transfer itself takes this long" if group == "pp" else ""),
             threshold=f"more than {OF_STEP:.0%} of the step on the worst stage",
             excess_ms=exposed[stage],
             basis="per step",
@@ -109,8 +121,8 @@ def _host_bound(target: TargetStages) -> Iterator[Cause]:
     yield Cause(
         kind="host_bound",
         stage=stage,
-        evidence=f"on stage {stage} the GPU idles {idle[stage]:.3g} ms of a step, {idle[stage] / step:.0%} of it, "
-        "inside forward and backward passes with nothing launched that it could run: the host launches too slowly",
+        evidence=f"the GPU of stage {stage} is idle for {number(idle[stage])} ms of a step "
+        f"({percent(idle[stage] / step)}) inside forward and backward passes, because the host launches too slowly",
         threshold=f"more than {OF_STEP:.0%} of the step on the worst stage",
         excess_ms=idle[stage],
         basis="per step",
@@ -142,12 +154,12 @@ def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
     yield Cause(
         kind="uneven_microbatches",
         stage=None,
-        evidence=f"microbatches take from {min(together):.2f} to {max(together):.2f} times the mean one on all stages "
-        f"alike (spread {spread:.0%}, correlation between stages at least {agreement:.2f}): they differ in work, as "
-        "with variable sequence lengths, and no stage is to blame",
+        evidence=f"microbatches take from {min(together):.2f} to {max(together):.2f} times their average, alike on "
+        f"all stages (spread {percent(spread)}, correlation between stages at least {agreement:.2f}): they differ in "
+        "work, for example in sequence length, and no stage is to blame",
         threshold=f"spread above {UNEVEN:.0%} and correlation above {AGREE}",
         excess_ms=(max(together) - 1.0) * mean,
-        basis="per microbatch, the longest over the mean one",
+        basis="per microbatch, the longest compared with the average",
     )
 
 
@@ -174,8 +186,9 @@ def _few_microbatches(target: TargetStages) -> Iterator[Cause]:
     yield Cause(
         kind="few_microbatches",
         stage=None,
-        evidence=f"{microbatches} microbatches{each} on {target.sizes.pp} stages: filling and draining alone takes "
-        f"(p-1)/(v*m+p-1) = {ideal:.0%} of a balanced step; the measured bubble is {bubble:.0%}",
+        evidence=f"with {counted(microbatches, 'microbatch')}{each} on {target.sizes.pp} stages, filling and draining "
+        f"the pipeline takes (p-1)/(v*m+p-1) = {percent(ideal)} of a balanced step; the measured bubble is "
+        f"{percent(bubble)}",
         threshold=f"more than {FILLING:.0%} of the step",
         excess_ms=ideal * target.step_time_ms.mean,
         basis="per step",

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, offsets, uncertainty
+from megaprof.analysis.stages.words import stages as stages_in_words
 from megaprof.analysis.trace.calls import Call
 from megaprof.formats.metadata import Metadata
-from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import ParallelSizes
 
 
@@ -34,7 +33,7 @@ class Findings:
 
     def warnings(self) -> tuple[str, ...]:
         return tuple(
-            f"{name_stages(stages)}: {message}" if stages and len(stages) < self.stages else message
+            f"{stages_in_words(stages)}: {message}" if stages and len(stages) < self.stages else message
             for message, stages in self._notes.items()
         )
 
@@ -65,10 +64,10 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
     calls = _without_duplicates(calls, findings)
     missing = set(range(sizes.pp)) - {call.metadata.coords.pp for call in calls}
     if missing:
-        findings.warn(
-            f"{name_stages(missing)} of {sizes.pp} not captured: times between stages cover only those that were"
-        )
-        findings.block(f"{name_stages(missing)} of {sizes.pp} not captured")
+        captured = f"{sizes.pp - len(missing)} of {sizes.pp} stages"
+        advice = "--profile-select per-stage captures one rank of every stage"
+        findings.warn(f"{captured} captured, without {stages_in_words(missing)}; times between stages cover only those")
+        findings.block(f"{captured} captured; {advice}")
     _check_same_job(calls, findings)
     return _common_steps(calls, findings)
 
@@ -119,13 +118,6 @@ def _aligned(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
         return None
     told = f"the clocks of the stages' hosts were aligned by their send-receive kernels, to {worst / 1e6:.2g} ms"
     return {rank: alignment.offset(rank) for rank in alignment.hosts}, (told, *alignment.warnings)
-
-
-def name_stages(stages: Iterable[int]) -> str:
-    """``stage 3``, ``stages 0, 2-5``: consecutive ones as a range."""
-    spans = spans_of(stages)
-    listed = join_spans(spans, ", ")
-    return f"stage {listed}" if spans and spans[0][0] == spans[-1][1] else f"stages {listed}"
 
 
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
@@ -181,5 +173,5 @@ def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
         return calls
     for step, index in sorted(stages.keys() - common):
         which = f"step {step}" + (f" (call {index})" if index else "")
-        findings.warn(f"{which} was captured on {name_stages(stages[step, index])} only and is left out")
+        findings.warn(f"{which} was captured on {stages_in_words(stages[step, index])} only and is left out")
     return [call for call in calls if (call.step, call.index) in common]

@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from megaprof.analysis.stages.stages import ChunkTimes, Stage
 from megaprof.formats import ranges
 
-#: By how much a slow stage must exceed the mean stage, as a fraction of the mean stage's compute per microbatch; and a
-#: slow rank its peers.
-EXCESS = 0.10
-#: And by how many standard errors.
+#: By how many standard errors a slow stage or rank must exceed the others.
 NOISE = 2.0
 #: Fewer samples of a pass than this say nothing about noise.
 FEWEST = 3
@@ -25,43 +22,55 @@ _MEDIAN_ERROR = 1.2533 * 1.4826
 
 @dataclass(frozen=True)
 class Cause:
-    """One reason for lost time. ``excess_ms``: how much, and ``basis`` of what (``per step``, ``per microbatch over the
-    mean stage``, ...). ``stage``, ``rank`` and ``group``: where, None for the whole pipeline."""
+    """One reason for lost time."""
 
     kind: str
+    """``layers``, ``slow_rank``, ... (docs/report.md has all)."""
     stage: int | None
+    """Where; None for the whole pipeline."""
     evidence: str
+    """The numbers that show it, a clause without a full stop."""
     threshold: str
+    """From when on it is named."""
     excess_ms: float
-    basis: str = "per microbatch over the mean stage"
+    """Milliseconds lost, of what ``basis`` says."""
+    basis: str = "per microbatch, compared with the average over stages"
+    """``per step``, ``per microbatch, compared with its peers``, ..."""
     rank: int | None = None
+    """Which rank it is; None where it is not a single rank."""
     group: str | None = None
+    """The axis of a communication: ``tp``, ``ep``, ``cp``, ``pp`` or ``dp``."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """Compute of one microbatch on one rank in milliseconds: median, its standard error, and the quickest one's.
-
-    ``quick_by_chunk`` is the quickest forward and backward on every model chunk; ``quick`` their sum.
-    """
+    """What one rank computes for one microbatch."""
 
     stage: Stage
+    """The stage that the rank is on."""
     rank: int
+    """Its global number."""
     median: float
+    """Milliseconds of the median microbatch."""
     error: float
+    """Standard error of ``median``, in milliseconds."""
     quick_by_chunk: dict[int, float]
+    """Milliseconds of the quickest forward and backward, by model chunk."""
 
     @property
     def quick(self) -> float:
+        """Milliseconds of the quickest microbatch."""
         return sum(self.quick_by_chunk.values())
 
     @property
     def layers(self) -> int | None:
+        """Decoder layers on all chunks; None where the traces do not say."""
         held = [chunk.holds.layers if chunk.holds else None for chunk in self.stage.chunks]
         return sum(n for n in held if n is not None) if None not in held else None
 
     @property
     def extras(self) -> list[str]:
+        """What the stage holds beside decoder layers, in words."""
         return [extra for chunk in self.stage.chunks for extra in extras_of(chunk)]
 
 

@@ -6,13 +6,14 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
-from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call, Phase
+from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call
 from megaprof.analysis.trace.intervals import total
+from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
@@ -26,71 +27,96 @@ _StepKey = tuple[int, int]  # step, and which of its calls
 
 @dataclass(frozen=True)
 class ChunkTimes:
-    """One model chunk of a stage: what it holds, and one sample per microbatch, step and rank.
-
-    ``forward_ms`` and ``backward_ms`` are whole passes (on a GPU what it computed for them); ``compute_ms`` holds the
-    same samples by kind of pass (``forward``, ``backward``, ``combined``) without exposed communication.
-    """
+    """One model chunk of a stage: what it holds, and one sample per microbatch, step and rank."""
 
     chunk: int
+    """Its number on the stage, from 0."""
     holds: ModelChunk | None
+    """Its layers and what is beside them; None where the traces do not say."""
     forward_ms: Spread | None
+    """Milliseconds of a whole forward; on a GPU, of what it computed for one."""
     backward_ms: Spread | None
-    compute_ms: dict[str, tuple[float, ...]]
+    """The same of a backward."""
+    compute_ms: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """The samples by kind of pass (``forward``, ``backward``, ``combined``), without exposed communication."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage. The `Spread` of a quantity per step is over steps and the stage's captured ranks.
-
-    ``compute_ms`` is the time in forward, backward and combined passes without exposed communication; ``bubble_ms``
-    what is left of the step after it, exposed communication, gradient finalisation and ``host_bound_ms`` (the GPU
-    idled in a pass because nothing was launched; None on a CPU). ``bubble_split``: its warm-up, steady and cool-down
-    parts. ``dp_tail_ms``: data-parallel communication after the last pass. ``pp_waiting_ms``: of the time in exchanges,
-    what was waiting for the neighbour; it is in the bubble. Per microbatch, the passes on all chunks of the stage are
-    added up: ``microbatch_ms`` is their computation by step, call and microbatch, the slowest rank's. ``host_ms``: on a
-    GPU trace the host's time in forward and backward. ``modules_ms``: every pass through a module, by label and kind
-    of pass. ``by_rank``: the chunks of each rank alone; ``exposed_by_rank``: mean milliseconds by group.
-    """
+    """One pipeline stage. The `Spread` of a quantity is over steps and the stage's captured ranks, in milliseconds per
+    step where nothing else is said; None where the traces do not allow it."""
 
     pp: int
+    """Its pipeline rank."""
     ranks: tuple[int, ...]
+    """The captured ranks, by their global numbers."""
     chunks: tuple[ChunkTimes, ...]
+    """Its model chunks."""
     forward_ms: Spread | None
+    """All forwards of a step."""
     backward_ms: Spread | None
+    """All backwards of a step."""
     compute_ms: Spread | None
+    """Forward, backward and combined passes without exposed communication."""
     exposed_ms: dict[str, Spread | None]
+    """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``."""
     bubble_ms: Spread | None
+    """Waiting for other stages: what compute, exposed communication, gradient finalisation and ``host_bound_ms`` leave
+    of the step."""
     bubble_fraction: float | None
+    """The part of the step that this is, from 0 to 1."""
     forward_per_microbatch_ms: Spread | None
+    """Milliseconds of one microbatch's forward on all chunks of the stage, over microbatches too."""
     backward_per_microbatch_ms: Spread | None
-    bubble_split: dict[str, Spread | None]
+    """The same of its backward."""
     dp_tail_ms: Spread | None
+    """Data-parallel communication after the last pass."""
     pp_waiting_ms: Spread | None
+    """Of the time in exchanges, what was waiting for the neighbour; the bubble contains it."""
     host_bound_ms: Spread | None
-    host_ms: dict[str, Spread | None]
-    microbatch_ms: dict[tuple[int, int, int], float]
+    """Inside passes, where the GPU idled because nothing was launched; None on a CPU."""
     modules_ms: dict[str, Spread]
-    by_rank: dict[int, tuple[ChunkTimes, ...]]
-    exposed_by_rank: dict[int, dict[str, float | None]]
+    """Milliseconds of every pass through a module, by its label and the kind of pass."""
+    bubble_split: dict[str, Spread | None] = field(default_factory=dict)
+    """The bubble's parts: ``warmup_ms``, ``steady_ms``, ``cooldown_ms``."""
+    host_ms: dict[str, Spread | None] = field(default_factory=dict)
+    """On a GPU trace the host's time in ``forward`` and ``backward``."""
+    microbatch_ms: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """Milliseconds that the slowest rank computed for a microbatch, by step, call and microbatch."""
+    by_rank: dict[int, tuple[ChunkTimes, ...]] = field(default_factory=dict)
+    """The chunks of each rank alone."""
+    exposed_by_rank: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    """``exposed_ms`` of each rank alone: the mean by group."""
 
 
 @dataclass(frozen=True)
 class TargetStages:
-    """The stages of one target and role. ``unjudgeable``: why no stage may be called slow, or None."""
+    """The stages of one target and role."""
 
     target: str
+    """What was captured: ``train_actor``, ..."""
     role: str | None
+    """``actor``, ``ref``, ...; None without roles."""
     sizes: ParallelSizes
+    """The parallel sizes of the job."""
     schedule: str | None
+    """``1f1b``, ``interleaved``, ...; None where the traces do not say."""
     forward_only: bool
+    """Whether there is no backward."""
     microbatches: int | None
+    """Microbatches per step; None where steps differ or the traces do not say."""
     steps: tuple[int, ...]
+    """The captured steps, ascending."""
     step_time_ms: Spread | None
+    """Milliseconds of a step; None where no step is whole."""
     step_time_basis: str
+    """How that was measured, in words."""
     stages: tuple[Stage, ...]
+    """By pipeline rank; those that were captured."""
     unjudgeable: str | None
+    """Why no stage may be called slow, a clause; None where one may."""
     warnings: tuple[str, ...]
+    """What is missing, and why."""
 
 
 def measure(calls: Iterable[Call]) -> list[TargetStages]:
@@ -268,7 +294,7 @@ def _modules(calls: list[Call]) -> dict[str, Spread]:
 
 def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
     holds = calls[0].metadata.chunks if calls else ()
-    by_chunk: dict[int, list[Phase]] = {chunk: [] for chunk in range(len(holds))}
+    by_chunk: dict[int, list[MeasuredPass]] = {chunk: [] for chunk in range(len(holds))}
     for call in calls:
         for phase in call.phases:
             if phase.chunk is not None:

@@ -119,7 +119,7 @@ def _edges(call: Call) -> tuple[int, int]:
     backwards = [p for p in call.phases if p.kind in (ranges.BACKWARD, ranges.COMBINED)]
     first = backwards or forwards
     start, end = call.extent
-    return min((p.when[0] for p in first), default=start), max((p.when[1] for p in forwards), default=end)
+    return min((p.start for p in first), default=start), max((p.end for p in forwards), default=end)
 
 
 def _waited(call: Call, step: Sequence[Call], one_clock: bool) -> Intervals:

@@ -23,6 +23,7 @@ from megaprof.analysis.trace.intervals import (
     union,
     union_by,
 )
+from megaprof.analysis.trace.passes import Exchange
 from megaprof.analysis.trace.traces import Range
 from megaprof.formats import ranges
 
@@ -33,48 +34,41 @@ _IN_PASSES = [USES.index(group) for group in ("tp", "ep", "cp")]
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """A send-receive kernel of the pipeline group, launched inside the range ``label``; host and GPU times."""
-
-    label: str
-    launched: int
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Attribution:
-    """One call on the GPU, in nanoseconds.
-
-    ``start`` to ``end``: from when the GPU was free for it to the end of its last activity. Per pass, in the order of
-    the passes given: ``compute`` (busy with anything but communication), ``exposed`` (communication, not of the
-    pipeline, while nothing computed) and ``extents`` (from its first kernel to its last, shape ``[passes, 2]``).
-    ``exposed_by`` group, ``other`` included; ``tail``: the data-parallel part after the last computation. ``busy``:
-    when this rank did not wait for another stage, gaps inside passes included. ``host_bound``: when it idled in a pass
-    because nothing was launched. ``pipeline``: exposed time of the pipeline group. ``lost``: activities whose launch
-    is not in the trace.
-    """
+    """One call on the GPU, in nanoseconds on the wall clock of its host."""
 
     start: int
+    """When the GPU was free for it."""
     end: int
+    """The end of its last activity."""
     compute: list[int]
+    """Of every pass: how long the GPU was busy with anything but communication."""
     exposed: list[int]
+    """Of every pass: communication, not of the pipeline, while nothing computed."""
     extents: Intervals
+    """Of every pass: from its first kernel to its last, shape ``[passes, 2]``; zeros for one without kernels."""
     exposed_by: dict[str, int]
+    """Communication while nothing computed, by group, ``other`` included."""
     tail: int
+    """The data-parallel part of that after the last computation."""
     busy: Intervals
+    """When this rank did not wait for another stage, gaps inside passes included; disjoint."""
     host_bound: Intervals
+    """When it idled in a pass because nothing was launched; disjoint."""
     pipeline: Intervals
+    """When the pipeline group communicated while nothing computed; disjoint."""
     exchanges: tuple[Exchange, ...]
+    """Send-receive kernels of the pipeline group."""
     lost: int
+    """Activities whose launch is not in the trace."""
 
 
-def attribute(gpu: Activities, outer: Range, passes: Sequence[Range], others: Sequence[Range]) -> Attribution | None:
-    """None when nothing on the GPU was launched inside ``outer``. ``others``: its exchanges and finalisation."""
+def attribute(gpu: Activities, outer: Range, passes: Sequence[Range], exchanges: Sequence[Range]) -> Attribution | None:
+    """What the GPU did for the call ``outer``, in which lie the others, sorted by start; None when nothing."""
     own = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
     if not own.any():
         return None
-    use = _by_elimination(gpu, own, others)
+    use = _by_elimination(gpu, own, exchanges)
     computing = union(gpu.spans[use == COMPUTE])  # whoever launched it: what runs beside it is hidden
     start, end = _extent(gpu, own, outer)
     owner = owners(gpu.launched, passes)
@@ -102,7 +96,7 @@ def attribute(gpu: Activities, outer: Range, passes: Sequence[Range], others: Se
         busy=intersection(union(np.concatenate((work, host_bound))), intervals([(start, end)])),
         host_bound=host_bound,
         pipeline=difference(union(communication["pp"]), computing),
-        exchanges=_exchanges(gpu, own & (use == PP), [r for r in others if r.name.is_p2p]),
+        exchanges=_exchanges(gpu, own & (use == PP), exchanges),
         lost=int((~gpu.known & (gpu.spans[:, 0] >= start) & (gpu.spans[:, 1] <= end)).sum()),
     )
 
@@ -122,12 +116,11 @@ def busy_in(gpu: Activities, opened: Sequence[Range]) -> list[int]:
     return _per_owner(owner, gpu.known & (gpu.use == COMPUTE) & (owner >= 0), gpu.spans, len(opened))
 
 
-def _by_elimination(gpu: Activities, own: _Rows, others: Sequence[Range]) -> npt.NDArray[np.int8]:
+def _by_elimination(gpu: Activities, own: _Rows, exchanges: Sequence[Range]) -> npt.NDArray[np.int8]:
     """Communication without a group's name is the pipeline's when it was launched inside a pipeline exchange."""
     use = gpu.use.copy()
     unnamed = own & (use == OTHER)
     if unnamed.any():
-        exchanges = [r for r in others if r.name.is_p2p]
         use[unnamed & (owners(gpu.launched, exchanges) >= 0)] = PP
     return use
 
@@ -179,7 +172,7 @@ def _host_bound(gpu: Activities, busy: Intervals, passes: Intervals, extent: tup
 def _exchanges(gpu: Activities, rows: _Rows, operations: Sequence[Range]) -> tuple[Exchange, ...]:
     inside = owners(gpu.launched, operations)
     return tuple(
-        Exchange(operations[which].name.label, launch, start, end)
+        Exchange(operations[which].name.label, launch, launch, start, end)
         for which, launch, (start, end) in zip(
             inside[rows].tolist(), gpu.launched[rows].tolist(), gpu.spans[rows].tolist(), strict=True
         )

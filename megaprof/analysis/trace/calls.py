@@ -15,6 +15,7 @@ import numpy as np
 
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
+from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass, PassId
 from megaprof.analysis.trace.traces import Collective, Range, Trace
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
@@ -34,48 +35,6 @@ _USERS = {"all_to_all": ("ep", "cp")}
 _ANY_USER = ("tp", "ep", "cp", "dp")
 
 
-@dataclass(frozen=True)
-class Phase:
-    """One microbatch's forward, backward or combined pass on one model chunk; times in nanoseconds.
-
-    ``start`` and ``end`` are the host's. ``exposed_ns`` is the part in which a collective ran and nothing computed. On
-    a GPU trace ``gpu_ns`` is how long the GPU computed for it, and ``gpu`` when: from its first to its last kernel.
-    """
-
-    kind: str
-    microbatch: int | None
-    chunk: int | None
-    start: int
-    end: int
-    exposed_ns: int
-    gpu_ns: int | None = None
-    gpu: tuple[int, int] | None = None
-
-    @property
-    def duration_ns(self) -> int:
-        """The host's time."""
-        return self.end - self.start
-
-    @property
-    def compute_ns(self) -> int:
-        return self.duration_ns - self.exposed_ns if self.gpu_ns is None else self.gpu_ns
-
-    @property
-    def pass_ns(self) -> int:
-        """What ``forward_ms`` and ``backward_ms`` report: the whole pass on a CPU, computation on a GPU."""
-        return self.duration_ns if self.gpu_ns is None else self.gpu_ns
-
-    @property
-    def occupied_ns(self) -> int:
-        """How long it keeps its stage: the whole pass on a CPU, from its first kernel to its last on a GPU."""
-        return self.duration_ns if self.gpu_ns is None else self.gpu[1] - self.gpu[0] if self.gpu else 0
-
-    @property
-    def when(self) -> tuple[int, int]:
-        """When it ran: on the GPU, if that was captured."""
-        return self.gpu or (self.start, self.end)
-
-
 class ModuleKey(NamedTuple):
     """Whose time it is: the module's label (`ranges.MODULES`), its layer, and the layer's MTP layer. ``kind`` is
     ``forward``, ``backward``, or ``recompute`` for a forward inside a backward pass."""
@@ -88,41 +47,63 @@ class ModuleKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """One schedule call on one rank.
-
-    ``index`` counts the calls of one step and label (RL trains several times per step). ``start`` and ``end`` are the
-    host's. ``busy`` is when it ran passes and gradient finalisation, what is not waiting for another stage.
-    ``exposed_ns`` by group, None where the trace cannot tell, with the reason in ``reasons``. ``incomplete``: why its
-    sums are no whole step's, or None. ``finalize``: gradient finalisation, and in it on CPU traces ``collectives``
-    that nothing hid. ``modules``: nanoseconds of every pass through a module. ``gpu``: what ran on the GPU.
-    """
+    """One schedule call on one rank; times in nanoseconds on the wall clock of its host."""
 
     label: str
+    """Its target."""
     step: int
+    """Its step, in the host's numbering where it has one."""
     index: int
+    """Which of the calls of one step and label it is, from 0: RL trains several times per step."""
     metadata: Metadata
+    """What its trace says of the rank."""
     source: str
+    """Name of the trace's file."""
     start: int
+    """When the host began it."""
     end: int
-    phases: tuple[Phase, ...]
+    """When the host was done with it."""
+    phases: tuple[MeasuredPass, ...]
+    """Its passes in the order in which the host began them."""
+    exchanges: tuple[Exchange, ...]
+    """Its exchanges with other stages as the host saw them; ``gpu`` has its kernels."""
     busy: Intervals = field(compare=False)
+    """When it ran passes and gradient finalisation: what is not waiting for another stage."""
     exposed_ns: dict[str, int | None]
+    """Exposed communication by group; None where the trace cannot tell, with the reason in ``reasons``."""
     incomplete: str | None
+    """Why its sums are no whole step's, or None."""
     has_kernels: bool
+    """Whether kernels ran on a GPU."""
     reasons: tuple[str, ...]
+    """Why something cannot be told."""
     finalize: Intervals = field(compare=False)
+    """When it finalised gradients."""
     collectives: Intervals = field(compare=False)
+    """In that, on a CPU, the collectives that nothing hid."""
     modules: dict[ModuleKey, tuple[int, ...]]
+    """Nanoseconds of every pass through a module."""
     gpu: Attribution | None = field(compare=False, default=None)
-
-    @property
-    def busy_ns(self) -> int:
-        return total(self.busy)
+    """What ran on the GPU; None where that was not captured."""
 
     @property
     def extent(self) -> tuple[int, int]:
         """When it ran: on the GPU, if that was captured."""
         return (self.gpu.start, self.gpu.end) if self.gpu else (self.start, self.end)
+
+    @property
+    def laid_out(self) -> list[Pass[int]]:
+        """Everything that took its time, in order: passes, gradient finalisation, and exchanges beside them."""
+        stage, rank = self.metadata.coords.pp, self.metadata.coords.rank
+        exchanges = self.exchanges if self.gpu is None else self.gpu.exchanges
+        found: list[Pass[int]] = [*self.phases]
+        found += (Pass(e.label, stage, None, None, e.start, e.end, rank) for e in exchanges)
+        if self.gpu is None:
+            found += (
+                Pass(ranges.FINALIZE_GRADS, stage, None, None, start, end, rank)
+                for start, end in self.finalize.tolist()
+            )
+        return sorted(found, key=lambda each: (each.start, -each.end))
 
     @property
     def forward_only(self) -> bool:
@@ -161,9 +142,8 @@ def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals)
     passes = [r for r in inside if r.name.label in _PHASES]
     finalizing = [r for r in inside if r.name.label == ranges.FINALIZE_GRADS]
     finalize = union(_times(finalizing))
-    gpu = None
-    if trace.gpu is not None:
-        gpu = attribute(trace.gpu, outer, passes, [r for r in inside if r.name.is_p2p] + finalizing)
+    exchanges = [r for r in inside if r.name.is_p2p]
+    gpu = None if trace.gpu is None else attribute(trace.gpu, outer, passes, exchanges)
     if gpu is not None:
         phases = tuple(_phase(r, metadata, *times) for r, times in zip(passes, _gpu_times(gpu), strict=True))
         busy = gpu.busy
@@ -182,6 +162,7 @@ def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals)
         start=outer.start,
         end=outer.end,
         phases=phases,
+        exchanges=tuple(Exchange(r.name.label, r.start, r.end, r.start, r.end) for r in exchanges),
         busy=busy,
         exposed_ns=split,
         incomplete=_incomplete(label, metadata, phases),
@@ -196,16 +177,21 @@ def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals)
 
 def _phase(
     r: Range, metadata: Metadata, exposed_ns: int, gpu_ns: int | None = None, gpu: tuple[int, int] | None = None
-) -> Phase:
-    return Phase(
+) -> MeasuredPass:
+    start, end = gpu or (r.start, r.end)
+    chunk, microbatch = r.name.fields.get("bchunk"), r.name.fields.get("bmb")
+    return MeasuredPass(
         kind=r.name.label,
-        microbatch=r.name.fields.get("mb"),
+        stage=metadata.coords.pp,
         chunk=_chunk(r, metadata),
-        start=r.start,
-        end=r.end,
+        microbatch=r.name.fields.get("mb"),
+        start=start,
+        end=end,
+        rank=metadata.coords.rank,
+        host=(r.start, r.end),
         exposed_ns=exposed_ns,
         gpu_ns=gpu_ns,
-        gpu=gpu,
+        backward=None if chunk is None or microbatch is None else PassId(ranges.BACKWARD, chunk, microbatch),
     )
 
 
@@ -318,7 +304,7 @@ def _overlaps(collectives: tuple[Collective, ...], passes: Intervals) -> list[in
     return times
 
 
-def _incomplete(label: str, metadata: Metadata, phases: tuple[Phase, ...]) -> str | None:
+def _incomplete(label: str, metadata: Metadata, phases: tuple[MeasuredPass, ...]) -> str | None:
     if label != metadata.target or label == WHOLE_STEP:
         return None  # the metadata count the microbatches of another call
     if metadata.truncated:

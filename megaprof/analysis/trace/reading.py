@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
@@ -24,6 +25,9 @@ _WORTH_IT = 24 << 20
 #: Memory that reading takes for each byte of the file, compressed and plain.
 _COMPRESSED, _PLAIN = 100, 10
 _SHARE = 0.5
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 Progress = Callable[[int, int], None]
 """Called with the number of files that are done, and of all."""
@@ -55,25 +59,27 @@ def read_all(paths: Sequence[Path], workers: int = 1, progress: Progress | None 
     """Read every file, in order. ``workers``: processes at most; fewer are used where it does not pay or would not fit
     into memory. They import the main module anew, so a script that asks for several needs the usual guard
     (``if __name__ == "__main__"``)."""
-    for done, reading in enumerate(_read_all(paths, min(workers, _useful(paths))), 1):
+    for done, reading in enumerate(in_processes(read, paths, min(workers, _useful(paths))), 1):
         if progress is not None:
             progress(done, len(paths))
         yield reading
 
 
-def _read_all(paths: Sequence[Path], workers: int) -> Iterator[Reading]:
+def in_processes(function: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
+    """``function`` of every item, in order, in ``workers`` processes; in this one where there is one, or one of several
+    was killed."""
     done = 0
     if workers > 1:
         try:
             with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
                 # Not more at a time than are worked on: results wait in memory until their turn comes.
-                for begin in range(0, len(paths), 4 * workers):
-                    for reading in pool.map(read, paths[begin : begin + 4 * workers]):
+                for begin in range(0, len(items), 4 * workers):
+                    for result in pool.map(function, items[begin : begin + 4 * workers]):
                         done += 1
-                        yield reading
+                        yield result
         except BrokenProcessPool:
-            pass  # a process was killed, most likely for its memory: one file at a time may still fit
-    yield from map(read, islice(paths, done, None))
+            pass  # a process was killed, most likely for its memory: one item at a time may still fit
+    yield from map(function, islice(items, done, None))
 
 
 def _useful(paths: Sequence[Path]) -> int:
@@ -90,8 +96,9 @@ def _useful(paths: Sequence[Path]) -> int:
     except (OSError, ValueError, KeyError):
         left = 4 << 30
     fitting = int(_SHARE * left / max(size * each for size, each in sizes))
-    return max(1, min(len(sizes), _processors(), fitting))
+    return max(1, min(len(sizes), processors(), fitting))
 
 
-def _processors() -> int:
+def processors() -> int:
+    """How many processors this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from megaprof.analysis.stages.slow import exceeds
 from megaprof.analysis.what_if.cost_model import CostFit
 from megaprof.analysis.what_if.layout_search import Cost, search
 from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
@@ -17,8 +18,6 @@ __all__ = ["Baseline", "Prediction", "balanced", "chunk_counts", "layouts", "mic
 
 #: Uncertainties cover this many standard errors of the stages' times.
 ERRORS = 2.0
-#: A rank is a straggler where it computes this much longer than its peers, as a fraction.
-STRAGGLES = 0.10
 _MOST_LAYOUTS = 3
 _CHUNK_COUNTS = (1, 2, 3, 4)
 # Standard error of a median, see megaprof.analysis.stages.advice.
@@ -187,7 +186,7 @@ def without_straggler(baseline: Baseline) -> Prediction | None:
             return None
         for stage in range(baseline.run.stages):
             own = work(stage, step.forward_ms, step.backward_ms)
-            if own > (1 + STRAGGLES) * work(stage, step.peers_forward_ms, step.peers_backward_ms):
+            if exceeds(own, work(stage, step.peers_forward_ms, step.peers_backward_ms)):
                 slow.add(stage)
     if not slow:
         return None

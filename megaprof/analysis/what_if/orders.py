@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from megaprof.analysis.trace.passes import PassId
 
 __all__ = [
     "SCHEDULES",
-    "Exchange",
-    "Phase",
-    "PhaseKind",
     "Schedule",
+    "SendReceive",
     "arrange",
     "backward_order",
     "forward_order",
@@ -26,46 +26,44 @@ __all__ = [
 
 T = TypeVar("T")
 
-PhaseKind = Literal["forward", "backward"]
-
 SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
 """Names for Megatron's three ``forward_backward_*`` functions: no pipelining, without and with interleaving."""
 
 
-class Phase(NamedTuple):
-    """One microbatch's forward or backward through one model chunk of the stage that runs it."""
-
-    kind: PhaseKind
-    chunk: int
-    microbatch: int
-
-
-class Exchange(NamedTuple):
+class SendReceive(NamedTuple):
     """One batched call to send and receive: the stage waits in it until all its transfers are done.
 
-    Each field is the phase whose input is transferred, as numbered on the *receiving* stage; None: no such transfer.
+    Each field is the pass whose input is transferred, as numbered on the *receiving* stage; None: no such transfer.
     """
 
-    send_next: Phase | None = None
-    recv_prev: Phase | None = None
-    send_prev: Phase | None = None
-    recv_next: Phase | None = None
+    send_next: PassId | None = None
+    """To the stage behind: the input of its forward."""
+    recv_prev: PassId | None = None
+    """From the stage before: the input of the own forward."""
+    send_prev: PassId | None = None
+    """To the stage before: the input of its backward."""
+    recv_next: PassId | None = None
+    """From the stage behind: the input of the own backward."""
 
 
 class Schedule(NamedTuple):
-    """What determines the order of phases; make it with :meth:`checked`.
-
-    ``overlap_moe``: Megatron's ``overlap_moe_expert_parallel_comm`` (combined 1F1B), which runs one more forward
-    before the first backward so that both are independent of each other.
-    """
+    """What determines the order of passes; make it with `Schedule.checked`."""
 
     name: str
+    """One of `SCHEDULES`."""
     stages: int
+    """Pipeline stages."""
     chunks: int
+    """Model chunks of each."""
     microbatches: int
+    """Microbatches of a step."""
     group_size: int
+    """Microbatches that pass one chunk before the next one's turn; only the interleaved schedule looks at it."""
     forward_only: bool = False
+    """Whether there are no backwards."""
     overlap_moe: bool = False
+    """Megatron's ``overlap_moe_expert_parallel_comm`` (combined 1F1B), which runs one more forward before the first
+    backward so that both are independent of each other."""
 
     @classmethod
     def checked(
@@ -134,12 +132,12 @@ class Schedule(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def forward_order(schedule: Schedule) -> tuple[Phase, ...]:
+def forward_order(schedule: Schedule) -> tuple[PassId, ...]:
     """Every stage's forwards in order: groups of microbatches, and within a group chunk after chunk."""
     count = schedule.microbatches
     group = schedule.group_size if schedule.name == "interleaved" else count
     return tuple(
-        Phase("forward", chunk, microbatch)
+        PassId("forward", chunk, microbatch)
         for first in range(0, count, group)
         for chunk in range(schedule.chunks)
         for microbatch in range(first, min(first + group, count))
@@ -147,10 +145,10 @@ def forward_order(schedule: Schedule) -> tuple[Phase, ...]:
 
 
 @lru_cache(maxsize=16)
-def backward_order(schedule: Schedule) -> tuple[Phase, ...]:
+def backward_order(schedule: Schedule) -> tuple[PassId, ...]:
     """Every stage's backwards in order: that of the forwards with the chunks counted from the last."""
     last = schedule.chunks - 1
-    return tuple(Phase("backward", last - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
+    return tuple(PassId("backward", last - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
 
 
 def arrange(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[T]:
@@ -159,14 +157,14 @@ def arrange(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
-def phase_order(schedule: Schedule, stage: int) -> list[Phase]:
+def phase_order(schedule: Schedule, stage: int) -> list[PassId]:
     """The phases that ``stage`` runs, in Megatron's order."""
     backwards = () if schedule.forward_only else backward_order(schedule)
     return arrange(forward_order(schedule), backwards, schedule.warmup(stage))
 
 
-def stage_program(schedule: Schedule, stage: int) -> list[Phase | Exchange]:
-    """The phases of :func:`phase_order` with the exchanges between them, for communication that is not overlapped.
+def stage_program(schedule: Schedule, stage: int) -> list[PassId | SendReceive]:
+    """The phases of `phase_order` with the exchanges between them, for communication that is not overlapped.
 
     That is 1F1B, and the interleaved schedule with ``overlap_p2p_comm`` off. Calls that neither send nor receive are
     left out.
@@ -175,20 +173,20 @@ def stage_program(schedule: Schedule, stage: int) -> list[Phase | Exchange]:
         program = _interleaved_program(schedule, stage)
     else:
         program = _one_forward_one_backward_program(schedule, stage)
-    return [step for step in program if isinstance(step, Phase) or any(step)]
+    return [step for step in program if isinstance(step, PassId) or any(step)]
 
 
-def _one_forward_one_backward_program(schedule: Schedule, stage: int) -> list[Phase | Exchange]:
+def _one_forward_one_backward_program(schedule: Schedule, stage: int) -> list[PassId | SendReceive]:
     first, last = stage == 0, stage == schedule.stages - 1
     forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
 
-    def recv_forward(index: int) -> Exchange:
-        return Exchange(recv_prev=None if first else forwards[index])
+    def recv_forward(index: int) -> SendReceive:
+        return SendReceive(recv_prev=None if first else forwards[index])
 
-    program: list[Phase | Exchange] = []
+    program: list[PassId | SendReceive] = []
     for index in range(warmup):
         sent = None if last else forwards[index]
-        program += [recv_forward(index), forwards[index], Exchange(send_next=sent)]
+        program += [recv_forward(index), forwards[index], SendReceive(send_next=sent)]
     remaining = len(forwards) - warmup
     if remaining:
         program.append(recv_forward(warmup))
@@ -197,25 +195,25 @@ def _one_forward_one_backward_program(schedule: Schedule, stage: int) -> list[Ph
         following = None if first or index == remaining - 1 else forwards[warmup + index + 1]
         program += [
             forward,
-            Exchange() if last else Exchange(send_next=forward, recv_next=backward),
+            SendReceive() if last else SendReceive(send_next=forward, recv_next=backward),
             backward,
-            Exchange(send_prev=None if first else backward, recv_prev=following),
+            SendReceive(send_prev=None if first else backward, recv_prev=following),
         ]
     if not schedule.forward_only:
         for backward in backwards[remaining:]:
             received, sent = (None if last else backward), (None if first else backward)
-            program += [Exchange(recv_next=received), backward, Exchange(send_prev=sent)]
+            program += [SendReceive(recv_next=received), backward, SendReceive(send_prev=sent)]
     return program
 
 
-def _interleaved_program(schedule: Schedule, stage: int) -> list[Phase | Exchange]:
+def _interleaved_program(schedule: Schedule, stage: int) -> list[PassId | SendReceive]:
     stages, last_chunk = schedule.stages, schedule.chunks - 1
     first, last = stage == 0, stage == stages - 1
     forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
     total = len(forwards)
     all_in_warmup = warmup == total
 
-    def consumer(phase: Phase) -> Phase | None:
+    def consumer(phase: PassId) -> PassId | None:
         """The phase of the stage after this one (before it, for a backward) that waits for the result of ``phase``."""
         if phase.kind == "forward":
             chunk = phase.chunk + last
@@ -223,7 +221,7 @@ def _interleaved_program(schedule: Schedule, stage: int) -> list[Phase | Exchang
         chunk = phase.chunk - first
         return phase._replace(chunk=chunk) if chunk >= 0 else None
 
-    def received(order: tuple[Phase, ...], index: int) -> Phase | None:
+    def received(order: tuple[PassId, ...], index: int) -> PassId | None:
         """What arrives in the exchange after phase ``index`` of ``order``: the next phase's input, or, on the stage
         that takes over from the far end of the pipeline, what that end has computed stages - 1 phases ago."""
         forward = order is forwards
@@ -235,12 +233,12 @@ def _interleaved_program(schedule: Schedule, stage: int) -> list[Phase | Exchang
         chunk = produced.chunk + (1 if forward else -1)
         return produced._replace(chunk=chunk) if 0 <= chunk <= last_chunk else None
 
-    program: list[Phase | Exchange] = [Exchange(recv_prev=None if first else forwards[0])]
+    program: list[PassId | SendReceive] = [SendReceive(recv_prev=None if first else forwards[0])]
     for index in range(warmup):
         turn = index == warmup - 1 and not schedule.forward_only and not all_in_warmup
         program += [
             forwards[index],
-            Exchange(
+            SendReceive(
                 send_next=consumer(forwards[index]),
                 recv_prev=received(forwards, index) if index < total - 1 else None,
                 recv_next=backwards[0] if turn and not last else None,
@@ -251,7 +249,7 @@ def _interleaved_program(schedule: Schedule, stage: int) -> list[Phase | Exchang
         program += [
             forward,
             backward,
-            Exchange(
+            SendReceive(
                 send_next=consumer(forward),
                 recv_prev=received(forwards, warmup + index) if warmup + index < total - 1 else None,
                 send_prev=consumer(backward),
@@ -260,10 +258,10 @@ def _interleaved_program(schedule: Schedule, stage: int) -> list[Phase | Exchang
         ]
     if not schedule.forward_only:
         if all_in_warmup and not last:
-            program.append(Exchange(recv_next=backwards[0]))
+            program.append(SendReceive(recv_next=backwards[0]))
         for index in range(total - warmup, total):
             following = received(backwards, index) if index < total - 1 else None
-            program += [backwards[index], Exchange(send_prev=consumer(backwards[index]), recv_next=following)]
+            program += [backwards[index], SendReceive(send_prev=consumer(backwards[index]), recv_next=following)]
     return program
 
 

@@ -226,7 +226,7 @@ def _measured(number: int, step: list[Call], run: Run) -> tuple[float, float]:
     passes, extents = [], []
     for call in step:
         offset = clocks.offset.get(call.metadata.coords.rank, 0)
-        passes += [tuple(ns + offset for ns in phase.when) for phase in call.phases]
+        passes += [(phase.start + offset, phase.end + offset) for phase in call.phases]
         extents.append(tuple(ns + offset for ns in call.extent))
     pipeline = max(end for _, end in passes) - min(start for start, _ in passes)
     whole = max(end for _, end in extents) - min(start for start, _ in extents)
@@ -293,9 +293,7 @@ def _transfers(pipeline: list[list[Call]], run: Run, offset: dict[int, int]) -> 
     for stage, ranks in enumerate(pipeline):
         call = ranks[0]
         by = offset.get(call.metadata.coords.rank, 0)
-        passes.append(
-            sorted(((phase.when[0] + by, phase.when[1] + by, phase) for phase in call.phases), key=itemgetter(0))
-        )
+        passes.append(sorted(((phase.start + by, phase.end + by, phase) for phase in call.phases), key=itemgetter(0)))
         ends.update({(stage, phase.kind, phase.chunk, phase.microbatch): end for _, end, phase in passes[-1]})
     for stage, own in enumerate(passes):
         free = None

@@ -20,11 +20,10 @@ from functools import cached_property, lru_cache
 from math import inf, isfinite
 from typing import Any, NamedTuple
 
+from megaprof.analysis.trace.passes import Pass, PassId
 from megaprof.analysis.what_if.orders import (
-    Exchange,
-    Phase,
-    PhaseKind,
     Schedule,
+    SendReceive,
     arrange,
     backward_order,
     forward_order,
@@ -32,7 +31,7 @@ from megaprof.analysis.what_if.orders import (
     stage_program,
 )
 
-__all__ = ["Event", "Simulation", "Times", "simulate"]
+__all__ = ["Simulation", "Times", "simulate"]
 
 Times = Sequence[Sequence[Any]]
 """[stage][chunk], each entry a number of milliseconds or one number for each microbatch."""
@@ -41,46 +40,39 @@ Times = Sequence[Sequence[Any]]
 _START, _NEVER = 0, 1
 
 
-class Event(NamedTuple):
-    """One phase as replayed; times in milliseconds from the start of the step."""
-
-    stage: int
-    chunk: int
-    microbatch: int
-    phase: PhaseKind
-    start_ms: float
-    end_ms: float
-
-
 @dataclass(frozen=True)
 class Simulation:
-    """One replayed step.
-
-    ``step_ms``: from the first phase's start to the last phase's end over all stages. ``bubble_fraction``: for each
-    stage the fraction of the step in which it computes nothing, exchanges included (0.0 when the step takes no time).
-    ``stage_ms``: for each stage the time it computes.
-    """
+    """One replayed step."""
 
     step_ms: float
+    """Milliseconds from the first pass's start to the last pass's end over all stages."""
     bubble_fraction: tuple[float, ...]
+    """Of every stage: the fraction of the step in which it computes nothing, exchanges included; 0.0 when the step
+    takes no time."""
     stage_ms: tuple[float, ...]
+    """Of every stage: milliseconds in which it computes."""
     schedule: Schedule
+    """The schedule that was replayed."""
     _plan: _Plan = field(repr=False, compare=False)
     _ends: list[float] = field(repr=False, compare=False)
     _lag: float = field(repr=False, compare=False)
 
     @cached_property
-    def events(self) -> tuple[Event, ...]:
-        """Every phase, stage by stage in the order in which the stage runs them."""
+    def events(self) -> tuple[Pass[float], ...]:
+        """Every pass, stage by stage in the order in which the stage runs them; times since the start of the step.
+
+        Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward`` or ``backward``), ``start_ms`` and
+        ``end_ms``.
+        """
         plan, ends, lag = self._plan, self._ends, self._lag
         return tuple(
-            Event(
+            Pass(
+                phase.kind,
                 stage,
                 phase.chunk,
                 phase.microbatch,
-                phase.kind,
-                max(ends[plan.before[node - 2]], ends[plan.source[node - 2]] + lag),
-                ends[node],
+                1e6 * max(ends[plan.before[node - 2]], ends[plan.source[node - 2]] + lag),
+                1e6 * ends[node],
             )
             for stage, nodes in enumerate(plan.phases)
             for phase, node in zip(phase_order(self.schedule, stage), nodes, strict=True)
@@ -102,7 +94,7 @@ def simulate(
     ``forward_ms``, ``backward_ms``: milliseconds as ``[stage][chunk]``, or ``[stage][chunk][microbatch]``;
     ``backward_ms`` None replays a forward-only pass. ``schedule``: see `orders.SCHEDULES`;
     None chooses as Megatron does. ``p2p_ms``: one transfer between neighbouring stages, and from the last stage's chunk
-    to the first stage's next. ``microbatch_group_size``: see :meth:`Schedule.checked`. ``rendezvous``: see the module.
+    to the first stage's next. ``microbatch_group_size``: see `Schedule.checked`. ``rendezvous``: see the module.
 
     Raises:
         ValueError: times of the wrong shape, negative or not finite; a schedule that Megatron refuses (for
@@ -202,40 +194,53 @@ def _buffered_plan(schedule: Schedule) -> _Plan:
 
 @lru_cache(maxsize=16)
 def _rendezvous_plan(schedule: Schedule) -> _Plan:
-    stages, slots = schedule.stages, _Slots(schedule)
-    no_time, transfer_time = slots.count, slots.count + 1
-    programs = [stage_program(schedule, stage) for stage in range(stages)]
-    plan = _Plan([], [], [], [[] for _ in range(stages)])
-    # The node after which each end of each transfer was posted, -1 until then; the receiver's end is 2 * slot of the
-    # phase that needs it, the sender's the one after.
-    posts = [-1] * (2 * slots.count)
-    last, position = [_START] * stages, [0] * stages
-    waiting = _Waiting(stages)
-    while waiting:
-        stage = waiting.pop()
-        program, own, previous = programs[stage], plan.phases[stage], last[stage]
-        index = position[stage]
-        while index < len(program):
-            step = program[index]
-            if isinstance(step, Exchange):
-                ends = slots.transfer_ends(step, stage)
-                if posts[ends[0]] < 0:
-                    for end in ends:
-                        posts[end] = previous
-                    waiting.push_neighbours(stage)
-                others = [posts[end ^ 1] for end in ends]
-                if min(others) < 0:
-                    break
-                for other in others[:-1]:
-                    previous = plan.add(previous, other, no_time)
-                previous = plan.add(previous, others[-1], transfer_time)
+    rendezvous = _Rendezvous(schedule)
+    while rendezvous.waiting:
+        rendezvous.run(rendezvous.waiting.pop())
+    rendezvous.plan.check_complete(schedule, rendezvous.slots.each)
+    return rendezvous.plan
+
+
+class _Rendezvous:
+    """A plan in the making: how far each stage has come in its program of passes and exchanges."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.slots = _Slots(schedule)
+        self.programs = [stage_program(schedule, stage) for stage in range(schedule.stages)]
+        self.plan = _Plan([], [], [], [[] for _ in self.programs])
+        self.waiting = _Waiting(schedule.stages)
+        self.last, self.position = [_START] * schedule.stages, [0] * schedule.stages
+        # The node after which each end of each transfer was posted, -1 until then; the receiver's end is 2 * slot of
+        # the pass that needs it, the sender's the one after.
+        self.posts = [-1] * (2 * self.slots.count)
+
+    def run(self, stage: int) -> None:
+        """Let a stage go on until it waits in an exchange for another, or is done."""
+        program = self.programs[stage]
+        while self.position[stage] < len(program):
+            step = program[self.position[stage]]
+            if isinstance(step, SendReceive):
+                if not self._meet(stage, self.slots.transfer_ends(step, stage)):
+                    return
             else:
-                previous = plan.add(previous, _NEVER, slots.of(step, stage))
-                own.append(previous)
-            index += 1
-        last[stage], position[stage] = previous, index
-    plan.check_complete(schedule, slots.each)
-    return plan
+                self.last[stage] = self.plan.add(self.last[stage], _NEVER, self.slots.of(step, stage))
+                self.plan.phases[stage].append(self.last[stage])
+            self.position[stage] += 1
+
+    def _meet(self, stage: int, ends: list[int]) -> bool:
+        """Post this stage's ends of an exchange, and finish it if the other stages have come to theirs."""
+        if self.posts[ends[0]] < 0:
+            for end in ends:
+                self.posts[end] = self.last[stage]
+            self.waiting.push_neighbours(stage)
+        others = [self.posts[end ^ 1] for end in ends]
+        if min(others) < 0:
+            return False
+        no_time, transfer_time = self.slots.count, self.slots.count + 1
+        for other in others[:-1]:
+            self.last[stage] = self.plan.add(self.last[stage], other, no_time)
+        self.last[stage] = self.plan.add(self.last[stage], others[-1], transfer_time)
+        return True
 
 
 class _Slots:
@@ -250,7 +255,7 @@ class _Slots:
         self.forwards = [self.of(phase, 0) for phase in forward_order(schedule)]
         self.backwards = [] if schedule.forward_only else [self.of(phase, 0) for phase in backward_order(schedule)]
 
-    def of(self, phase: Phase, stage: int) -> int:
+    def of(self, phase: PassId, stage: int) -> int:
         kind, chunk, microbatch = phase
         offset = self.half if kind == "backward" else 0
         return offset + stage * self.stage_size + chunk * self.schedule.microbatches + microbatch
@@ -284,7 +289,7 @@ class _Slots:
             backwards = [slot + microbatches if slot + microbatches < end else count for slot in self.backwards]
         return arrange(forwards, backwards, self.schedule.warmup(stage))
 
-    def transfer_ends(self, exchange: Exchange, stage: int) -> list[int]:
+    def transfer_ends(self, exchange: SendReceive, stage: int) -> list[int]:
         """This stage's end of each transfer in an exchange; the other end is ``end ^ 1``."""
         stages = self.schedule.stages
         send_next, recv_prev, send_prev, recv_next = exchange

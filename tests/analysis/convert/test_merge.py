@@ -180,13 +180,13 @@ def test_the_latest_training_step_is_taken_unless_told_otherwise(tmp_path):
         write(exchanging([0.0, 0.0], step=step), tmp_path)
     write(exchanging([0.0, 0.0], target="train_log_probs", role="ref", step=12), tmp_path)
     result, document = merged(tmp_path)
-    assert (result.capture.target, result.capture.step) == ("train_actor", 11)
+    assert (result.name.target, result.name.step) == ("train_actor", 11)
     assert [str(other) for other in result.others] == ["train_actor step 3", "train_log_probs (ref) step 12"]
     assert {e["name"].split(" pp")[0] for e in document["traceEvents"] if "step=" in e["name"]} == {
         "megaprof/train_actor step=11"
     }
-    assert merged(tmp_path, step=3)[0].capture.step == 3
-    assert merged(tmp_path, role="ref")[0].capture.target == "train_log_probs"
+    assert merged(tmp_path, step=3)[0].name.step == 3
+    assert merged(tmp_path, role="ref")[0].name.target == "train_log_probs"
     with pytest.raises(NothingToMerge, match="train_actor step 3"):
         merge(tmp_path, tmp_path / "out.json", step=4)
 

@@ -43,7 +43,7 @@ def test_a_rank_is_read_to_what_stands_in_its_file(tmp_path: Path) -> None:
         steps = everything[paths[rank.coords.rank]]
         compute = (steps["forward"].astype(np.int64) + steps["backward"] + steps["combined"]) / 1000
         assert np.allclose(rank.compute, compute)
-        assert (rank.steps, rank.first_step, rank.last_step) == (30, 0, 29)
+        assert (rank.counts.sum(), rank.first_step, rank.last_step) == (30, 0, 29)
     longest = np.max([steps["duration"] for steps in everything.values()], axis=0) / 1000
     assert np.allclose(series.longest, longest)
     least = np.minimum(everything[paths[0]]["finalize"], everything[paths[1]]["finalize"]) / 1000
@@ -62,7 +62,7 @@ def test_rotated_files_are_one_rank_and_a_restart_counts_as_it_ran_last(tmp_path
     (series,) = reading.series.values()
     assert len(series.ranks) == 4
     for rank in series.ranks:
-        assert (rank.steps, rank.again, rank.last_step) == (40, 10, 39)
+        assert (rank.counts.sum(), rank.again, rank.last_step) == (40, 10, 39)
         assert rank.compute[30:].min() > 1.5 * rank.compute[:30].max()
     (fleet,) = survey(reading, tmp_path)
     assert any("10 steps of a rank ran twice" in note for note in notes(fleet))
@@ -94,7 +94,7 @@ def test_captured_and_failed_steps_are_left_out(tmp_path: Path) -> None:
     paths[0].write_bytes(b"".join(records))
     (series,) = read_fleet(paths[:1]).series.values()
     (rank,) = series.ranks
-    assert (rank.steps, rank.left_out, rank.last_step) == (8, 2, 9)
+    assert (rank.counts.sum(), rank.left_out, rank.last_step) == (8, 2, 9)
 
 
 def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from megaprof.analysis.fleet.stragglers import Buckets, noise_of, relative_shift
 from megaprof.analysis.fleet.trends import Floats
 
 COUNT = 60
-BUCKETS = Buckets(np.arange(COUNT), np.arange(COUNT), np.ones(COUNT, dtype=np.int64), np.full(COUNT, 1.0))
+BUCKETS = Buckets(0, np.arange(COUNT), np.arange(COUNT), np.ones(COUNT, dtype=np.int64), np.full(COUNT, 1.0))
 
 
 def rows(count: int, noise: float, seed: int) -> Floats:

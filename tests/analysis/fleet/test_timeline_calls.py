@@ -87,7 +87,7 @@ def test_on_the_devices_clock_gaps_hold_the_exchanges(tmp_path: Path) -> None:
     assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([240] * 4)
     assert any("the gaps between phases hold waiting" in warning for warning in target.measured.warnings)
     assert target.fleet is not None
-    assert target.fleet.clock == "device"
+    assert target.fleet.recording.clock == "device"
     assert any("on the GPU's clock" in note for note in notes(target.fleet))
 
 
@@ -134,7 +134,7 @@ def test_traces_give_the_detail_where_there_are_both(tmp_path: Path) -> None:
     assert target.measured.steps == (5,)
     assert [round(stage.forward_ms.mean) for stage in target.measured.stages if stage.forward_ms] == [160, 160]
     assert target.fleet is not None
-    assert target.fleet.calls == 40
+    assert target.fleet.coverage.calls == 40
     assert (len(report.traces), len(report.timelines), report.drawn) == (2, 2, ())
 
 

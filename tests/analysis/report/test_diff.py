@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from megaprof.analysis.report.diff import NothingToCompare, compare
+from megaprof.analysis.report.document import NotAReport, Report
 from megaprof.analysis.report.report import analyze
+from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
 
 
 def report(directory, layers, *, steps=(5,), **options):
     for step in steps:
         pipeline(directory, layers, step=step, **options)
-    return json.loads(json.dumps(analyze(directory).to_json()))
+    return analyze(directory)
+
+
+def document(report):
+    """As it stands in its file."""
+    return json.loads(json.dumps(report.to_json(), allow_nan=False))
+
+
+def read(document):
+    return Report.from_json(document, Path("saved.json"))
 
 
 def only(diff):
@@ -43,15 +55,15 @@ def test_one_step_cannot_tell_chance_from_change_where_microbatches_say_nothing(
 
 
 def test_a_change_within_the_spread_is_called_that(tmp_path):
-    before, after = report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [6, 2])
-    for document, mean in ((before, 100.0), (after, 102.0)):
-        for stage in document["targets"][0]["stages"]:
-            stage["spread"]["forward_ms"] = {"mean": mean, "stdev": 5.0, "count": 10}
-    change = only(compare(before, after)).stages[0].changes["forward_ms"]
+    before, after = (document(report(tmp_path / name, [6, 2])) for name in "ab")
+    for saved, mean in ((before, 100.0), (after, 102.0)):
+        for stage in saved["targets"][0]["stages"]:
+            stage["spread"]["forward_ms"] |= {"mean": mean, "stdev": 5.0, "count": 10}
+    change = only(compare(read(before), read(after))).stages[0].changes["forward_ms"]
     assert (change.change, change.beyond_spread) == (pytest.approx(0.02), False)
     for stage in after["targets"][0]["stages"]:
         stage["spread"]["forward_ms"]["mean"] = 106.0
-    assert only(compare(before, after)).stages[0].changes["forward_ms"].beyond_spread is True
+    assert only(compare(read(before), read(after))).stages[0].changes["forward_ms"].beyond_spread is True
 
 
 def test_several_steps_tell_for_the_step_time_too(tmp_path):
@@ -82,7 +94,7 @@ def test_targets_are_matched_by_name_and_role(tmp_path):
         pipeline(tmp_path / "a", [2, 2], target="train_log_probs", role=role)
     before = report(tmp_path / "a", [2, 2])
     pipeline(tmp_path / "b", [3, 1], target="train_log_probs", role="ref")
-    diff = compare(before, analyze(tmp_path / "b").to_json())
+    diff = compare(before, analyze(tmp_path / "b"))
     assert (only(diff).target, only(diff).role) == ("train_log_probs", "ref")
     assert diff.warnings == ("train_actor, train_log_probs (actor) only in the first capture: not compared",)
 
@@ -98,12 +110,16 @@ def test_nothing_in_common_says_what_there_is(tmp_path):
     "document",
     [[], None, {}, {"version": "1", "targets": 3}, {"version": "1", "targets": [{"target": 1, "stages": []}]}],
 )
-def test_what_is_no_report_is_refused(tmp_path, document):
-    good = report(tmp_path, [2, 2])
-    with pytest.raises(NothingToCompare, match="the second is no report"):
-        compare(good, document)
-    with pytest.raises(NothingToCompare, match="the first is no report"):
-        compare(document, good)
+def test_what_is_no_report_is_refused(document):
+    with pytest.raises(NotAReport):
+        read(document)
+
+
+def test_a_saved_report_compares_as_the_report_itself(tmp_path):
+    write(Scenario("gpu", layers=((2, 4), (2, 2)), exposed={"tp": 0.1}, dp=2, tail=2.0, steps=3), tmp_path / "a")
+    write(Scenario("cpu", layers=((2, 2), (2, 2)), gpu=False), tmp_path / "b")
+    before, after = analyze(tmp_path / "a"), analyze(tmp_path / "b")
+    assert compare(read(document(before)), read(document(after))) == compare(before, after)
 
 
 def test_it_is_plain_data(tmp_path):

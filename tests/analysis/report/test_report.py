@@ -83,7 +83,7 @@ def test_files_that_cannot_be_used_are_named_and_the_rest_is_reported(tmp_path):
 def test_one_file_can_be_reported_on(tmp_path):
     first, _ = pipeline(tmp_path, [6, 2])
     report = analyze(first)
-    assert "stage 1 of 2 not captured" in report.targets[0].verdict.notes[0]
+    assert report.targets[0].verdict.withheld.startswith("1 of 2 stages captured; --profile-select per-stage")
 
 
 def test_renamed_traces_are_found_when_nothing_else_is_there(tmp_path):
@@ -192,7 +192,7 @@ def test_the_text_fits_the_terminal_and_holds_the_answer(tmp_path, width):
     assert "6 layers against 2" in text
     assert "emb+6" in text
     assert "ui.perfetto.dev" in text
-    assert "not captured" in text
+    assert "1 of 8 stages captured" in text
     assert "…" not in text  # nothing was cut off
     assert "\x1b" not in text
 

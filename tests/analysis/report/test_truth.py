@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,9 +131,9 @@ def table() -> str:
         "# What the report was tested to find",
         "",
         f"{len(ALL)} synthetic runs with a known answer: {len(HEALTHY)} healthy ones, {len(SINGLE)} with one cause",
-        f"and {len(PAIRS)} with two. `tests/analysis/test_truth.py` runs all of them, and each must name exactly the",
-        "causes that stand here, at the stage (or of the process group) behind the colon, and no other. This table is",
-        "written by `python tests/analysis/test_truth.py`.",
+        f"and {len(PAIRS)} with two. `tests/analysis/report/test_truth.py` makes a report of each. The report must",
+        "name the causes in the last column and no others. Behind the colon is the stage or the process group.",
+        "`python -m tests.analysis.report.test_truth` writes this table.",
         "",
         "| run | stages | chunks | microbatches | trace | causes named |",
         "|---|---|---|---|---|---|",
@@ -147,7 +146,7 @@ def table() -> str:
 
 
 def test_the_table_is_up_to_date():
-    assert TABLE.read_text(encoding="utf-8") == table(), f"run python {os.path.relpath(__file__)}"
+    assert TABLE.read_text(encoding="utf-8") == table(), "run python -m tests.analysis.report.test_truth"
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ class TestAttribution:
         step.kernel(40, 7, launch=15)  # between the two: neither
         call = step.call(tmp_path)
         assert times(call) == {"forward": 20, "backward": 5}
-        assert [phase.gpu for phase in call.phases] == [
+        assert [(phase.start, phase.end) for phase in call.phases] == [
             tuple(call.start + round(ms * 1e6) for ms in span) for span in ((9.5, 29.5), (31, 36))
         ]
 

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaprof.analysis.what_if.orders import Exchange, Phase, Schedule, phase_order, stage_program
+from megaprof.analysis.trace.passes import PassId
+from megaprof.analysis.what_if.orders import Schedule, SendReceive, phase_order, stage_program
 
 # (stages, chunks, microbatches, group size, forward only, overlapped p2p)
 REAL_CASES = [
@@ -141,10 +142,10 @@ def test_order_and_exchanges_are_those_of_the_real_schedules(real_schedules, num
         else:
             program = stage_program(schedule, stage)
             assert steps == [
-                tuple(step) if isinstance(step, Phase) else tuple(phase is not None for phase in step)
+                tuple(step) if isinstance(step, PassId) else tuple(phase is not None for phase in step)
                 for step in program
             ]
-            assert [step for step in program if isinstance(step, Phase)] == phase_order(schedule, stage)
+            assert [step for step in program if isinstance(step, PassId)] == phase_order(schedule, stage)
 
 
 def grid(max_stages: int = 5, max_microbatches: int = 12):
@@ -207,15 +208,15 @@ def test_combined_1f1b_without_pipelining_runs_one_forward_ahead():
 
 def test_every_phase_runs_once_and_every_transfer_has_both_ends():
     for schedule in grid():
-        ends: dict[tuple[int, Phase], list[bool]] = {}
+        ends: dict[tuple[int, PassId], list[bool]] = {}
         for stage in range(schedule.stages):
             program = stage_program(schedule, stage)
-            phases = [step for step in program if isinstance(step, Phase)]
+            phases = [step for step in program if isinstance(step, PassId)]
             kinds = 1 if schedule.forward_only else 2
             assert len(set(phases)) == len(phases) == kinds * schedule.chunks * schedule.microbatches
             following, preceding = (stage + 1) % schedule.stages, (stage - 1) % schedule.stages
             for step in program:
-                if isinstance(step, Exchange):
+                if isinstance(step, SendReceive):
                     for phase, receiver, sends in zip(
                         step, (following, stage, preceding, stage), (True, False, True, False), strict=True
                     ):

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaprof.analysis.what_if.orders import Phase, Schedule, phase_order, stage_program
+from megaprof.analysis.trace.passes import PassId
+from megaprof.analysis.what_if.orders import Schedule, phase_order, stage_program
 from megaprof.analysis.what_if.simulation import simulate
 
 # Quarters of a millisecond: sums are exact in floating point, so results can be compared with ==.
@@ -49,12 +50,12 @@ def schedule_of(run) -> Schedule:
     )
 
 
-def duration(run, stage: int, phase: Phase) -> float:
+def duration(run, stage: int, phase: PassId) -> float:
     entry = run["forward_ms" if phase.kind == "forward" else "backward_ms"][stage][phase.chunk]
     return entry[phase.microbatch] if isinstance(entry, list) else entry
 
 
-def producer(schedule: Schedule, stage: int, phase: Phase) -> tuple[int, Phase] | None:
+def producer(schedule: Schedule, stage: int, phase: PassId) -> tuple[int, PassId] | None:
     """Which phase computes the input of this one; pieces are the chunks of the model in the order of its layers."""
     piece = phase.chunk * schedule.stages + stage
     if phase.kind == "forward":
@@ -66,7 +67,7 @@ def producer(schedule: Schedule, stage: int, phase: Phase) -> tuple[int, Phase] 
     return piece % schedule.stages, phase._replace(chunk=piece // schedule.stages)
 
 
-def brute_force_buffered(run, p2p_ms: float) -> dict[tuple[int, Phase], tuple[float, float]]:
+def brute_force_buffered(run, p2p_ms: float) -> dict[tuple[int, PassId], tuple[float, float]]:
     """(start, end) of every phase: raise start times until no rule is broken any more."""
     schedule = schedule_of(run)
     rules = []
@@ -88,7 +89,7 @@ def brute_force_buffered(run, p2p_ms: float) -> dict[tuple[int, Phase], tuple[fl
     return spans
 
 
-def brute_force_rendezvous(run, p2p_ms: float) -> dict[tuple[int, Phase], tuple[float, float]]:
+def brute_force_rendezvous(run, p2p_ms: float) -> dict[tuple[int, PassId], tuple[float, float]]:
     """Play the stages' programs on a clock. Like NCCL it matches the n-th send from a to b with b's n-th receive
     from a, whatever is in them: that the right tensors meet is a result here, not an assumption."""
     schedule = schedule_of(run)
@@ -107,7 +108,7 @@ def brute_force_rendezvous(run, p2p_ms: float) -> dict[tuple[int, Phase], tuple[
         if not programs[stage]:
             continue
         step = programs[stage].popleft()
-        if isinstance(step, Phase):
+        if isinstance(step, PassId):
             spans[stage, step] = (now, now + duration(run, stage, step))
             heapq.heappush(clock, (spans[stage, step][1], stage))
             continue
@@ -132,9 +133,9 @@ def brute_force_rendezvous(run, p2p_ms: float) -> dict[tuple[int, Phase], tuple[
     return spans
 
 
-def spans_of(simulation) -> dict[tuple[int, Phase], tuple[float, float]]:
+def spans_of(simulation) -> dict[tuple[int, PassId], tuple[float, float]]:
     return {
-        (event.stage, Phase(event.phase, event.chunk, event.microbatch)): (event.start_ms, event.end_ms)
+        (event.stage, PassId(event.phase, event.chunk, event.microbatch)): (event.start_ms, event.end_ms)
         for event in simulation.events
     }
 
@@ -170,7 +171,7 @@ def test_events_fit_the_stages_and_the_step(run, p2p_ms, rendezvous):
     spans = spans_of(simulation)
     for stage in range(schedule.stages):
         own = [event for event in simulation.events if event.stage == stage]
-        assert [Phase(event.phase, event.chunk, event.microbatch) for event in own] == phase_order(schedule, stage)
+        assert [PassId(event.phase, event.chunk, event.microbatch) for event in own] == phase_order(schedule, stage)
         assert all(before.end_ms <= after.start_ms for before, after in itertools.pairwise(own))
         busy = sum(event.end_ms - event.start_ms for event in own)
         assert simulation.stage_ms[stage] == busy <= simulation.step_ms
@@ -194,7 +195,7 @@ def test_step_is_at_least_each_microbatchs_way_through_the_pipeline(run, p2p_ms)
     step = simulate(**run, p2p_ms=p2p_ms).step_ms
     for microbatch in range(run["microbatches"]):
         way = sum(
-            duration(run, stage, Phase(kind, chunk, microbatch))
+            duration(run, stage, PassId(kind, chunk, microbatch))
             for kind in kinds
             for stage in range(schedule.stages)
             for chunk in range(schedule.chunks)

@@ -1,13 +1,12 @@
-"""What ranks did in a step: boxes, and which send belongs to which receive."""
+"""Which send belongs to which receive, and what a rank did in a step."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
 from megaprof.analysis.clocks.clocks import align
-from megaprof.analysis.clocks.timelines import EXCHANGE, Capture, capture_of, ends_of, links_between, timelines_of
+from megaprof.analysis.clocks.matching import ends_of, links_between
+from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import read_trace
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import BASE, TraceBuilder, chunk
@@ -15,21 +14,22 @@ from tests.analysis.synthetic import BASE, TraceBuilder, chunk
 
 def ends(traces, directory):
     read = [read_trace(path) for path in write(traces, directory)]
-    return {trace.metadata.coords.rank: ends_of(trace) for trace in read}
+    return {trace.metadata.coords.rank: ends_of(trace.metadata, calls_of(trace)) for trace in read}
 
 
 def test_boxes_are_in_order_and_know_their_microbatch(tmp_path):
     (path, _) = write(exchanging([0.0, 0.0]), tmp_path)
-    (timeline,) = timelines_of(read_trace(path))
-    assert [(b.kind, b.microbatch) for b in timeline.boxes[:4]] == [
+    (call,) = calls_of(read_trace(path))
+    passes = call.laid_out
+    assert [(each.kind, each.microbatch) for each in passes[:4]] == [
         ("forward", 0),
-        (EXCHANGE, None),
+        ("send_forward", None),
         ("forward", 1),
-        (EXCHANGE, None),
+        ("send_forward", None),
     ]
-    assert (timeline.boxes[0].start - BASE, timeline.boxes[0].end - BASE) == (0, 2_000_000)
-    assert {b.name for b in timeline.boxes} == {"forward", "backward", "send_forward", "recv_backward"}
-    assert not timeline.host_time
+    assert (passes[0].start - BASE, passes[0].end - BASE) == (0, 2_000_000)
+    assert {each.kind for each in passes} == {"forward", "backward", "send_forward", "recv_backward"}
+    assert {(each.stage, each.rank) for each in passes} == {(0, 0)}
 
 
 def test_every_message_is_matched_with_its_receive(tmp_path):
@@ -131,19 +131,3 @@ def test_host_ranges_say_nothing_about_a_gpu_that_runs_behind(tmp_path):
     found = ends([trace], tmp_path)[0]
     assert (found.sends, found.receives) == ({}, {})
     assert "GPU" in found.unknown
-
-
-@pytest.mark.parametrize(
-    ("name", "capture"),
-    [
-        ("train_actor.step000012.pp0-tp0-cp0-ep0-dp0.rank00000.pt.trace.json.gz", Capture("train_actor", "", 12)),
-        (
-            "train_log_probs.ref.step000000.pp1-tp0-cp0-ep0-dp0.rank00001.pt.trace.json",
-            Capture("train_log_probs", "ref", 0),
-        ),
-        ("renamed.pt.trace.json.gz", None),
-        ("x.step.pp0", None),
-    ],
-)
-def test_names_say_which_step_they_hold(name, capture):
-    assert capture_of(Path(name)) == capture

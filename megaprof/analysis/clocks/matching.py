@@ -1,0 +1,191 @@
+"""Which send belongs to which receive: the one place that matches a pipeline's messages.
+
+That follows from microbatch and chunk, so nothing is counted and a schedule's order does not matter: the output of a
+forward leaves in the first sending exchange behind it, and the input of a forward has come when it begins, at the end
+of a receiving exchange before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from megaprof.analysis.clocks.clocks import Interval, Link
+from megaprof.analysis.trace.calls import Call, consumer
+from megaprof.analysis.trace.passes import Exchange
+from megaprof.formats import ranges
+from megaprof.formats.metadata import Metadata
+
+
+class Message(NamedTuple):
+    """The input of one pass on the stage that receives it."""
+
+    label: str
+    """Target of the schedule call."""
+    step: int
+    """Its step."""
+    call: int
+    """Which call of the step it is."""
+    stage: int
+    """Stage that receives."""
+    kind: str
+    """``forward`` or ``backward``, of the pass that needs it."""
+    chunk: int
+    """Its model chunk."""
+    microbatch: int
+    """Its microbatch."""
+
+
+class End(NamedTuple):
+    """One end of a message; nanoseconds on its rank's clock."""
+
+    time: Interval
+    """When it happened, as a bound allows it."""
+    within: Interval
+    """The range or kernel of the trace in which it happened."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """One rank's ends of messages."""
+
+    metadata: Metadata
+    """Which rank."""
+    sends: dict[Message, End]
+    """What it sent."""
+    receives: dict[Message, End]
+    """What it received."""
+    kernels: bool = False
+    """Whether they are NCCL's kernels, which meet."""
+    unknown: str | None = None
+    """Why there are none."""
+
+
+def ends_of(metadata: Metadata, calls: Sequence[Call]) -> Ends:
+    """The messages that one rank's ``calls``, of one trace or more, sent to and received from neighbouring stages: as
+    kernels where they are captured.
+
+    On the host, a send's interval starts no later than its send did, and a receive's ends no earlier, so that bounds
+    from them hold.
+    """
+    if metadata.sizes.pp == 1:
+        return Ends(metadata, {}, {}, unknown="there is no pipeline to send along")
+    kernels = any(call.gpu is not None and call.gpu.exchanges for call in calls)
+    settings = metadata.p2p or {}
+    blocking = settings.get("batch_p2p_comm") and settings.get("batch_p2p_sync")
+    if any(call.has_kernels for call in calls) and not kernels and not blocking:
+        # The host returns before the GPU has received: its ranges bound nothing.
+        unknown = "its exchanges run on the GPU without the host waiting for them, and no kernels of theirs are known"
+        return Ends(metadata, {}, {}, unknown=unknown)
+    found = Ends(metadata, {}, {}, kernels)
+    overlapped = not kernels and bool(settings.get("overlap_p2p_comm"))
+    for call in calls:
+        exchanges = call.exchanges if not kernels else call.gpu.exchanges if call.gpu else ()
+        for kind in (ranges.FORWARD, ranges.BACKWARD):
+            _match(call, kind, exchanges, overlapped, found)
+    return found
+
+
+def links_between(ends: Mapping[int, Ends]) -> list[tuple[Link, tuple[Message, ...]]]:
+    """Which rank's sends are which rank's receives, by rank: neighbours of one pipeline, and their messages."""
+    column = {rank: (e.metadata.coords.tp, e.metadata.coords.cp, e.metadata.coords.dp) for rank, e in ends.items()}
+    at = {(column[rank], e.metadata.coords.pp): rank for rank, e in ends.items()}
+    links = []
+    for sender, end in sorted(ends.items()):
+        by_receiver: dict[int, list[Message]] = {}
+        for message in end.sends:
+            receiver = at.get((column[sender], message.stage))
+            if receiver is not None and message in ends[receiver].receives:
+                by_receiver.setdefault(receiver, []).append(message)
+        for receiver, messages in sorted(by_receiver.items()):
+            received = ends[receiver].receives
+            sent, got = [end.sends[m].time for m in messages], [received[m].time for m in messages]
+            link = Link(sender, receiver, sent, got, rendezvous=end.kernels and ends[receiver].kernels)
+            links.append((link, tuple(messages)))
+    return links
+
+
+class _Turn(NamedTuple):
+    """When the host was in a pass of one kind, on a chunk and microbatch that are known."""
+
+    start: int
+    end: int
+    chunk: int
+    microbatch: int
+    combined: bool
+
+
+_OTHER = {ranges.FORWARD: ranges.BACKWARD, ranges.BACKWARD: ranges.FORWARD}
+_WAITED = {"wait_recv_prev": ranges.FORWARD, "wait_recv_next": ranges.BACKWARD}
+
+
+def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: bool, found: Ends) -> None:
+    """Add what the passes of one kind in ``call`` sent and received to ``found``."""
+    metadata = call.metadata
+    leaving = sorted((e for e in exchanges if kind in _sent(e.label)), key=attrgetter("posted"))
+    arriving = sorted((e for e in exchanges if kind in _received(e.label, overlapped)), key=attrgetter("done"))
+    turns = list(_turns(call, kind))
+    for number, turn in enumerate(turns):
+        before = turns[number - 1].start if number else call.start
+        following = turns[number + 1].start if number + 1 < len(turns) else call.end
+        own = call.label, call.step, call.index
+        if (target := consumer(metadata, kind, turn.chunk)) is not None:
+            message = Message(*own, target[0], kind, target[1], turn.microbatch)
+            if (end := _send(turn, leaving, following, found.kernels)) is not None:
+                found.sends[message] = end
+        if consumer(metadata, _OTHER[kind], turn.chunk) is not None:
+            message = Message(*own, metadata.coords.pp, kind, turn.chunk, turn.microbatch)
+            if (end := _receive(turn, arriving, before, found.kernels)) is not None:
+                found.receives[message] = end
+
+
+def _sent(label: str) -> str:
+    """The kinds of passes whose results an exchange sends, as a part of its name."""
+    return "" if label in _WAITED else label.partition("recv_")[0]
+
+
+def _received(label: str, overlapped: bool) -> str:
+    """The kinds of passes whose inputs have come when an exchange ends. An overlapped one returns at once, and what it
+    receives has come when the wait for it ends."""
+    return _WAITED.get(label, "" if overlapped else label.partition("recv_")[2])
+
+
+def _turns(call: Call, kind: str) -> Iterator[_Turn]:
+    for each in call.phases:
+        combined = each.kind == ranges.COMBINED
+        if combined and kind == ranges.BACKWARD:
+            if each.backward is not None:
+                yield _Turn(*each.host, each.backward.chunk, each.backward.microbatch, combined)
+        elif (each.kind == kind or combined) and each.chunk is not None and each.microbatch is not None:
+            yield _Turn(*each.host, each.chunk, each.microbatch, combined)
+
+
+def _send(turn: _Turn, leaving: list[Exchange], following: int, kernels: bool) -> End | None:
+    """The exchange that took the result away, before the next pass of its kind; else the pass itself, unless kernels
+    are wanted."""
+    own = turn.start, turn.end
+    index = bisect_left(leaving, turn.end, key=attrgetter("posted"))
+    if not turn.combined and index < len(leaving) and leaving[index].posted <= following:
+        return _at(leaving[index])
+    if kernels:
+        return None
+    return End(own if turn.combined else (turn.end, turn.end), own)  # of a combined one: somewhere inside
+
+
+def _receive(turn: _Turn, arriving: list[Exchange], before: int, kernels: bool) -> End | None:
+    """The last exchange that may have brought the input, behind the start of the last pass of its kind; else the pass
+    itself, unless kernels are wanted."""
+    own = turn.start, turn.end
+    index = bisect_right(arriving, turn.start, key=attrgetter("done")) - 1
+    if not turn.combined and index >= 0 and arriving[index].done > before:
+        return _at(arriving[index])
+    if kernels:
+        return None
+    return End(own if turn.combined else (turn.start, turn.start), own)
+
+
+def _at(exchange: Exchange) -> End:
+    return End((exchange.start, exchange.end), (exchange.start, exchange.end))

@@ -1,0 +1,212 @@
+"""What the HTML report draws: lengths in percent of a chart's width, and what stands beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megaprof.analysis.fleet.fleet import Fleet
+from megaprof.analysis.report import sentences
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.stages.words import number, percent
+from megaprof.analysis.trace.calls import GROUPS
+from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.what_if import WhatIf
+
+#: Units of a curve's drawing.
+WIDTH, HEIGHT = 960, 120
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a bar."""
+
+    kind: str
+    """What it shows, which is also its class in the style sheet."""
+    width: float
+    """Percent of the longest bar."""
+    hint: str
+    """What a pointer on it is told."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Where the time of a step goes on one stage."""
+
+    stage: Stage
+    """The stage."""
+    pieces: tuple[Piece, ...]
+    """From left to right."""
+    numbers: tuple[float | None, ...]
+    """Milliseconds for the columns of `Bars`."""
+    most: bool
+    """Whether no stage computes longer."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A bar for every stage."""
+
+    columns: tuple[str, ...]
+    """What the numbers beside a bar are."""
+    kinds: tuple[tuple[str, str], ...]
+    """Kinds of pieces, and their names."""
+    rows: tuple[Bar, ...]
+    """By pipeline rank."""
+
+
+def bars(measured: TargetStages) -> Bars | None:
+    """None where no stage computed anything."""
+    stages = measured.stages
+    parts = [_parts(stage) for stage in stages]
+    longest = max([sum(row.values()) for row in parts] + [_mean(measured.step_time_ms) or 0.0], default=0.0)
+    if not longest or not any(stage.compute_ms for stage in stages):
+        return None
+    groups = [group for group in GROUPS if any(_mean(stage.exposed_ms[group]) for stage in stages)]
+    passes = passes_of(measured)
+    slowest = max(_mean(stage.compute_ms) or 0.0 for stage in stages)
+    rows = [
+        Bar(
+            stage,
+            tuple(Piece(kind, 100 * ms / longest, _hint(stage, kind, ms)) for kind, ms in row.items() if ms),
+            (
+                *(_mean(getattr(stage, f"{name}_ms")) for name in (*passes, "compute")),
+                *(_mean(stage.exposed_ms[group]) for group in groups),
+            ),
+            len(stages) > 1 and (_mean(stage.compute_ms) or 0.0) == slowest,
+        )
+        for stage, row in zip(stages, parts, strict=True)
+    ]
+    exposed = [(group, f"exposed {group}") for group in groups]
+    columns = (*passes, "compute", *(name for _, name in exposed), "bubble")
+    return Bars(columns, (("compute", "compute"), *exposed, ("bubble", "bubble")), tuple(rows))
+
+
+def passes_of(measured: TargetStages) -> tuple[str, ...]:
+    return ("forward",) if measured.forward_only else ("forward", "backward")
+
+
+def _parts(stage: Stage) -> dict[str, float]:
+    spreads = {"compute": stage.compute_ms, **{group: stage.exposed_ms[group] for group in GROUPS}}
+    return {kind: _mean(spread) or 0.0 for kind, spread in (spreads | {"bubble": stage.bubble_ms}).items()}
+
+
+def _hint(stage: Stage, kind: str, ms: float) -> str:
+    split = stage.bubble_split if kind == "bubble" else {}
+    parts = ", ".join(f"{part} {number(spread.mean)}" for part, spread in split.items() if spread and spread.mean)
+    return f"{kind} {number(ms)} ms" + (f" ({parts})" if parts else "")
+
+
+@dataclass(frozen=True)
+class Whisker:
+    """How far the microbatches of one kind of pass lie apart."""
+
+    kind: str
+    """``forward`` or ``backward``."""
+    spread: Spread
+    """Milliseconds of one microbatch."""
+    low: float
+    """Where the quickest one is, in percent of the longest of all."""
+    middle: float
+    """The same of the median."""
+    reach: float
+    """From the quickest to the slowest one."""
+
+
+@dataclass(frozen=True)
+class Whiskers:
+    """A row for every stage."""
+
+    longest: float
+    """Milliseconds at the end of the axis."""
+    rows: tuple[tuple[Stage, tuple[Whisker | None, ...]], ...]
+    """A stage, and a whisker for every kind of pass."""
+
+
+def whiskers(measured: TargetStages) -> Whiskers | None:
+    """None where no microbatch was timed."""
+    kinds = passes_of(measured)
+    spreads = [[getattr(stage, f"{kind}_per_microbatch_ms") for kind in kinds] for stage in measured.stages]
+    longest = max((spread.max for row in spreads for spread in row if spread), default=0.0)
+    if not longest:
+        return None
+    rows = zip(measured.stages, spreads, strict=True)
+    return Whiskers(longest, tuple((stage, tuple(map(_whisker, kinds, row, [longest] * 2))) for stage, row in rows))
+
+
+def _whisker(kind: str, spread: Spread | None, longest: float) -> Whisker | None:
+    if spread is None:
+        return None
+    low, middle, high = (100 * ms / longest for ms in (spread.min, spread.median, spread.max))
+    return Whisker(kind, spread, low, middle, high - low)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One row of what-if: a step as it is, or as it would be."""
+
+    kind: str
+    """``before``, ``after``, or ``best`` for what is recommended."""
+    what: str
+    """In words."""
+    ms: float
+    """Milliseconds of the step."""
+    width: float
+    """The same in percent of the longest row."""
+    prediction: Prediction | None
+    """What was predicted; None for a step as it is."""
+
+
+def changes(found: WhatIf) -> list[Change]:
+    """The measured step, its replay, and the predictions; none where nothing was replayed."""
+    if found.measured_ms is None or found.replay_ms is None or found.replay_error is None:
+        return []
+    off = f"off by {percent(found.replay_error.mean, sign=True)} in the pipeline"
+    captured = f"as captured{': ' + found.layout if found.layout else ''}"
+    rows: list[tuple[str, str, float, Prediction | None]] = [
+        ("before", captured, found.measured_ms, None),
+        ("before", f"replayed, {off}", found.replay_ms, None),
+    ]
+    for each in sentences.worth_showing(found):
+        rows.append(("best" if each == found.best else "after", sentences.prediction(each), each.step_ms, each))
+    longest = max(ms for _, _, ms, _ in rows)
+    return [Change(kind, what, ms, 100 * ms / longest, each) for kind, what, ms, each in rows]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Step time over the run."""
+
+    lines: tuple[str, ...]
+    """Points of each stretch without a gap, as SVG wants them."""
+    marks: tuple[tuple[int, float], ...]
+    """Steps from which on something is slow, and where they are."""
+    top: float
+    """Milliseconds at the upper end."""
+
+
+def curve(fleet: Fleet) -> Curve | None:
+    """None with fewer than two points."""
+    known = [ms for ms in fleet.times.step_ms if ms is not None]
+    if len(known) < 2 or max(known) <= 0:
+        return None
+    top, begin = max(known), fleet.buckets[0]
+    span = max(fleet.buckets[-1] - begin, 1)
+    stretches: list[list[str]] = [[]]
+    for step, ms in zip(fleet.buckets, fleet.times.step_ms, strict=True):
+        if ms is None:
+            stretches.append([])
+        else:
+            stretches[-1].append(f"{(step - begin) / span * WIDTH:.1f},{(1 - ms / top) * (HEIGHT - 10) + 5:.1f}")
+    shifts = [shift for stage in fleet.stages for shift in stage.shifts]
+    shifts += [
+        *fleet.synchronisation.synchronisation_shifts,
+        *(shift for _, shift in fleet.synchronisation.stage_synchronisation),
+    ]
+    onsets = {s.from_step for s in fleet.stragglers if not s.since_start} | {s.step for s in shifts if s.change > 0}
+    marks = tuple((step, (step - begin) / span * WIDTH) for step in sorted(onsets))
+    return Curve(tuple(" ".join(points) for points in stretches if points), marks, top)
+
+
+def _mean(spread: Spread | None) -> float | None:
+    return spread.mean if spread else None

@@ -1,0 +1,68 @@
+"""Two captures side by side on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megaprof.analysis.report.diff import Change, Diff, StageDiff, TargetDiff
+from megaprof.analysis.report.printing import heading, show_warnings, table, text
+from megaprof.analysis.stages.words import ABSENT, number, percent, title
+
+_MARKS = {True: "*", False: "~", None: "?"}
+
+
+def show_diff(diff: Diff, console: Console) -> None:
+    """Print a table for every target that both captures have."""
+    for target in diff.targets:
+        _show_target(target, console)
+    show_warnings(console, diff.warnings)
+    console.print(text("* beyond the spread of the samples; ~ within it; ? too few samples to tell", "dim"))
+
+
+def _show_target(target: TargetDiff, console: Console) -> None:
+    heading(console, title(target.target, target.role))
+    step = target.step_time
+    line = f"step time {number(step.before)} → {number(step.after)} ms {_mark(step)}"
+    console.print(text(line, _style(step)))
+    slow = [f"stage {pp}" if pp is not None else "none" for pp in (target.slowest_before, target.slowest_after)]
+    console.print(text(f"slow stage: {slow[0]} → {slow[1]}"))
+    console.print(_table(target))
+    show_warnings(console, target.notes)
+
+
+def _table(target: TargetDiff) -> Table:
+    made = table("per step, ms")
+    made.add_column("stage", justify="right")
+    made.add_column("layers", no_wrap=True)
+    shown = [q for q in target.stages[0].changes if any(_known(stage, q) for stage in target.stages)]
+    for quantity in shown:
+        made.add_column(quantity.removesuffix("_ms"), justify="right")
+    for stage in target.stages:
+        made.add_row(str(stage.pp), text(_layers(stage)), *(_cell(stage.changes[quantity]) for quantity in shown))
+    return made
+
+
+def _known(stage: StageDiff, quantity: str) -> bool:
+    change = stage.changes[quantity]
+    return bool(change.before or change.after)
+
+
+def _layers(stage: StageDiff) -> str:
+    before, after = (layers if layers is not None else ABSENT for layers in (stage.layers_before, stage.layers_after))
+    return before if before == after else f"{before} → {after}"
+
+
+def _cell(change: Change) -> Text:
+    return text(f"{number(change.before)} → {number(change.after)}\n{_mark(change)}", _style(change))
+
+
+def _mark(change: Change) -> str:
+    return "" if change.change is None else f"{percent(change.change, sign=True)} {_MARKS[change.beyond_spread]}"
+
+
+def _style(change: Change) -> str:
+    if not change.beyond_spread or change.change is None:
+        return ""
+    return "red" if change.change > 0 else "green"

@@ -1,0 +1,181 @@
+"""The report as data: what the terminal, HTML, JSON and `diff` all take.
+
+Times are milliseconds, per step and averaged over the captured steps, with their spread beside them. A number that the
+traces do not allow is null, and a warning says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megaprof.analysis.fleet.fleet import Fleet
+from megaprof.analysis.report import sentences
+from megaprof.analysis.stages.advice import Verdict
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.trace.calls import GROUPS
+from megaprof.analysis.trace.traces import Trace
+from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.version import __version__
+
+#: What the JSON gives as the mean, and the spread of under ``spread``.
+_PER_STEP = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms", "host_bound_ms", "dp_tail_ms", "pp_waiting_ms")
+
+
+class NotAReport(ValueError):
+    """This is no report of megaprof's; the message says what is wrong."""
+
+
+@dataclass(frozen=True)
+class TargetReport:
+    """One target and role."""
+
+    measured: TargetStages
+    """Its stages, with warnings about what was measured."""
+    verdict: Verdict
+    """Which stage is slow, and why time is lost."""
+    what_if: WhatIf
+    """What would be faster."""
+    fleet: Fleet | None = None
+    """The whole run on all ranks; None without timelines."""
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """Target and role."""
+        return self.measured.target, self.measured.role
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``."""
+        measured, verdict = self.measured, self.verdict
+        said = sentences.of_verdict(verdict)
+        return {
+            "target": measured.target,
+            "role": measured.role,
+            "steps": list(measured.steps),
+            "sizes": asdict(measured.sizes),
+            "schedule": measured.schedule,
+            "forward_only": measured.forward_only,
+            "microbatches": measured.microbatches,
+            "step_time_ms": _mean(measured.step_time_ms),
+            "step_time_basis": measured.step_time_basis,
+            "spread": {"step_time_ms": _spread(measured.step_time_ms)},
+            "stages": [_stage(stage) for stage in measured.stages],
+            "imbalance": verdict.imbalance,
+            "slowest_stage": verdict.slowest_stage,
+            "causes": [asdict(cause) for cause in verdict.causes],
+            "notes": [said.text] if said else [],
+            "what_if": self.what_if.to_json(),
+            "warnings": list(measured.warnings),
+            "fleet": _fleet(self.fleet) if self.fleet else None,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything found in one directory or file."""
+
+    source: Path
+    """The directory or file."""
+    traces: tuple[Path, ...]
+    """The traces that were read."""
+    targets: tuple[TargetReport, ...]
+    """One for every target, role and set of parallel sizes."""
+    warnings: tuple[str, ...]
+    """About single files."""
+    timelines: tuple[Path, ...] = ()
+    """The timelines that were read."""
+    drawn: tuple[Trace, ...] = ()
+    """The last step of targets that only timelines have, to be drawn."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``: strings, finite numbers, lists, dicts and None."""
+        return {
+            "version": __version__,
+            "targets": [target.to_json() for target in self.targets],
+            "warnings": list(self.warnings),
+        }
+
+    @classmethod
+    def from_json(cls, document: object, source: Path) -> Report:
+        """What `to_json` wrote, as far as two reports are compared by it: the stages and which of them is slow. What-if
+        and the whole run are left out. Raises NotAReport."""
+        try:
+            found = msgspec.convert(document, dict[str, Any])
+            msgspec.convert(found["version"], str)
+            return cls(source, (), tuple(_target_of(target) for target in found["targets"]), ())
+        except KeyError as fault:
+            raise NotAReport(f"it has no {fault}") from None
+        except (msgspec.ValidationError, AttributeError, TypeError, ValueError, RecursionError) as fault:
+            raise NotAReport(str(fault)) from None
+
+
+def _target_of(raw: Mapping[str, Any]) -> TargetReport:
+    stages = [_stage_of(stage) for stage in raw["stages"]]
+    sizes = {axis: size for axis, size in raw["sizes"].items() if size is not None}
+    spread = raw["spread"]["step_time_ms"]
+    measured = {**raw, "sizes": sizes, "stages": stages, "step_time_ms": spread, "unjudgeable": None}
+    verdict = {name: raw[name] for name in ("imbalance", "slowest_stage")}
+    return TargetReport(msgspec.convert(measured, TargetStages), msgspec.convert(verdict, Verdict), WhatIf())
+
+
+def _stage_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A stage's fields by their names in `Stage`; those that the JSON does not have stay empty."""
+    passes = raw["per_microbatch"]
+    return {
+        **{name: raw[name] for name in ("pp", "ranks", "bubble_fraction", "modules_ms")},
+        **{name: raw["spread"][name] for name in (*_PER_STEP, "exposed_ms")},
+        "chunks": [{**times, "holds": holds} for times, holds in zip(passes["by_chunk"], raw["chunks"], strict=True)],
+        "forward_per_microbatch_ms": passes["forward_ms"],
+        "backward_per_microbatch_ms": passes["backward_ms"],
+    }
+
+
+def _stage(stage: Stage) -> dict[str, Any]:
+    per_step = {name: getattr(stage, name) for name in _PER_STEP}
+    return {
+        "pp": stage.pp,
+        "ranks": list(stage.ranks),
+        "chunks": [asdict(chunk.holds) if chunk.holds else None for chunk in stage.chunks],
+        **{name: _mean(spread) for name, spread in per_step.items()},
+        "bubble_fraction": stage.bubble_fraction,
+        "bubble_split": {part: _mean(spread) for part, spread in stage.bubble_split.items()},
+        "exposed_ms": {group: _mean(stage.exposed_ms[group]) for group in GROUPS},
+        "host_ms": {kind: _mean(spread) for kind, spread in stage.host_ms.items()},
+        "modules_ms": {name: _spread(spread) for name, spread in stage.modules_ms.items()},
+        "per_microbatch": {
+            "forward_ms": _spread(stage.forward_per_microbatch_ms),
+            "backward_ms": _spread(stage.backward_per_microbatch_ms),
+            "by_chunk": [
+                {"chunk": c.chunk, "forward_ms": _spread(c.forward_ms), "backward_ms": _spread(c.backward_ms)}
+                for c in stage.chunks
+            ],
+        },
+        "spread": {
+            **{name: _spread(spread) for name, spread in per_step.items()},
+            "exposed_ms": {group: _spread(stage.exposed_ms[group]) for group in GROUPS},
+        },
+    }
+
+
+def _fleet(fleet: Fleet) -> dict[str, Any]:
+    """Without what the target's report says already."""
+    plain = asdict(fleet)
+    parts = {name: plain.pop(name) for name in ("coverage", "times", "synchronisation", "recording")}
+    found = plain | {name: value for part in parts.values() for name, value in part.items()}
+    for name in ("key", "directory", "again"):
+        del found[name]
+    findings = [finding.plain for finding in sentences.of_fleet(fleet)]
+    return {**found, "findings": findings, "notes": list(sentences.notes_of(fleet))}
+
+
+def _mean(spread: Spread | None) -> float | None:
+    return spread.mean if spread else None
+
+
+def _spread(spread: Spread | None) -> dict[str, float] | None:
+    return asdict(spread) if spread else None

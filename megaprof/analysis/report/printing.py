@@ -1,0 +1,68 @@
+"""What all printed reports share: text that is safe on a terminal, tables, findings with their colour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megaprof.analysis.report.sentences import Finding
+from megaprof.analysis.stages.stages import Stage
+from megaprof.analysis.stages.words import layers, some
+
+STYLES = {"slow": "bold red", "open": "", "fine": "green"}
+
+
+def text(content: str, style: str = "") -> Text:
+    """Names come from files: neither markup nor control characters of theirs reach the terminal."""
+    return Text("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in content), style)
+
+
+def heading(console: Console, title: str) -> None:
+    console.print()
+    console.print(text(title, "bold"))
+
+
+def show_finding(console: Console, finding: Finding) -> None:
+    """Its text in its colour, and its command below it in one piece, to be copied."""
+    console.print(text(finding.text, STYLES[finding.severity]))
+    if finding.command is not None:
+        console.print(text("  " + finding.command), soft_wrap=True)
+
+
+def show_warnings(console: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        console.print(text(f"! {line}", "yellow"))
+
+
+def table(title: str | None = None, left: Sequence[str] = ()) -> Table:
+    """An empty table; ``left``: columns of text, to which `number_column` adds."""
+    made = Table(
+        title=title, title_justify="left", title_style="dim", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
+    for name in left:
+        made.add_column(name)
+    return made
+
+
+def number_columns(made: Table, *names: str) -> None:
+    for name in names:
+        made.add_column(name, justify="right", no_wrap=True)
+
+
+def stage_table(title: str, *columns: str) -> Table:
+    """A row for every stage, which begins with its `stage_cells`."""
+    made = table(title)
+    made.add_column("stage", justify="right", no_wrap=True)
+    made.add_column("ranks")
+    made.add_column("layers", no_wrap=True)
+    for name in columns:
+        made.add_column(name, justify="right", no_wrap=True, vertical="bottom")
+    return made
+
+
+def stage_cells(stage: Stage) -> tuple[str, str, Text]:
+    return str(stage.pp), some(stage.ranks), text(layers(chunk.holds for chunk in stage.chunks))

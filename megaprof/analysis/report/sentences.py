@@ -1,0 +1,295 @@
+"""What a report says, in sentences: made here from data, for every output."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megaprof.analysis.fleet.fleet import Ended, Fleet
+from megaprof.analysis.fleet.slow import Straggler
+from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
+from megaprof.analysis.stages.advice import Comparison, Verdict
+from megaprof.analysis.stages.loads import Cause
+from megaprof.analysis.stages.slow import EXCESS
+from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
+from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.parallel.selectors import Selector
+
+_MOST = 8
+#: Predictions that gain less than this are in the JSON only.
+_WORTH_SHOWING = 1.01
+_INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
+_COLLECTIVE = "the collective is slow, not a rank's compute"
+_TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a report says."""
+
+    kind: str
+    """What it is about: ``slow_stage``, ``slow_rank``, ``layers``, ..."""
+    severity: Literal["slow", "open", "fine"]
+    """``slow``: something is; ``fine``: nothing is; ``open``: that is not known, or this only explains."""
+    text: str
+    """One sentence or several; the last one ends in a colon where a command follows."""
+    command: str | None = None
+    """A command to run, or flags to use, quoted for a shell."""
+
+    @property
+    def plain(self) -> str:
+        """The text with the command behind it, in backticks."""
+        return self.text if self.command is None else f"{self.text} `{self.command}`"
+
+
+def of_verdict(verdict: Verdict) -> Finding | None:
+    """Whether a stage is slow; None where there is nothing to say."""
+    if verdict.withheld is not None:
+        return Finding("no_verdict", "open", f"No stage is called slow: {verdict.withheld}.")
+    if (found := verdict.comparison) is None:
+        return None
+    if found.outcome == "slow":
+        return Finding("slow_stage", "slow", f"Stage {found.stage} is slow: it {_compared(found)}.")
+    slowest = f"stage {found.stage} is the slowest and {_compared(found)}"
+    if found.outcome == "within":
+        text = f"No stage is slow: {slowest}; a stage is called slow when it is more than {EXCESS:.0%} above."
+        return Finding("no_slow_stage", "fine", text)
+    but = (
+        f"but microbatches vary so much that this may be chance (standard error {number(found.error_ms)} ms)"
+        if found.outcome == "chance"
+        else f"but it is slower in some microbatches only: its quickest one takes {number(found.quickest_ms)} ms, on "
+        f"average over stages the quickest one takes {number(found.average_quickest_ms)} ms"
+    )
+    return Finding("no_slow_stage", "open", f"No stage is called slow: {slowest}, {but}.")
+
+
+def _compared(found: Comparison) -> str:
+    above = percent(found.median_ms / found.average_ms - 1)
+    return (
+        f"computes {number(found.median_ms, found.error_ms)} ms per microbatch (median), {above} above the average "
+        f"over stages ({number(found.average_ms, found.error_ms)} ms)"
+    )
+
+
+def of_cause(cause: Cause) -> Finding:
+    """Why time is lost, and how much."""
+    costs = f"It costs {number(cause.excess_ms)} ms {cause.basis}."
+    return Finding(cause.kind, "open", f"{sentence(cause.evidence)} {costs}")
+
+
+def of_what_if(found: WhatIf) -> Finding | None:
+    """Which layout to change to, with its flags, or that none is better."""
+    if found.advice is None:
+        return None
+    flags = shlex.join(found.best.flags) if found.best else None
+    return Finding("layout", "fine" if found.best else "open", sentence(found.advice), flags)
+
+
+def worth_showing(found: WhatIf) -> list[Prediction]:
+    """The predictions that gain something; all are in the JSON."""
+    return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
+
+
+def prediction(each: Prediction) -> str:
+    """What it changes, what it assumes, and what it needs, in words."""
+    assumes = f"assumes that {each.assumes}" if each.assumes else None
+    return "; ".join(filter(None, (each.what, assumes, each.memory)))
+
+
+def facts(measured: TargetStages) -> list[str]:
+    """What was captured, in a few words each."""
+    count = measured.microbatches
+    return [
+        steps(measured.steps),
+        measured.schedule or "unknown schedule",
+        *([] if count is None else [counted(count, "microbatch")]),
+        *(["forward only"] if measured.forward_only else []),
+    ]
+
+
+def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
+    """What is slow or gone in the whole run, the worst first; one finding that nothing is, where nothing is."""
+    slow = (*_stragglers(fleet), *_slower_stages(fleet), *_synchronisation(fleet))
+    nothing = "No rank, stage or gradient synchronisation is lastingly slower than the others."
+    return (*(slow or (Finding("nothing_slow", "fine", nothing),)), *_steps(fleet), *_ended(fleet))
+
+
+def _stragglers(fleet: Fleet) -> Iterator[Finding]:
+    texts = {"compute": _computes_longer, "synchronisation": _slow_group, "arrival": _comes_last}
+    for each in fleet.stragglers:
+        which = each.capture or (str(Selector.of_ranks(each.ranks)) if each.what == "arrival" else None)
+        text = sentence(texts[each.what](fleet, each))
+        if which is None:
+            yield Finding("slow_rank", "slow", text)
+        else:
+            shows = "what it is" if each.what == "arrival" else "which of them it is"
+            yield Finding("slow_rank", "slow", f"{text} A capture shows {shows}:", _trigger(fleet, which))
+
+
+def _computes_longer(fleet: Fleet, s: Straggler) -> str:
+    several, over = len(s.ranks) > 1, s.until is not None
+    verb = ("were" if several else "was") if over else ("have been" if several else "has been")
+    alone = "its peer" if s.peers == 1 else f"its {s.peers} peers"
+    others = f"the {counted(s.peers, 'other such group')} of the stage" if several else alone
+    waiting = ", which wait for each other inside a microbatch," if several else ""
+    slower = f"{percent(s.factor - 1)} slower than" if s.factor < 2 else f"{s.factor:.1f} times as slow as"
+    grown = ""
+    if not s.since_start:
+        changes = (c for c in fleet.times.step_shifts if c.change > 0 and _together(fleet, c.step, s.from_step))
+        grown = next((f"; the step takes {percent(c.change)} longer since then" for c in changes), "")
+    return (
+        f"{ranks(s.ranks)} ({_where(s)}){waiting} {verb} {slower} {others} {_when_slow(fleet, s)}, computing "
+        f"{milliseconds(s.own_ms)} per step instead of {milliseconds(s.peers_ms)}{grown}"
+    )
+
+
+def _slow_group(fleet: Fleet, s: Straggler) -> str:
+    verb = "took" if s.until is not None else "has taken"
+    return (
+        f"gradient synchronisation among {ranks(s.ranks)} ({_where(s)}) {verb} {milliseconds(s.own_ms)} "
+        f"{_when_slow(fleet, s)}; in the {counted(s.peers, 'other group')} of the stage it takes "
+        f"{milliseconds(s.peers_ms)}"
+    )
+
+
+def _comes_last(fleet: Fleet, s: Straggler) -> str:
+    several = len(s.ranks) > 1
+    come = "came" if s.until is not None else "have come" if several else "has come"
+    they, none = ("they spend", "None of them") if several else ("it spends", "It was not found to compute longer")
+    none = f"{none} was found to compute longer" if several else none
+    return (
+        f"{ranks(s.ranks)} {come} last to the gradient synchronisation {_when_slow(fleet, s)}: the others spend "
+        f"{milliseconds(s.peers_ms)} in it, {they} {milliseconds(s.own_ms)}. {none}, so it may be exchanges, data "
+        "loading or work between steps"
+    )
+
+
+def evidence(fleet: Fleet, s: Straggler) -> str:
+    """That ranks compute longer than their peers in the whole run, as the evidence of a cause."""
+    return (
+        f"{ranks(s.ranks)} of stage {s.stage} compute{'s' * (len(s.ranks) == 1)} {milliseconds(s.own_ms)} per step "
+        f"{_when_slow(fleet, s)}, other ranks of the stage compute {milliseconds(s.peers_ms)} for the same work"
+    )
+
+
+def _slower_stages(fleet: Fleet) -> Iterator[Finding]:
+    for stage in fleet.stages:
+        for shift in stage.shifts:
+            if shift.change <= EXCESS:
+                continue
+            if fleet.key.sizes.pp == 1:
+                yield Finding("slow_run", "slow", f"The compute of a step {_went(fleet, shift)}, on all ranks alike.")
+                continue
+            text = (
+                f"Stage {stage.pp} {'was' if shift.until is not None else 'has been'} {percent(shift.change)} slower "
+                f"{_when(fleet, shift.step, shift.until)}, compared with the other stages: most of its ranks compute "
+                f"{milliseconds(shift.after_ms)} per step instead of {milliseconds(shift.before_ms)}. A capture shows "
+                "why:"
+            )
+            yield Finding("slow_stage", "slow", text, _trigger(fleet, f"pp={stage.pp}"))
+
+
+def _synchronisation(fleet: Fleet) -> Iterator[Finding]:
+    for shift in fleet.synchronisation.synchronisation_shifts:
+        text = (
+            f"Gradient synchronisation {_went(fleet, shift)}, even for the rank that comes last to it: {_COLLECTIVE}."
+        )
+        yield Finding("slow_synchronisation", "slow", text)
+    for pp, shift in fleet.synchronisation.stage_synchronisation:
+        tied = _TIED if pp in (0, fleet.key.sizes.pp - 1) else ""
+        text = (
+            f"Gradient synchronisation of stage {pp} {_went(fleet, shift)}, compared with that of the other stages: "
+            f"{_COLLECTIVE}{tied}. A capture shows whether one of its ranks is slow:"
+        )
+        yield Finding("slow_synchronisation", "slow", text, _trigger(fleet, f"pp={pp}"))
+
+
+def _steps(fleet: Fleet) -> Iterator[Finding]:
+    for shift in fleet.times.step_shifts:
+        if shift.change > EXCESS:
+            yield Finding("slow_step", "slow", f"The step {_went(fleet, shift)}.")
+    if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
+        drifted = percent(fleet.times.drift, sign=True)
+        yield Finding("drift", "slow", f"Step times drift: they change by {drifted} from the first step to the last.")
+
+
+def _ended(fleet: Fleet) -> Iterator[Finding]:
+    if ended := fleet.coverage.ended:
+        listed = ", ".join(map(_end, ended[:_MOST]))
+        more = f" and {counted(len(ended) - _MOST, 'more rank')}" if len(ended) > _MOST else ""
+        text = f"Data end early, as when a process dies or hangs: {listed}{more}."
+        yield Finding("ended", "slow", f"{text} The last step of the other ranks is {fleet.coverage.steps[1]}.")
+
+
+def _end(ended: Ended) -> str:
+    host = f", {ended.host}" if ended.host else ""
+    return f"rank {ended.rank} (stage {ended.stage}{host}) after step {ended.last_step}"
+
+
+def notes_of(fleet: Fleet) -> Iterator[str]:
+    """What a reader of a fleet's numbers must know, in sentences."""
+    sizes, coverage, single = fleet.key.sizes, fleet.coverage, fleet.times.single
+    if coverage.missing:
+        yield f"{coverage.ranks} of {sizes.world} ranks have a timeline; missing: {spans(coverage.missing, _MOST)}."
+    if single.count:
+        worst = ", ".join(f"step {step} ({factor:.1f} times as long)" for step, factor in single.worst)
+        every = f", one every {single.every} steps" if single.every else ""
+        yield (
+            f"{counted(single.count, 'single step')} took much longer than the steps around, as for checkpoints or "
+            f"garbage collection{every}: {worst}."
+        )
+    inside = [name for axis, name in _INSIDE.items() if getattr(sizes, axis) > 1]
+    if inside:
+        yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
+    if fleet.recording.clock == "device":
+        yield "Passes are on the GPU's clock; exchanges between stages are in the gaps between them."
+    if coverage.left_out:
+        left_out = counted(coverage.left_out, "step")
+        yield f"Up to {left_out} of a rank are left out, because a window was open in them or they failed."
+    if coverage.again:
+        again = counted(coverage.again, "step")
+        yield f"Up to {again} of a rank ran twice, as after a restart from a checkpoint; the later ones count."
+    if coverage.calls < LASTING_STEPS:
+        few = f"{counted(coverage.calls, 'step')} {'is' if coverage.calls == 1 else 'are'} too few"
+        yield f"{few} to call anything lastingly slow; {LASTING_STEPS} are needed."
+    cost = fleet.recording
+    yield f"Recording cost {cost.own_us:.0f} µs per step on the training thread, {cost.own_fraction:.3%} of the step."
+
+
+def _where(s: Straggler) -> str:
+    return f"stage {s.stage}" + (f", {s.hosts[0]}" if len(s.hosts) == 1 else "")
+
+
+def _when_slow(fleet: Fleet, s: Straggler) -> str:
+    return _when(fleet, None if s.since_start else s.from_step, s.until)
+
+
+def _when(fleet: Fleet, from_step: int | None, until: int | None) -> str:
+    """``from_step``: None for the first step; ``until``: None for the last."""
+    begin = "the first step" if from_step is None else _about(fleet, from_step)
+    return f"since {begin}" if until is None else f"from {begin} to {_about(fleet, until)}"
+
+
+def _about(fleet: Fleet, step: int) -> str:
+    return f"step {step}" if fleet.width == 1 else f"about step {step}"
+
+
+def _went(fleet: Fleet, shift: Shift) -> str:
+    verb = "took" if shift.until is not None else "has taken"
+    return (
+        f"{verb} {milliseconds(shift.after_ms)} instead of {milliseconds(shift.before_ms)} "
+        f"({percent(shift.change, sign=True)}) {_when(fleet, shift.step, shift.until)}"
+    )
+
+
+def _trigger(fleet: Fleet, selection: str) -> str:
+    where, target = shlex.quote(str(fleet.directory)), shlex.quote(fleet.key.target)
+    return f"megaprof trigger {where} --target {target} --steps 2 --select {shlex.quote(selection)}"
+
+
+def _together(fleet: Fleet, one: int, other: int) -> bool:
+    return abs(one - other) <= 2 * fleet.width + LASTING_BUCKETS

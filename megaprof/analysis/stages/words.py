@@ -1,0 +1,126 @@
+"""Numbers, stages and layers in words, the same wherever a report shows them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from megaprof.analysis.stages.samples import Spread
+from megaprof.formats.metadata import ModelChunk
+from megaprof.parallel.selectors import join_spans, spans_of
+
+ABSENT = "-"
+
+
+def number(ms: float | None, error: float = 0.0) -> str:
+    """Three significant digits, from 100 ms on whole milliseconds, and no digit that the standard error makes
+    meaningless; ``-`` for None."""
+    if ms is None:
+        return ABSENT
+    digits = 0 if abs(ms) >= 100 else 1 if abs(ms) >= 10 else 2
+    return f"{ms:.{min(digits, _digits(error)) if error else digits}f}"
+
+
+def with_error(ms: float, error: float) -> str:
+    """``39.9 ±0.3``: both with the digits that the error allows."""
+    digits = _digits(error)
+    return f"{ms:.{digits}f} ±{error:.{digits}f}"
+
+
+def mean(spread: Spread | None) -> str:
+    """``216``; ``-`` for None."""
+    return number(spread.mean) if spread else ABSENT
+
+
+def with_spread(spread: Spread | None) -> str:
+    """``39.9 ±0.3``: mean and standard deviation, the mean alone of one sample; ``-`` for None."""
+    if spread is None or spread.count == 1:
+        return mean(spread)
+    return with_error(spread.mean, spread.stdev)
+
+
+def reach(spread: Spread | None) -> str:
+    """``20.1 (19.8 - 22.4)``: the median, and from the smallest to the largest; ``-`` for None."""
+    if spread is None:
+        return ABSENT
+    return f"{number(spread.median)} ({number(spread.min)} - {number(spread.max)})"
+
+
+def _digits(error: float) -> int:
+    """Digits behind the point, 2 at most, up to the first digit of an error."""
+    return 2 if error <= 0 else min(2, max(0, -math.floor(math.log10(error))))
+
+
+def milliseconds(ms: float) -> str:
+    """With the unit: ``61.5 ms``, ``12.3 s``."""
+    return f"{ms / 1000:.1f} s" if ms >= 10_000 else f"{number(ms)} ms"
+
+
+def percent(fraction: float | None, *, sign: bool = False) -> str:
+    """``12%``, with one digit behind the point below 10 %; ``-`` for None."""
+    if fraction is None:
+        return ABSENT
+    points = 100 * fraction
+    text = f"{points:+.{0 if abs(points) >= 9.95 else 1}f}%".replace("-0.0%", "+0.0%")
+    return text if sign else text.lstrip("+")
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 layer``, ``4 layers``, ``4 microbatches``."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def stages(numbers: Iterable[int]) -> str:
+    """``stage 3``, ``stages 0, 2-5``: consecutive ones as a range."""
+    return _plural("stage", list(numbers))
+
+
+def ranks(numbers: Sequence[int], most: int = 8) -> str:
+    """``rank 37``, ``ranks 32-39``; of more than ``most`` parts the first ones."""
+    return _plural("rank", numbers, most)
+
+
+def steps(numbers: Sequence[int]) -> str:
+    """``step 3``, ``steps 2, 5``, ``steps 3-9``."""
+    return _plural("step", numbers, 8)
+
+
+def _plural(noun: str, numbers: Sequence[int], most: int | None = None) -> str:
+    return f"{noun if len(numbers) == 1 else noun + 's'} {spans(numbers, most)}"
+
+
+def spans(numbers: Iterable[int], most: int | None = None) -> str:
+    """``3, 8-10``; of more than ``most`` parts the first ones, and how many more there are."""
+    parts = join_spans(spans_of(numbers), ",").split(",")
+    more = f" and {len(parts) - most} more" if most is not None and len(parts) > most else ""
+    return ", ".join(parts[:most]) + more
+
+
+def some(numbers: Sequence[int]) -> str:
+    """``0, 8, 16, 24, ...``: the first four."""
+    return ", ".join(map(str, numbers[:4])) + (", ..." if len(numbers) > 4 else "")
+
+
+def layers(chunks: Iterable[ModelChunk | None]) -> str:
+    """Layers of some chunks, added up, and what is beside them: ``emb+6``, ``4``, ``2+loss``; ``?`` if not known."""
+    known = [chunk for chunk in chunks if chunk is not None]
+    if not known or any(chunk.layers is None for chunk in known):
+        return "?"
+    parts = [str(sum(chunk.layers or 0 for chunk in known))]
+    if any(chunk.embedding for chunk in known):
+        parts.insert(0, "emb")
+    if mtp := sum(chunk.mtp or 0 for chunk in known):
+        parts.append(f"{mtp}mtp")
+    if any(chunk.loss for chunk in known):
+        parts.append("loss")
+    return "+".join(parts)
+
+
+def title(target: str, role: str | None) -> str:
+    """``train_actor``, ``train_log_probs (ref)``."""
+    return f"{target} ({role})" if role else target
+
+
+def sentence(text: str) -> str:
+    """With a capital letter and a full stop."""
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", ":")) else ".")

@@ -1,0 +1,200 @@
+"""`megaprof status`, `watch` and `trigger` on jobs that are made of files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.cli import main
+from megaprof.formats.names import host
+from megaprof.formats.run import RunRecord
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.control import places
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = WorldLayout(ParallelSizes(pp=2))
+
+
+class Job:
+    """Two ranks of this process, as far as their files go."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.run = RunRecord.new(LAYOUT.coords(0), LAYOUT, ("train_actor",), None, 0.1)
+        self.gate: places.Gated | None = None
+
+    def begin(self) -> None:
+        self.gate = places.Gated(self.directory, self.run)
+        self.write_run()
+        (self.gate.paths.root / "status").mkdir()
+
+    def write_run(self) -> None:
+        places.write(places.Paths.of(self.directory, None, 2).run, self.run.as_record())
+
+    def status(self, rank: int, **other: Any) -> None:
+        assert self.gate is not None
+        coords, now = LAYOUT.coords(rank), time.time()
+        status = {"run": self.run.run, "rank": rank, "host": host(), "name": "here", "pid": os.getpid(), "time": now}
+        status |= {"coords": {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")}}
+        status |= {"interval": 0.1, "since": now, "calls": [{"target": "train_actor", "begun": 5, "seconds": 0.2}]}
+        places.write(self.gate.paths.status(rank), status | other)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path)
+    job.begin()
+    for rank in (0, 1):
+        job.status(rank)
+    return job
+
+
+@pytest.fixture(scope="module")
+def dead_pid() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+def status(job: Job, *options: str) -> int:
+    return main(["status", str(job.directory), *options])
+
+
+def as_json(job: Job, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
+    code = status(job, "--json")
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return code, found
+
+
+def test_a_job_that_runs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(job) == 0
+    shown = capsys.readouterr().out
+    assert "all of them heard" in shown
+    assert "train_actor: step 4, one every 200.0 ms" in shown
+    job.status(0)
+    job.status(1)
+    code, found = as_json(job, capsys)
+    assert (code, found["state"], found["heard"], found["culprits"]) == (0, "runs", [0, 1], [])
+    assert [each["step"] for each in found["status"]] == [4, 4]
+    assert found["sizes"]["pp"] == 2
+
+
+def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(
+    job: Job, dead_pid: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.status(1, pid=dead_pid)
+    assert status(job) == 3
+    shown = capsys.readouterr().out
+    assert "1 of them heard" in shown
+    assert f"! rank 1 (stage 1, here, process {dead_pid}) is gone: the process does not exist any more" in shown
+    job.run = replace(job.run, pid=dead_pid)
+    job.write_run()
+    job.status(0, pid=dead_pid)
+    assert status(job) == 3
+    shown = capsys.readouterr().out
+    assert "none of them heard" in shown
+    assert "The job appears to have died: the job is gone: process" in shown
+    assert shown.count("not heard of any more") == 2
+    code, found = as_json(job, capsys)
+    assert (code, found["state"], found["heard"]) == (3, "died", [])
+    assert {culprit["rank"]: culprit["gone"] for culprit in found["culprits"]} == {0: True, 1: True}
+
+
+def test_a_job_that_hangs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    long_ago = time.time() - 60
+    for rank in (0, 1):
+        job.status(rank, since=long_ago)
+    assert status(job) == 3
+    assert "The job appears to hang: no rank has moved for 60 s." in capsys.readouterr().out
+    for rank in (0, 1):
+        job.status(rank, since=long_ago)
+    assert status(job, "--hang-after", "300") == 0
+
+
+def test_a_job_that_has_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.run = replace(job.run, ended=time.time() - 5)
+    job.write_run()
+    assert status(job) == 1
+    assert "the job has ended, 5 s ago" in capsys.readouterr().err
+    code, found = as_json(job, capsys)
+    assert (code, found["state"]) == (1, "ended")
+
+
+@pytest.mark.parametrize("options", [("--wait", "-1"), ("--hang-after", "0"), ("--wait", "nan")])
+def test_arguments_that_make_no_sense(job: Job, options: tuple[str, str]) -> None:
+    assert status(job, *options) == 2
+
+
+def test_it_waits_while_the_job_starts_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path), "--wait", "0"]) == 1
+    assert "no job in" in capsys.readouterr().err
+    job, waited = Job(tmp_path), threading.Event()
+
+    def start() -> None:
+        job.begin()
+        job.status(0)
+        waited.wait(0.5)  # the other rank comes later
+        job.status(1)
+        job.status(0)
+
+    starting = threading.Timer(0.3, start)
+    starting.start()
+    assert status(job, "--wait", "60") == 0
+    starting.join()
+    shown = capsys.readouterr()
+    assert "waiting for a job to start in" in shown.err
+    assert "all of them heard" in shown.out
+
+
+def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["status", "--help"])
+    assert "3, it appears to hang" in " ".join(capsys.readouterr().out.split())
+
+
+WITHOUT_A_TRAINER = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "megatron", "nvtx", "transformer_engine"):
+            raise ModuleNotFoundError(f"No module named {name!r}: blocked", name=name)
+sys.meta_path.insert(0, Blocked())
+from megaprof.cli import main
+print(main(sys.argv[1:]))
+assert not {"torch", "megatron", "nvtx"} & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "shows"),
+    [
+        (["status"], "all of them heard"),
+        (["watch", "--once"], "2 ranks, 2 heard"),
+        (["trigger", "--target", "train_actor", "--timeout", "1"], "nobody answered within 1 s"),
+        (["trigger", "--target", "rollout"], "unknown target 'rollout'"),
+    ],
+)
+def test_where_people_read_there_is_no_trainer(job: Job, command: list[str], shows: str) -> None:
+    far_ahead = time.time() + 3600  # heard of, however long Python takes to start here
+    for rank in (0, 1):
+        job.status(rank, time=far_ahead, since=far_ahead)
+    name, *options = command
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_TRAINER, name, str(job.directory), *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert shows in ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == {"trigger": "1", "status": "0", "watch": "0"}[name] or "rollout" in shows
