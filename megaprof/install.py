@@ -34,7 +34,13 @@ from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.chunks import innermost
-from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
+from megaprof.parallel.topology import (
+    ParallelSizes,
+    RankCoords,
+    WorldLayout,
+    coords_from_parallel_state,
+    layout_from_parallel_state,
+)
 from megaprof.recorders import Recorder, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
@@ -65,6 +71,11 @@ class Handle:
     def active(self) -> bool:
         """True while hooks are in: profiling is on, this rank is selected, nothing was removed and nothing failed."""
         return self._session is not None and not self._session.disabled
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Who is told of steps and passes, where no hook on a schedule tells (`install_without_pipeline`)."""
+        return _process._dispatcher
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
@@ -145,10 +156,11 @@ class _Process:
         self.termination = Termination(self._save, self._unsaved)
         self._dispatcher = Dispatcher(self.termination.held)
         self._patches = Patches()
+        self._patched = False
         self._forks_watched = False
         self.background = Background()
 
-    def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None) -> None:
+    def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None, *, pipeline: bool) -> None:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
@@ -156,6 +168,8 @@ class _Process:
             contract.when_over["step"].append(self._step_ended)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
+        if pipeline and not self._patched:
+            self._patched = True
             patch_schedules(self._patches, self._dispatcher)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
@@ -172,6 +186,7 @@ class _Process:
                 self.handles.remove(handle)
             if not self.handles:
                 self._patches.restore()
+                self._patched = False
 
     def ask(self, leave: Callable[[], None], session: Session) -> bool:
         """Have the training thread call ``leave``, if it is another one than this and busy with ``session``'s models;
@@ -213,6 +228,7 @@ class _Process:
             handle._recorders = ()
         self.handles.clear()
         self._patches.restore()
+        self._patched = False
         self._dispatcher.forget()
         roles.sessions.clear()
         in_forked_child(recording=Session._holder is not None)
@@ -245,8 +261,26 @@ def install_hooks(
     Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
     or megatron-core is not installed.
     """
-    settled = _settle(config)
-    models = _models(model)
+    return _install(_models(model), _settle(config), role, iteration, pipeline=True)
+
+
+def install_without_pipeline(model: Any, config: ProfileConfig, iteration: Callable[[], int | None]) -> Handle:
+    """`install_hooks` for a trainer without Megatron: all ranks are one data-parallel group, and nothing is patched.
+
+    The caller tells of every step and every pass, through `PlainSteps` on the handle's ``dispatcher``. Raises
+    ValueError as `install_hooks` does.
+    """
+    return _install((model,), config, None, iteration, pipeline=False)
+
+
+def _install(
+    models: tuple[Any, ...] | None,
+    settled: ProfileConfig,
+    role: str | None,
+    iteration: Callable[[], int | None] | None,
+    *,
+    pipeline: bool,
+) -> Handle:
     handle = Handle(settled, models, role)
     if role is not None:
         handle.role = role = checked_role(role, "install_hooks: role")
@@ -260,18 +294,19 @@ def install_hooks(
                 )
             return existing
     check_prometheus(settled.prometheus)
-    _require_trainer()
-    chunks = None if models is None else len(models)
-    coords = coords_from_parallel_state(chunks)
+    _require("torch")
+    if pipeline:
+        _require("megatron.core")
+    coords, layout = _place(None if models is None else len(models), pipeline=pipeline)
     # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
     selectors = [s for r in (role, *settled.roles) if (s := settled.selector(r)) is not None]
     for selector in selectors:
-        selector.check(coords.sizes, layout_from_parallel_state(chunks))
+        selector.check(coords.sizes, layout)
     check_model(settled, models or ())
     windowed = settled.windowed and any(selector.selects(coords) for selector in selectors)
     timed = settled.timeline_selector
     if timed is not None:
-        timed.check(coords.sizes, layout_from_parallel_state(chunks))
+        timed.check(coords.sizes, layout)
     if not windowed and not settled.listens and (timed is None or not timed.selects(coords)):
         return handle
     try:
@@ -301,9 +336,8 @@ def install_hooks(
         window_ended=handle._writer.end_window,
     )
     handle._session = session
-    _process.acquire(handle, session, models)
+    _process.acquire(handle, session, models, pipeline=pipeline)
     if settled.listens:
-        layout = layout_from_parallel_state(chunks)
         handle._listener = _listen(session, layout, handle._writer, local)
     at_exit(handle._at_exit)
     staged = "" if remote is None else f" (staged in {local})"
@@ -338,18 +372,29 @@ def _settle(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
     return ProfileConfig.from_env() if args is None else config_from_args(args)
 
 
-def _require_trainer() -> None:
-    for package in ("torch", "megatron.core"):
-        try:
-            import_module(package)
-        except ModuleNotFoundError as missing:
-            if missing.name is None or not f"{package}.".startswith(f"{missing.name}."):
-                raise  # it is installed, and lacks something itself
-            raise ImportError(
-                f"install_hooks: {package} is not installed; hooks need torch and megatron-core: "
-                "pip install 'megaprof[train]'",
-                name=missing.name,
-            ) from None
+def _place(chunks: int | None, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
+    """Where this rank stands, and every other; ``chunks`` as in `coords_from_parallel_state`."""
+    if pipeline:
+        return coords_from_parallel_state(chunks), layout_from_parallel_state(chunks)
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    layout = WorldLayout(ParallelSizes(dp=world))
+    return layout.coords(rank), layout
+
+
+def _require(package: str) -> None:
+    try:
+        import_module(package)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{package}.".startswith(f"{missing.name}."):
+            raise  # it is installed, and lacks something itself
+        raise ImportError(
+            f"install_hooks: {package} is not installed; hooks need torch and megatron-core: "
+            "pip install 'megaprof[train]'",
+            name=missing.name,
+        ) from None
 
 
 def _models(model: Any) -> tuple[Any, ...] | None:

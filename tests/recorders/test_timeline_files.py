@@ -95,6 +95,29 @@ def test_a_write_that_fails_half_way_is_taken_back(
     assert [(r.damage, r.steps["step"].tolist()) for r in read] == [(None, [0]), (None, [3])]
 
 
+def test_a_disk_that_stays_full_costs_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attempt begins a file; none of them holds a step, and none may push an older one out."""
+    timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
+    for step in range(3):
+        append(timeline, step)
+    real = os.write
+    monkeypatch.setattr(files, "PAUSE_SECONDS", 0.0)
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    for step in range(3, 3 + 5 * files.FILES):
+        append(timeline, step)
+    (left,) = tmp_path.iterdir()
+    assert read_timeline(left).steps["step"].tolist() == [0, 1, 2]
+    monkeypatch.setattr(os, "write", real)
+    append(timeline, 100)
+    timeline.close()
+    read = [read_timeline(path).steps["step"].tolist() for path in sorted(tmp_path.iterdir())]
+    assert read == [[0, 1, 2], [100]]
+
+
 def test_a_directory_that_cannot_be_made_is_no_exception(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     timeline = TimelineFiles(tmp_path / "file", None, COORDS, 1 << 20)
