@@ -31,7 +31,7 @@ from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.dispatch import Dispatcher
-from megaprof.hooks.microbatches import patch_microbatches, probe
+from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
@@ -437,7 +437,7 @@ def _assemble(handle: Handle, here: _Here, store: _Store, iteration: Number, hos
     if here.windowed:
         handle._recorders = build_recorders(dataclasses.replace(config, dir=store.local), writer)
     if here.timed:
-        handle._timeline = TimelineRecorder(config, here.coords, handle.role, _process.background, probe)
+        handle._timeline = TimelineRecorder(config, here.coords, handle.role, _process.background)
     lines = handle._lines = Lines(config, store.local, speaks=here.speaks)
 
     def window_ended(window: Window) -> None:

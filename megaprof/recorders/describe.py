@@ -74,7 +74,7 @@ def _started(pid: int) -> int:
 
 
 def _ranges(call: RecordedCall, config: ProfileConfig) -> MicrobatchRanges:
-    if call.ran_forward:
+    if call.tape.ran_forward:
         return MicrobatchRanges()
     if call.facts.graph is not None:
         return MicrobatchRanges(False, "the step was replayed from a full-iteration CUDA graph")
