@@ -26,7 +26,7 @@ from megaprof.config.per_role import checked_role
 from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.hooks.dispatch import Dispatcher
-from megaprof.hooks.microbatches import patch_microbatches, probe
+from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
@@ -324,7 +324,7 @@ def _install(
     if windowed:
         handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
     if timed is not None and timed.selects(coords):
-        handle._timeline = TimelineRecorder(settled, coords, role, _process.background, probe)
+        handle._timeline = TimelineRecorder(settled, coords, role, _process.background)
     session = Session(
         settled,
         coords,

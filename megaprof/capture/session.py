@@ -194,7 +194,7 @@ class Session:
             self._open(Window(due[0], named, step, self.coords, warmup), role, keep=not warmup)
         holder = Session._holder
         window = holder._open_window if holder is not None else None
-        call = RecordedCall(facts, _NOTHING)
+        call = RecordedCall(facts, _NOTHING, clock=None if self.timeline is None else self.timeline.clock)
         if window is not None:
             call.outermost = outermost = ExitStack()
             call.ranged = self.config.ranges != "step"

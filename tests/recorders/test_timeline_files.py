@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def described(role: str) -> dict[str, Any]:
 
 def append(timeline: TimelineFiles, step: int, key: str = "actor") -> None:
     record = StepRecord(9, 9, step, 0, 10**18, 9000, SHAPE, [s + 1 for s in SHAPE], {"forward": 10})
-    timeline.append(key, described(key), SHAPE, record)
+    timeline.append(key, described(key), array("q", SHAPE).tobytes(), record)
 
 
 def test_the_name_has_the_first_step_and_the_coordinates(tmp_path: Path) -> None:
@@ -131,7 +132,7 @@ def test_more_kinds_of_steps_than_a_file_can_number_begin_another(
     monkeypatch.setattr(format, "MOST_NUMBERS", 4)
     timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
     for step in range(10):
-        events: Any = [step]
+        events = array("q", [step]).tobytes()
         timeline.append("actor", described("actor"), events, StepRecord(0, 0, step, 0, 1, 5, [1], [2], {}))
     timeline.close()
     read = [read_timeline(path) for path in sorted(tmp_path.iterdir())]

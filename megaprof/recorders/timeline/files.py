@@ -7,7 +7,6 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,18 +40,19 @@ class TimelineFiles:
         self._file: int | None = None
         self._size = 0
         self._metadata: dict[Any, int] = {}
-        self._shapes: dict[tuple[int, ...], int] = {}
+        self._shapes: dict[bytes, int] = {}
         self._paused_until = 0.0
         self.bytes_written = 0
         self.steps_lost = 0
 
-    def append(self, key: Any, metadata: dict[str, Any], events: Sequence[int], step: format.StepRecord) -> None:
-        """Write ``step``; the numbers of its metadata, for which ``key`` stands, and of its shape are filled in."""
+    def append(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> None:
+        """Write ``step``; the numbers of its metadata, for which ``key`` stands, and of its shape are filled in.
+        ``events``: its codes as 64-bit integers, in the order of their starts."""
         if time.monotonic() < self._paused_until:
             self.steps_lost += 1
             return
         try:
-            self._append(key, metadata, tuple(events), step)
+            self._append(key, metadata, events, step)
         except OSError as fault:
             self.steps_lost += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
@@ -67,7 +67,7 @@ class TimelineFiles:
     def close(self) -> None:
         self._end_file()
 
-    def _append(self, key: Any, metadata: dict[str, Any], events: tuple[int, ...], step: format.StepRecord) -> None:
+    def _append(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> None:
         data = self._records(key, metadata, events, step)
         most = max(len(self._metadata), len(self._shapes))
         if self._file is not None and (self._size + len(data) > self._largest or most >= format.MOST_NUMBERS):
@@ -79,7 +79,7 @@ class TimelineFiles:
         self._metadata.setdefault(key, len(self._metadata))
         self._shapes.setdefault(events, len(self._shapes))
 
-    def _records(self, key: Any, metadata: dict[str, Any], events: tuple[int, ...], step: format.StepRecord) -> bytes:
+    def _records(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> bytes:
         """What ``step`` adds to the open file."""
         records = []
         if (number := self._metadata.get(key)) is None:
