@@ -60,7 +60,7 @@ def analyze(
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
     calls += _details(fleet, fleets, tuple(calls))
     if not calls:
-        raise NothingToReport(f"{path} holds no trace or timeline of megaprof's. " + " ".join(_sentences(warnings)))
+        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
     targets = tuple(_target(measured, calls, fleets) for measured in measure(calls))
     return Report(path, tuple(read), targets, tuple(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
 

@@ -14,8 +14,8 @@ from megaprof.analysis.trace.intervals import Intervals, difference, intersectio
 from megaprof.formats import ranges
 
 UNMET = (
-    "exposed pp is not split into waiting and transferring, and both are in the bubble: not both ends of its exchanges "
-    "are known"
+    "exposed pp cannot be split into waiting and transferring, so the bubble contains both: only one end of its "
+    "exchanges is known"
 )
 
 

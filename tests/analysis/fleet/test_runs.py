@@ -71,7 +71,7 @@ def test_the_newest_run_is_reported_and_the_others_are_told(tmp_path: Path) -> N
     assert not any("ran twice" in note for note in notes(target.fleet))
     assert {path.parent.name for path in report.timelines} == {"new"}
     assert report.warnings == (
-        "timelines of 2 runs lie here: this is the newest; `--run N` reports on the N-th, the oldest is 1",
+        "there are timelines of 2 runs; this report is about the newest (`--run N` chooses the N-th, 1 is the oldest)",
     )
 
 
