@@ -22,13 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="also write the report as JSON; '-' writes it to standard output instead of tables",
+        help="also write the report as JSON; '-' prints it instead of the tables",
     )
     parser.add_argument(
         "--html",
         metavar="FILE",
         type=Path,
-        help="also write it as one HTML file to send, with a drawing of the pipeline",
+        help="also write one HTML file to send, with a drawing of the pipeline",
     )
     parser.add_argument(
         "--run",

@@ -130,7 +130,7 @@ def measure(calls: Iterable[Call]) -> list[TargetStages]:
         for other in groups:
             if other[:2] == (label, role) and other[2] != sizes:
                 findings.warn(
-                    f"the directory also holds traces with other sizes ({other[2]}), which are reported separately"
+                    f"traces with other sizes ({other[2]}) are in the directory, too, and reported separately"
                 )
         measured.append(_measure(sizes, examine(groups[label, role, sizes], sizes, findings), findings))
     return measured
@@ -234,9 +234,7 @@ def _explain(call: Call, pp: int, findings: Findings) -> None:
     elif call.gpu is not None and call.gpu.lost:
         findings.note("GPU activities without a launch in the trace belong to no range and are not counted", pp)
     if call.label == WHOLE_STEP:
-        findings.warn(
-            "a whole step is more than its pipeline: microbatches and bubbles are reported with the calls inside it"
-        )
+        findings.warn("a whole step is more than its pipeline: its microbatches are reported with the calls inside it")
         findings.block("a whole step is more than its pipeline")
     for reason in call.reasons:
         findings.note(reason, pp)
