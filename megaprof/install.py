@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any
@@ -23,7 +26,7 @@ from megaprof.config.per_role import checked_role
 from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.hooks.dispatch import Dispatcher
-from megaprof.hooks.microbatches import patch_microbatches, probe
+from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
@@ -31,11 +34,19 @@ from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.chunks import innermost
-from megaprof.parallel.topology import WorldLayout, coords_from_parallel_state, layout_from_parallel_state
+from megaprof.parallel.topology import (
+    ParallelSizes,
+    RankCoords,
+    WorldLayout,
+    coords_from_parallel_state,
+    layout_from_parallel_state,
+)
 from megaprof.recorders import Recorder, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
+from megaprof.runtime.interruption import from_host
+from megaprof.runtime.isolation import in_full
 from megaprof.runtime.logs import logger
 
 #: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
@@ -54,11 +65,17 @@ class Handle:
         self._recorders: tuple[Recorder, ...] = ()
         self._timeline: TimelineRecorder | None = None
         self._listener: Listener | None = None
+        self._removed = threading.Event()
 
     @property
     def active(self) -> bool:
         """True while hooks are in: profiling is on, this rank is selected, nothing was removed and nothing failed."""
         return self._session is not None and not self._session.disabled
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Who is told of steps and passes, where no hook on a schedule tells (`install_without_pipeline`)."""
+        return _process._dispatcher
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
@@ -79,27 +96,50 @@ class Handle:
         return None
 
     def remove(self) -> None:
-        """Close an open window, finish its files, and put every original function back. Idempotent."""
-        session, self._session = self._session, None
+        """Close an open window, finish its files, and put every original function back. Idempotent.
+
+        Only the thread that trains can close its window. Called from another thread while that one has a window open,
+        or is inside a schedule call, this only asks: the training thread does it at its next hook, and at the latest
+        when its call ends. `active` is false from then on.
+        """
+        if self._session is not None and not _process.ask(self._remove, self._session):
+            self._remove()
+
+    def _remove(self) -> None:
+        session = self._session
         if session is None:
             return
-        not_at_exit(self.remove)
-        try:
-            self._finish(session, "the hooks were removed", self.config.flush_seconds)
-        finally:
-            _process.release(self, session)
+        in_full(
+            partial(self._finish, session, "the hooks were removed", self.config.flush_seconds),
+            partial(_process.release, self, session),
+            partial(not_at_exit, self._at_exit),
+            self._gone,
+        )
+
+    def _gone(self) -> None:
+        self._session = None
+        self._removed.set()
+
+    def _at_exit(self) -> None:
+        """The process ends; a training thread that still runs gets the time to close its window."""
+        if self._session is not None:
+            self.remove()
+            self._removed.wait(self.config.flush_seconds)
 
     def _finish(self, session: Session | None, reason: str, seconds: float) -> None:
         """Close an open window and finish every file, within ``seconds``."""
-        if session is not None:
-            with _process.termination.held():
-                session.finish(reason)
-        if self._timeline is not None:
-            self._timeline.close()
-        if self._writer is not None:
-            self._writer.close(seconds)
-        if self._listener is not None:
-            self._listener.close()
+
+        def close_window() -> None:
+            if session is not None:
+                with _process.termination.held():
+                    session.finish(reason)
+
+        in_full(
+            close_window,
+            *([] if self._timeline is None else [self._timeline.close]),
+            *([] if self._writer is None else [partial(self._writer.close, seconds)]),
+            *([] if self._listener is None else [self._listener.close]),
+        )
 
     def __enter__(self) -> Handle:
         return self
@@ -116,10 +156,11 @@ class _Process:
         self.termination = Termination(self._save, self._unsaved)
         self._dispatcher = Dispatcher(self.termination.held)
         self._patches = Patches()
+        self._patched = False
         self._forks_watched = False
         self.background = Background()
 
-    def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None) -> None:
+    def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None, *, pipeline: bool) -> None:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
@@ -127,6 +168,8 @@ class _Process:
             contract.when_over["step"].append(self._step_ended)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
+        if pipeline and not self._patched:
+            self._patched = True
             patch_schedules(self._patches, self._dispatcher)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
@@ -139,9 +182,20 @@ class _Process:
         with self.termination.held():
             roles.detach(session)
             self._dispatcher.remove(session)
-            self.handles.remove(handle)
+            if handle in self.handles:
+                self.handles.remove(handle)
             if not self.handles:
                 self._patches.restore()
+                self._patched = False
+
+    def ask(self, leave: Callable[[], None], session: Session) -> bool:
+        """Have the training thread call ``leave``, if it is another one than this and busy with ``session``'s models;
+        else false, and the caller is to do it."""
+        there = {self._dispatcher.inside, session.thread} & set(sys._current_frames())
+        if not there - {threading.get_ident()}:
+            return False
+        self._dispatcher.ask(leave)
+        return True
 
     def _step_ended(self) -> None:
         """A step of the host is over, and the host may end this process before it calls anything again (Ray does)."""
@@ -169,11 +223,12 @@ class _Process:
     def _forget(self) -> None:
         """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
         for handle in self.handles:
-            not_at_exit(handle.remove)
+            not_at_exit(handle._at_exit)
             handle._session = handle._writer = handle._timeline = handle._listener = None
             handle._recorders = ()
         self.handles.clear()
         self._patches.restore()
+        self._patched = False
         self._dispatcher.forget()
         roles.sessions.clear()
         in_forked_child(recording=Session._holder is not None)
@@ -206,8 +261,26 @@ def install_hooks(
     Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
     or megatron-core is not installed.
     """
-    settled = _settle(config)
-    models = _models(model)
+    return _install(_models(model), _settle(config), role, iteration, pipeline=True)
+
+
+def install_without_pipeline(model: Any, config: ProfileConfig, iteration: Callable[[], int | None]) -> Handle:
+    """`install_hooks` for a trainer without Megatron: all ranks are one data-parallel group, and nothing is patched.
+
+    The caller tells of every step and every pass, through `PlainSteps` on the handle's ``dispatcher``. Raises
+    ValueError as `install_hooks` does.
+    """
+    return _install((model,), config, None, iteration, pipeline=False)
+
+
+def _install(
+    models: tuple[Any, ...] | None,
+    settled: ProfileConfig,
+    role: str | None,
+    iteration: Callable[[], int | None] | None,
+    *,
+    pipeline: bool,
+) -> Handle:
     handle = Handle(settled, models, role)
     if role is not None:
         handle.role = role = checked_role(role, "install_hooks: role")
@@ -221,18 +294,19 @@ def install_hooks(
                 )
             return existing
     check_prometheus(settled.prometheus)
-    _require_trainer()
-    chunks = None if models is None else len(models)
-    coords = coords_from_parallel_state(chunks)
+    _require("torch")
+    if pipeline:
+        _require("megatron.core")
+    coords, layout = _place(None if models is None else len(models), pipeline=pipeline)
     # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
     selectors = [s for r in (role, *settled.roles) if (s := settled.selector(r)) is not None]
     for selector in selectors:
-        selector.check(coords.sizes, layout_from_parallel_state(chunks))
+        selector.check(coords.sizes, layout)
     check_model(settled, models or ())
     windowed = settled.windowed and any(selector.selects(coords) for selector in selectors)
     timed = settled.timeline_selector
     if timed is not None:
-        timed.check(coords.sizes, layout_from_parallel_state(chunks))
+        timed.check(coords.sizes, layout)
     if not windowed and not settled.listens and (timed is None or not timed.selects(coords)):
         return handle
     try:
@@ -240,6 +314,8 @@ def install_hooks(
         local = str(settled.dir if remote is None else remote.staging)
         os.makedirs(local, exist_ok=True)
     except OSError as fault:
+        if from_host(fault):
+            raise
         # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
         logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", settled.dir, fault)
         return handle
@@ -248,7 +324,7 @@ def install_hooks(
     if windowed:
         handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
     if timed is not None and timed.selects(coords):
-        handle._timeline = TimelineRecorder(settled, coords, role, _process.background, probe)
+        handle._timeline = TimelineRecorder(settled, coords, role, _process.background)
     session = Session(
         settled,
         coords,
@@ -260,11 +336,10 @@ def install_hooks(
         window_ended=handle._writer.end_window,
     )
     handle._session = session
-    _process.acquire(handle, session, models)
+    _process.acquire(handle, session, models, pipeline=pipeline)
     if settled.listens:
-        layout = layout_from_parallel_state(chunks)
         handle._listener = _listen(session, layout, handle._writer, local)
-    at_exit(handle.remove)
+    at_exit(handle._at_exit)
     staged = "" if remote is None else f" (staged in {local})"
     logger.info("megaprof: rank %d captures %s into %s%s", coords.rank, ", ".join(settled.target), settled.dir, staged)
     return handle
@@ -297,18 +372,29 @@ def _settle(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
     return ProfileConfig.from_env() if args is None else config_from_args(args)
 
 
-def _require_trainer() -> None:
-    for package in ("torch", "megatron.core"):
-        try:
-            import_module(package)
-        except ModuleNotFoundError as missing:
-            if missing.name is None or not f"{package}.".startswith(f"{missing.name}."):
-                raise  # it is installed, and lacks something itself
-            raise ImportError(
-                f"install_hooks: {package} is not installed; hooks need torch and megatron-core: "
-                "pip install 'megaprof[train]'",
-                name=missing.name,
-            ) from None
+def _place(chunks: int | None, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
+    """Where this rank stands, and every other; ``chunks`` as in `coords_from_parallel_state`."""
+    if pipeline:
+        return coords_from_parallel_state(chunks), layout_from_parallel_state(chunks)
+    import torch.distributed as dist
+
+    joined = dist.is_available() and dist.is_initialized()
+    rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    layout = WorldLayout(ParallelSizes(dp=world))
+    return layout.coords(rank), layout
+
+
+def _require(package: str) -> None:
+    try:
+        import_module(package)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or not f"{package}.".startswith(f"{missing.name}."):
+            raise  # it is installed, and lacks something itself
+        raise ImportError(
+            f"install_hooks: {package} is not installed; hooks need torch and megatron-core: "
+            "pip install 'megaprof[train]'",
+            name=missing.name,
+        ) from None
 
 
 def _models(model: Any) -> tuple[Any, ...] | None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 #: Modules that need a trainer when they are imported: nobody imports them before a tool is chosen, or a demo starts.
 NEED_TORCH = {"megaprof.recorders.memory", "megaprof.recorders.torch_profiler", "megaprof.testing"}
 #: Extras that a user asks for. The others are for working on megaprof.
-FOR_USERS = ("", "train", "te", "report", "export")
+FOR_USERS = ("", "train", "te", "report", "export", "prometheus")
 #: What a package is called where it is imported, if not what it is called where it is installed from.
 IMPORTED_AS = {
     "megatron-core": "megatron",
@@ -148,7 +148,7 @@ READERS = [
     (["merge", "traces", "-o", "step.json.gz"], 0, "train_actor step 5: 2 ranks"),
     (["diff", "traces", "even"], 0, "emb+6 → emb+4"),
     (["export", "job", "--parquet", "tables"], 0, "6 rows from 2 files"),
-    (["status", "empty"], 1, ""),
+    (["status", "empty", "--wait", "0"], 1, ""),
     (["watch", "empty", "--once"], 1, ""),
     (["trigger", "empty", "--target", "train_actor"], 1, ""),
 ]

@@ -21,6 +21,7 @@ from megaprof.artifacts.kernels import KernelSummary, read_events
 from megaprof.artifacts.stacks import CollapsedStacks
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats.names import raw_path
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 KERNELS_SUFFIX = ".kernels.json"
@@ -68,6 +69,8 @@ class DerivedFiles:
             try:
                 task = _Derivation(open(raw, "rb"), files, identity)  # noqa: SIM115 - closed when it is done
             except OSError as fault:
+                if from_host(fault):
+                    raise
                 logger.error("megaprof: no %s: there is no trace to make it from: %s", names, fault)
                 return None
             self._pending += 1

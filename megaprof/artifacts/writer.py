@@ -15,6 +15,7 @@ from megaprof.artifacts.files import Incomplete, publish, remove_leftovers
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.remote import Remote
 from megaprof.formats.names import busy_path, kineto_temporary, plain_path
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 #: How long the end of the process waits for files that are still being written, in seconds.
@@ -88,6 +89,8 @@ class Writer:
         try:
             size = artifact.raw.stat().st_size
         except OSError as fault:
+            if from_host(fault):
+                raise
             _remove(kineto_temporary(artifact.raw))
             logger.error(
                 "megaprof: %s is lost: its raw file was not written (%s); is the disk full, or its directory gone?",
@@ -196,7 +199,9 @@ class Writer:
     def _do(self, task: _Task) -> None:
         try:
             task()
-        except Exception:
+        except Exception as fault:  # where no thread can start any more, a task runs in the host's
+            if from_host(fault):
+                raise
             logger.exception("megaprof: the writer failed; training goes on")
         finally:
             with self._idle:
@@ -276,7 +281,9 @@ os.register_at_fork(after_in_child=_in_child)
 def _remove(path: Path) -> None:
     try:
         path.unlink()
-    except OSError:
+    except OSError as fault:
+        if from_host(fault):
+            raise
         logger.debug("megaprof: %s cannot be removed", path, exc_info=True)
 
 
@@ -286,6 +293,8 @@ def _keep(artifact: Artifact) -> Path | None:
     try:
         os.replace(artifact.raw, plain)
     except OSError as fault:
+        if from_host(fault):
+            raise
         logger.error("megaprof: %s stays there, it cannot be renamed to %s: %s", artifact.raw, plain.name, fault)
         return None
     return plain

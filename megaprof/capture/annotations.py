@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megaprof.capture import roles
 from megaprof.config.per_role import checked_role
 from megaprof.formats.ranges import DOMAIN, annotation_range
-from megaprof.runtime.isolation import Contained
+from megaprof.runtime.isolation import Contained, in_full
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -193,14 +193,14 @@ class _RoleWindow:
         sessions = roles.sessions
         session = next((s for s in sessions if s.role == role), None)
         session = session or next((s for s in sessions if s.role is None), None) or next(iter(sessions), None)
-        with roles.held():
+        with Contained("opening a window", roles.abandon), roles.held():
             if session is not None and session.begin_work(role):
                 self._session = session
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         session, self._session = self._session, None
         if session is not None:
-            with roles.held():
+            with Contained("closing a window", roles.abandon), roles.held():
                 session.end_work(failed=fault is not None and not isinstance(fault, GeneratorExit))
 
 
@@ -221,33 +221,38 @@ class _Work:
         self._opened: Range | None = None
 
     def __enter__(self) -> None:
-        if self._window is not None:
-            self._window.__enter__()
-        if self._role is not None:
-            self._scope = roles.enter(self._role)
-        if roles.recording():
-            with Contained("opening an annotation's range", _abandon):
-                from megaprof.recorders.emit import Range
+        try:
+            if self._window is not None:
+                self._window.__enter__()
+            if self._role is not None:
+                self._scope = roles.enter(self._role)
+            if roles.recording():
+                with Contained("opening an annotation's range", roles.abandon):
+                    from megaprof.recorders.emit import Range
 
-                name = annotation_range(self._message, roles.current().role)
-                entering = Range(name, self._look, overlapping=self._overlapping)
-                entering.__enter__()
-                self._opened = entering
+                    name = annotation_range(self._message, roles.current().role)
+                    self._opened = Range(name, self._look, overlapping=self._overlapping)
+                    self._opened.__enter__()
+        except BaseException as fault:  # the host's: nobody else leaves what was entered
+            self.__exit__(type(fault), fault, None)
+            raise
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            with Contained("closing an annotation's range", _abandon):
-                opened.__exit__(None, None, None)
-        if self._scope is not None:
-            roles.leave(self._scope)
+        in_full(self._close, self._leave, functools.partial(self._end, fault))
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _leave(self) -> None:
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            roles.leave(scope)
+
+    def _end(self, fault: BaseException | None) -> None:
         if self._window is not None:
-            self._window.__exit__(kind, fault, tb)
-
-
-def _abandon() -> None:
-    for session in roles.sessions:
-        session.abandon()
+            self._window.__exit__(None if fault is None else type(fault), fault, None)
 
 
 def _checked_color(color: str | int | None) -> str | int | None:

@@ -20,6 +20,7 @@ from megaprof.capture.scope import Scope as Scope
 from megaprof.capture.scope import current as current
 from megaprof.capture.scope import scope
 from megaprof.config.per_role import checked_role
+from megaprof.runtime.isolation import Contained, in_full
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
@@ -52,15 +53,17 @@ class role:
             from megaprof.formats.ranges import role_range
             from megaprof.recorders.emit import Range
 
-            opened = Range(role_range(self._name))
-            opened.__enter__()
+            with Contained("opening a role's range", abandon):
+                opened = Range(role_range(self._name))
+                opened.__enter__()
         self._entered.append((scope.set(Scope(self._name, window)), opened))
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         token, opened = self._entered.pop()
         scope.reset(token)
         if opened is not None:
-            opened.__exit__(None, None, None)
+            with Contained("closing a role's range", abandon):
+                opened.close()
 
 
 def enter(name: str) -> Token[Scope]:
@@ -82,6 +85,11 @@ def attach(session: Session, held: Callable[[], AbstractContextManager[None]]) -
 def detach(session: Session) -> None:
     if session in sessions:
         sessions.remove(session)
+
+
+def abandon() -> None:
+    """After a fault: no session records anything more. Can be run twice."""
+    in_full(*(session.abandon for session in sessions))
 
 
 def held() -> AbstractContextManager[None]:

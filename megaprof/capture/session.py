@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megaprof.capture.demand import Demand
@@ -19,7 +19,8 @@ from megaprof.recorders.call import CallFacts, RecordedCall, no_call
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
-from megaprof.runtime.isolation import Contained
+from megaprof.runtime.interruption import from_host
+from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class _OpenWindow:
     overall: Range | None = None  # the range of a window that outlives the call that opened it, or had none
     call: RecordedCall | None = None  # the window's first call: what the metadata describes
     demand: Demand | None = None  # what asked for it while the job ran
+    thread: int = field(default_factory=threading.get_ident)  # which alone can close it
 
 
 class Session:
@@ -50,6 +52,8 @@ class Session:
     _holder: Session | None = None
     #: Why the open window must close before the next microbatch: the host memory guard sets it, in its own thread.
     memory_full: str | None = None
+    #: Another thread wants something of the training thread, which looks at this before each microbatch.
+    urgent = False
 
     def __init__(
         self,
@@ -124,6 +128,11 @@ class Session:
         """The window that is open in this process, None when there is none. Only its identity means something."""
         return Session._holder._open_window if Session._holder is not None else None
 
+    @property
+    def thread(self) -> int | None:
+        """The thread that opened this session's window, and alone can close it; None: no window is open."""
+        return None if self._open_window is None else self._open_window.thread
+
     def finish(self, reason: str) -> None:
         """Close an open window early; what it has is kept and marked truncated. A no-op without one."""
         with Contained("closing the last window", self.abandon):
@@ -145,21 +154,17 @@ class Session:
                 Session._holder.finish(reason)
 
     def abandon(self) -> None:
-        """After a fault: record nothing more in this run and leave no recorder running."""
+        """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""
         self.disabled = True
-        if self.timeline is not None:
-            self.timeline.abandon()
-        self._release()
-        self._discard(self._recorders)
-        demand, self.demand = self.demand, None
-        if demand is not None:
-            self._discard(demand.recorders)
-
-    @staticmethod
-    def _discard(recorders: Sequence[Recorder]) -> None:
-        for recorder in recorders:
-            with suppress(Exception):  # one that cannot stop must not keep the others running
-                recorder.discard()
+        opened, demand = self._open_window, self.demand
+        overall = None if opened is None else opened.overall
+        in_full(
+            *([] if self.timeline is None else [self.timeline.abandon]),
+            *([] if overall is None else [overall.close]),
+            *(recorder.discard for recorder in (*self._recorders, *(() if demand is None else demand.recorders))),
+            self._release,
+        )
+        self.demand = None
 
     def _begin(self, facts: CallFacts) -> RecordedCall | None:
         target, scope = facts.target, current()
@@ -189,7 +194,7 @@ class Session:
             self._open(Window(due[0], named, step, self.coords, warmup), role, keep=not warmup)
         holder = Session._holder
         window = holder._open_window if holder is not None else None
-        call = RecordedCall(facts, _NOTHING)
+        call = RecordedCall(facts, _NOTHING, clock=None if self.timeline is None else self.timeline.clock)
         if window is not None:
             call.outermost = outermost = ExitStack()
             call.ranged = self.config.ranges != "step"
@@ -225,10 +230,11 @@ class Session:
         try:
             self._open(window, role, keep=True, demand=demand)
         except Exception as fault:
+            if from_host(fault):
+                raise
             logger.warning("megaprof: a capture on demand could not start: %r", fault)
             demand.give_up(f"it could not start: {fault}")
-            self._discard(demand.recorders)
-            self._release()
+            in_full(*(recorder.discard for recorder in demand.recorders), self._release)
             return False
         demand.taken.append(step)
         return True
@@ -273,6 +279,7 @@ class Session:
     def _memory_ran_out(self, reason: str) -> None:
         if Session._holder is self:
             Session.memory_full = reason
+            Session.urgent = True
 
     def _open(self, window: Window, opener: str | None, *, keep: bool, demand: Demand | None = None) -> None:
         Session._holder = self
@@ -290,7 +297,7 @@ class Session:
         if opened is None:
             return
         if opened.overall is not None:
-            opened.overall.__exit__(None, None, None)
+            opened.overall.close()
         demand = opened.demand
         recorders = self._recorders if demand is None else demand.recorders
         if not opened.keep:
@@ -305,11 +312,11 @@ class Session:
                     recorder.stop(opened.window, metadata)
                 self._window_ended()
             except Exception as fault:
-                if demand is None:
+                if demand is None or from_host(fault):
                     raise
                 logger.warning("megaprof: a capture on demand could not be written: %r", fault)
                 demand.give_up(f"it could not be written: {fault}")
-                self._discard(recorders)
+                in_full(*(recorder.discard for recorder in recorders))
         self._release()
         if demand is not None:
             demand.closes()

@@ -31,6 +31,7 @@ _COMMANDS = {
 #: Packages that come with an extra, and the extra.
 _EXTRAS = {
     "jinja2": "report",
+    "markupsafe": "report",
     "megatron": "train",
     "msgspec": "report",
     "pyarrow": "export",

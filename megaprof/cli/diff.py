@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError
+from megaprof.cli.inputs import add_input_option, heed_input_option
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
@@ -19,10 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", type=Path, help=what)
     parser.add_argument("after", metavar="B", type=Path, help=what)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_input_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and print tables or JSON. Raises CommandError when there is nothing to compare."""
+    heed_input_option(arguments)
     from rich.console import Console
 
     from megaprof.analysis.report.diff import NothingToCompare, compare
@@ -43,14 +46,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _report(path: Path) -> Report:
     from megaprof.analysis.report.document import Report
     from megaprof.analysis.report.report import NothingToReport, analyze
+    from megaprof.formats.inputs import read_input
 
     try:
         if path.is_file() and not path.name.endswith((".pt.trace.json", ".gz")):
-            return Report.from_json(json.loads(path.read_text(encoding="utf-8"), parse_constant=_unknown), path)
+            return Report.from_json(json.loads(read_input(path), parse_constant=_unknown), path)
         return analyze(path)
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None
-    except (OSError, ValueError, RecursionError) as fault:
+    except (OSError, ValueError, RecursionError, MemoryError) as fault:
         raise CommandError(f"{path} cannot be read as the JSON of a report: {fault}") from None
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError
+from megaprof.cli.inputs import add_input_option, heed_input_option
 
 _MOST_WARNINGS = 20
 
@@ -21,10 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of the dataset, partitioned by run, stage and hour; an earlier one is added to",
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run (default: what the job's control file says)")
+    add_input_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
+    heed_input_option(arguments)
     from rich.console import Console
     from rich.progress import Progress
 

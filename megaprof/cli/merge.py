@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError
+from megaprof.cli.inputs import add_input_option, heed_input_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,10 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="which ranks: all, per-stage, numbers such as 0,8-15, or coordinates such as pp=*,dp=0 (default: all of "
         "up to 64, of more the lowest of each stage)",
     )
+    add_input_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Merge, and say what was merged and how far the clocks were off."""
+    heed_input_option(arguments)
     from rich.console import Console
     from rich.progress import Progress
 

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError
+from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.files import appearing
+from megaprof.formats.inputs import read_input
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
@@ -36,9 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="report on the N-th run where DIR holds timelines of several; 1 is the oldest [the newest]",
     )
+    add_input_option(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    heed_input_option(arguments)
     if arguments.json == "-":
         _refuse_to_lose("--html", arguments.html, _is_html_report)
         report = _analyze(arguments.dir, arguments.run)
@@ -116,7 +120,7 @@ def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], b
     if not path.is_file() or path.stat().st_size == 0:
         return
     try:
-        older = is_report(path.read_text(encoding="utf-8"))
+        older = is_report(read_input(path).decode())
     except (OSError, ValueError, RecursionError):
         older = False
     if not older:

@@ -93,17 +93,17 @@ class ControlDirectory:
     @classmethod
     def look(cls, directory: Path, part: str | None) -> ControlDirectory:
         """The control directory of the save directory `directory`, whoever it belongs to. For readers."""
-        with Directory.open(directory) as top:
-            return cls(_descend(top, (CONTROL,) if part is None else (CONTROL, part), None, None), None)
+        with Directory.inside(directory, CONTROL) as root:
+            return cls(_descend(root, _parts(part), None, None), None)
 
     @classmethod
     def own(cls, directory: Path, part: str | None, owner: Owner | None) -> ControlDirectory:
         """The same for a rank of the job: made where it does not exist, and refused where anybody else could write to
         it. `owner` is whom our own files belong to there, as an earlier look found it."""
-        with _opened(directory) as top, top.child(CONTROL, create=0o755) as root:
+        with _opened(directory) as root:
             owner = root.owner() if owner is None else owner
             root.check(owner)
-            return cls(_descend(root, () if part is None else (part,), owner, 0o755), owner)
+            return cls(_descend(root, _parts(part), owner, 0o755), owner)
 
     @property
     def path(self) -> Path:
@@ -181,13 +181,19 @@ def parts_with_a_run(directory: Path) -> list[str | None]:
         return []
 
 
+def _parts(part: str | None) -> Place:
+    return () if part is None else (part,)
+
+
 def _opened(directory: Path) -> Directory:
-    """A save directory, made again where somebody has removed it."""
+    """The control directory of a save directory, made where it does not exist."""
     try:
-        return Directory.open(directory)
+        return Directory.inside(directory, CONTROL)
     except FileNotFoundError:
-        os.makedirs(directory, exist_ok=True)
-        return Directory.open(directory)
+        if not directory.exists():  # somebody has cleaned up
+            os.makedirs(directory, exist_ok=True)
+        with Directory.open(directory) as top:
+            return top.child(CONTROL, create=0o755)
 
 
 def _descend(top: Directory, names: Place, owner: Owner | None, create: int | None) -> Directory:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megaprof.parallel.topology import ParallelSizes, RankCoords
+from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 #: No job has more ranks along an axis, microbatches, layers or chunks: a hostile file must not make us count for ever.
 MOST = 1 << 20
@@ -127,11 +127,13 @@ def read_metadata(data: bytes) -> Metadata:
 
 
 def _coords(coords: object, sizes: object) -> RankCoords:
-    """Older files have no number for what is not there: ``vpp`` and ``etp`` may be null."""
+    """Older files have no size, or null, for what is not parallel."""
     if not isinstance(coords, Mapping) or not isinstance(sizes, Mapping):
         raise ValueError("coords and sizes are no objects")
     known = {key: value for key, value in sizes.items() if value is not None}
-    return RankCoords.from_dict({**coords, "sizes": {"vpp": 1, "etp": known.get("tp"), **known}})
+    return RankCoords.from_dict(
+        {**coords, "sizes": {**dict.fromkeys((*AXES, "vpp"), 1), "etp": known.get("tp", 1), **known}}
+    )
 
 
 def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from megaprof.capture.session import Session
 from megaprof.formats import codes
+from megaprof.hooks.patching import Patches
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
-from megaprof.runtime.isolation import contain
+from megaprof.recorders.tape import Gate, Hook
+from megaprof.runtime.isolation import contained, in_full
 from megaprof.runtime.logs import logger
 
 Code = Callable[[RecordedCall, tuple[Any, ...], dict[str, Any]], int]
+
+
+class ModuleRanges(Protocol):
+    """The ranges of modules in one recorded call."""
+
+    def close(self) -> None:
+        """Close what is open in this thread. Can be run twice."""
 
 
 class Dispatcher:
@@ -28,9 +38,16 @@ class Dispatcher:
     def __init__(self, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Windows open and close inside a ``held()`` block, which keeps a SIGTERM from ending one half-way."""
         self._held = held
-        self.call: RecordedCall | None = None
-        self.depth = 0  # of nested schedule calls: a CUDA graph wrapper calls the schedule inside itself
+        self._call: RecordedCall | None = None
+        self.gate = Gate(self._clock_failed)
+        self.inside: int | None = None
+        """The thread that is inside a schedule call. A CUDA graph wrapper calls the schedule inside itself."""
+        self.of_this_call = Patches()
+        """What is replaced until the recorded call ends."""
+        self.modules: ModuleRanges | None = None
         self._recording: tuple[Session, RecordedCall] | None = None
+        self._leaving: list[Callable[[], None]] = []
+        self._dropped: list[Session] = []
         self._routes: list[tuple[Session, tuple[weakref.ref[Any], ...] | None]] = []
 
     def add(self, session: Session, models: tuple[Any, ...] | None) -> None:
@@ -50,10 +67,27 @@ class Dispatcher:
         recording = self._recording
         return recording[0].config.ranges if recording is not None and recording[1].ranged else "step"
 
+    @property
+    def call(self) -> RecordedCall | None:
+        """The call that is being recorded, None outside of one. All that hooks in Python look at."""
+        return self._call
+
+    @call.setter
+    def call(self, call: RecordedCall | None) -> None:
+        self._call = call
+        self.gate.tape = call.tape if call is not None and call.line is not None else None
+        # An open window wants ranges, or at least to be closed early when host memory runs out.
+        self.gate.slow = (call is not None and call.ranged) or Session.open_window() is not None
+
+    def _clock_failed(self, fault: BaseException) -> None:
+        """What the clock of a tape raised; raises what belongs to the host."""
+        if not contained("reading the clock of the timeline", self.drop, fault):
+            raise fault
+
     def begin(self, facts: CallFacts) -> bool:
-        """True when the call is recorded; ``end`` must then follow."""
-        if Session.memory_full is not None:
-            self.stop_early()
+        """True when the call is recorded. ``end`` must follow in any case."""
+        if Session.urgent:
+            self.settle()
         session = self._session_of(facts.chunks)
         if session is None:
             return False
@@ -71,36 +105,86 @@ class Dispatcher:
             self.call.line.own = nanoseconds
 
     def end(self, *, failed: bool) -> None:
-        recording, self._recording, self.call = self._recording, None, None
-        if recording is not None:
-            session, call = recording
+        """The call is over, recorded or not; ``failed``: by an exception of the host's."""
+        self.call = None
+        if self._recording is not None or self._dropped:
+            self._put_back()
+        if self._dropped:
+            self._abandon()
+        if self._recording is not None:
+            (session, call), self._recording = self._recording, None
             with self._held():
                 session.end(call, failed=failed)
+        if Session.urgent:
+            self.settle()
 
-    def stop_early(self) -> None:
-        """Host memory runs out: close the open window, keep what it has, and record nothing more in this run."""
-        reason, Session.memory_full = Session.memory_full, None
-        if reason is None:
+    def ask(self, leave: Callable[[], None]) -> None:
+        """Have ``leave`` called by the training thread, at its next hook or at the end of its call. From any thread."""
+        self._leaving.append(leave)
+        Session.urgent = True
+
+    def settle(self) -> None:
+        """Do now what other threads asked the training thread for: it alone may close a window."""
+        if not self._routes:  # not the process's own: what is asked is not for this one
             return
-        logger.warning("megaprof: the window closes early and is the last one of this run: %s", reason)
+        Session.urgent = False
+        try:
+            if Session.memory_full is not None:
+                reason, Session.memory_full = Session.memory_full, None
+                logger.warning("megaprof: the window closes early and is the last one of this run: %s", reason)
+                self._interrupt(reason)
+                for session, _ in self._routes:
+                    session.disabled = True
+            while self._leaving:
+                self._interrupt("the hooks were removed")
+                in_full(self._leaving[0])
+                del self._leaving[0]
+        except BaseException:
+            Session.urgent = True  # the host interrupted it
+            raise
+
+    def _interrupt(self, reason: str) -> None:
+        """Close every open window now, in the middle of a call perhaps. What it has is kept."""
         recording, self._recording, self.call = self._recording, None, None
         with self._held():
             if recording is not None:
                 recording[0].interrupt(recording[1], reason)
             for session, _ in self._routes:
                 session.finish(reason)
-                session.disabled = True
+
+    def _put_back(self) -> None:
+        """Undo what was done to the host for the call that is recorded. Can be run twice."""
+        modules = self.modules
+        in_full(self.of_this_call.restore, *([] if modules is None else [modules.close]))
+        self.modules = None
 
     def forget(self) -> None:
         """In a forked child: the sessions are the parent's."""
-        self.call = self._recording = None
-        self._routes = []
+        self.call = self._recording = self.inside = None
+        self._routes, self._leaving, self._dropped = [], [], []
 
     def drop(self) -> None:
-        """After a fault in a hook: the sessions that it may have touched record nothing more."""
+        """After a fault in a hook: the sessions that it may have touched record nothing more. Can be run twice.
+
+        Inside a schedule call their recorders stop when it ends: the fault may be in the middle of a backward, and
+        stopping Kineto inside the autograd engine crashes the process.
+        """
         self.call = None
-        for session in [self._recording[0]] if self._recording is not None else [route[0] for route in self._routes]:
-            session.abandon()
+        self._dropped = self._touched()
+        for session in self._dropped:
+            session.disabled = True
+        in_full(self._put_back, *([self._abandon] if self.inside is None else []))
+
+    def _touched(self) -> list[Session]:
+        """The sessions that a fault in a hook now may have to do with."""
+        return [route[0] for route in self._routes] if self._recording is None else [self._recording[0]]
+
+    def _abandon(self) -> None:
+        """Stop the recorders of the sessions that were dropped. Can be run twice."""
+        recording = self._recording
+        ranges = [] if recording is None else [partial(recording[1].outermost.__exit__, None, None, None)]
+        in_full(*ranges, *(session.abandon for session in self._dropped))
+        self._recording, self._dropped = None, []
 
     def _session_of(self, chunks: tuple[Any, ...]) -> Session | None:
         models = [innermost(chunk) for chunk in chunks]
@@ -123,49 +207,53 @@ def ranged(
     dispatcher: Dispatcher,
     code_of: Code,
     after: Callable[[RecordedCall, dict[str, Any], Any], Any] | None = None,
+    fast: tuple[Any, ...] | None = None,
 ) -> Callable[..., Any]:
     """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
 
     ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.formats.codes`), once;
     ``after(call, kwargs, result)`` returns what the caller gets. A fault of ours is contained; an exception of
-    ``original`` passes unchanged. The timeline's part is what every microbatch of an always-on run pays, so it is
-    written out here rather than composed.
+    ``original``, or of a signal handler of the host's, passes unchanged. ``fast``: the same for
+    `recorders.tape.Hook`, from the code on, for steps that are recorded while no window is open.
     """
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        if Session.memory_full is not None:
-            dispatcher.stop_early()
+        if Session.urgent:
+            dispatcher.settle()
         call = dispatcher.call
         if call is None:
             return original(*args, **kwargs)
-        line, opened, began, code = call.line, None, None, 0
+        line, tape, opened, began, code = call.line, call.tape, None, None, 0
         try:
-            code = code_of(call, args, kwargs)
-            if call.ranged:
-                entering = Range(str(codes.name(code)))
-                entering.__enter__()
-                opened = entering
-            if line is not None:
-                line.now = code
-                began = line.mark()
-        except Exception as fault:
-            contain("opening a range", dispatcher.drop, fault)
-        try:
+            try:
+                code = code_of(call, args, kwargs)
+                if call.ranged:
+                    opened = Range(str(codes.name(code)))
+                    opened.__enter__()
+                if line is not None:
+                    tape.now = code
+                    began = tape.mark()
+            except BaseException as fault:
+                if not contained("opening a range", dispatcher.drop, fault):
+                    raise
             result = original(*args, **kwargs)
         finally:
             try:
                 if began is not None and line is not None:
-                    line.events += (code, began, line.mark())
-                    line.now = 0
+                    tape.add(code, began, tape.mark())
+                    tape.now = 0
                 if opened is not None:
-                    opened.__exit__(None, None, None)
-            except Exception as fault:
-                contain("closing a range", dispatcher.drop, fault)
+                    opened.close()
+            except BaseException as fault:
+                end = dispatcher.drop if opened is None else partial(in_full, opened.close, dispatcher.drop)
+                if not contained("closing a range", end, fault):
+                    raise
         if after is not None:
             try:
                 return after(call, kwargs, result)
-            except Exception as fault:
-                contain("matching a microbatch", dispatcher.drop, fault)
+            except BaseException as fault:
+                if not contained("matching a microbatch", dispatcher.drop, fault):
+                    raise
         return result
 
-    return hooked
+    return hooked if fast is None or Hook is None else Hook(dispatcher.gate, original, hooked, *fast)

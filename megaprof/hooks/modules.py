@@ -21,7 +21,6 @@ from typing import Any
 
 from megaprof.formats import ranges
 from megaprof.hooks.dispatch import Dispatcher
-from megaprof.hooks.patching import Patches
 from megaprof.parallel.chunks import language_model
 from megaprof.recorders.emit import Range
 from megaprof.runtime.isolation import Contained
@@ -39,7 +38,7 @@ class _Pass:
     def __init__(self, name: str, enclosing: _Pass | None) -> None:
         self.name = name
         self.enclosing = enclosing
-        self.opened: Range | None = None  # while its backward runs
+        self.opened: Range | None = None  # while its forward, then while its backward runs
         self.until = 0  # sequence number of the last node that this backward will run
 
     def within(self, other: _Pass) -> bool:
@@ -78,23 +77,21 @@ class ModuleRanges:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._active:
                 return original(*args, **kwargs)
-            running, opened, this, first = self._running, None, None, 0
-            with Contained("opening a module's range", self._dispatcher.drop):
-                # A recomputation runs inside a backward, and its nodes are run there too.
-                enclosing = running.forward or running.backward
-                this = _Pass(name, enclosing[-1] if enclosing else None)
-                first = torch._C._autograd._get_sequence_nr()
-                entering = Range(name)
-                entering.__enter__()
-                opened = entering
-                running.forward.append(this)
+            running, this, first = self._running, None, 0
             try:
+                with Contained("opening a module's range", self._dispatcher.drop):
+                    # A recomputation runs inside a backward, and its nodes are run there too.
+                    enclosing = running.forward or running.backward
+                    this = _Pass(name, enclosing[-1] if enclosing else None)
+                    first = torch._C._autograd._get_sequence_nr()
+                    running.forward.append(this)
+                    this.opened = Range(name)
+                    this.opened.__enter__()
                 result = original(*args, **kwargs)
             finally:
-                if opened is not None:
-                    with Contained("closing a module's range", self._dispatcher.drop):
-                        running.forward.pop()
-                        opened.__exit__(None, None, None)
+                with Contained("closing a module's range", self._dispatcher.drop):
+                    if this is not None:
+                        _close(running.forward, this)
             if this is not None and torch.is_grad_enabled():
                 with Contained("hooking a module's backward", self._dispatcher.drop):
                     self._hook_backward(this, result, first)
@@ -103,9 +100,10 @@ class ModuleRanges:
         return forward
 
     def close(self) -> None:
-        """Close what an exception in the backward left open in this thread."""
-        while self._running.backward:
-            self._close_top()
+        """Close what an exception left open in this thread. Can be run twice."""
+        for stack in (self._running.forward, self._running.backward):
+            while stack:
+                _close(stack, stack[-1])
 
     def _hook_backward(self, this: _Pass, result: Any, first: int) -> None:
         begins = self._running.begins
@@ -131,41 +129,38 @@ class ModuleRanges:
                     this.until = min(this.until, until)
                     continue
                 while stack and not this.within(stack[-1]):
-                    self._close_top()
+                    _close(stack, stack[-1])
                 this.until = until
-                entering = Range(ranges.module_backward(this.name))
-                entering.__enter__()
-                this.opened = entering
                 stack.append(this)
+                this.opened = Range(ranges.module_backward(this.name))
+                this.opened.__enter__()
 
     def _close(self, this: _Pass, number: int, *gradients: Any) -> None:
         if not self._active or this.opened is None or number > this.until:
             return
         with Contained("closing a module's backward range", self._dispatcher.drop):
-            stack = self._running.backward
-            while this in stack:
-                self._close_top()
-
-    def _close_top(self) -> None:
-        this = self._running.backward.pop()
-        opened, this.opened = this.opened, None
-        if opened is not None:
-            opened.__exit__(None, None, None)
+            _close(self._running.backward, this)
 
 
-def patch_modules(patches: Patches, dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> ModuleRanges | None:
-    """Range the modules of ``chunks`` for the call that is being recorded, as ``--profile-ranges`` wants.
+def _close(stack: list[_Pass], this: _Pass) -> None:
+    """Close the range of ``this`` in ``stack``, and those inside it, innermost first; a no-op when it is not there."""
+    while this in stack:
+        inner = stack[-1]
+        if inner.opened is not None:
+            inner.opened.close()
+            inner.opened = None
+        stack.pop()
 
-    Returns what is to be closed when ``patches`` are restored; None when nothing was patched.
-    """
+
+def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
+    """Range the modules of ``chunks`` for the call that is being recorded, as ``--profile-ranges`` wants."""
     call, level = dispatcher.call, dispatcher.level
     if call is None or level not in ("layer", "module") or call.facts.graph is not None:
-        return None
-    of_this_call = ModuleRanges(dispatcher, call)
+        return
+    dispatcher.modules = of_this_call = ModuleRanges(dispatcher, call)
     for chunk in chunks:
         for owner, method, name in sites(chunk, parts=level == "module"):
-            patches.shadow(owner, method, partial(of_this_call.ranged, name))
-    return of_this_call
+            dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
 
 
 def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:

@@ -25,8 +25,8 @@ class Patches:
         if original is None:
             return False
         replacement = functools.wraps(original)(wrap(original))
-        setattr(owner, name, replacement)
         self._applied.append((owner, name, original, replacement))
+        setattr(owner, name, replacement)
         return True
 
     def shadow(self, instance: Any, name: str, wrap: Wrap) -> None:
@@ -45,18 +45,20 @@ class Patches:
 
         Their wrapper still calls ours, which then only passes through: removing it would undo their patch.
         """
-        for owner, name, original, replacement in reversed(self._applied):
-            if vars(owner).get(name) is replacement:
+        while self._applied:  # an entry goes last, so that whoever is interrupted can go on
+            owner, name, original, replacement = self._applied[-1]
+            present = vars(owner).get(name, _INHERITED)
+            if present is replacement:
                 if original is _INHERITED:
                     del vars(owner)[name]
                 elif isinstance(owner, type | ModuleType):
                     setattr(owner, name, original)
                 else:
                     vars(owner)[name] = original
-            else:
+            elif present is not original:
                 logger.warning(
                     "megaprof: %s.%s was wrapped by somebody else after megaprof; it is left as it is",
                     getattr(owner, "__name__", owner),
                     name,
                 )
-        self._applied.clear()
+            self._applied.pop()

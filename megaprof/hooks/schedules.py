@@ -7,6 +7,7 @@ Every host asks ``megatron.core.pipeline_parallel.get_forward_backward_func``, w
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.modules import patch_modules
 from megaprof.hooks.patching import Patches
 from megaprof.recorders.call import CallFacts
-from megaprof.runtime.isolation import Contained
+from megaprof.runtime.isolation import Contained, contained
 
 SCHEDULES = {
     "forward_backward_no_pipelining": "no_pipelining",
@@ -48,30 +49,28 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
     """``label`` names the schedule; None: ``original`` is ``FullCudaGraphWrapper.__call__``, which holds one."""
 
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
-        if dispatcher.depth or dispatcher.empty:
+        if dispatcher.inside is not None or dispatcher.empty:
             return original(*args, **kwargs)
-        entered = time.perf_counter_ns()
-        recorded, of_this_call, modules = False, Patches(), None
-        with Contained("looking at a step", dispatcher.drop):
-            facts = _facts(label, args[0] if label is None else None, kwargs)
-            recorded = dispatcher.begin(facts)
-            if recorded:
-                patch_finalize(of_this_call, dispatcher, facts.chunks)
-                modules = patch_modules(of_this_call, dispatcher, facts.chunks)
-                dispatcher.spent(time.perf_counter_ns() - entered)
         failed = True
-        dispatcher.depth += 1
         try:
+            with Contained("looking at a step", dispatcher.drop):
+                dispatcher.inside = threading.get_ident()
+                entered = time.perf_counter_ns()
+                facts = _facts(label, args[0] if label is None else None, kwargs)
+                if dispatcher.begin(facts):
+                    patch_finalize(dispatcher, facts.chunks)
+                    patch_modules(dispatcher, facts.chunks)
+                    dispatcher.spent(time.perf_counter_ns() - entered)
             result = original(*args, **kwargs)
             failed = False
             return result
         finally:
-            dispatcher.depth -= 1
-            of_this_call.restore()
-            if modules is not None:
-                modules.close()
-            if recorded:
+            dispatcher.inside = None
+            try:
                 dispatcher.end(failed=failed)
+            except BaseException as fault:
+                if not contained("closing a window", dispatcher.drop, fault):
+                    raise
 
     return forward_backward
 

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaprof.hooks.patching import Patches
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def over(what: str) -> None:
         try:
             task()
         except Exception as fault:
+            if from_host(fault):
+                raise
             logger.warning("megaprof: files could not be finished at the end of a %s: %r", what, fault)
 
 
@@ -170,6 +173,8 @@ def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             facts = hook.read(signature.bind(*args, **kwargs).arguments)
         except Exception as fault:  # the host goes on, and so does profiling, with less to say
+            if from_host(fault):
+                raise
             if not failed:
                 failed = True
                 logger.warning("megaprof: %s.%s: cannot read what it knows: %r", hook.module, hook.function, fault)

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megaprof.config import tools
+from megaprof.config.options import flag
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ _FACTORIES = {
 def register_recorder(name: str, factory: RecorderFactory) -> None:
     """Make ``factory`` available as ``--profile-tool NAME``. Call it before the configuration is built.
 
-    Raises ValueError for a name that is not one lower-case word, or that stands for another factory already.
+    For this process: a package offers recorders to all processes, those of ``megaprof run`` among them, by entry points
+    of the group ``megaprof.recorders``, ``NAME = package.module:factory``. Raises ValueError for a name that is not one
+    lower-case word, or that stands for another factory already.
     """
     tools.register(name, factory)
 
@@ -73,6 +76,12 @@ def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ..
 def _factory(name: str) -> RecorderFactory:
     if name in tools.registered:
         return cast("RecorderFactory", tools.registered[name])
+    if name not in _FACTORIES:
+        point = tools.installed()[name]
+        try:
+            return cast("RecorderFactory", point.load())
+        except Exception as fault:
+            raise ValueError(f"{flag('tool')} {name}: {point.value} cannot be loaded: {fault!r}") from fault
     module, _, attribute = _FACTORIES[name].partition(":")
     factory: RecorderFactory = getattr(import_module(module), attribute)
     return factory

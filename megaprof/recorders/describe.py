@@ -58,7 +58,7 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
 
 
 def _ranges(call: RecordedCall, config: ProfileConfig) -> MicrobatchRanges:
-    if call.ran_forward:
+    if call.tape.ran_forward:
         return MicrobatchRanges()
     if call.facts.graph is not None:
         return MicrobatchRanges(False, "the step was replayed from a full-iteration CUDA graph")

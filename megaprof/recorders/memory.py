@@ -17,6 +17,7 @@ from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.names import artifact_path, raw_path
 from megaprof.recorders import Window
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 SUFFIX = ".memory.pickle"
@@ -58,8 +59,8 @@ class MemoryRecorder:
     def start(self, window: Window) -> None:
         if window.warmup:
             return
+        self._window, self._ran_out = window, False  # first: an exception from here on ends in `discard`
         torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=MAX_ENTRIES)
-        self._window, self._ran_out = window, False
         MemoryRecorder._recording = self
         if not MemoryRecorder._observing:
             # Not in a torch without CUDA, and so unknown to its type information.
@@ -77,9 +78,9 @@ class MemoryRecorder:
     def discard(self) -> None:
         if self._window is None:
             return
-        self._window = None
         MemoryRecorder._recording = None
         torch.cuda.memory._record_memory_history(enabled=None)
+        self._window = None
 
     def ran_out(self, device: int, wanted: int, allocated: int, free: int) -> None:
         """An allocation of ``wanted`` bytes failed; ``allocated`` and ``free`` bytes of the device. Once per window:
@@ -117,4 +118,6 @@ def _out_of_memory(device: int, wanted: int, allocated: int, free: int) -> None:
     try:
         recorder.ran_out(device, wanted, allocated, free)
     except Exception as fault:
+        if from_host(fault):
+            raise
         logger.error("megaprof: no memory snapshot of the device that ran out of memory: %s", fault)

@@ -15,6 +15,7 @@ from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.names import artifact_path, raw_path
 from megaprof.recorders import Window
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 SUFFIX = ".nsys.json"
@@ -52,8 +53,12 @@ class NsysRecorder:
     def start(self, window: Window) -> None:
         if window.warmup:  # nsys would write a file for it
             return
-        _call("cudaProfilerStart")
-        self._running = True
+        self._running = True  # first: an exception from here on ends in `discard`
+        try:
+            _call("cudaProfilerStart")
+        except RuntimeError as fault:
+            self._running = from_host(fault)  # else it was refused, and there is nothing to stop
+            raise
         NsysRecorder._captures += 1
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
@@ -68,9 +73,9 @@ class NsysRecorder:
     def discard(self) -> None:
         if not self._running:
             return
-        self._running = False
         _cuda().synchronize()  # kernels that still run would be cut off the end of the window
         _call("cudaProfilerStop")
+        self._running = False
 
 
 def _call(function: str) -> None:

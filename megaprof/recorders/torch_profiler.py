@@ -15,6 +15,7 @@ from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.names import TRACE_SUFFIX, artifact_path, kineto_temporary, raw_path
 from megaprof.recorders import Window, emit
 from megaprof.recorders.host_ranges import add_ranges
+from megaprof.runtime.interruption import from_host
 
 EXECUTION_TRACE_SUFFIX = ".et.json"
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
@@ -54,7 +55,8 @@ class TorchRecorder:
             raise RuntimeError("another torch profiler is already active in this process")
         config, activities = self._config, _activities(self._config)
         if config.execution_trace and not window.warmup:
-            self._observer = _observe(self._raw_execution_trace(window))
+            self._observer = ExecutionTraceObserver()
+            _observe(self._observer, self._raw_execution_trace(window))
         recording = profile(
             activities=activities,
             record_shapes=config.record_shapes,
@@ -65,32 +67,30 @@ class TorchRecorder:
             execution_trace_observer=self._observer,
             experimental_config=_trace_only(config),
         )
+        self._profile = recording  # first: an exception from here on ends in `discard`
         recording.start()
-        self._profile = recording
         emit.log = None if ProfilerActivity.CPU in activities else []
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
-        recording, self._profile = self._profile, None
-        observer, self._observer = self._observer, None
+        recording, observer = self._profile, self._observer
         if recording is None:
             return
-        logged, emit.log = emit.log, None
         raw = raw_path(self._final(window, TRACE_SUFFIX))
-        recording.add_metadata_json("megaprof", json.dumps(metadata))
         try:
+            recording.add_metadata_json("megaprof", json.dumps(metadata))
             recording.stop()
             recording.export_chrome_trace(str(raw))
-            if logged and raw.exists():  # it does not when the disk is full
-                add_ranges(raw, logged)
+            if emit.log and raw.exists():  # it does not when the disk is full
+                add_ranges(raw, emit.log)
         except BaseException:
             for unfinished in (raw, kineto_temporary(raw)):
                 unfinished.unlink(missing_ok=True)
-            _drop(observer)
+            self.discard()
             raise
-        finally:
-            _release(recording)
-            if observer is not None:
-                observer.unregister_callback()
+        self._end()
+        if observer is not None:
+            observer.unregister_callback()
+            self._observer = None
         files = {suffix: self._final(window, suffix) for suffix in self._derived_suffixes()}
         derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
         if "trace" in self._config.export:
@@ -100,22 +100,32 @@ class TorchRecorder:
         if derive is not None:
             self._writer.run(derive)
         if observer is not None:
-            self._writer.submit(
-                Artifact(self._raw_execution_trace(window), self._final(window, EXECUTION_TRACE_SUFFIX))
-            )
+            final = self._final(window, EXECUTION_TRACE_SUFFIX)
+            self._writer.submit(Artifact(self._raw_execution_trace(window), final))
 
     def discard(self) -> None:
-        recording, self._profile = self._profile, None
-        observer, self._observer = self._observer, None
-        if recording is not None:
-            emit.log = None
         try:
-            if recording is not None:
-                recording.stop()
+            self._end()
         finally:
-            if recording is not None:
-                _release(recording)
-            _drop(observer)
+            if self._observer is not None:
+                _drop(self._observer)
+                self._observer = None
+
+    def _end(self) -> None:
+        """Kineto is off afterwards, however far its start or its stop had come. Can be run twice."""
+        recording = self._profile
+        if recording is None:
+            return
+        emit.log = None
+        if torch._C._autograd._profiler_enabled():
+            try:
+                recording.stop()
+            finally:
+                if torch._C._autograd._profiler_enabled():
+                    torch._C._autograd._disable_profiler()
+        torch.autograd.profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]  # what stopping does last
+        _release(recording)
+        self._profile = None
 
     def kernel_summary(self, timeout: float) -> dict[str, Any] | None:
         """See `megaprof.install.Handle.kernel_summary`."""
@@ -157,24 +167,26 @@ def _trace_only(config: ProfileConfig) -> Any:
         return None
     try:
         return torch._C._profiler._ExperimentalConfig(trace_only=True)
-    except TypeError:
+    except TypeError as fault:
+        if from_host(fault):
+            raise
         return None
 
 
-def _observe(path: Path) -> ExecutionTraceObserver:
-    observer = ExecutionTraceObserver()
+def _observe(observer: ExecutionTraceObserver, path: Path) -> None:
+    """Raises RuntimeError when another observer runs in this process."""
     observer.register_callback(str(path))
     # torch answers "registered" also when another observer holds the process's only place. Only ours opens the file.
     if not path.exists():
         observer._registered = False  # or its end would take the other one out
         raise RuntimeError("another execution trace observer is already registered in this process")
-    return observer
 
 
-def _drop(observer: ExecutionTraceObserver | None) -> None:
-    if observer is not None:
-        observer.unregister_callback()
-        Path(str(observer.get_output_file_path())).unlink(missing_ok=True)
+def _drop(observer: ExecutionTraceObserver) -> None:
+    path = observer.get_output_file_path()
+    observer.unregister_callback()
+    if path is not None:
+        Path(path).unlink(missing_ok=True)
 
 
 def _release(recording: profile) -> None:

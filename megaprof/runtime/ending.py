@@ -7,10 +7,12 @@ import multiprocessing
 import multiprocessing.util
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 #: How long a SIGTERM is held up, in seconds, if ``--profile-flush-seconds`` is not less. torchrun, SLURM and
@@ -23,15 +25,16 @@ class Termination:
 
     The handler is in only while ``unsaved()`` (a window is open, or files are pending), only where the default action
     was, and only if the hooks run in the main thread: Python allows no other. A host with a handler of its own ends
-    by its own means, and its exit finishes the files. A rank that is stuck in C code never runs a Python handler, so
-    there SIGTERM has no effect while the handler is in, and the launcher's SIGKILL ends it.
+    by its own means, and its exit finishes the files. A host that puts one in later, and calls the one that was there
+    before it, gets control back once the files are finished. A rank that is stuck in C code never runs a Python
+    handler, so there SIGTERM has no effect while the handler is in, and the launcher's SIGKILL ends it.
     """
 
     def __init__(self, save: Callable[[], None], unsaved: Callable[[], bool]) -> None:
         self._save = save
         self._unsaved = unsaved
         self._armed = False
-        self._holding = False
+        self._holding: FrameType | None = None
         self._due = False
         self._ending = False
 
@@ -41,17 +44,28 @@ class Termination:
         return self
 
     def __enter__(self) -> None:
-        self._holding = True
+        block = sys._getframe(1)
+        if self._holding is None or not self._held_by(block):
+            self._holding = block
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        self._holding = False
+        if self._holding is not sys._getframe(1):
+            return  # a block inside another one
+        self._holding = None
         if self._due:
+            self._due = False
             self._end()
         self._settle()
 
+    def _held_by(self, frame: FrameType | None) -> bool:
+        """Whether ``frame`` runs inside a held block. One whose end the host interrupted holds nothing any more."""
+        while frame is not None and frame is not self._holding:
+            frame = frame.f_back
+        return frame is not None
+
     def reset(self) -> None:
         """Take the handler out, in a forked child too: its parent's files are not the child's to save."""
-        self._holding = self._due = False
+        self._holding, self._due = None, False
         if self._armed:
             self._disarm()
 
@@ -70,21 +84,31 @@ class Termination:
         self._armed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._holding:
-            self._due = True
-        else:
+        ours = signal.getsignal(signal.SIGTERM) == self._handle
+        if self._holding is not None and self._held_by(frame):
+            self._due = ours  # a handler of the host's that calls this one ends the process as it likes
+        elif ours:
             self._end()
+        else:
+            self._finish()
 
     def _end(self) -> None:
         try:
-            if not self._ending:  # a second SIGTERM ends the process at once
-                self._ending = True
-                self._save()
-        except Exception:
-            logger.exception("megaprof: finishing files on SIGTERM failed")
+            self._finish()
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _finish(self) -> None:
+        if self._ending:  # a second SIGTERM ends the process at once
+            return
+        self._ending = True
+        try:
+            self._save()
+        except Exception as fault:
+            if from_host(fault):
+                raise
+            logger.exception("megaprof: finishing files on SIGTERM failed")
 
 
 def at_exit(finish: Callable[[], None]) -> None:

@@ -1,4 +1,5 @@
-"""Fault isolation, in one place: a fault of megaprof never reaches the training that hosts it."""
+"""Fault isolation, in one place: a fault of megaprof never reaches the training that hosts it, and what the host raises
+while our code runs always does (`interruption`)."""
 
 from __future__ import annotations
 
@@ -6,14 +7,18 @@ import traceback
 from collections.abc import Callable
 from types import TracebackType
 
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
+
+#: How often `in_full` runs a step that the host interrupts.
+_ATTEMPTS = 3
 
 
 class Contained:
-    """``with Contained("closing a window", on_fault): ...``: an Exception inside ends here, as one log line.
+    """``with Contained("closing a window", on_fault): ...``: a fault of ours ends here, as one log line.
 
-    ``on_fault`` is called once for it and is itself contained. KeyboardInterrupt and SystemExit belong to the host
-    and pass through.
+    ``on_fault`` is called for every exception, before anything else; it cleans up and can be called twice. What the
+    host raised passes through unchanged, once that is done.
     """
 
     __slots__ = ("_doing", "_on_fault")
@@ -26,14 +31,20 @@ class Contained:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> bool:
-        if not isinstance(fault, Exception):
-            return False
-        contain(self._doing, self._on_fault, fault)
-        return True
+        return fault is not None and contained(self._doing, self._on_fault, fault)
 
 
-def contain(doing: str, on_fault: Callable[[], None], fault: Exception) -> None:
-    """The same for an ``except Exception as fault:``, which costs nothing where nothing fails."""
+def contained(doing: str, on_fault: Callable[[], None], fault: BaseException) -> bool:
+    """The same for ``except BaseException as fault:``, which costs nothing where nothing fails. False: ``fault`` is the
+    host's, and the caller must raise it again."""
+    in_full(on_fault)
+    if from_host(fault):
+        logger.warning(
+            "megaprof: the host raised %s while megaprof was %s; profiling is off for the rest of this run",
+            type(fault).__name__,
+            doing,
+        )
+        return False
     tb = fault.__traceback__
     where = traceback.extract_tb(tb)[-1] if tb is not None else None
     place = f"{where.filename}:{where.lineno}" if where is not None else "unknown place"
@@ -44,7 +55,25 @@ def contain(doing: str, on_fault: Callable[[], None], fault: Exception) -> None:
         fault,
         place,
     )
-    try:
-        on_fault()
-    except Exception:  # the cleanup of a fault must not become the next one
-        logger.debug("megaprof: cleaning up after the fault failed too", exc_info=True)
+    return True
+
+
+def in_full(*steps: Callable[[], object]) -> None:
+    """Run every step of a clean-up, whatever one of them raises. Steps can be run twice.
+
+    What the host raises in the middle of a step goes on to the caller when all are done, and that step runs again. A
+    fault of ours ends its step with a log line: the clean-up of a fault must not become the next one.
+    """
+    theirs: BaseException | None = None
+    for step in steps:
+        for _ in range(_ATTEMPTS):
+            try:
+                step()
+                break
+            except BaseException as fault:
+                if not from_host(fault):
+                    logger.warning("megaprof: cleaning up failed: %r", fault)
+                    break
+                theirs = fault
+    if theirs is not None:
+        raise theirs

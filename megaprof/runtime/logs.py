@@ -6,6 +6,8 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
+from megaprof.runtime.interruption import from_host
+
 
 class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
     """The logger ``megaprof``, without the exceptions of its handlers."""
@@ -13,8 +15,9 @@ class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         try:
             super().log(level, msg, *args, **kwargs)
-        except Exception:  # there is nowhere left to say it
-            return
+        except Exception as fault:  # there is nowhere left to say it
+            if from_host(fault):
+                raise
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line that wrote it, not the one above

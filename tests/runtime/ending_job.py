@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,72 @@ def has_its_own_handler(gpt: BuiltGPT, directory: str) -> None:
     while not seen:
         gpt.train_step()
     sys.exit(5)
+
+
+def calls_the_handler_before_it(gpt: BuiltGPT, directory: str) -> None:
+    """A host that puts its handler in late and, being polite, calls what was there before."""
+
+    def late() -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        assert callable(before), "megaprof's handler is in while its window is open"
+
+        def leave(number: int, frame: Any) -> None:
+            before(number, frame)
+            sys.exit(41)
+
+        signal.signal(signal.SIGTERM, leave)
+        ready()
+
+    install(gpt, directory, skip_first=0)
+    in_forward(gpt, late)
+    gpt.train_step()
+
+
+def interrupted_while_a_window_opens(gpt: BuiltGPT, directory: str) -> None:
+    """Ctrl-C at the moment at which Kineto has started; the host goes on."""
+    profile = torch.profiler.profile
+    start = profile.start
+
+    def interrupted(self: Any) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    profile.start = interrupted  # type: ignore[method-assign]
+    install(gpt, directory, skip_first=0)
+    try:
+        gpt.train_step()
+    except KeyboardInterrupt:
+        print("the host's own")
+    profile.start = start  # type: ignore[method-assign]
+    print("recording", torch._C._autograd._profiler_enabled())
+    gpt.train_step()
+
+
+def removes_from_another_thread(gpt: BuiltGPT, directory: str) -> None:
+    handle = install(gpt, directory, skip_first=0, ranges="module")
+    threads: list[threading.Thread] = []
+
+    def remove() -> None:
+        if not threads:
+            threads.append(threading.Thread(target=handle.remove))
+            threads[0].start()
+            threads[0].join(60)
+            print("asked", handle.active)
+
+    in_forward(gpt, remove)
+    gpt.train_step()
+    print("removed", not handle.active, torch._C._autograd._profiler_enabled())
+    gpt.train_step()
+
+
+def removes_from_another_thread_between_calls(gpt: BuiltGPT, directory: str) -> None:
+    """A window of all roles outlives its call; no call follows, so the end of the process closes it."""
+    handle = install(gpt, directory, target=("train_overall",), skip_first=0)
+    gpt.train_step()
+    other = threading.Thread(target=handle.remove)
+    other.start()
+    other.join(60)
+    print("asked", handle.active)
 
 
 def forks(gpt: BuiltGPT, directory: str) -> None:

@@ -115,6 +115,39 @@ def test_sigkill_leaves_nothing_broken_and_the_next_run_cleans_up(what: str, dir
         assert hidden(directory) == []
 
 
+def test_a_handler_of_the_hosts_that_calls_ours_gets_control_back(directory: Path) -> None:
+    job = run("calls_the_handler_before_it", directory, signal.SIGTERM)
+    assert job.returncode == 41, job.stderr
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["truncated_reason"] == "the process was terminated (SIGTERM)"
+    assert hidden(directory) == []
+
+
+def test_an_exception_while_a_window_opens_leaves_no_profiler_running(directory: Path) -> None:
+    job = run("interrupted_while_a_window_opens", directory)
+    assert job.stdout.splitlines()[-2:] == ["the host's own", "recording False"]
+    assert job.returncode == 0, job.stderr
+    assert hidden(directory) == []
+
+
+def test_removal_from_another_thread_is_left_to_the_training_thread(directory: Path) -> None:
+    job = run("removes_from_another_thread", directory)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines()[-2:] == ["asked True", "removed True False"]
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["truncated_reason"] == "the hooks were removed"
+    assert hidden(directory) == []
+
+
+def test_a_removal_that_nobody_answered_happens_at_the_end_of_the_process(directory: Path) -> None:
+    job = run("removes_from_another_thread_between_calls", directory)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout.splitlines()[-1] == "asked True"
+    (trace,) = traces(directory)
+    assert trace["megaprof"]["truncated_reason"] == "the hooks were removed"
+    assert hidden(directory) == []
+
+
 def test_os_exit_leaves_nothing_broken(directory: Path) -> None:
     job = run("leaves_at_once", directory)
     assert job.returncode == 3, job.stderr

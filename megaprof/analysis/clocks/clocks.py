@@ -28,36 +28,45 @@ _Clock = tuple[str, int]  # host, and the rank where the host's name stands for 
 
 @dataclass(frozen=True)
 class Link:
-    """Messages from one rank to another: the n-th of ``sends``, on the sender's clock, is the n-th of ``receives``.
-
-    ``rendezvous``: a send ends only after its receive began (NCCL kernels; gloo buffers sends).
-    """
+    """Messages from one rank to another."""
 
     sender: int
+    """Rank that sends."""
     receiver: int
+    """Rank that receives."""
     sends: Sequence[Interval]
+    """When each was sent, in nanoseconds on the sender's clock."""
     receives: Sequence[Interval]
+    """When each was received, in the same order, in nanoseconds on the receiver's clock."""
     rendezvous: bool = False
+    """Whether a send ends only after its receive began (NCCL kernels; gloo buffers sends)."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What to add to a rank's times. ``uncertainty_ns`` None: messages in one direction only, so that the offset is
-    bounded from one side and assumes that the quickest of them took no time. ``messages``: how many it rests on."""
+    """What to add to a rank's times."""
 
     offset_ns: int
+    """Nanoseconds."""
     uncertainty_ns: int | None
+    """Plus or minus nanoseconds. None: there are messages in one direction only, so that the offset is bounded from one
+    side, and assumes that the quickest of them took no time."""
     messages: int
+    """How many messages it rests on."""
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """``clocks`` of every rank that is connected with rank ``reference``, whose clock counts; ``hosts`` by rank."""
+    """The clocks of all ranks that messages connect."""
 
     reference: int | None
+    """The rank whose clock counts; None without ranks."""
     clocks: dict[int, Clock]
+    """By rank, of those that are connected with it."""
     hosts: dict[int, str | None]
+    """By rank; None where unknown."""
     warnings: tuple[str, ...]
+    """What the messages contradict, and who is not connected."""
 
     def offset(self, rank: int) -> int:
         """Nanoseconds to add to the times of ``rank``: 0 where nothing is known."""
@@ -73,16 +82,6 @@ class Alignment:
         if not lines and len(self.clocks) > 1 and self.reference is not None:
             lines[f"clocks: all of {_name(self.hosts[self.reference], self.reference)}'s, nothing to align"] = None
         return list(lines)
-
-
-@dataclass(frozen=True)
-class Split:
-    """The two parts of a send's and of its receive's time, in nanoseconds; each pair adds up to its duration."""
-
-    send_waiting_ns: int
-    send_transfer_ns: int
-    receive_waiting_ns: int
-    receive_transfer_ns: int
 
 
 @dataclass
@@ -156,24 +155,6 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
         warnings.append(f"no captured messages connect rank {reference} with {shown}: clocks not aligned")
     clocks = {rank: reached[clock] for rank, clock in sorted(clock_of.items()) if clock in reached}
     return Alignment(reference, clocks, dict(hosts), tuple(dict.fromkeys(warnings)))
-
-
-def waiting_and_transfer(send: Interval, receive: Interval) -> Split:
-    """Split a matched send and receive, both on one clock, into waiting for the neighbour and transferring.
-
-    Bytes move only when both sides are there, so whichever came first waits until the other has come. This is for
-    exchanges in which the ends meet (NCCL's kernels); a buffered send (gloo) waits for nobody. What the alignment
-    leaves uncertain moves the boundary between the two parts by as much, never the sum.
-    """
-    both = max(send[0], receive[0])
-    send_waiting = min(max(both, send[0]), send[1]) - send[0]
-    receive_waiting = min(max(both, receive[0]), receive[1]) - receive[0]
-    return Split(
-        send_waiting_ns=send_waiting,
-        send_transfer_ns=send[1] - send[0] - send_waiting,
-        receive_waiting_ns=receive_waiting,
-        receive_transfer_ns=receive[1] - receive[0] - receive_waiting,
-    )
 
 
 def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[str]) -> dict[int, _Clock]:

@@ -25,7 +25,10 @@ import pyarrow.parquet as pq
 
 from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.formats import timeline as format
+from megaprof.formats.inputs import read_input
 from megaprof.formats.names import host, is_leftover, parse_artifact_name, sanitise
+from megaprof.formats.records import BadRecord, decode
+from megaprof.formats.run import RunRecord
 from megaprof.formats.timeline import Timeline, UnreadableTimeline, read_timeline
 from megaprof.parallel.topology import RankCoords
 from megaprof.version import __version__
@@ -76,18 +79,26 @@ class NothingToExport(Exception):
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. ``kept``: partitions of an earlier export that hold more than the timelines still do; ``cut``:
-    files that end inside a record, as those of a job do that runs or was killed."""
+    """What was written."""
 
     out: Path
+    """Directory of the dataset."""
     runs: tuple[str, ...]
+    """Names of the runs in it, sorted."""
     files: int
+    """Timelines that were read."""
     rows: int
+    """Rows that were written."""
     partitions: int
+    """Partitions that were written."""
     kept: int
+    """Partitions of an earlier export that hold more than the timelines still do, and stay."""
     bytes: int
+    """Bytes that were written."""
     cut: int
+    """Files that end inside a record, as those of a job do that runs or was killed."""
     warnings: tuple[str, ...]
+    """What must be known about single files."""
 
 
 def export(
@@ -171,14 +182,11 @@ class _Runs:
             return
         # A job whose models all have roles has one such file for each: it is one job all the same.
         for path in (directory / "control" / "run.json", *sorted(directory.glob("control/role-*/run.json"))):
-            with contextlib.suppress(OSError, ValueError, RecursionError):
-                said = json.loads(path.read_text(encoding="utf-8"))
-                if isinstance(said, dict) and isinstance(said.get("run"), str) and said["run"]:
-                    self._named = _partition_value(said["run"])
-                    started = said.get("started")
-                    if isinstance(started, int | float) and 0 < started < 1 << 33:
-                        self._from = int(started * 1e9) - _CLOCKS_APART_NS
-                    return
+            with contextlib.suppress(OSError, ValueError, BadRecord):
+                record = RunRecord.from_record(decode(read_input(path)))
+                self._named = _partition_value(record.run)
+                self._from = int(record.started * 1e9) - _CLOCKS_APART_NS
+                return
 
     def of(self, timeline: Timeline) -> Iterator[tuple[str, npt.NDArray[np.bool_]]]:
         """The runs in a file, each with which steps are its."""
@@ -332,7 +340,7 @@ def _refuse_to_lose(out: Path) -> None:
     if not any(out.iterdir()):
         return
     try:
-        mark = json.loads((out / MARK).read_text(encoding="utf-8"))
+        mark = json.loads(read_input(out / MARK))
     except (OSError, ValueError, RecursionError):
         mark = None
     found = mark.get("megaprofExport") if isinstance(mark, dict) else None

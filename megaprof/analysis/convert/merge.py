@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,10 +24,12 @@ from megaprof.analysis.clocks.clocks import Alignment, align
 from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge, StepName, choose
 from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.decoding import Undecodable, read_text
 from megaprof.analysis.trace.gpu import KERNEL
 from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
 from megaprof.formats import ranges
 from megaprof.formats.files import appearing
+from megaprof.formats.inputs import open_input
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 from megaprof.version import __version__
@@ -48,18 +49,26 @@ _OF_PROCESS = ("process_name", "process_labels", "process_sort_index")
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written. ``others``: captured steps that were not; ``left_out``: ranks of this one that were not;
-    ``arrows`` from sends to receives."""
+    """What was written."""
 
     out: Path
+    """The merged timeline."""
     name: StepName
+    """The step."""
     ranks: tuple[int, ...]
+    """Its ranks, by stage."""
     events: int
+    """Events in the file."""
     arrows: int
+    """Arrows from sends to receives."""
     alignment: Alignment
+    """How the clocks were aligned."""
     others: tuple[StepName, ...]
+    """Captured steps that were not merged."""
     left_out: int
+    """Ranks of this step that were not."""
     warnings: tuple[str, ...]
+    """What must be known about it."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +243,7 @@ def _write(
         for position, rank in enumerate(ranks):
             try:
                 base, events = _events(rank.path)
-            except (OSError, EOFError, ValueError, zlib.error) as fault:
+            except (OSError, Undecodable, ValueError, RecursionError, MemoryError) as fault:
                 # It could be read a moment ago.
                 raise NothingToMerge(f"{rank.path} changed while it was read: {fault}") from None
             if position == 0:
@@ -279,9 +288,7 @@ def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
 
 def _events(path: Path) -> tuple[int, Iterator[Any]]:
     """Base time and events of a trace, each decoded when it is its turn. Raises OSError, or ValueError for no JSON."""
-    data = path.read_bytes()
-    text = igzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-    del data
+    text = read_text(path)
     try:
         top = msgspec.json.decode(text, type=_Top)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -365,9 +372,9 @@ def _refuse_to_lose(out: Path) -> None:
     if not out.exists() or (out.is_file() and out.stat().st_size == 0):
         return
     try:
-        with open(out, "rb") as raw:
+        with open_input(out) as raw:
             zipped = raw.read(2) == b"\x1f\x8b"
-        with igzip.open(out, "rb") if zipped else open(out, "rb") as file:
+        with igzip.open(out, "rb") if zipped else open_input(out) as file:
             ours = file.read(256).startswith(b'{"' + MARK.encode())
     except (OSError, EOFError, ValueError):
         ours = False

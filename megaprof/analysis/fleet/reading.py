@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.trends import Floats, Integers
-from megaprof.analysis.trace.reading import Progress, in_processes, processors
+from megaprof.analysis.trace.pool import Progress, each, processors, sizes_of
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
@@ -176,7 +176,7 @@ def read_fleet(
     found = FleetReading(runs, width)
     done = 0
     workers = min(workers, _useful(paths, len(items)))
-    for item, part in zip(items, in_processes(partial(_read_item, runs, width), items, workers), strict=True):
+    for item, part in zip(items, each(partial(_read_item, runs, width), items, workers), strict=True):
         found.add(part)
         done += sum(map(len, item))
         if progress is not None:
@@ -318,7 +318,9 @@ def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
 def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArray[Any]:
     """Add one rank to its series; returns its calls that count."""
     calls, again = _latest(np.concatenate([part.steps for part in parts]))
-    usable: npt.NDArray[Any] = calls[(calls["flags"] & (format.FAILED | format.CAPTURED)) == 0]
+    # A step that the GPU did not finish in time was written without times.
+    timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0)
+    usable: npt.NDArray[Any] = calls[timed]
     metadata, last = parts[-1].metadata, calls[-1]
     compute = _compute(usable)
     first, medians, counts = bucketed(usable["step"], compute / 1e3, width)
@@ -395,12 +397,4 @@ def _merge(
 
 
 def _useful(paths: Sequence[Path], items: int) -> int:
-    total = 0
-    for path in paths:
-        try:
-            total += path.stat().st_size
-        except OSError:
-            continue
-    if total < _WORTH_IT:
-        return 1
-    return max(1, min(items, processors()))
+    return 1 if sum(sizes_of(paths).values()) < _WORTH_IT else max(1, min(items, processors()))

@@ -20,7 +20,8 @@ from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
 from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.trace.reading import Progress, read_all
+from megaprof.analysis.trace.pool import Progress
+from megaprof.analysis.trace.reading import read_all
 from megaprof.analysis.trace.traces import find_traces
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.timeline import SUFFIX

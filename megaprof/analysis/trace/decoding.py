@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from isal import isal_zlib
 
-from megaprof.parallel.machine import find_bounds
+from megaprof.formats.inputs import SMALL, allowed, most_bytes, read_input
 
 _ARGUMENTS = {"description": "Process Group Description", "collective": "Collective name"}
 
@@ -66,10 +66,7 @@ _GZIP = 31  # zlib's wbits for a gzip header
 _PIECE = 8 << 20
 #: Traces shrink to a tenth or a twentieth; what shrinks more than this is no trace, and is given up ...
 MOST_SHRUNK = 250
-#: ... unless it is small. Nothing may take more than this share of the memory that is left, since decoding takes thrice
-#: as much again.
-SMALL = 64 << 20
-_SHARE = 0.25
+#: ... unless it is small.
 _decode = msgspec.json.Decoder(Document).decode
 
 
@@ -79,7 +76,15 @@ def load(path: Path) -> Document:
     Raises Undecodable, and OSError when the file cannot be read.
     """
     try:
-        return decode(_decompress(path.read_bytes()))
+        return decode(read_text(path))
+    except MemoryError:
+        raise Undecodable("it does not fit into memory") from None
+
+
+def read_text(path: Path) -> bytes | bytearray:
+    """The text of ``path``, unpacked if it is gzipped. Raises Undecodable, and OSError when it cannot be read."""
+    try:
+        return _decompress(read_input(path))
     except MemoryError:
         raise Undecodable("it does not fit into memory") from None
 
@@ -123,11 +128,7 @@ def _decompress(data: bytes) -> bytes | bytearray:
 
 def _most(compressed: int) -> int:
     """Bytes that a file may unpack to."""
-    try:
-        left = min(there_is - used for used, there_is in (bound.read() for bound in find_bounds()))
-    except (OSError, ValueError, KeyError):
-        left = 4 << 30  # not Linux: unknown
-    return max(SMALL, min(compressed * MOST_SHRUNK, int(left * _SHARE)))
+    return allowed() or max(SMALL, min(compressed * MOST_SHRUNK, most_bytes()))
 
 
 def _decode_leniently(text: bytes | bytearray) -> Document:

@@ -61,17 +61,18 @@ _CORRELATION = attrgetter("args.correlation")
 
 @dataclass(frozen=True)
 class Activities:
-    """GPU activities in order of their start; one row each.
-
-    ``spans``: start and end, wall-clock nanoseconds, shape ``[n, 2]``. ``launched``: when their launch call began.
-    ``known``: whether the trace holds that call. ``use``: index into `USES`. ``kernel``: a kernel, no copy or memset.
-    """
+    """GPU activities in order of their start; one row each."""
 
     spans: Intervals
+    """Start and end in wall-clock nanoseconds, shape ``[n, 2]``."""
     launched: npt.NDArray[np.int64]
+    """When their launch call began, in wall-clock nanoseconds."""
     known: npt.NDArray[np.bool_]
+    """Whether the trace holds that call."""
     use: npt.NDArray[np.int8]
+    """What each is for, as an index into `USES`."""
     kernel: npt.NDArray[np.bool_]
+    """Whether it is a kernel, no copy or memset."""
 
 
 def spans_of(base: int, events: Sequence[Event]) -> tuple[Intervals, npt.NDArray[np.bool_]]:

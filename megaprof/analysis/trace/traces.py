@@ -40,43 +40,51 @@ class UnreadableTrace(Exception):
 
 @dataclass(frozen=True)
 class Range:
-    """One of megaprof's ranges, in wall-clock nanoseconds."""
+    """One of megaprof's ranges, as a trace holds it."""
 
     name: ranges.RangeName
+    """What it is."""
     start: int
+    """When it began, in wall-clock nanoseconds."""
     end: int
+    """When it ended, likewise."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective (not a pipeline exchange) as the CPU saw it; ``operation`` as gloo names it, e.g. ``all_reduce``.
-
-    Gloo's events do not say which process group they belong to.
-    """
+    """One collective (not a pipeline exchange) as the CPU saw it. Gloo's events do not name their group."""
 
     operation: str
+    """As gloo names it, for instance ``all_reduce``."""
     start: int
+    """When it began, in wall-clock nanoseconds."""
     end: int
+    """When it ended, likewise."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One readable file. ``ranges`` are sorted by start, an enclosing one before what it encloses.
-
-    ``compute`` is when the CPU ran an operator that is not communication (a disjoint set; only filled in when there are
-    collectives to hide). ``has_kernels``: GPU kernels ran, so the ranges are host time, ``gpu`` what it did.
-    ``timeline``: made of a timeline, whose times are the ``host``'s or the ``device``'s.
-    """
+    """One readable file."""
 
     path: Path
+    """The file."""
     metadata: Metadata
+    """What it says of its rank."""
     ranges: tuple[Range, ...]
+    """Sorted by start, an enclosing one before what it encloses."""
     collectives: tuple[Collective, ...] = ()
+    """Sorted by start."""
     compute: Intervals = field(default_factory=lambda: intervals(()))
+    """When the CPU ran an operator that is not communication, a disjoint set; only filled in when there are collectives
+    to hide."""
     has_kernels: bool = False
+    """Whether GPU kernels ran, so that the ranges are host time; ``gpu`` is what the GPU did."""
     gpu: Activities | None = None
+    """None without kernels."""
     warnings: tuple[str, ...] = ()
+    """What must be known about the file."""
     timeline: str | None = None
+    """For one that was made of a timeline, whose times they are: the ``host``'s or the ``device``'s."""
 
 
 def find_traces(directory: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Changes of a captured run, each replayed with the run's own times: see :mod:`megaprof.analysis.what_if.what_if`."""
+"""Changes of a captured run, each replayed with the run's own times: see `what_if`."""
 
 from __future__ import annotations
 
@@ -29,25 +29,27 @@ _Typical = tuple[list[list[float]], list[list[float]]]
 
 @dataclass(frozen=True)
 class Prediction:
-    """One change of the run and what it would take.
-
-    ``kind``: ``layout``, ``balanced``, ``no_straggler``, ``microbatches`` or ``chunks``; ``what``: the change in words.
-    ``flags``: Megatron's arguments for it, in the place of all arguments that place layers now; empty where no argument
-    does it. ``step_ms``: the predicted step; ``speedup``: measured step / predicted step; ``uncertainty_ms``: plus or
-    minus, from the spread of the measured times and steps, the cost model's residual and the replay error. ``memory``:
-    why some stage may need more activation memory than any was measured to hold, or None. ``assumes``: what else it
-    rests on.
-    """
+    """One change of the run and what it would take."""
 
     kind: str
+    """``layout``, ``balanced``, ``no_straggler``, ``microbatches`` or ``chunks``."""
     what: str
+    """The change in words."""
     step_ms: float
+    """The predicted step in milliseconds."""
     speedup: float
+    """Measured step / predicted step."""
     uncertainty_ms: float
+    """Plus or minus milliseconds, from the spread of the measured times and steps, the cost model's residual and the
+    replay error."""
     layout: str | None = None
+    """As Megatron's ``--pipeline-model-parallel-layout`` writes it; None where the layout stays."""
     flags: tuple[str, ...] = ()
+    """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it."""
     memory: str | None = None
+    """Why some stage may need more activation memory than any was measured to hold, or None."""
     assumes: str | None = None
+    """What else it rests on, or None."""
 
 
 class Baseline:

@@ -43,20 +43,24 @@ class NoCostModel(Exception):
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """What one model chunk holds, and one microbatch's milliseconds through it.
-
-    ``kinds``: of its decoder layers, in order. ``layers``: the time of each, None where layer ranges are missing.
-    ``mtp_layers``: the time of all its MTP layers together, None where their ranges are missing.
-    """
+    """What one model chunk holds, and one microbatch's milliseconds through it."""
 
     stage: int
+    """Its pipeline rank."""
     kinds: tuple[str, ...]
+    """Of its decoder layers, in order."""
     cost: Cost
+    """The whole chunk."""
     embedding: bool = False
+    """Whether it holds the embedding."""
     mtp: int = 0
+    """Number of its multi-token prediction (MTP) layers."""
     loss: bool = False
+    """Whether it holds the output layer and the loss."""
     layers: tuple[Cost, ...] | None = None
+    """The time of each decoder layer; None where layer ranges are missing."""
     mtp_layers: Cost | None = None
+    """The time of all its MTP layers together; None where their ranges are missing."""
 
     def count(self, name: str) -> int:
         """How many layers of a kind, or of embedding, mtp and loss, it holds."""
@@ -66,20 +70,21 @@ class ChunkCost:
 
 @dataclass(frozen=True)
 class CostFit:
-    """The costs per kind (``dense``, ``moe``, ..., ``embedding``, ``mtp``, ``loss``), and how far to trust them.
-
-    ``residual``: the largest deviation from a chunk's measured time, as a fraction of it. ``source``: what they were
-    taken from; ``assumptions``: what the times could not say.
-    """
+    """What each kind of layer costs, and how far to trust that."""
 
     by_kind: dict[str, Cost]
+    """Cost by kind (``dense``, ``moe``, ..., ``embedding``, ``mtp``, ``loss``)."""
     kinds: tuple[str, ...]
+    """Of the model's decoder layers, in order."""
     residual: float
+    """The largest deviation from a chunk's measured time, as a fraction of it."""
     source: str
+    """What the costs were taken from."""
     assumptions: tuple[str, ...]
+    """What the times could not say."""
 
     def model(self, p2p_ms: float = 0.0) -> CostModel:
-        """The costs as :func:`~megaprof.analysis.what_if.layout_search.search` takes them."""
+        """The costs as `layout_search.search` takes them."""
         each = tuple(self.by_kind[kind] for kind in self.kinds)
         embedding, loss, mtp = (self.by_kind.get(name, _FREE) for name in (_EMBEDDING, _LOSS, _MTP))
         return CostModel(each[0] if len(set(each)) == 1 else each, embedding, loss, mtp, p2p_ms)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import comb, inf, isfinite
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
 from megaprof.analysis.what_if.simulation import Simulation, simulate
 
-__all__ = ["Candidate", "Cost", "CostModel", "balanced_ms", "lower_bound_ms", "replay_layout", "search"]
+__all__ = ["Candidate", "Cost", "CostModel", "search"]
 
 _PHASES_PER_SEARCH = 12_000_000  # replayed phases; about 2 s of one core
 _FEWEST, _MOST = 100, 2000  # replays a search
@@ -32,17 +32,18 @@ _FREE = Cost(0.0)
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a microbatch costs in each kind of layer, and on its way from one piece to the next.
-
-    ``layer``: one cost for all decoder layers, or one for each in the model's order (dense and MoE layers mixed).
-    ``mtp``: each MTP layer. ``p2p_ms``: one transfer.
-    """
+    """What a microbatch costs in each kind of layer, and on its way from one piece to the next."""
 
     layer: Cost | tuple[Cost, ...]
+    """One cost for all decoder layers, or one for each in the model's order (dense and MoE layers mixed)."""
     embedding: Cost = _FREE
+    """The embedding."""
     loss: Cost = _FREE
+    """The output layer and the loss."""
     mtp: Cost = _FREE
+    """Each multi-token prediction layer."""
     p2p_ms: float = 0.0
+    """Milliseconds of one transfer."""
 
     def units(self, layers: int, mtp_layers: int = 0) -> list[tuple[str, Cost]]:
         """The model from front to back in parts that no layout divides: all MTP layers are one.
@@ -66,14 +67,20 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout and what its replay says. ``layers``: decoder layers of each stage."""
+    """A layout and what its replay says."""
 
     layout: str
+    """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
     flags: tuple[str, ...]
+    """Megatron's arguments for it."""
     step_ms: float
+    """Milliseconds of the replayed step."""
     layers: tuple[int, ...]
+    """Decoder layers of each stage."""
     bubble_fraction: tuple[float, ...]
+    """Of each stage: the fraction of the step in which it computes nothing."""
     pieces: Layout
+    """The layers of each piece."""
 
 
 class _Problem:
@@ -160,7 +167,7 @@ def search(
     MTP layers apart from the loss need megatron-core 0.16.
 
     Raises:
-        ValueError: costs, counts or a schedule that cannot be, see :meth:`CostModel.units` and :func:`simulate`.
+        ValueError: costs, counts or a schedule that cannot be, see `CostModel.units` and `simulate`.
     """
     if top < 1:
         raise ValueError(f"top={top} must be at least 1")
@@ -175,94 +182,6 @@ def search(
         for start in sorted(problem.replays, key=lambda counts: (problem.replays[counts].step_ms, counts))[:3]:
             _improve(problem, start)
     return _best(problem, top)
-
-
-def replay_layout(
-    pieces: Sequence[str],
-    pp: int,
-    cost: CostModel,
-    microbatches: int,
-    *,
-    forward_only: bool = False,
-    microbatch_group_size: int | None = None,
-    rendezvous: bool = False,
-) -> Simulation:
-    """Replay any layout (checked or not, empty pieces too) with the times that a cost model gives it."""
-    layers, mtp_layers = "".join(pieces).count("t"), "".join(pieces).count("m")
-    costs: dict[str, Iterator[Cost]] = {"E": iter([cost.embedding]), "L": iter([cost.loss])}
-    costs["t"] = iter([one for name, one in cost.units(layers) if name == "t"])
-    costs["m"] = iter([cost.mtp] * mtp_layers)
-    placed = [[next(costs[letter]) for letter in piece] for piece in pieces]
-
-    def times(values: list[float]) -> list[list[float]]:
-        return [values[stage::pp] for stage in range(pp)]
-
-    return simulate(
-        times([sum(one.forward_ms for one in piece) for piece in placed]),
-        None if forward_only else times([sum(one.backward_ms for one in piece) for piece in placed]),
-        microbatches,
-        p2p_ms=cost.p2p_ms,
-        microbatch_group_size=microbatch_group_size,
-        rendezvous=rendezvous,
-    )
-
-
-def balanced_ms(
-    cost: CostModel,
-    pp: int,
-    vpp: int,
-    layers: int,
-    microbatches: int,
-    *,
-    mtp_layers: int = 0,
-    forward_only: bool = False,
-    microbatch_group_size: int | None = None,
-    rendezvous: bool = False,
-) -> float:
-    """The step if every piece took the same time, as if layers could be divided: what imbalance costs in all.
-
-    No bound in the strict sense: heavier early stages can fill and drain a short pipeline faster.
-    """
-    units, pieces = cost.units(layers, mtp_layers), pp * vpp
-    forward = sum(one.forward_ms for _, one in units) / pieces
-    backward = sum(one.backward_ms for _, one in units) / pieces
-    return simulate(
-        [[forward] * vpp] * pp,
-        None if forward_only else [[backward] * vpp] * pp,
-        microbatches,
-        p2p_ms=cost.p2p_ms,
-        microbatch_group_size=microbatch_group_size,
-        rendezvous=rendezvous,
-    ).step_ms
-
-
-def lower_bound_ms(
-    cost: CostModel,
-    pp: int,
-    vpp: int,
-    layers: int,
-    microbatches: int,
-    *,
-    mtp_layers: int = 0,
-    forward_only: bool = False,
-) -> float:
-    """No layout's step is shorter than this.
-
-    The largest of: the mean stage's work; one microbatch's way through all pieces; the heaviest indivisible layer's
-    work; and, with one chunk a stage, this. Stage s can begin only after the first microbatch's forward through the
-    stages before it and is followed by the last one's backward through them, so step >= m w_s + (w_0 + ... + w_{s-1})
-    for m microbatches and work w per microbatch; the sum W of all w fixed, the largest of these is smallest when all
-    are equal, which gives W / (1 - (1 - 1/m)^p). A forward passes the later stages too: (m - 1 + p) W / p.
-    """
-    if min(pp, vpp, microbatches) < 1:
-        raise ValueError(f"pp={pp}, vpp={vpp} and microbatches={microbatches} must be at least 1")
-    work = [sum(one) if not forward_only else one.forward_ms for _, one in cost.units(layers, mtp_layers)]
-    total, m = sum(work), microbatches
-    way = total + (pp * vpp - 1) * (1 if forward_only else 2) * cost.p2p_ms
-    bounds = [m * total / pp, way, m * max(work)]
-    if vpp == 1:
-        bounds.append((m - 1 + pp) * total / pp if forward_only else total / (1 - (1 - 1 / m) ** pp))
-    return max(bounds)
 
 
 def _starts(problem: _Problem, layers: int, mtp_layers: int) -> Iterator[_Counts]:

@@ -33,7 +33,7 @@ def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
 
     Raises:
         ValueError: an unknown character, or a number of pieces that is not pp x vpp. For the rules that the layers
-            must follow see :func:`check_layout`.
+            must follow see `check_layout`.
     """
     expanded = text.replace(",", "")
     for pattern in (_GROUP, _REPEAT):
@@ -57,7 +57,7 @@ def parse_layout(text: str, pp: int, vpp: int | None = None) -> Layout:
 
 
 def format_layout(pieces: Sequence[str]) -> str:
-    """The compact string of a layout, such as ``Et*6|(t*4|)*6t*2L``; :func:`parse_layout` gives the pieces back."""
+    """The compact string of a layout, such as ``Et*6|(t*4|)*6t*2L``; `parse_layout` gives the pieces back."""
     texts = [_run_lengths(piece) for piece in pieces]
     ended = "".join(_repeated(f"{text}|", len(list(run))) for text, run in groupby(texts[:-1]))
     return ended + texts[-1]
@@ -145,7 +145,7 @@ def to_flags(pieces: Sequence[str], pp: int) -> tuple[str, ...]:
     such arguments that the run had before, ``--num-layers-per-virtual-pipeline-stage`` included.
 
     Raises:
-        ValueError: see :func:`check_layout`.
+        ValueError: see `check_layout`.
     """
     wanted, vpp = tuple(pieces), max(1, len(pieces) // pp)
     flat = "".join(wanted)

@@ -39,15 +39,22 @@ class Withheld(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """What all steps of a run have in common. ``p2p_ms``: one transfer between stages, where nobody waited."""
+    """What all steps of a run have in common."""
 
     schedule: str
+    """One of `orders.SCHEDULES`."""
     stages: int
+    """Pipeline stages."""
     chunks: int
+    """Model chunks of each."""
     group_size: int | None
+    """Microbatches that pass one chunk before the next one's turn; None: Megatron's default."""
     forward_only: bool
+    """Whether there are no backwards."""
     rendezvous: bool
+    """Whether sends wait for their receives."""
     p2p_ms: float
+    """Milliseconds of one transfer between stages, where nobody waited."""
 
     def simulate(self, forward_ms: Times, backward_ms: Times | None) -> Simulation:
         """Replay one step of this run's schedule with other times, or with another number of microbatches."""
@@ -75,21 +82,24 @@ class Run:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """One captured step: the times of its slowest pipeline (of several data-parallel ones), and what it took.
-
-    ``peers_forward_ms``, ``peers_backward_ms``: where a stage has several captured ranks, the times that they have in
-    common, else None. ``pipeline_ms``: measured, from the first microbatch's start to the last one's end;
-    ``outside_ms``: the rest of the step; ``replay_ms``: the replayed pipeline.
-    """
+    """One captured step: the times of its slowest pipeline (of several data-parallel ones), and what it took."""
 
     step: int
+    """Its number."""
     forward_ms: Times
+    """Forwards, ``[stage][chunk][microbatch]``."""
     backward_ms: Times | None
+    """Backwards likewise; None in a forward-only pass."""
     peers_forward_ms: Times | None
+    """Where a stage has several captured ranks, the times that they have in common, else None."""
     peers_backward_ms: Times | None
+    """The same of backwards."""
     pipeline_ms: float
+    """Measured, from the first microbatch's start to the last one's end."""
     outside_ms: float
+    """The rest of the step."""
     replay_ms: float
+    """The replayed pipeline."""
 
     @property
     def replay_error(self) -> float:

@@ -45,27 +45,32 @@ _MOST_STEPS = 8
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Replay and predictions of one target; times in milliseconds.
-
-    ``replay_error``: (replayed - measured) / measured pipeline, one sample per captured step. ``replay_ms`` and
-    ``measured_ms``: whole steps; ``outside_ms``: the part of both that is no pipeline and is kept as measured.
-    ``rendezvous``, ``p2p_ms``: how exchanges were replayed, see :func:`megaprof.simulate`. ``layout``: as captured.
-    ``best``: the candidate to change to, None when no other layout gains more than its uncertainty; ``advice``: that as
-    a sentence. ``warnings``: why something is missing.
-    """
+    """Replay and predictions of one target. A field is None where ``warnings`` say why."""
 
     replay_ms: float | None = None
+    """Milliseconds of the replayed step."""
     replay_error: Spread | None = None
+    """(replayed - measured) / measured pipeline, one sample per captured step."""
     measured_ms: float | None = None
+    """Milliseconds of the measured step."""
     outside_ms: float | None = None
+    """The part of both that is no pipeline and is kept as measured."""
     rendezvous: bool | None = None
+    """Whether exchanges were replayed as a rendezvous, see `megaprof.simulate`."""
     p2p_ms: float | None = None
+    """Milliseconds of one transfer."""
     layout: str | None = None
+    """The captured layout, as Megatron writes it."""
     costs: CostFit | None = None
+    """What each kind of layer costs."""
     candidates: tuple[Prediction, ...] = ()
+    """The predictions."""
     best: Prediction | None = None
+    """The candidate to change to; None when no other layout gains more than its uncertainty."""
     advice: str | None = None
+    """That as a sentence."""
     warnings: tuple[str, ...] = ()
+    """Why something is missing."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. ``replay_error`` is the mean; flags are one string, quoted for a shell."""

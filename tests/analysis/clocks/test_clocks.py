@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.clocks.clocks import TOLERANCE_NS, Link, align, waiting_and_transfer
+from megaprof.analysis.clocks.clocks import TOLERANCE_NS, Link, align
 
 MS = 1_000_000
 
@@ -180,28 +180,3 @@ def test_the_true_offset_is_never_outside_the_uncertainty(ahead, seed, quickest,
     assert found.warnings == ()
     for rank, clock in found.clocks.items():
         assert abs(clock.offset_ns - (clocks[0] - clocks[rank])) <= clock.uncertainty_ns
-
-
-@pytest.mark.parametrize(
-    ("send", "receive", "expected"),
-    [
-        ((0, 10), (0, 10), (0, 10, 0, 10)),
-        ((6, 10), (0, 10), (0, 4, 6, 4)),  # a late sender: the receiver waits, and the network took 4
-        ((0, 10), (7, 10), (7, 3, 0, 3)),  # a late receiver
-        ((0, 5), (8, 12), (5, 0, 0, 4)),  # a send that ended before its receive began: it did not meet it
-        ((0, 0), (0, 0), (0, 0, 0, 0)),
-    ],
-)
-def test_waiting_is_told_apart_from_transferring(send, receive, expected):
-    split = waiting_and_transfer(send, receive)
-    parts = (split.send_waiting_ns, split.send_transfer_ns, split.receive_waiting_ns, split.receive_transfer_ns)
-    assert parts == expected
-
-
-@given(*[st.integers(0, 100)] * 4)
-def test_both_parts_add_up_to_the_whole(a, b, c, d):
-    send, receive = (min(a, b), max(a, b)), (min(c, d), max(c, d))
-    split = waiting_and_transfer(send, receive)
-    assert min(split.send_waiting_ns, split.send_transfer_ns, split.receive_waiting_ns, split.receive_transfer_ns) >= 0
-    assert split.send_waiting_ns + split.send_transfer_ns == send[1] - send[0]
-    assert split.receive_waiting_ns + split.receive_transfer_ns == receive[1] - receive[0]

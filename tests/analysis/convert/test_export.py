@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import re
 import subprocess
@@ -16,8 +16,11 @@ import pytest
 
 from megaprof.analysis.convert import export as exporting
 from megaprof.analysis.convert.export import MARK, NothingToExport, export
+from megaprof.formats import records, run
 from megaprof.formats import timeline as format
+from megaprof.formats.files import Directory
 from megaprof.formats.names import host
+from megaprof.formats.run import RunRecord
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, coupled, write_timelines
@@ -134,8 +137,11 @@ def test_the_documented_columns_are_the_columns() -> None:
 def test_the_run_is_what_the_job_says_from_its_start_on(tmp_path: Path, place: str) -> None:
     job = tmp_path / "job"
     (job / place).mkdir(parents=True)
-    (job / place / "run.json").write_text(json.dumps({"version": 1, "run": "77aa", "started": START_NS / 1e9 + 3600}))
     layout = WorldLayout(ParallelSizes.of(2))
+    record = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
+    record = dataclasses.replace(record, run="77aa", started=START_NS / 1e9 + 3600)
+    with Directory.open(job / place) as directory:
+        records.write(directory, run.NAME, record.as_record())
     write_timelines(job, layout, steps=3)
     write_timelines(job, layout, steps=3, first_step=3, start_ns=START_NS + 3_700 * 10**9)
     assert export(job, tmp_path / "out").rows == 12

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace import decoding, reading
+from megaprof.analysis.trace import decoding, pool, reading
 from megaprof.analysis.trace.decoding import Undecodable, load
 from megaprof.analysis.trace.reading import read_all
 from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.formats import inputs
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, pipeline
 
@@ -41,7 +42,7 @@ def test_several_processes_give_the_same_answer_in_the_same_order(tmp_path, alwa
 def test_a_killed_process_is_no_reason_to_give_up(tmp_path, always_worth_it, monkeypatch):
     pipeline(tmp_path, [2, 2, 2])
     paths = find_traces(tmp_path)
-    monkeypatch.setattr(reading, "ProcessPoolExecutor", _BreakingPool)
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", _BreakingPool)
     assert [len(r.calls) for r in read_all(paths, workers=2)] == [1, 1, 1]
 
 
@@ -59,12 +60,12 @@ class _BreakingPool:
 
     def map(self, function, paths):
         yield function(paths[0])
-        raise reading.BrokenProcessPool("killed")
+        raise pool.BrokenProcessPool("killed")
 
 
 def test_few_bytes_are_not_worth_a_process(tmp_path, monkeypatch):
     pipeline(tmp_path, [2, 2])
-    monkeypatch.setattr(reading, "ProcessPoolExecutor", None)  # would fail when called
+    monkeypatch.setattr(pool, "ProcessPoolExecutor", None)  # would fail when called
     assert len(list(read_all(find_traces(tmp_path), workers=8))) == 2
 
 
@@ -126,7 +127,8 @@ def test_memory_that_is_left_bounds_what_is_unpacked(tmp_path, monkeypatch):
     path = tmp_path / "large.pt.trace.json.gz"
     path.write_bytes(gzip.compress(os.urandom(1 << 20).hex().encode() * 40, 1))
     monkeypatch.setattr(decoding, "SMALL", 1 << 20)
-    monkeypatch.setattr(decoding, "find_bounds", lambda: [type("Bound", (), {"read": lambda _: (0, 40 << 20)})()])
+    monkeypatch.setattr(inputs, "SMALL", 1 << 20)
+    monkeypatch.setattr(inputs, "find_bounds", lambda: [type("Bound", (), {"read": lambda _: (0, 240 << 20)})()])
     with pytest.raises(Undecodable, match="more than a trace of its size can"):
         load(path)
 

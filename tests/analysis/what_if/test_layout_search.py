@@ -12,12 +12,11 @@ from megaprof.analysis.what_if import layout_search
 from megaprof.analysis.what_if.layout_search import (
     Cost,
     CostModel,
-    balanced_ms,
-    lower_bound_ms,
-    replay_layout,
     search,
 )
 from megaprof.analysis.what_if.layouts import check_layout, parse_layout, to_flags
+from megaprof.analysis.what_if.simulation import simulate
+from tests.analysis.what_if.oracle import lower_bound_ms, replay_layout
 
 milliseconds = st.integers(0, 12).map(lambda quarters: quarters / 4)
 costs = st.builds(Cost, milliseconds, milliseconds)
@@ -91,7 +90,7 @@ def test_among_equals_the_simpler_flags_come_first():
     found = search(CostModel(Cost(1.0, 2.0)), 4, 1, 16, 64)
     assert found[0].flags == ()
     assert found[0].layers == (4, 4, 4, 4)
-    assert found[0].step_ms == balanced_ms(CostModel(Cost(1.0, 2.0)), 4, 1, 16, 64)
+    assert found[0].step_ms == simulate([[4.0]] * 4, [[8.0]] * 4, 64).step_ms
 
 
 def test_a_heavy_loss_takes_layers_from_the_last_stage():

@@ -16,13 +16,14 @@ from rich.console import Console
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
-from megaprof.analysis.what_if.layout_search import Cost, CostModel, replay_layout
+from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.orders import Schedule
 from megaprof.analysis.what_if.replay import in_flight_layers
 from megaprof.analysis.what_if.simulation import simulate
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline
+from tests.analysis.what_if.oracle import replay_layout
 
 CPU = {"gpu": False, "noise": 0.005}
 

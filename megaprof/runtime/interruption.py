@@ -1,0 +1,64 @@
+"""Whose an exception is that arrives in our code: a fault of ours, or raised by the host in the middle of our code.
+
+Python runs a signal handler between two instructions of the main thread, whatever those belong to. So what a handler
+of the host's raises (a time-out by SIGALRM, an exit by SIGTERM, Ctrl-C) may surface in our code, as an exception like
+any other. It is the host's, and must reach the host.
+
+It is told from ours by its traceback, which names every frame that it passed: one of them is the handler, called from
+the frame that it interrupted with that very frame as an argument. Nothing is paid for this before there is an
+exception. Holding signals back instead would not do: a mask is one thread's, and any other thread of the process
+takes the signal then, upon which Python runs the handler in the main thread all the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+from types import CodeType, FrameType
+from typing import Any
+
+
+def from_host(fault: BaseException) -> bool:
+    """True when ``fault`` is no fault of ours: a signal handler raised it, or it is none of the exceptions that stand
+    for an error (KeyboardInterrupt, SystemExit and their kin)."""
+    if not isinstance(fault, Exception):
+        return True
+    outer: FrameType | None = None
+    tb = fault.__traceback__
+    handlers: set[CodeType] | None = None
+    while tb is not None:
+        inner = tb.tb_frame
+        if outer is not None:
+            handlers = _handlers() if handlers is None else handlers
+            if inner.f_code in handlers or _was_handed(inner, outer):
+                return True
+        outer, tb = inner, tb.tb_next
+    return False
+
+
+def _was_handed(frame: FrameType, interrupted: FrameType) -> bool:
+    """Whether ``frame`` got ``interrupted``, which called it, as an argument: nobody but Python does that, for signal
+    handlers and for trace functions."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    for name in code.co_varnames[:count]:
+        value = frame.f_locals.get(name)
+        if value is interrupted or (isinstance(value, tuple) and any(each is interrupted for each in value)):
+            return True
+    return False
+
+
+def _handlers() -> set[CodeType]:
+    """The code of the signal handlers that are in: one may have dropped its arguments."""
+    found = set()
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        if not hasattr(handler, "__code__"):
+            handler = getattr(handler, "__func__", None) or vars(type(handler)).get("__call__")
+        code = getattr(handler, "__code__", None)
+        if isinstance(code, CodeType):
+            found.add(code)
+    return found

@@ -1,0 +1,68 @@
+"""Commands on files that are none: one line, and no waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaprof.cli import main
+
+NAME = "train_actor.step000005.pp0-tp0-cp0-ep0-dp0.rank00000"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A FIFO, a link to an endless device and a huge sparse file, each as a trace and as a timeline."""
+    for number, suffix in enumerate((".pt.trace.json.gz", ".pt.trace.json", ".timeline.bin")):
+        os.mkfifo(tmp_path / f"fifo{number}{suffix}")
+        (tmp_path / f"endless{number}{suffix}").symlink_to("/dev/zero")
+        with open(tmp_path / f"{NAME}{suffix}", "wb") as file:
+            file.truncate(1 << 41)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "{}"],
+        ["merge", "{}", "-o", "{}/out.json.gz"],
+        ["export", "{}", "--parquet", "{}/out"],
+        ["diff", "{}", "{}"],
+        ["report", "{}/fifo0.pt.trace.json.gz"],
+        ["merge", "{}/fifo0.pt.trace.json.gz", "-o", "{}/out.json.gz"],
+        ["export", "{}/fifo2.timeline.bin", "--parquet", "{}/out"],
+        ["diff", "{}/fifo1.pt.trace.json", "{}/endless1.pt.trace.json"],
+        ["merge", "{}", "-o", "{}/fifo0.pt.trace.json.gz"],
+    ],
+)
+def test_hostile_inputs_are_refused_in_one_line(
+    hostile: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([part.format(hostile) for part in command]) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.startswith(f"megaprof {command[0]}: ")
+    assert said.count("\n") == 1
+
+
+def test_a_file_that_does_not_fit_into_memory_is_one_line(tmp_path: Path) -> None:
+    with open(tmp_path / f"{NAME}.pt.trace.json", "wb") as file:
+        file.truncate(3 << 30)
+    script = (
+        "import resource, sys\n"
+        "from megaprof.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
+        "sys.exit(main(['report', sys.argv[1], '--max-input-mib', '100000']))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1
+    assert "it does not fit into memory" in ran.stderr
+    assert ran.stderr.count("\n") == 1
+
+
+def test_the_option_is_a_number_of_mib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path), "--max-input-mib", "0"]) == 2
+    assert "--max-input-mib 0" in capsys.readouterr().err

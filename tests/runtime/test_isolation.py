@@ -1,0 +1,162 @@
+"""Whose an exception is, and that a fault of ours ends where it happens."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megaprof.runtime.interruption import from_host
+from megaprof.runtime.isolation import Contained, contained, in_full
+
+
+class HostTimeout(TimeoutError):
+    pass
+
+
+def plain(number: int, frame: object) -> None:
+    raise HostTimeout
+
+
+def forgetful(number: int, frame: object) -> None:
+    number, frame = 0, None
+    raise HostTimeout(number, frame)
+
+
+def once(number: int, frame: object) -> None:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    raise HostTimeout
+
+
+def by_library(number: int, frame: object) -> None:
+    json.loads("{")
+
+
+class Trainer:
+    def stop(self, number: int, frame: object) -> None:
+        raise HostTimeout
+
+    def __call__(self, number: int, frame: object) -> None:
+        raise HostTimeout
+
+
+def with_more(more: str, number: int, frame: object) -> None:
+    raise HostTimeout
+
+
+def _raise(fault: BaseException) -> None:
+    raise fault
+
+
+HANDLERS: dict[str, Callable[..., Any]] = {
+    "function": plain,
+    "rebinds its arguments": forgetful,
+    "takes itself out": once,
+    "raises in a library": by_library,
+    "lambda": lambda *_: _raise(HostTimeout()),
+    "method": Trainer().stop,
+    "object": Trainer(),
+    "partial": functools.partial(with_more, "more"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _handler_afterwards() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR1)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def our_work(fault: BaseException | None = None) -> None:
+    signal.raise_signal(signal.SIGUSR1)
+    if fault is not None:
+        raise fault
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_what_a_signal_handler_raises_passes_after_the_clean_up(name: str) -> None:
+    signal.signal(signal.SIGUSR1, HANDLERS[name])
+    cleaned: list[int] = []
+    with pytest.raises((HostTimeout, ValueError)) as raised, Contained("working", lambda: cleaned.append(1)):
+        our_work()
+    assert from_host(raised.value)
+    assert cleaned == [1]
+
+
+@pytest.mark.parametrize("fault", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+def test_what_is_no_error_passes_after_the_clean_up(fault: BaseException) -> None:
+    cleaned: list[int] = []
+    with pytest.raises(type(fault)), Contained("working", lambda: cleaned.append(1)):
+        raise fault
+    assert cleaned == [1]
+
+
+def test_a_fault_of_ours_ends_here_also_where_a_handler_is_in(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    with Contained("working", lambda: None):
+        our_work(TimeoutError("of ours"))
+    assert seen == [signal.SIGUSR1]
+    assert "working failed, profiling is off" in caplog.text
+    assert "of ours" in caplog.text
+
+
+def test_what_the_hosts_own_function_raises_when_we_call_it_is_contained() -> None:
+    """It would not run without us."""
+    with Contained("asking for the iteration", lambda: None):
+        _raise(HostTimeout())
+
+
+class Broken(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise RuntimeError("the log is full")
+
+
+@pytest.fixture
+def broken_log() -> Iterator[None]:
+    handler = Broken()
+    logging.getLogger("megaprof").addHandler(handler)
+    yield
+    logging.getLogger("megaprof").removeHandler(handler)
+
+
+@pytest.mark.usefixtures("broken_log")
+def test_a_log_that_raises_costs_neither_the_clean_up_nor_the_host() -> None:
+    cleaned: list[int] = []
+    assert contained("working", lambda: cleaned.append(1), ValueError("of ours"))
+    assert cleaned == [1]
+
+
+@pytest.mark.usefixtures("broken_log")
+def test_every_room_logs_through_the_guard() -> None:
+    """A plain logger of the same name would raise into training."""
+    import sys
+
+    import megaprof.install
+
+    assert megaprof.install.logger is not logging.getLogger("megaprof")
+    rooms = [module for name, module in sys.modules.items() if name.startswith("megaprof.")]
+    loggers = [module.logger for module in rooms if hasattr(module, "logger")]
+    assert len(loggers) > 5
+    for logger in loggers:
+        logger.error("megaprof: nothing happens")
+
+
+def test_a_clean_up_is_run_in_full_whatever_interrupts_it() -> None:
+    signal.signal(signal.SIGUSR1, plain)
+    done: list[str] = []
+
+    def interrupted() -> None:
+        if not done:
+            done.append("began")
+            signal.raise_signal(signal.SIGUSR1)
+        done.append("ended")
+
+    with pytest.raises(HostTimeout):
+        in_full(lambda: 1 / 0, interrupted, lambda: done.append("last"))
+    assert done == ["began", "ended", "last"]
