@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import re
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +114,19 @@ def sanitise(part: str) -> str:
         return clean
     digest = hashlib.sha256(part.encode("utf-8", "surrogatepass")).hexdigest()[:6]
     return f"{clean[: _LONGEST_PART - 7]}_{digest}"
+
+
+def repeats(final: Path) -> Iterator[Path]:
+    """``final``, and the names that a later file of the same window may have instead, in their order."""
+    yield final
+    found = parse_artifact_name(final.name)
+    for repeat in itertools.count(2 if found is None else found.repeat + 1):
+        if found is None:
+            stem, dot, suffix = final.name.partition(".")
+            name = f"{stem}.{repeat}{dot}{suffix}"
+        else:
+            name = artifact_name(found.target, found.role, found.step, found.place, found.suffix, repeat=repeat)
+        yield final.with_name(name)
 
 
 def raw_path(final: Path) -> Path:
