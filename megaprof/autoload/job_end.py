@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,11 @@ def wait(config: ProfileConfig | None, since: float) -> None:
 
 def before_ray_ends(worker: ModuleType, finish: Callable[[], object]) -> None:
     """Call ``finish`` before ``ray.shutdown`` and before the driver's end: both kill the workers of the job, whatever
-    they are doing. ``worker`` is Ray's module of that name. A worker's own end is nothing to wait for others."""
+    they are doing. ``worker`` is Ray's module of that name. A worker's own end is nothing to wait for others. The first
+    call counts."""
     shutdown = worker.shutdown
+    if hasattr(shutdown, "_megaprof"):
+        return
 
     def finish_as_driver() -> None:
         if worker.global_worker.mode != worker.WORKER_MODE:
@@ -43,5 +47,8 @@ def before_ray_ends(worker: ModuleType, finish: Callable[[], object]) -> None:
         finish_as_driver()
         return shutdown(*args, **kwargs)
 
-    worker.shutdown = finish_and_shut_down  # type: ignore[attr-defined]
+    finish_and_shut_down._megaprof = True  # type: ignore[attr-defined]
+    for module in (worker, sys.modules.get("ray")):  # the package has it by name, once it is loaded
+        if module is not None and getattr(module, "shutdown", None) is shutdown:
+            module.shutdown = finish_and_shut_down  # type: ignore[attr-defined]
     atexit.register(finish_as_driver)  # runs before Ray's own, which was registered when its module was loaded

@@ -12,3 +12,7 @@ from megaprof.autoload.arming import arm
 
 if "MEGAPROF_TARGET" in os.environ or "verl" in sys.modules:
     arm()
+if "swift" in sys.modules:
+    from megaprof.autoload.ms_swift import register
+
+    register()

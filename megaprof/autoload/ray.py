@@ -43,7 +43,7 @@ def runtime_env(config: ProfileConfig, base: Mapping[str, Any] | None = None) ->
     merged[HOOK] = f"{__name__}.{setup.__name__}"
     merged["env_vars"] = {**merged.get("env_vars", {}), **config.to_env()}
     worker = sys.modules.get("ray._private.worker")
-    if worker is not None and not hasattr(worker.shutdown, "__wrapped__"):
+    if worker is not None:
         before_ray_ends(worker, partial(wait, config, time.time()))
     return merged
 

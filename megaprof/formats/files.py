@@ -7,6 +7,7 @@ nothing in it is reached through a symbolic link. Who else may write there is as
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -64,29 +65,23 @@ class Directory:
         """The directory that the user named, also through links."""
         return cls(os.open(path, _DIRECTORY), path)
 
+    @classmethod
+    def inside(cls, parent: Path, name: str) -> Directory:
+        """The directory `name` in the directory that the user named. Raises `Unsafe` as `child` does."""
+        return cls(_enter(parent / name, None, parent / name), parent / name)
+
     def child(self, name: str, *, create: int | None = None) -> Directory:
         """The directory `name` in this one, made with the permissions `create` where it does not exist. Raises
         `Unsafe` for a symbolic link, and for whatever else is no directory."""
         path = self.path / name
         try:
-            return Directory(self._open_child(name), path)
+            return Directory(_enter(name, self._descriptor, path), path)
         except FileNotFoundError:
             if create is None:
                 raise
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, create, dir_fd=self._descriptor)
-        return Directory(self._open_child(name), path)
-
-    def _open_child(self, name: str) -> int:
-        try:
-            return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=self._descriptor)
-        except OSError:
-            with contextlib.suppress(OSError):
-                mode = self.stat(name).st_mode
-                if not stat.S_ISDIR(mode):
-                    what = "is a symbolic link" if stat.S_ISLNK(mode) else "is no directory"
-                    raise Unsafe(f"{self.path / name} {what}") from None
-            raise
+        return Directory(_enter(name, self._descriptor, path), path)
 
     def again(self) -> Directory:
         """The same directory once more, to be closed by itself."""
@@ -193,6 +188,21 @@ class Directory:
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def _enter(name: str | Path, descriptor: int | None, path: Path) -> int:
+    """A descriptor of the directory `name` in that of `descriptor`; `path` is for messages."""
+    try:
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+    except OSError as fault:
+        if fault.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        with contextlib.suppress(OSError):
+            mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
+            if not stat.S_ISDIR(mode):
+                what = "is a symbolic link" if stat.S_ISLNK(mode) else "is no directory"
+                raise Unsafe(f"{path} {what}") from None
+        raise
 
 
 @contextlib.contextmanager

@@ -21,8 +21,8 @@ STATUS_RATE = 1000
 #: No job has more ranks: a record that says so is somebody's joke, and nobody reads that many files for it.
 MOST_RANKS = 1 << 18
 LARGEST_PID = 1 << 31
-LATEST = 1e12
-"""Wall-clock seconds that are no time any more."""
+LATEST = float(1 << 33)
+"""Wall-clock seconds that no clock shows before the year 2242; as nanoseconds they fit into 63 bits."""
 
 
 def interval(world: int) -> float:

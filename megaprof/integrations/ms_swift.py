@@ -8,6 +8,7 @@ Shortest way in, no edit: ``--external_plugins`` with the file of ``megaprof.aut
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -45,28 +46,34 @@ _CONTENTS = {"stack": "with_stack", "memory": "profile_memory", "shapes": "recor
 
 
 def config_of(args: Any) -> ProfileConfig:
-    """The ProfileConfig of ms-swift's arguments with the patch: ``--enable_profiler``, ``--profiler_save_path``,
-    ``--profiler_ranks``, ``--profiler_contents``, ``--profiler_steps``, ``--profiler_target``.
+    """The ProfileConfig of ms-swift's arguments with the patch: ``--enable_profiler``, ``--profiler_tool``,
+    ``--profiler_target``, ``--profiler_save_path``, ``--profiler_ranks``, ``--profiler_contents`` and
+    ``--profiler_steps``.
 
-    ``--profiler_ranks`` is what --profile-select takes, ``--profiler_steps`` what --profile-steps takes, in the
-    trainer's own iterations (the first is 0). Without ``--enable_profiler`` the ``MEGAPROF_*`` environment decides.
-    Raises ValueError for what cannot be honoured.
+    ``--profiler_ranks`` and ``--profiler_steps`` are lists of numbers, or what --profile-select and --profile-steps
+    take; steps are the trainer's own iterations, the first being 0. ``--callbacks profiler`` is ``--enable_profiler``
+    in another word. Without either, and without the patch, the ``MEGAPROF_*`` environment decides. Raises ValueError
+    for what cannot be honoured.
     """
-    from megaprof.config.options import ACTIVITIES, ProfileConfig
+    from megaprof.config.options import ACTIVITIES, ProfileConfig, variable
 
-    if not args.enable_profiler:
+    enabled = getattr(args, "enable_profiler", None)
+    if not enabled and (enabled is None or "profiler" not in args.callbacks):
         return ProfileConfig.from_env()
     contents = [word.lower() for word in args.profiler_contents]
     for word in contents:
         if word not in (*ACTIVITIES, *_CONTENTS):
             raise ValueError(f"--profiler_contents: unknown {word!r}; valid: {', '.join((*ACTIVITIES, *_CONTENTS))}")
+    if not args.profiler_save_path and variable("dir") not in os.environ:
+        raise ValueError("--profiler_save_path: not set; valid: the directory that receives the traces")
     given: dict[str, Any] = {_CONTENTS[word]: True for word in contents if word in _CONTENTS}
     optional = {
         "target": args.profiler_target,
-        "activities": [word for word in contents if word in ACTIVITIES],
+        "tool": args.profiler_tool,
+        "activities": [word for word in contents if word in ACTIVITIES] if "torch" in args.profiler_tool else None,
         "dir": args.profiler_save_path,
-        "select": args.profiler_ranks,
-        "steps": args.profiler_steps,
+        "select": ",".join(args.profiler_ranks),
+        "steps": ",".join(args.profiler_steps),
     }
     return ProfileConfig.from_values(given | {name: value for name, value in optional.items() if value})
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megaprof.config import tools
+from megaprof.config.options import flag
+from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
@@ -29,6 +33,16 @@ class Window:
     """Of this rank."""
     warmup: bool = False
     """True: the window is thrown away afterwards. A recorder with nothing to warm up ignores it."""
+    last: int | None = None
+    """The number of its last step, once it closes; None: that of its first."""
+    asked: int | None = None
+    """The step that was asked for, where another window was open in it and this one is captured instead; else None."""
+    repeat: int = 1
+    """The how-manieth window it is with these names, from 1 on: a finished file is never replaced."""
+
+    def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
+        """Where the file of this window with ``suffix`` goes. Nothing is created."""
+        return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
 
 
 class Recorder(Protocol):
@@ -59,7 +73,9 @@ _FACTORIES = {
 def register_recorder(name: str, factory: RecorderFactory) -> None:
     """Make ``factory`` available as ``--profile-tool NAME``. Call it before the configuration is built.
 
-    Raises ValueError for a name that is not one lower-case word, or that stands for another factory already.
+    For this process: a package offers recorders to all processes, those of ``megaprof run`` among them, by entry points
+    of the group ``megaprof.recorders``, ``NAME = package.module:factory``. Raises ValueError for a name that is not one
+    lower-case word, or that stands for another factory already.
     """
     tools.register(name, factory)
 
@@ -73,6 +89,12 @@ def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ..
 def _factory(name: str) -> RecorderFactory:
     if name in tools.registered:
         return cast("RecorderFactory", tools.registered[name])
+    if name not in _FACTORIES:
+        point = tools.installed()[name]
+        try:
+            return cast("RecorderFactory", point.load())
+        except Exception as fault:
+            raise ValueError(f"{flag('tool')} {name}: {point.value} cannot be loaded: {fault!r}") from fault
     module, _, attribute = _FACTORIES[name].partition(":")
     factory: RecorderFactory = getattr(import_module(module), attribute)
     return factory

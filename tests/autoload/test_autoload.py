@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from megaprof import ProfileConfig
 from megaprof.autoload import arming
 from megaprof.autoload.arming import PATH, environment
 from megaprof.integrations import registry
+from megaprof.version import __version__
 
 ROOT = Path(__file__).parents[2]
 
@@ -151,3 +153,57 @@ def test_a_world_that_the_configuration_does_not_fit_stops_before_the_first_step
     assert run.returncode == 1
     assert "ValueError: --profile-select" in run.stderr
     assert "hooked" not in run.stdout
+
+
+RECORDER = """
+import json, os
+from pathlib import Path
+
+class Recorder:
+    def __init__(self, config, writer):
+        self.config = config
+
+    def start(self, window):
+        self.step = window.step
+
+    def stop(self, window, metadata):
+        Path(self.config.dir, "mine.json").write_text(json.dumps([window.target, window.step, metadata["version"]]))
+
+    def discard(self): ...
+"""
+
+
+def test_a_recorder_of_an_installed_package_works_through_megaprof_run(env: dict[str, str], tmp_path: Path) -> None:
+    package = tmp_path / "site"
+    (package / "acme-1.0.dist-info").mkdir(parents=True)
+    (package / "acme.py").write_text(RECORDER)
+    (package / "acme-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (package / "acme-1.0.dist-info" / "entry_points.txt").write_text(
+        "[megaprof.recorders]\nacme = acme:Recorder\nbroken = acme:nothing\ntorch = acme:Recorder\n"
+    )
+    (tmp_path / "train.py").write_text(ONE_RANK)
+    env["PYTHONPATH"] += os.pathsep + str(package)
+
+    def run(tool: str) -> Any:
+        options = [
+            "--profile-target",
+            "train_actor",
+            "--profile-steps",
+            "1",
+            "--profile-dir",
+            "out",
+            "--profile-tool",
+            tool,
+        ]
+        command = [sys.executable, "-m", "megaprof", "run", *options, "--", "train.py", str(tmp_path)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, cwd=tmp_path)
+
+    done = run("acme")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "mine.json").read_text()) == ["train_actor", 1, __version__]
+    assert "the recorder torch = acme:Recorder is ignored" in done.stderr
+    (tmp_path / "store").unlink(missing_ok=True)
+    broken = run("broken")
+    assert broken.returncode == 1
+    assert "ValueError: --profile-tool broken: acme:nothing cannot be loaded" in broken.stderr
+    assert "hooked" not in broken.stdout

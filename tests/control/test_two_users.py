@@ -152,7 +152,7 @@ def test_another_user_may_not_ask_a_job_that_runs(shared: Path) -> None:
     gate = places.Gated(shared, run)  # root's
     places.write(gate.paths.run, run.as_record())
     status = {"run": run.run, "rank": 0, "host": run.host, "name": "here", "pid": run.pid, "interval": 1.0, "calls": []}
-    status |= {"coords": dict.fromkeys(("pp", "tp", "cp", "ep", "dp"), 0), "time": 1e11, "since": 1e11}
+    status |= {"coords": dict.fromkeys(("pp", "tp", "cp", "ep", "dp"), 0), "time": 8e9, "since": 8e9}
     gate.paths.status(0).parent.mkdir()
     places.write(gate.paths.status(0), status)
     asked = as_user(ATTACKER, "trigger", shared, "--target", "train_actor", "--timeout", 5)

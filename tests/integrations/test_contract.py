@@ -262,21 +262,55 @@ def test_megatron_lm_rl_computes_its_own_log_probs_first() -> None:
         assert facts(megatron_lm, "compute_logprobs_batch").role == "ref"
 
 
-def test_ms_swift_options_mean_what_they_say(tmp_path: Any) -> None:
+def swift_options(directory: Any, **given: Any) -> Any:
+    """ms-swift's arguments with the patch, as its parser leaves them."""
     options = {
+        "callbacks": [],
         "enable_profiler": True,
+        "profiler_tool": ["torch"],
         "profiler_target": ["train_actor"],
-        "profiler_save_path": str(tmp_path),
-        "profiler_ranks": "0,1",
-        "profiler_contents": ["cpu", "stack"],
-        "profiler_steps": "2:4",
+        "profiler_save_path": str(directory),
+        "profiler_ranks": ["0", "1"],
+        "profiler_contents": ["cpu", "cuda", "stack"],
+        "profiler_steps": ["1"],
     }
-    config = ms_swift.config_of(SimpleNamespace(**options))
-    assert (config.select, config.steps, config.activities, config.with_stack) == ("0,1", "2:4", ("cpu",), True)
+    return SimpleNamespace(**options | given)
+
+
+def test_ms_swifts_own_command_means_what_it_says(tmp_path: Any) -> None:
+    config = ms_swift.config_of(swift_options(tmp_path))
+    assert (config.select, config.steps, config.activities, config.with_stack) == ("0,1", "1", ("cpu", "cuda"), True)
     assert config.profile_memory is False
-    assert not ms_swift.config_of(SimpleNamespace(**options | {"enable_profiler": False})).enabled
-    with pytest.raises(ValueError, match="--profiler_contents: unknown 'gpu'"):
-        ms_swift.config_of(SimpleNamespace(**options | {"profiler_contents": ["gpu"]}))
+    config = ms_swift.config_of(
+        swift_options(tmp_path, profiler_ranks=["per-stage"], profiler_steps=["2:4"], profiler_contents=["CPU"])
+    )
+    assert (config.select, config.steps, config.activities) == ("per-stage", "2:4", ("cpu",))
+    several = ms_swift.config_of(swift_options(tmp_path, profiler_steps=["1", "2", "5"], profiler_ranks=[]))
+    assert (several.steps, several.select) == ("1,2,5", None)
+    memory = ms_swift.config_of(swift_options(tmp_path, profiler_tool=["memory"], profiler_contents=["cpu", "cuda"]))
+    assert memory.tool == ("memory",)
+
+
+def test_ms_swifts_profiler_is_off_unless_it_is_named(tmp_path: Any) -> None:
+    off = swift_options(tmp_path, enable_profiler=False)
+    assert not ms_swift.config_of(off).enabled
+    off.callbacks = ["profiler"]
+    assert ms_swift.config_of(off).select == "0,1"
+    assert not ms_swift.config_of(SimpleNamespace(callbacks=["profiler"])).enabled  # not patched: the environment
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"profiler_contents": ["gpu"]}, "--profiler_contents: unknown 'gpu'"),
+        ({"profiler_tool": ["perf"]}, "unknown value 'perf'"),
+        ({"profiler_save_path": None}, "--profiler_save_path: not set"),
+        ({"profiler_ranks": ["0", "-1"]}, "-1"),
+    ],
+)
+def test_ms_swift_refuses_what_it_cannot_honour(given: dict[str, Any], message: str, tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=message):
+        ms_swift.config_of(swift_options(tmp_path, **given))
 
 
 def test_slime_init_honours_slimes_own_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def batches(rows: int = 1) -> Iterator[dict[str, Any]]:
 
 
 def trainer(base: Any, gpt: Any, args: Any) -> Any:
+    from swift.megatron.callbacks import megatron_callbacks_map
     from swift.megatron.callbacks.default_flow import DefaultFlowCallback
     from swift.megatron.trainers.utils import TrainerState
 
@@ -84,7 +85,10 @@ def trainer(base: Any, gpt: Any, args: Any) -> Any:
             self.opt_param_scheduler = SimpleNamespace(step=lambda increment: None)
             self.state = TrainerState(iteration=FIRST)  # as after a resume
             self.enable_routing_replay, self.eval_metrics = False, None
-            self.callbacks = [DefaultFlowCallback(self)]
+            self.callbacks = [
+                DefaultFlowCallback(self),
+                *(megatron_callbacks_map[name](self) for name in args.callbacks),
+            ]
 
         def _prepare_data_iterator(self, train_dataset: Any, val_dataset: Any = None) -> Any:
             return batches(), batches()
@@ -176,9 +180,9 @@ def test_options_of_its_own_and_an_evaluation(wheel: Callable[[str], Path], tmp_
     env = host_environment(host, None)
     skip_unless_importable("swift.megatron.trainers.trainer", env, "mcore_bridge")
     options = [
-        *("--enable_profiler", "true"),
+        *("--callbacks", "profiler"),
         *("--profiler_save_path", str(tmp_path)),
-        *("--profiler_ranks", "pp=1"),
+        *("--profiler_ranks", "0", "1"),
         *("--profiler_contents", "cpu", "shapes"),
         *("--profiler_steps", f"train_actor={LAST};train_log_probs=0;evaluate=1"),
         *("--profiler_target", "train_actor", "train_log_probs", "evaluate"),
@@ -186,7 +190,9 @@ def test_options_of_its_own_and_an_evaluation(wheel: Callable[[str], Path], tmp_
     run_ranks(train, WORKLOAD.world_size, str(host), *options, timeout=240, env=env)
 
     found = traces(tmp_path)
-    assert sorted(found) == ["evaluate.step000001.pp1", f"train_actor.step{LAST:06d}.pp1"]
+    assert sorted(found) == [
+        f"{name}.pp{pp}" for name in ("evaluate.step000001", f"train_actor.step{LAST:06d}") for pp in (0, 1)
+    ]
     for name, trace in found.items():
         assert labels(trace).count("forward") == WORKLOAD.microbatches
         assert labels(trace).count("backward") == (WORKLOAD.microbatches if name.startswith("train_actor") else 0)

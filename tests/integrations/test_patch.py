@@ -40,8 +40,9 @@ def test_what_is_shipped_adds_a_few_lines_and_quotes_none(path: Path) -> None:
     added = [line for file in patch.files for hunk in file.hunks for line in hunk.lines]
     assert patch.host == path.parent.name
     assert patch.version.removeprefix("commit ").startswith(path.stem)
-    assert 0 < len(added) <= 16
-    assert any(b"install_hooks(" in line for line in added)
+    assert 0 < len(added) <= 32
+    # The hooks go in where the model is, or by a callback of ours in the host's own registry.
+    assert any(b"install_hooks(" in line or b"import megatron_callback" in line for line in added)
     body = path.read_text().partition("diff --git")[2].splitlines()[1:]
     assert not [line for line in body if line.startswith(("-", " ")) and not line.startswith("--- a/")]
     assert all(re.fullmatch(r"@@ -\d+,0 \+\d+(,\d+)? @@", line) for line in body if line.startswith("@@"))
@@ -71,7 +72,7 @@ def test_what_a_host_ships(
         patched = tree(root)
         changed = [name for name in released if patched[name] != released[name]]
         assert changed == sorted(changed, key=list(released).index)
-        assert len(changed) == 2
+        assert len(changed) == (4 if host == "ms-swift" else 2)
     for name in changed:
         py_compile.compile(str(root / name), cfile=str(root / "x.pyc"), doraise=True)
         assert set(released[name][0].splitlines()) <= set(patched[name][0].splitlines())
