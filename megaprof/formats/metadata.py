@@ -55,6 +55,10 @@ class Metadata:
     """First and last step, inclusive, in the host's own numbering where it has one."""
     version: str | None = None
     """Version of megaprof that wrote it."""
+    run: str | None = None
+    """The process that wrote it: host, process number, start time. A restarted job has other ones."""
+    asked_step: int | None = None
+    """The step that was asked for, where another window was open in it and this later one was captured instead."""
     role: str | None = None
     """The model's role, where it has one."""
     schedule: str | None = None
@@ -143,6 +147,7 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
         yield f"sizes.{axis}", size, MOST
     for step in metadata.steps:
         yield "steps", step, MOST_STEPS - 1
+    yield "asked_step", metadata.asked_step, MOST_STEPS - 1
     yield "microbatches", metadata.microbatches, MOST
     yield "microbatch_group_size", metadata.microbatch_group_size, MOST
     yield "chunks", len(metadata.chunks), MOST

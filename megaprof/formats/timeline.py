@@ -97,15 +97,17 @@ class StepRecord:
     """Microseconds that recording took on the training thread."""
     flags: int = 0
     """``DEVICE_CLOCK`` and the others, added up."""
+    packed: bytes | None = None
+    """``starts`` and ``ends`` as `pack_times` has them, in their place."""
 
 
 def metadata_record(metadata: dict[str, Any]) -> bytes:
     return _record(METADATA, json.dumps(metadata, separators=(",", ":")).encode())
 
 
-def shape_record(events: Sequence[int]) -> bytes:
-    """``events``: codes of `megaprof.formats.codes`, in the order of their starts."""
-    return _record(SHAPE, np.asarray(events, dtype="<i8").tobytes())
+def shape_record(events: Sequence[int] | bytes) -> bytes:
+    """``events``: codes of `megaprof.formats.codes`, in the order of their starts; or the same as 64-bit integers."""
+    return _record(SHAPE, events if isinstance(events, bytes) else np.asarray(events, dtype="<i8").tobytes())
 
 
 def step_record(step: StepRecord, metadata: int | None = None, shape: int | None = None) -> bytes:
@@ -123,36 +125,41 @@ def step_record(step: StepRecord, metadata: int | None = None, shape: int | None
             for number in (step.duration, *(step.totals.get(kind, 0) for kind in codes.KINDS.values()), step.own)
         ),
     )
-    return _record(STEP, fixed + _pack_times(step.starts, step.ends))
+    packed = step.packed
+    if packed is None:
+        times = np.stack([np.asarray(step.starts, dtype=np.int64), np.asarray(step.ends, dtype=np.int64)], axis=-1)
+        (packed,) = pack_times(times[None])
+    return _record(STEP, fixed + packed)
 
 
-def _pack_times(starts: Sequence[int] | Microseconds, ends: Sequence[int] | Microseconds) -> bytes:
-    """For every event how long after the one before it began, and how long it took, in 16 bits each. Raises ValueError
-    for events that are not in the order of their starts.
+def pack_times(times: Microseconds) -> list[bytes]:
+    """The times of steps with as many events each, ``[step, event, 2]`` with start and end: for every event how long
+    after the one before it began, and how long it took, in 16 bits each. Raises ValueError for events that are not in
+    the order of their starts.
 
-    The unit is the first power of two of microseconds in which all fit: a step whose longest phase takes a second is
-    kept to 16 us. Differences are of rounded times, so errors do not add up.
+    The unit is the first power of two of microseconds in which all times of a step fit: a step whose longest phase
+    takes a second is kept to 16 us. Differences are of rounded times, so errors do not add up.
     """
-    if not len(starts):
-        return b""
-    begin, end = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
-    times = np.empty((len(begin), 2), dtype=np.int64)
-    _differences(times, begin, end)
-    if int(times.min()) < 0:
+    if not times.size:
+        return [b""] * len(times)
+    differences = _differences(times)
+    if int(differences.min()) < 0:
         raise ValueError("events are not in the order of their starts, or end before they start")
-    longest = int(times.max())
-    unit = max(0, longest.bit_length() - 16)
-    if unit and longest >> unit == _LARGEST:  # rounding may add one
-        unit += 1
-    if unit:
-        _differences(times, begin >> unit, end >> unit)
-    return bytes((unit,)) + times.astype("<u2").tobytes()
+    packed = []
+    for step, longest in enumerate(differences.max(axis=(1, 2)).tolist()):
+        unit = max(0, longest.bit_length() - 16)
+        if unit and longest >> unit == _LARGEST:  # rounding may add one
+            unit += 1
+        of_step = _differences(times[step : step + 1] >> unit) if unit else differences[step]
+        packed.append(bytes((unit,)) + of_step.astype("<u2").tobytes())
+    return packed
 
 
-def _differences(times: Microseconds, begin: Microseconds, end: Microseconds) -> None:
-    times[0, 0] = begin[0]
-    times[1:, 0] = begin[1:] - begin[:-1]
-    times[:, 1] = end - begin
+def _differences(times: Microseconds) -> Microseconds:
+    differences = times.copy()
+    differences[:, 1:, 0] -= times[:, :-1, 0]
+    differences[:, :, 1] -= times[:, :, 0]
+    return differences
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from megaprof.hooks.patching import Patches
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
+from megaprof.recorders.tape import Gate, Hook
 from megaprof.runtime.isolation import contained, in_full
 from megaprof.runtime.logs import logger
 
@@ -37,7 +38,8 @@ class Dispatcher:
     def __init__(self, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Windows open and close inside a ``held()`` block, which keeps a SIGTERM from ending one half-way."""
         self._held = held
-        self.call: RecordedCall | None = None
+        self._call: RecordedCall | None = None
+        self.gate = Gate(self._clock_failed)
         self.inside: int | None = None
         """The thread that is inside a schedule call. A CUDA graph wrapper calls the schedule inside itself."""
         self.of_this_call = Patches()
@@ -64,6 +66,23 @@ class Dispatcher:
         """The finest ranges that the call being recorded is to have."""
         recording = self._recording
         return recording[0].config.ranges if recording is not None and recording[1].ranged else "step"
+
+    @property
+    def call(self) -> RecordedCall | None:
+        """The call that is being recorded, None outside of one. All that hooks in Python look at."""
+        return self._call
+
+    @call.setter
+    def call(self, call: RecordedCall | None) -> None:
+        self._call = call
+        self.gate.tape = call.tape if call is not None and call.line is not None else None
+        # An open window wants ranges, or at least to be closed early when host memory runs out.
+        self.gate.slow = (call is not None and call.ranged) or Session.open_window() is not None
+
+    def _clock_failed(self, fault: BaseException) -> None:
+        """What the clock of a tape raised; raises what belongs to the host."""
+        if not contained("reading the clock of the timeline", self.drop, fault):
+            raise fault
 
     def begin(self, facts: CallFacts) -> bool:
         """True when the call is recorded. ``end`` must follow in any case."""
@@ -188,13 +207,14 @@ def ranged(
     dispatcher: Dispatcher,
     code_of: Code,
     after: Callable[[RecordedCall, dict[str, Any], Any], Any] | None = None,
+    fast: tuple[Any, ...] | None = None,
 ) -> Callable[..., Any]:
     """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
 
     ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.formats.codes`), once;
     ``after(call, kwargs, result)`` returns what the caller gets. A fault of ours is contained; an exception of
-    ``original``, or of a signal handler of the host's, passes unchanged. The timeline's part is what every microbatch
-    of an always-on run pays, so it is written out here rather than composed.
+    ``original``, or of a signal handler of the host's, passes unchanged. ``fast``: the same for
+    `recorders.tape.Hook`, from the code on, for steps that are recorded while no window is open.
     """
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +223,7 @@ def ranged(
         call = dispatcher.call
         if call is None:
             return original(*args, **kwargs)
-        line, opened, began, code = call.line, None, None, 0
+        line, tape, opened, began, code = call.line, call.tape, None, None, 0
         try:
             try:
                 code = code_of(call, args, kwargs)
@@ -211,8 +231,8 @@ def ranged(
                     opened = Range(str(codes.name(code)))
                     opened.__enter__()
                 if line is not None:
-                    line.now = code
-                    began = line.mark()
+                    tape.now = code
+                    began = tape.mark()
             except BaseException as fault:
                 if not contained("opening a range", dispatcher.drop, fault):
                     raise
@@ -220,8 +240,8 @@ def ranged(
         finally:
             try:
                 if began is not None and line is not None:
-                    line.events += (code, began, line.mark())
-                    line.now = 0
+                    tape.add(code, began, tape.mark())
+                    tape.now = 0
                 if opened is not None:
                     opened.close()
             except BaseException as fault:
@@ -236,4 +256,4 @@ def ranged(
                     raise
         return result
 
-    return hooked
+    return hooked if fast is None or Hook is None else Hook(dispatcher.gate, original, hooked, *fast)

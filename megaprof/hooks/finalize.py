@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megaprof.formats import codes
@@ -16,7 +17,7 @@ def patch_finalize(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     from there at the end of a step (0.12 to 0.19): so it is hooked per recorded call, and put back when the call ends.
     """
     config = getattr(innermost(chunks[0]), "config", None) if chunks else None
-    code = always(codes.FINALIZE)
     if config is not None and hasattr(config, "__dict__"):
         finalize = "finalize_model_grads_func"
-        dispatcher.of_this_call.apply(config, finalize, lambda original: ranged(original, dispatcher, code))
+        wrap = partial(ranged, dispatcher=dispatcher, code_of=always(codes.FINALIZE), fast=(codes.FINALIZE,))
+        dispatcher.of_this_call.apply(config, finalize, wrap)

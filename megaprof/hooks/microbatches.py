@@ -5,15 +5,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from megaprof.formats import codes
-from megaprof.hooks.dispatch import Code, Dispatcher, always, ranged
+from megaprof.hooks.dispatch import Code, Dispatcher, ranged
 from megaprof.hooks.patching import Patches
-from megaprof.recorders.call import CallFacts, RecordedCall
-from megaprof.recorders.line import Line
+from megaprof.recorders.call import RecordedCall
 
 
 def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
@@ -32,12 +29,19 @@ def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
 
 
 def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
-    return ranged(original, dispatcher, _position(original, "model", codes.FORWARD), _produced)
+    places = (_place(original, "model"), "model"), (_place(original, "current_microbatch"), "current_microbatch")
+    position = _position(original, "model", codes.FORWARD)
+    return ranged(original, dispatcher, position, _produced, fast=(codes.FORWARD, *places))
 
 
 def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     output = _argument(original, "output_tensor")
-    return ranged(original, dispatcher, lambda call, args, kwargs: codes.BACKWARD | call.consumed(output(args, kwargs)))
+
+    def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        return codes.BACKWARD | int(call.tape.consumed(output(args, kwargs)))
+
+    place = _place(original, "output_tensor"), "output_tensor"
+    return ranged(original, dispatcher, code, fast=(codes.BACKWARD, place))
 
 
 def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
@@ -46,66 +50,17 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
     position, output = _position(original, "f_model", 0), _argument(original, "b_output_tensor")
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        call.forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
+        call.tape.forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
         if backward_model(args, kwargs) is None:
-            return codes.FORWARD | (call.forward or 0)
-        backward = call.consumed(output(args, kwargs))
-        return codes.BACKWARD | backward if call.forward is None else codes.combined(call.forward, backward)
+            return codes.FORWARD | (call.tape.forward or 0)
+        backward = call.tape.consumed(output(args, kwargs))
+        return codes.BACKWARD | backward if call.tape.forward is None else codes.combined(call.tape.forward, backward)
 
     return ranged(original, dispatcher, code, _produced)
 
 
 def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-    return call.produced(result)
-
-
-def probe(line: Line, phases: int) -> None:
-    """Record ``phases`` of nothing in ``line``, through the hooks that the schedule's go through: a forward, a backward
-    and two exchanges in turns, as a stage in the middle of a pipeline has them. A multiple of four."""
-    dispatcher = Dispatcher()
-    step = idle_step(dispatcher)
-    dispatcher.call = RecordedCall(
-        CallFacts(None, False, False, None, None, None, (step.model,)), nullcontext(), line=line
-    )
-    step.run(phases // 4)
-
-
-@dataclass(frozen=True)
-class IdleStep:
-    """The functions of a schedule, hooked, with nothing inside: what they take is what hooks cost."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    exchange: Callable[..., Any]
-    model: object
-
-    def run(self, microbatches: int) -> None:
-        forward, backward, exchange, model = self.forward, self.backward, self.exchange, self.model
-        for microbatch in range(microbatches):
-            output = forward(_no_forward, None, model, microbatches, current_microbatch=microbatch)
-            exchange()
-            backward(None, output, None)
-            exchange()
-
-
-def idle_step(dispatcher: Dispatcher) -> IdleStep:
-    exchange = always(codes.exchange("send_forward_recv_backward"))
-    return IdleStep(
-        _forward(_no_forward, dispatcher),
-        _backward(_no_backward, dispatcher),
-        ranged(_no_exchange, dispatcher, exchange),
-        object(),
-    )
-
-
-def _no_forward(step: object, data: object, model: object, microbatches: int, current_microbatch: int) -> object:
-    return step
-
-
-def _no_backward(input_tensor: object, output_tensor: object, gradient: object) -> None: ...
-
-
-def _no_exchange() -> None: ...
+    return call.tape.produced(result)
 
 
 def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
@@ -121,14 +76,6 @@ def _place(function: Callable[..., Any], name: str) -> int:
 
 
 def _position(function: Callable[..., Any], model_name: str, kind: int) -> Code:
-    """``kind``, and the microbatch and model chunk that a call of ``function`` runs forward; the call keeps those."""
-    model, microbatch = _place(function, model_name), _place(function, "current_microbatch")
-
-    def read(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        # Written out, as in `ranged`.
-        chunk = args[model] if model < len(args) else kwargs.get(model_name)
-        number = args[microbatch] if microbatch < len(args) else kwargs.get("current_microbatch")
-        call.forward = position = call.chunks.get(id(chunk), 0) | codes.of_microbatch(number)
-        return kind | position
-
-    return read
+    """``kind``, and the microbatch and model chunk that a call of ``function`` runs forward; the tape keeps those."""
+    model, microbatch = _argument(function, model_name), _argument(function, "current_microbatch")
+    return lambda call, args, kwargs: kind | call.tape.position(model(args, kwargs), microbatch(args, kwargs))

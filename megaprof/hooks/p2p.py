@@ -22,8 +22,10 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
     owner = getattr(p2p_communication, "P2PCommunicator", p2p_communication)
     after = partial(_range_waits, dispatcher)
     for operation in ranges.P2P_OPERATIONS:
-        code = always(codes.exchange(operation))
-        patches.apply(owner, operation, partial(ranged, dispatcher=dispatcher, code_of=code, after=after))
+        code = codes.exchange(operation)
+        fast = (code, (-1, None), (-1, None), "overlap_p2p_comm")
+        wrap = partial(ranged, dispatcher=dispatcher, code_of=always(code), after=after, fast=fast)
+        patches.apply(owner, operation, wrap)
 
 
 def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
@@ -40,7 +42,8 @@ class _RangedWait:
 
     def __init__(self, dispatcher: Dispatcher, handle: Any, operation: str) -> None:
         self._handle = handle
-        self.wait = ranged(handle.wait, dispatcher, always(codes.wait(operation)))
+        code = codes.wait(operation)
+        self.wait = ranged(handle.wait, dispatcher, always(code), fast=(code,))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 from megaprof.config.windows import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
-from megaprof.formats import codes
 from megaprof.recorders.line import Line
+from megaprof.recorders.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,7 @@ class CallFacts:
 
 @dataclass(slots=True)
 class RecordedCall:
-    """A recorded call while it runs: matches each backward to its forward, by the identity of the output tensor.
-
-    Identities are meaningful only while the schedule holds the tensor, so the map dies with the call, and a
-    forward-only call keeps none. The map never holds the tensor itself.
-    """
+    """A recorded call while it runs."""
 
     facts: CallFacts
     """What its arguments say."""
@@ -56,43 +53,15 @@ class RecordedCall:
     """True: a window is open that wants ranges of what the schedule calls."""
     line: Line | None = None
     """Where the timeline keeps this call; None: nowhere."""
-    chunks: dict[int, int] = field(init=False)
-    """By the identity of a model chunk: the part of a code that says which one it is."""
-    forward: int | None = None
-    """The position of the forward that runs or ran last: the part of a code that says of which microbatch and chunk
-    it is. None: the pass has no forward."""
-    ran_forward: bool = False
-    """True once a forward has returned."""
-    _positions: dict[int, int] = field(default_factory=dict)
-    """By the identity of an output tensor that was not differentiated yet: the position of its forward."""
+    tape: Any = field(init=False)
+    """Matches backwards to forwards, and takes the events where `line` is not None: a `recorders.tape.Tape`."""
+    clock: Callable[[], Any] | None = None
+    """The clock of the tape; None: the host's."""
 
     def __post_init__(self) -> None:
-        self.chunks = {id(chunk): codes.of_chunk(index) for index, chunk in enumerate(self.facts.chunks)}
-
-    def produced(self, result: Any) -> Any:
-        """``result`` came out of `forward`; returned unchanged."""
-        if self.forward is not None:
-            self.ran_forward = True
-            if not self.facts.forward_only:
-                self._positions[_identity(result)] = self.forward
-        return result
-
-    def consumed(self, output: object) -> int:
-        """The position of the forward that produced ``output``, which is now being differentiated; 0: not known."""
-        return self._positions.pop(_identity(output), 0)
+        self.tape = Tape(self.facts.chunks, self.facts.forward_only, self.clock)
 
 
 def no_call() -> RecordedCall:
     """Stands for the call of a window in which no schedule ran."""
     return RecordedCall(CallFacts(None, False, False, None, None, None, ()), ExitStack())
-
-
-_CONTAINERS = (list, tuple, dict)
-
-
-def _identity(output: object) -> int:
-    """Identity of the first tensor in what ``forward_step`` returned: a tensor, a list or dict of them, or either with
-    the number of tokens behind it. The backward gets the same tensor, alone or in a list or dict."""
-    while isinstance(output, _CONTAINERS) and output:
-        output = next(iter(output.values())) if isinstance(output, dict) else output[0]
-    return id(output)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 
@@ -12,36 +11,30 @@ class Line:
     __slots__ = (
         "began",
         "ended",
-        "events",
         "flags",
         "index",
         "key",
-        "mark",
         "metadata",
-        "now",
         "own",
         "start_ns",
         "step",
+        "tape",
         "target",
     )
 
-    def __init__(self, target: str, step: int, index: int, mark: Callable[[], Any]) -> None:
+    def __init__(self, target: str, step: int, index: int, tape: Any) -> None:
         self.target = target
         """What the step is for: ``train_actor``, ``train_log_probs``, ..."""
         self.step = step
         """Its number."""
         self.index = index
         """Which call with this number it is, from 0 on."""
-        self.mark = mark
-        """Reads the timeline's clock."""
-        self.events: list[Any] = []
-        """A code (`megaprof.formats.codes`), the mark of its start and the mark of its end, in turns."""
-        self.now = 0
-        """The code of what is open, 0 for nothing."""
+        self.tape = tape
+        """Its events: a `recorders.tape.Tape`."""
         self.flags = 0
         """Step flags of `megaprof.formats.timeline`."""
         self.own = 0
-        """What recording it cost the training thread, in nanoseconds."""
+        """What beginning and ending it cost the training thread, in nanoseconds."""
         self.start_ns = 0
         """When it began: wall clock, nanoseconds."""
         self.began: Any = None

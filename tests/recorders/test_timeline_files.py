@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def described(role: str) -> dict[str, Any]:
 
 def append(timeline: TimelineFiles, step: int, key: str = "actor") -> None:
     record = StepRecord(9, 9, step, 0, 10**18, 9000, SHAPE, [s + 1 for s in SHAPE], {"forward": 10})
-    timeline.append(key, described(key), SHAPE, record)
+    timeline.append(key, described(key), array("q", SHAPE).tobytes(), record)
 
 
 def test_the_name_has_the_first_step_and_the_coordinates(tmp_path: Path) -> None:
@@ -94,6 +95,29 @@ def test_a_write_that_fails_half_way_is_taken_back(
     assert [(r.damage, r.steps["step"].tolist()) for r in read] == [(None, [0]), (None, [3])]
 
 
+def test_a_disk_that_stays_full_costs_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every attempt begins a file; none of them holds a step, and none may push an older one out."""
+    timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
+    for step in range(3):
+        append(timeline, step)
+    real = os.write
+    monkeypatch.setattr(files, "PAUSE_SECONDS", 0.0)
+
+    def full(file: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    for step in range(3, 3 + 5 * files.FILES):
+        append(timeline, step)
+    (left,) = tmp_path.iterdir()
+    assert read_timeline(left).steps["step"].tolist() == [0, 1, 2]
+    monkeypatch.setattr(os, "write", real)
+    append(timeline, 100)
+    timeline.close()
+    read = [read_timeline(path).steps["step"].tolist() for path in sorted(tmp_path.iterdir())]
+    assert read == [[0, 1, 2], [100]]
+
+
 def test_a_directory_that_cannot_be_made_is_no_exception(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     timeline = TimelineFiles(tmp_path / "file", None, COORDS, 1 << 20)
@@ -108,7 +132,7 @@ def test_more_kinds_of_steps_than_a_file_can_number_begin_another(
     monkeypatch.setattr(format, "MOST_NUMBERS", 4)
     timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
     for step in range(10):
-        events: Any = [step]
+        events = array("q", [step]).tobytes()
         timeline.append("actor", described("actor"), events, StepRecord(0, 0, step, 0, 1, 5, [1], [2], {}))
     timeline.close()
     read = [read_timeline(path) for path in sorted(tmp_path.iterdir())]

@@ -318,7 +318,9 @@ def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
 def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArray[Any]:
     """Add one rank to its series; returns its calls that count."""
     calls, again = _latest(np.concatenate([part.steps for part in parts]))
-    usable: npt.NDArray[Any] = calls[(calls["flags"] & (format.FAILED | format.CAPTURED)) == 0]
+    # A step that the GPU did not finish in time was written without times.
+    timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0)
+    usable: npt.NDArray[Any] = calls[timed]
     metadata, last = parts[-1].metadata, calls[-1]
     compute = _compute(usable)
     first, medians, counts = bucketed(usable["step"], compute / 1e3, width)

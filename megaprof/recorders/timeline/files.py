@@ -7,7 +7,6 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
 from megaprof.runtime.logs import logger
 
-#: A rank keeps this many files at most; the oldest goes when another one begins.
+#: The limit of bytes is for this many full files; the oldest goes when another one begins that would exceed it.
 FILES = 4
 #: After a write that failed (a full disk, a file server that is gone), how long not to try again, in seconds.
 PAUSE_SECONDS = 60.0
@@ -25,8 +24,9 @@ PAUSE_SECONDS = 60.0
 class TimelineFiles:
     """Appends steps for one rank. Only the background thread calls it. Never overwrites a file that exists.
 
-    ``limit``: bytes of all files together. A write that fails is logged once, taken back as far as it got, and tried
-    again a minute later with the steps that come then.
+    ``limit``: bytes of all files together; there may be many small ones. A write that fails is logged once, taken back
+    as far as it got, and tried again a minute later with the steps that come then. A file that never got a step is
+    removed, and removes no other.
     """
 
     def __init__(self, directory: Path, role: str | None, coords: RankCoords, limit: int) -> None:
@@ -34,22 +34,25 @@ class TimelineFiles:
         self._role = role
         self._coords = coords
         self._largest = max(limit // FILES, 1 << 16)
-        self._written: deque[Path] = deque()
+        self._most = (FILES - 1) * self._largest
+        self._ended: deque[tuple[Path, int]] = deque()
+        self._path = directory
         self._file: int | None = None
         self._size = 0
         self._metadata: dict[Any, int] = {}
-        self._shapes: dict[tuple[int, ...], int] = {}
+        self._shapes: dict[bytes, int] = {}
         self._paused_until = 0.0
         self.bytes_written = 0
         self.steps_lost = 0
 
-    def append(self, key: Any, metadata: dict[str, Any], events: Sequence[int], step: format.StepRecord) -> None:
-        """Write ``step``; the numbers of its metadata, for which ``key`` stands, and of its shape are filled in."""
+    def append(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> None:
+        """Write ``step``; the numbers of its metadata, for which ``key`` stands, and of its shape are filled in.
+        ``events``: its codes as 64-bit integers, in the order of their starts."""
         if time.monotonic() < self._paused_until:
             self.steps_lost += 1
             return
         try:
-            self._append(key, metadata, tuple(events), step)
+            self._append(key, metadata, events, step)
         except OSError as fault:
             self.steps_lost += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
@@ -64,12 +67,20 @@ class TimelineFiles:
     def close(self) -> None:
         self._end_file()
 
-    def _append(self, key: Any, metadata: dict[str, Any], events: tuple[int, ...], step: format.StepRecord) -> None:
-        full = self._size >= self._largest or max(len(self._metadata), len(self._shapes)) >= format.MOST_NUMBERS
-        if self._file is not None and full:
+    def _append(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> None:
+        data = self._records(key, metadata, events, step)
+        most = max(len(self._metadata), len(self._shapes))
+        if self._file is not None and (self._size + len(data) > self._largest or most >= format.MOST_NUMBERS):
             self._end_file()
         if self._file is None:
             self._begin_file(step.step)
+            data = format.MAGIC + self._records(key, metadata, events, step)
+        self._write(data)
+        self._metadata.setdefault(key, len(self._metadata))
+        self._shapes.setdefault(events, len(self._shapes))
+
+    def _records(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> bytes:
+        """What ``step`` adds to the open file."""
         records = []
         if (number := self._metadata.get(key)) is None:
             number = len(self._metadata)
@@ -78,8 +89,7 @@ class TimelineFiles:
             shape = len(self._shapes)
             records.append(format.shape_record(events))
         records.append(format.step_record(step, number, shape))
-        self._write(b"".join(records))
-        self._metadata[key], self._shapes[events] = number, shape
+        return b"".join(records)
 
     def _begin_file(self, step: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
@@ -90,13 +100,8 @@ class TimelineFiles:
             with contextlib.suppress(FileExistsError):  # an earlier run's, or a step that the host runs again
                 self._file = os.open(path, flags, 0o666)
                 break
-        self._size = 0
+        self._path, self._size = path, 0
         self._metadata, self._shapes = {}, {}
-        self._write(format.MAGIC)
-        self._written.append(path)
-        while len(self._written) > FILES:
-            with contextlib.suppress(OSError):
-                self._written.popleft().unlink()
 
     def _write(self, data: bytes) -> None:
         """All of ``data`` or, after an OSError, nothing of it."""
@@ -110,11 +115,26 @@ class TimelineFiles:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
             raise
+        if not self._size:
+            self._make_room()
         self._size += len(data)
         self.bytes_written += len(data)
 
+    def _make_room(self) -> None:
+        """The file that begins has its first step: older ones go, as far as there would be too many bytes."""
+        while sum(size for _, size in self._ended) > self._most:
+            path, _ = self._ended.popleft()
+            with contextlib.suppress(OSError):
+                path.unlink()
+
     def _end_file(self) -> None:
         file, self._file = self._file, None
-        if file is not None:
+        if file is None:
+            return
+        with contextlib.suppress(OSError):
+            os.close(file)
+        if self._size:
+            self._ended.append((self._path, self._size))
+        else:
             with contextlib.suppress(OSError):
-                os.close(file)
+                self._path.unlink()

@@ -6,10 +6,11 @@ background thread does everything else.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,28 @@ import numpy.typing as npt
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.status import OwnCost, Place, Recent
+from megaprof.formats.status import OwnCost, Position, Recent
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.line import Line
+from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.device import device_clock
 from megaprof.recorders.timeline.files import TimelineFiles
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
 from megaprof.runtime.background import Background
 
+Int64s = npt.NDArray[np.int64]
+
 #: Steps that may wait for the background thread or for the GPU. Beyond that the oldest is dropped, and counted.
-WAITING_STEPS = 64
+WAITING_STEPS = 256
+#: After so many, the background thread is woken before its second is over.
+WAKING_STEPS = 64
 #: How long the GPU may take to finish a step before it is written without times.
 GIVE_UP_SECONDS = 300.0
 #: How long the end waits for a write that is under way.
 END_SECONDS = 10.0
-#: Phases of nothing, and how often, that the cost of one phase is measured with.
-_TRIALS, _REPEATS = 32, 8
 
 
 class TimelineRecorder:
@@ -53,10 +57,8 @@ class TimelineRecorder:
         coords: RankCoords,
         role: str | None,
         background: Background,
-        probe: Callable[[Line, int], None],
     ) -> None:
-        """``probe(line, n)`` records ``n`` phases of nothing in ``line``, to measure what that costs. Raises ValueError
-        without a directory."""
+        """Raises ValueError without a directory."""
         if config.dir is None:
             raise ValueError("the timeline needs a directory")
         self._config = config
@@ -64,7 +66,8 @@ class TimelineRecorder:
         self._files = TimelineFiles(Path(config.dir), role, coords, config.timeline_megabytes << 20)
         self._background = background
         self._device = device_clock()
-        self._mark: Callable[[], Any] = time.perf_counter_ns if self._device is None else self._device.mark
+        self.clock: Callable[[], Any] | None = None if self._device is None else self._device.mark
+        """The clock of the tapes; None: the host's."""
         self._finished: deque[Line] = deque()
         self._writing = threading.Lock()
         self._described: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -74,7 +77,6 @@ class TimelineRecorder:
         self._line: Line | None = None
         self._tally = Tally()
         self._watch = ChangeClock()
-        self._unit_ns = self._unit_cost(probe)
         self.steps_dropped = 0
         background.add(self.drain, 1.0, woken=True)
 
@@ -87,29 +89,31 @@ class TimelineRecorder:
         last, index = self._last.get((target, role), (None, -1))
         index = index + 1 if last == step else 0
         self._last[target, role] = (step, index)
-        line = Line(target, step, min(index, 0xFFFF), self._mark)
+        line = Line(target, step, min(index, 0xFFFF), call.tape)
         line.key, line.metadata = self._describe(call, target, role, step)
         line.flags = (format.CAPTURED if captured else 0) | (format.DEVICE_CLOCK if self._device is not None else 0)
         self._line = line
         line.start_ns = time.time_ns()
-        line.began = line.mark()
+        line.began = line.tape.mark()
         return line
 
     def end(self, line: Line, *, failed: bool) -> None:
         """The call returned, or raised an exception of the host's."""
-        line.ended = line.mark()
+        line.ended = line.tape.mark()
         entered = time.perf_counter_ns()
         if failed:
             line.flags |= format.FAILED
         self._line = None
         key = (line.target, line.key[1])
         self._calls[key] = (line.step, self._calls.get(key, (0, 0))[1] + 1)
-        if len(self._finished) >= WAITING_STEPS:
+        waiting = len(self._finished)
+        if waiting >= WAITING_STEPS:
             self._finished.popleft()
             self.steps_dropped += 1
         self._finished.append(line)
-        self._background.wake()
-        line.own += round(time.perf_counter_ns() - entered + len(line.events) / 3 * self._unit_ns)
+        if waiting and waiting % WAKING_STEPS == 0:  # else once a second: a wake-up costs more than a step's events
+            self._background.wake()
+        line.own += time.perf_counter_ns() - entered
 
     def abandon(self) -> None:
         """After a fault: the step that was being recorded is not."""
@@ -130,25 +134,25 @@ class TimelineRecorder:
         """By target and role: the last finished step, and how many calls are finished."""
         return dict(self._calls)
 
-    def position(self) -> Place | None:
+    def position(self) -> Position | None:
         """Where the training thread is now, None outside of a schedule call."""
         line = self._line
-        state = None if line is None else (id(line), len(line.events), line.now)
+        state = None if line is None else (id(line), len(line.tape), line.tape.now)
         since = self._watch.since(state)
-        return None if line is None else position(line.target, line.key[1], line.step, codes.name(line.now), since)
+        return None if line is None else position(line.target, line.key[1], line.step, codes.name(line.tape.now), since)
 
-    def device_position(self) -> Place | None:
+    def device_position(self) -> Position | None:
         """Where the GPU is: the first event of the oldest unfinished step that has not happened yet. None on a CPU,
         and when the GPU has done all that it was given."""
         if self._device is None:
             return None
         lines = [*self._finished, *([self._line] if self._line is not None else [])]
         for line in lines:
-            events = list(line.events)
-            for i in range(0, len(events) - 2, 3):
-                if not self._device.finished(events[i + 2]):
-                    began = self._device.finished(events[i + 1])
-                    name = codes.name(events[i]) if began else None
+            marks = list(line.tape.marks)
+            for i in range(0, len(marks) - 1, 2):
+                if not self._device.finished(marks[i + 1]):
+                    began = self._device.finished(marks[i])
+                    name = codes.name(int(_events(line)[i // 2, 0])) if began else None
                     return position(line.target, line.key[1], line.step, name, time.time())
         return None
 
@@ -164,52 +168,70 @@ class TimelineRecorder:
             self._drain()
 
     def _drain(self) -> None:
-        while self._finished:
+        while lines := self._ready():
+            for alike in _alike(lines):
+                self._write(alike)
+
+    def _ready(self) -> list[Line]:
+        """The next finished steps whose times are known, in order."""
+        lines: list[Line] = []
+        while self._finished and len(lines) < WAKING_STEPS:
             try:
                 line = self._finished.popleft()
             except IndexError:  # the training thread dropped it meanwhile
-                return
+                break
             if self._device is not None and not self._device.finished(line.ended):
                 if time.time_ns() - line.start_ns < GIVE_UP_SECONDS * 1e9:
                     self._finished.appendleft(line)
-                    return
+                    break
                 line.flags |= format.INCOMPLETE
-            self._write(line)
+            lines.append(line)
+        return lines
 
-    def _write(self, line: Line) -> None:
-        events, duration = self._times(line)
-        length = np.bincount(events[:, 0] & codes.KIND_MASK, events[:, 2] - events[:, 1], codes.KIND_MASK + 1)
-        length[codes.P2P] += length[codes.WAIT]  # of an overlapped exchange
-        totals = {name: int(length[kind]) for kind, name in codes.KINDS.items()}
-        own = line.own // 1000
-        record = format.StepRecord(
-            0, 0, line.step, line.index, line.start_ns, duration, events[:, 1], events[:, 2], totals, own, line.flags
-        )
-        self._files.append(line.key, line.metadata, events[:, 0].tolist(), record)
-        if not line.flags & (format.INCOMPLETE | format.CAPTURED | format.FAILED):
-            milliseconds = {kind: us / 1e3 for kind, us in totals.items()} | {"step": duration / 1e3}
-            if self._device is not None:
-                del milliseconds["p2p"]
-            self._tally.add(line.target, line.key[1], milliseconds, line.own / 1e6)
+    def _write(self, lines: list[Line]) -> None:
+        """Write steps that have the same events, all at once: on its own each would cost ten times as much."""
+        order, times, durations = self._times(lines)
+        lengths = times[:, :, 1] - times[:, :, 0]
+        kinds = order & codes.KIND_MASK
+        kinds[kinds == codes.WAIT] = codes.P2P  # of an overlapped exchange
+        totals = {name: lengths[:, kinds == kind].sum(axis=1).tolist() for kind, name in codes.KINDS.items()}
+        packed = format.pack_times(times)
+        shape = order.tobytes()
+        for at, line in enumerate(lines):
+            total = {name: column[at] for name, column in totals.items()}
+            begun, own = (line.step, line.index, line.start_ns, durations[at]), line.own // 1000
+            record = format.StepRecord(0, 0, *begun, (), (), total, own, line.flags, packed[at])
+            self._files.append(line.key, line.metadata, shape, record)
+            if not line.flags & (format.INCOMPLETE | format.CAPTURED | format.FAILED):
+                milliseconds = {kind: us / 1e3 for kind, us in total.items()} | {"step": durations[at] / 1e3}
+                if self._device is not None:
+                    del milliseconds["p2p"]
+                self._tally.add(line.target, line.key[1], milliseconds, line.own / 1e6)
 
-    def _times(self, line: Line) -> tuple[npt.NDArray[np.int64], int]:
-        """Code, start and end of every event in the order of the starts, and the whole step: microseconds."""
-        if line.flags & format.INCOMPLETE:
-            return np.empty((0, 3), dtype=np.int64), 0
+    def _times(self, lines: list[Line]) -> tuple[Int64s, Int64s, list[int]]:
+        """Of steps with the same events: codes ``[event]``, start and end of each ``[step, event, 2]`` in the order of
+        the starts, and how long the steps took; microseconds since the start of the step."""
+        if lines[0].flags & format.INCOMPLETE:
+            return np.empty(0, dtype=np.int64), np.empty((len(lines), 0, 2), dtype=np.int64), [0] * len(lines)
+        events = np.stack([_events(line) for line in lines])
         if self._device is None:
-            zero, last = line.began, line.ended
-            events = np.array(line.events, dtype=np.int64).reshape(-1, 3)
+            zero = np.array([line.began for line in lines])
+            last = np.array([line.ended for line in lines])
         else:
-            zero, last = 0, 1000 * self._device.microseconds(line.began, line.ended)
-            marks = [1000 * self._device.microseconds(line.began, mark) for mark in _marks(line)]
-            events = np.empty((len(marks) // 2, 3), dtype=np.int64)
-            events[:, 0], events[:, 1], events[:, 2] = line.events[0::3], marks[0::2], marks[1::2]
-            self._device.take_back([line.began, *_marks(line), line.ended])
+            zero, last = np.zeros(len(lines), dtype=np.int64), np.zeros(len(lines), dtype=np.int64)
+            for at, line in enumerate(lines):
+                last[at] = 1000 * self._device.microseconds(line.began, line.ended)
+                marks = [1000 * self._device.microseconds(line.began, mark) for mark in line.tape.marks]
+                events[at, :, 1], events[at, :, 2] = marks[0::2], marks[1::2]
+                self._device.take_back([line.began, *line.tape.marks, line.ended])
         # Rounded one by one rather than as lengths, so that errors do not add up.
-        events[:, 1:] = (events[:, 1:] - (zero - 500)) // 1000
-        if (events[1:, 1] < events[:-1, 1]).any():  # exchanges inside a combined pass end before it
-            events = events[np.lexsort((-events[:, 2], events[:, 1]))]
-        return events, (last - zero + 500) // 1000
+        times = (events[:, :, 1:] - (zero - 500)[:, None, None]) // 1000
+        order = events[0, :, 0]
+        if (times[:, 1:, 0] < times[:, :-1, 0]).any():  # exchanges inside a combined pass end before it
+            # Of the steps in this batch, by the first one: `_alike` lets no other order in.
+            by_start = np.lexsort((-times[0, :, 1], times[0, :, 0]))
+            times, order = times[:, by_start], order[by_start]
+        return order, times, ((last - zero + 500) // 1000).tolist()
 
     def _describe(
         self, call: RecordedCall, target: str, role: str | None, step: int
@@ -226,27 +248,29 @@ class TimelineRecorder:
             if not same:
                 metadata |= {"seq_length": None, "micro_batch_size": None}
             clock = "host" if self._device is None else "device"
-            metadata["timeline"] = {"clock": clock, "unit_cost_ns": round(self._unit_ns, 1)}
+            metadata["timeline"] = {"clock": clock}
             self._described[key] = metadata
         return key, metadata
 
-    def _unit_cost(self, probe: Callable[[Line, int], None]) -> float:
-        """What recording one phase costs the training thread, in nanoseconds: the least of several trials, since the
-        first ones are cold and any may be interrupted."""
-        costs = []
-        for _ in range(_REPEATS):
-            line = Line("", 0, 0, self._mark)
-            begin = time.perf_counter_ns()
-            probe(line, _TRIALS)
-            costs.append((time.perf_counter_ns() - begin) / _TRIALS)
-            if self._device is not None:
-                self._device.take_back(_marks(line))
-        return min(costs)
+
+def _events(line: Line) -> Int64s:
+    """Code, start and end ``[event, 3]``. The tape cannot grow while this is held."""
+    return np.frombuffer(raw(line.tape), dtype=np.int64).reshape(-1, 3)
 
 
-def _marks(line: Line) -> list[Any]:
-    """Start and end of every event, in turns."""
-    return [mark for place, mark in enumerate(line.events) if place % 3]
+def _alike(lines: list[Line]) -> Iterator[list[Line]]:
+    """``lines`` in runs that can be written at once: the same events in the same order."""
+    for _, run in itertools.groupby(lines, key=_shape):
+        yield list(run)
+
+
+def _shape(line: Line) -> bytes:
+    if line.flags & format.INCOMPLETE:
+        return b""
+    events = _events(line)
+    if line.tape.marks is None and (events[1:, 1] >= events[:-1, 1]).all():
+        return events[:, 0].tobytes()
+    return id(line).to_bytes(8, "little")  # its order is known when it is sorted: by itself
 
 
 def _ranges(graph: str | None) -> dict[str, Any]:

@@ -1,0 +1,664 @@
+/* The hot part of the timeline in C: what every microbatch of an always-on run pays. See tape.py, which does the same in
+ * Python where there is no compiler, and which says what each thing is for. Tests run both.
+ *
+ * Why C: between two phases the training computes for a millisecond and evicts everything that a few Python frames need,
+ * so a hook in Python costs 3 to 8 us there although a loop measures 0.5 us. No handler of a signal runs inside this
+ * file except within a call that it makes, so no exception of the host's can be taken for one of ours.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+#include <stdint.h>
+#include <time.h>
+
+/* The layout of a code, as in megaprof.formats.codes; a test compares both. */
+#define FORWARD 1
+#define BACKWARD 2
+#define CHUNK_SHIFT 4
+#define CHUNK_MOST 255
+#define MICROBATCH_SHIFT 12
+#define MICROBATCH_MOST 1048575
+
+typedef struct {
+    PyObject_HEAD
+    int64_t *events; /* code, start and end in turns */
+    Py_ssize_t count, room; /* in events */
+    Py_ssize_t exports;
+    int64_t now, forward;
+    char ran_forward, forward_only;
+    void **chunks; /* identities only: a tape that waits to be written must not keep a model alive */
+    Py_ssize_t chunk_count;
+    struct { void *output; int64_t position; } *pending;
+    Py_ssize_t pending_count, pending_room;
+    PyObject *clock; /* NULL: the host's */
+    PyObject *marks; /* with a clock: its answers, start and end in turns */
+} Tape;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *tape; /* a Tape, or NULL: nothing is recorded */
+    PyObject *on_fault;
+    char slow;
+} Gate;
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *dict;
+    PyObject *original, *slow, *overlap;
+    Gate *gate;
+    int kind;
+    int64_t code;
+    Py_ssize_t first_index, second_index;
+    PyObject *first_name, *second_name;
+} Hook;
+
+static PyTypeObject TapeType, GateType, HookType;
+
+static int64_t
+nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* ---- Tape ---- */
+
+static int
+tape_append(Tape *self, int64_t code, int64_t start, int64_t end)
+{
+    if (self->count == self->room) {
+        if (self->exports) {
+            PyErr_SetString(PyExc_BufferError, "the tape is being read");
+            return -1;
+        }
+        Py_ssize_t room = self->room ? 2 * self->room : 64;
+        int64_t *events = PyMem_Realloc(self->events, 3 * room * sizeof(int64_t));
+        if (events == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        self->events = events;
+        self->room = room;
+    }
+    int64_t *event = self->events + 3 * self->count++;
+    event[0] = code;
+    event[1] = start;
+    event[2] = end;
+    return 0;
+}
+
+static int64_t
+tape_position(Tape *self, PyObject *chunk, PyObject *number)
+{
+    int64_t position = 0;
+    for (Py_ssize_t i = 0; chunk != NULL && i < self->chunk_count; i++)
+        if (self->chunks[i] == (void *)chunk) {
+            if (i < CHUNK_MOST)
+                position = (int64_t)(i + 1) << CHUNK_SHIFT;
+            break;
+        }
+    if (number != NULL && PyLong_Check(number)) {
+        int overflow;
+        long long microbatch = PyLong_AsLongLongAndOverflow(number, &overflow);
+        if (!overflow && microbatch >= 0 && microbatch < MICROBATCH_MOST)
+            position |= (int64_t)(microbatch + 1) << MICROBATCH_SHIFT;
+    }
+    self->forward = position;
+    return position;
+}
+
+static void *
+identity(PyObject *output)
+{
+    while (output != NULL) {
+        if (PyList_Check(output) && PyList_GET_SIZE(output))
+            output = PyList_GET_ITEM(output, 0);
+        else if (PyTuple_Check(output) && PyTuple_GET_SIZE(output))
+            output = PyTuple_GET_ITEM(output, 0);
+        else if (PyDict_Check(output) && PyDict_GET_SIZE(output)) {
+            Py_ssize_t place = 0;
+            PyObject *key, *value;
+            PyDict_Next(output, &place, &key, &value);
+            output = value;
+        }
+        else
+            break;
+    }
+    return (void *)output;
+}
+
+static int
+tape_produced(Tape *self, PyObject *result)
+{
+    if (self->forward < 0)
+        return 0;
+    self->ran_forward = 1;
+    if (self->forward_only)
+        return 0;
+    if (self->pending_count == self->pending_room) {
+        Py_ssize_t room = self->pending_room ? 2 * self->pending_room : 16;
+        void *pending = PyMem_Realloc(self->pending, room * sizeof(*self->pending));
+        if (pending == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        self->pending = pending;
+        self->pending_room = room;
+    }
+    self->pending[self->pending_count].output = identity(result);
+    self->pending[self->pending_count++].position = self->forward;
+    return 0;
+}
+
+static int64_t
+tape_consumed(Tape *self, PyObject *output)
+{
+    void *wanted = identity(output);
+    /* The latest first: an identity may be reused after its tensor is gone. */
+    for (Py_ssize_t i = self->pending_count - 1; i >= 0; i--)
+        if (self->pending[i].output == wanted) {
+            int64_t position = self->pending[i].position;
+            memmove(self->pending + i, self->pending + i + 1, (--self->pending_count - i) * sizeof(*self->pending));
+            return position;
+        }
+    return 0;
+}
+
+static int
+tape_init(Tape *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"chunks", "forward_only", "clock", NULL};
+    PyObject *chunks = NULL, *clock = Py_None;
+    int forward_only = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O!pO", names, &PyTuple_Type, &chunks, &forward_only, &clock))
+        return -1;
+    if (self->chunks != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a tape is made once");
+        return -1;
+    }
+    Py_ssize_t count = chunks == NULL ? 0 : PyTuple_GET_SIZE(chunks);
+    self->chunks = PyMem_Malloc((count ? count : 1) * sizeof(void *));
+    if (self->chunks == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++)
+        self->chunks[i] = (void *)PyTuple_GET_ITEM(chunks, i);
+    self->chunk_count = count;
+    self->forward_only = (char)forward_only;
+    self->forward = -1;
+    if (clock != Py_None) {
+        self->marks = PyList_New(0);
+        if (self->marks == NULL)
+            return -1;
+        Py_INCREF(clock);
+        self->clock = clock;
+    }
+    return 0;
+}
+
+static int
+tape_traverse(Tape *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->clock);
+    Py_VISIT(self->marks);
+    return 0;
+}
+
+static int
+tape_clear(Tape *self)
+{
+    Py_CLEAR(self->clock);
+    Py_CLEAR(self->marks);
+    return 0;
+}
+
+static void
+tape_dealloc(Tape *self)
+{
+    PyObject_GC_UnTrack(self);
+    tape_clear(self);
+    PyMem_Free(self->events);
+    PyMem_Free(self->chunks);
+    PyMem_Free(self->pending);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *
+tape_mark(Tape *self, PyObject *unused)
+{
+    return self->clock == NULL ? PyLong_FromLongLong(nanoseconds()) : PyObject_CallNoArgs(self->clock);
+}
+
+static PyObject *
+tape_add(Tape *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3) {
+        PyErr_SetString(PyExc_TypeError, "add(code, start, end)");
+        return NULL;
+    }
+    int64_t code = PyLong_AsLongLong(args[0]), start = 0, end = 0;
+    if (code == -1 && PyErr_Occurred())
+        return NULL;
+    if (self->clock == NULL) {
+        start = PyLong_AsLongLong(args[1]);
+        end = PyLong_AsLongLong(args[2]);
+        if (PyErr_Occurred())
+            return NULL;
+    }
+    else if (PyList_Append(self->marks, args[1]) || PyList_Append(self->marks, args[2]))
+        return NULL;
+    if (tape_append(self, code, start, end))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+tape_py_position(Tape *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "position(chunk, microbatch)");
+        return NULL;
+    }
+    return PyLong_FromLongLong(tape_position(self, args[0], args[1]));
+}
+
+static PyObject *
+tape_py_produced(Tape *self, PyObject *result)
+{
+    if (tape_produced(self, result))
+        return NULL;
+    Py_INCREF(result);
+    return result;
+}
+
+static PyObject *
+tape_py_consumed(Tape *self, PyObject *output)
+{
+    return PyLong_FromLongLong(tape_consumed(self, output));
+}
+
+static Py_ssize_t
+tape_length(Tape *self)
+{
+    return self->count;
+}
+
+static int
+tape_getbuffer(Tape *self, Py_buffer *view, int flags)
+{
+    static char nothing;
+    int failed = PyBuffer_FillInfo(view, (PyObject *)self, self->events ? (void *)self->events : &nothing,
+                                   3 * self->count * (Py_ssize_t)sizeof(int64_t), 1, flags);
+    if (!failed)
+        self->exports++;
+    return failed;
+}
+
+static void
+tape_releasebuffer(Tape *self, Py_buffer *view)
+{
+    self->exports--;
+}
+
+static PyObject *
+tape_get_forward(Tape *self, void *unused)
+{
+    if (self->forward < 0)
+        Py_RETURN_NONE;
+    return PyLong_FromLongLong(self->forward);
+}
+
+static int
+tape_set_forward(Tape *self, PyObject *value, void *unused)
+{
+    int64_t forward = -1;
+    if (value != NULL && value != Py_None) {
+        forward = PyLong_AsLongLong(value);
+        if (forward == -1 && PyErr_Occurred())
+            return -1;
+    }
+    self->forward = forward;
+    return 0;
+}
+
+static PyMethodDef tape_methods[] = {
+    {"mark", (PyCFunction)tape_mark, METH_NOARGS, "The time now, on the tape's clock."},
+    {"add", (PyCFunction)(void (*)(void))tape_add, METH_FASTCALL, "Note one event."},
+    {"position", (PyCFunction)(void (*)(void))tape_py_position, METH_FASTCALL, "A forward of this chunk starts."},
+    {"produced", (PyCFunction)tape_py_produced, METH_O, "The result of that forward."},
+    {"consumed", (PyCFunction)tape_py_consumed, METH_O, "The position of the forward that made this output."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef tape_members[] = {
+    {"now", T_LONGLONG, offsetof(Tape, now), 0, "The code of the event that is open; 0: none."},
+    {"ran_forward", T_BOOL, offsetof(Tape, ran_forward), READONLY, "Whether any forward has ended."},
+    {"marks", T_OBJECT, offsetof(Tape, marks), READONLY, "The answers of a clock of its own, else None."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef tape_getset[] = {
+    {"forward", (getter)tape_get_forward, (setter)tape_set_forward, "Position of the last forward, or None.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PySequenceMethods tape_sequence = {.sq_length = (lenfunc)tape_length};
+static PyBufferProcs tape_buffer = {(getbufferproc)tape_getbuffer, (releasebufferproc)tape_releasebuffer};
+
+static PyTypeObject TapeType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "megaprof.recorders._tape.Tape",
+    .tp_basicsize = sizeof(Tape),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "The events of one step while it is recorded.",
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)tape_init,
+    .tp_dealloc = (destructor)tape_dealloc,
+    .tp_traverse = (traverseproc)tape_traverse,
+    .tp_clear = (inquiry)tape_clear,
+    .tp_methods = tape_methods,
+    .tp_members = tape_members,
+    .tp_getset = tape_getset,
+    .tp_as_sequence = &tape_sequence,
+    .tp_as_buffer = &tape_buffer,
+};
+
+/* ---- Gate ---- */
+
+static int
+gate_init(Gate *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"on_fault", NULL};
+    PyObject *on_fault;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &on_fault))
+        return -1;
+    Py_INCREF(on_fault);
+    Py_XSETREF(self->on_fault, on_fault);
+    return 0;
+}
+
+static int
+gate_traverse(Gate *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->tape);
+    Py_VISIT(self->on_fault);
+    return 0;
+}
+
+static int
+gate_clear(Gate *self)
+{
+    Py_CLEAR(self->tape);
+    Py_CLEAR(self->on_fault);
+    return 0;
+}
+
+static void
+gate_dealloc(Gate *self)
+{
+    PyObject_GC_UnTrack(self);
+    gate_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *
+gate_get_tape(Gate *self, void *unused)
+{
+    PyObject *tape = self->tape ? self->tape : Py_None;
+    Py_INCREF(tape);
+    return tape;
+}
+
+static int
+gate_set_tape(Gate *self, PyObject *value, void *unused)
+{
+    if (value == Py_None)
+        value = NULL;
+    if (value != NULL && !PyObject_TypeCheck(value, &TapeType)) {
+        PyErr_SetString(PyExc_TypeError, "tape: a Tape or None");
+        return -1;
+    }
+    Py_XINCREF(value);
+    Py_XSETREF(self->tape, value);
+    return 0;
+}
+
+static PyMemberDef gate_members[] = {
+    {"slow", T_BOOL, offsetof(Gate, slow), 0, "True: hooks take the way in Python, which also writes ranges."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyGetSetDef gate_getset[] = {
+    {"tape", (getter)gate_get_tape, (setter)gate_set_tape, "Where events go; None: nowhere.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyTypeObject GateType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "megaprof.recorders._tape.Gate",
+    .tp_basicsize = sizeof(Gate),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_doc = "What all hooks of a process look at first.",
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)gate_init,
+    .tp_dealloc = (destructor)gate_dealloc,
+    .tp_traverse = (traverseproc)gate_traverse,
+    .tp_clear = (inquiry)gate_clear,
+    .tp_members = gate_members,
+    .tp_getset = gate_getset,
+};
+
+/* ---- Hook ---- */
+
+static PyObject *
+argument(PyObject *const *args, Py_ssize_t count, PyObject *kwnames, Py_ssize_t index, PyObject *name)
+{
+    if (index >= 0 && index < count)
+        return args[index];
+    Py_ssize_t named = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    for (Py_ssize_t i = 0; i < named; i++)
+        if (PyTuple_GET_ITEM(kwnames, i) == name)
+            return args[count + i];
+    for (Py_ssize_t i = 0; i < named; i++)
+        if (PyUnicode_Compare(PyTuple_GET_ITEM(kwnames, i), name) == 0)
+            return args[count + i];
+    return NULL;
+}
+
+/* An exception of the clock's is set: `on_fault` takes it, or raises what belongs to the host. */
+static int
+fault(Gate *gate)
+{
+    PyObject *type, *value, *traceback, *answer;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL)
+        PyException_SetTraceback(value, traceback);
+    answer = PyObject_CallOneArg(gate->on_fault, value);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : 0;
+}
+
+static PyObject *
+hook_call(Hook *self, PyObject *const *args, size_t flags, PyObject *kwnames)
+{
+    Gate *gate = self->gate;
+    if (gate->slow)
+        return PyObject_Vectorcall(self->slow, args, flags, kwnames);
+    Tape *tape = (Tape *)gate->tape;
+    if (tape == NULL)
+        return PyObject_Vectorcall(self->original, args, flags, kwnames);
+    Py_ssize_t count = PyVectorcall_NARGS(flags);
+    if (self->overlap != Py_None) {
+        PyObject *overlap = argument(args, count, kwnames, -1, self->overlap);
+        if (overlap != NULL && overlap != Py_False) /* its handles are to be ranged */
+            return PyObject_Vectorcall(self->slow, args, flags, kwnames);
+    }
+    int64_t code = self->code;
+    if (self->kind == FORWARD)
+        code |= tape_position(tape, argument(args, count, kwnames, self->first_index, self->first_name),
+                              argument(args, count, kwnames, self->second_index, self->second_name));
+    else if (self->kind == BACKWARD)
+        code |= tape_consumed(tape, argument(args, count, kwnames, self->first_index, self->first_name));
+    Py_INCREF(tape);
+    PyObject *began = NULL, *result, *ended = NULL;
+    int64_t start = 0, end = 0;
+    tape->now = code;
+    if (tape->clock == NULL)
+        start = nanoseconds();
+    else if ((began = PyObject_CallNoArgs(tape->clock)) == NULL && fault(gate)) {
+        tape->now = 0;
+        Py_DECREF(tape);
+        return NULL;
+    }
+    result = PyObject_Vectorcall(self->original, args, flags, kwnames);
+    tape->now = 0;
+    int failed = 0;
+    if (tape->clock == NULL) {
+        end = nanoseconds();
+        if (tape_append(tape, code, start, end)) { /* no memory: the event is lost, and nothing else */
+            if (result != NULL)
+                PyErr_Clear();
+        }
+    }
+    else if (began != NULL) {
+        PyObject *type, *value, *traceback; /* an exception of the host's stays what it is */
+        PyErr_Fetch(&type, &value, &traceback);
+        ended = PyObject_CallNoArgs(tape->clock);
+        if (ended == NULL || PyList_Append(tape->marks, began) || PyList_Append(tape->marks, ended) ||
+            tape_append(tape, code, 0, 0))
+            failed = fault(gate);
+        if (result == NULL) {
+            PyErr_Clear();
+            failed = 0;
+            PyErr_Restore(type, value, traceback);
+        }
+    }
+    if (result != NULL && !failed && self->kind == FORWARD && tape_produced(tape, result))
+        PyErr_Clear();
+    Py_XDECREF(began);
+    Py_XDECREF(ended);
+    Py_DECREF(tape);
+    if (failed)
+        Py_CLEAR(result);
+    return result;
+}
+
+static int
+hook_init(Hook *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"gate", "original", "slow", "code", "first", "second", "overlap", NULL};
+    PyObject *gate, *original, *slow, *first_name = Py_None, *second_name = Py_None, *overlap = Py_None;
+    long long code;
+    Py_ssize_t first = -1, second = -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOL|(nO)(nO)O", names, &GateType, &gate, &original, &slow, &code,
+                                     &first, &first_name, &second, &second_name, &overlap))
+        return -1;
+    if (self->gate != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a hook is made once");
+        return -1;
+    }
+    self->vectorcall = (vectorcallfunc)hook_call;
+    self->gate = (Gate *)Py_NewRef(gate);
+    self->original = Py_NewRef(original);
+    self->slow = Py_NewRef(slow);
+    self->code = code;
+    self->kind = first_name == Py_None ? 0 : (int)(code & 15);
+    self->first_index = first;
+    self->second_index = second;
+    self->first_name = Py_NewRef(first_name);
+    self->second_name = Py_NewRef(second_name);
+    self->overlap = Py_NewRef(overlap);
+    return 0;
+}
+
+static int
+hook_traverse(Hook *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->dict);
+    Py_VISIT(self->original);
+    Py_VISIT(self->slow);
+    Py_VISIT((PyObject *)self->gate);
+    return 0;
+}
+
+static int
+hook_clear(Hook *self)
+{
+    Py_CLEAR(self->dict);
+    Py_CLEAR(self->original);
+    Py_CLEAR(self->slow);
+    Py_CLEAR(self->gate);
+    Py_CLEAR(self->first_name);
+    Py_CLEAR(self->second_name);
+    Py_CLEAR(self->overlap);
+    return 0;
+}
+
+static void
+hook_dealloc(Hook *self)
+{
+    PyObject_GC_UnTrack(self);
+    hook_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyObject *
+hook_bind(PyObject *self, PyObject *instance, PyObject *owner)
+{
+    if (instance == NULL || instance == Py_None)
+        return Py_NewRef(self);
+    return PyMethod_New(self, instance);
+}
+
+static PyGetSetDef hook_getset[] = {
+    {"__dict__", PyObject_GenericGetDict, PyObject_GenericSetDict, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyTypeObject HookType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "megaprof.recorders._tape.Hook",
+    .tp_basicsize = sizeof(Hook),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)hook_init,
+    .tp_dealloc = (destructor)hook_dealloc,
+    .tp_traverse = (traverseproc)hook_traverse,
+    .tp_clear = (inquiry)hook_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Hook, vectorcall),
+    .tp_dictoffset = offsetof(Hook, dict),
+    .tp_descr_get = hook_bind,
+    .tp_getset = hook_getset,
+};
+
+static struct PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "megaprof.recorders._tape",
+    .m_doc = "The hot part of the timeline; see megaprof.recorders.tape.",
+    .m_size = -1,
+};
+
+PyMODINIT_FUNC
+PyInit__tape(void)
+{
+    if (PyType_Ready(&TapeType) || PyType_Ready(&GateType) || PyType_Ready(&HookType))
+        return NULL;
+    PyObject *made = PyModule_Create(&module);
+    if (made == NULL)
+        return NULL;
+    if (PyModule_AddObjectRef(made, "Tape", (PyObject *)&TapeType) ||
+        PyModule_AddObjectRef(made, "Gate", (PyObject *)&GateType) ||
+        PyModule_AddObjectRef(made, "Hook", (PyObject *)&HookType)) {
+        Py_DECREF(made);
+        return NULL;
+    }
+    return made;
+}

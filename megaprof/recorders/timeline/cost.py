@@ -1,0 +1,154 @@
+"""What leaving the timeline on costs, measured in the running job: blocks of steps with and without it, in pairs.
+
+Now and then the recorder rests for a block of training steps. The block beside it, with the recorder, is the other half
+of the pair; which one comes first changes from pair to pair, so that a drift of the job cancels out. Wall time and CPU
+time of the whole process are read where a block begins and where it ends, so everything counts: hooks that run in cold
+caches, the background thread, and the training thread waiting for the interpreter's lock.
+
+Where blocks begin depends on the number of the call alone, and how long they are on the power of two of steps that
+takes some seconds. So all ranks of a job rest in the same steps, and the wall time is that of the pipeline without any
+recorder.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: How long a block takes at least, in seconds: several rounds of the background thread.
+BLOCK_SECONDS = 2.0
+#: The first pairs come once in so many blocks, the later ones less often.
+EARLY, LATE, EARLY_PAIRS = 64, 512, 8
+#: Pairs that the figures are the medians of, and how many it takes at least to give any.
+PAIRS, FEWEST = 64, 3
+_LONGEST_BLOCK = 4096
+_RATE_STEPS = 16
+_RESAMPLES = 200
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the timeline adds to a training step: medians over pairs, each with its standard error."""
+
+    pairs: int
+    """How many pairs there were."""
+    step_us: float
+    """Wall time of a step without the recorder, in microseconds."""
+    wall_us: float
+    """What the recorder adds to the wall time of a step, in microseconds. Below zero: less than the noise."""
+    wall_error_us: float
+    """Its standard error, in microseconds."""
+    cpu_us: float
+    """What the recorder adds to the CPU time of the process in a step, all threads, in microseconds."""
+    cpu_error_us: float
+    """Its standard error, in microseconds."""
+
+
+Reading = tuple[float, float]
+"""Wall clock and CPU time of the process, in seconds."""
+
+
+def _read() -> Reading:
+    return time.perf_counter(), time.process_time()
+
+
+class Pairs:
+    """Says before each training step whether the recorder rests in it.
+
+    `rests` runs on the training thread and costs a division and a comparison where no pair is under way.
+    """
+
+    def __init__(self, flush: Callable[[], None], read: Callable[[], Reading] = _read) -> None:
+        """``flush`` asks the background thread for what it has left over, before a block begins and before it
+        ends."""
+        self._flush = flush
+        self._read = read
+        self._steps = 0  # of a block; 0: not known yet
+        self._period = _RATE_STEPS
+        self._taken = 0
+        self._rate: tuple[int, float] | None = None
+        self._begin: Reading = (0.0, 0.0)
+        self._spent: list[Reading] | None = None  # per step, of the blocks of this pair; None: no pair is under way
+        self._pairs: deque[tuple[Reading, Reading]] = deque(maxlen=PAIRS)
+        self._index = -1
+
+    def rests(self, index: int) -> bool:
+        """``index``: how many training steps of this process began before this one."""
+        place = index % self._period
+        if place > 2 * self._steps + 2:
+            return False
+        return self._in_pair(index, place)
+
+    def cost(self) -> Cost | None:
+        """None before there are `FEWEST` pairs. May be called from any thread."""
+        pairs = list(self._pairs)
+        if len(pairs) < FEWEST:
+            return None
+        wall, wall_error = _median([1e6 * (on[0] - off[0]) for off, on in pairs])
+        cpu, cpu_error = _median([1e6 * (on[1] - off[1]) for off, on in pairs])
+        step = 1e6 * statistics.median(off[0] for off, _ in pairs)
+        return Cost(len(pairs), step, wall, wall_error, cpu, cpu_error)
+
+    @property
+    def taken(self) -> int:
+        """How many pairs there were since the start."""
+        return self._taken
+
+    def _in_pair(self, index: int, place: int) -> bool:
+        if self._steps == 0:
+            if place == 0:
+                self._pace(index)
+            return False
+        follows, self._index = index == self._index + 1, index
+        if place == 0:
+            self._spent = []
+        elif not follows or self._spent is None:
+            self._spent = None  # the beginning was missed: the next pair then
+            return False
+        # A block is a step to settle and the steps that count.
+        block, within = divmod(place, self._steps + 1)
+        if within == 0 and block:
+            wall, cpu = self._read()
+            self._spent.append(((wall - self._begin[0]) / self._steps, (cpu - self._begin[1]) / self._steps))
+        if block == 2:
+            self._end(index)
+            return False
+        if within == 1:
+            self._begin = self._read()
+        resting = (block == 0) == self._rests_first(index)
+        if within == 0 or (within == self._steps and not resting):
+            self._flush()  # what is left over belongs to neither block, and what is recorded in one to that one
+        return resting
+
+    def _rests_first(self, index: int) -> bool:
+        return index // self._period % 2 == 0
+
+    def _end(self, index: int) -> None:
+        first, second = self._spent or ((0.0, 0.0), (0.0, 0.0))
+        self._pairs.append((first, second) if self._rests_first(index) else (second, first))
+        self._taken += 1
+        self._spent = self._rate = None
+        self._steps, self._period = 0, _RATE_STEPS  # the pace is looked at again before the next pair
+
+    def _pace(self, index: int) -> None:
+        """Choose the length of a block from the time of the last steps; looked at once in so many calls."""
+        now = self._read()[0]
+        if self._rate is None:
+            self._rate = index, now
+            return
+        per_step = (now - self._rate[1]) / (index - self._rate[0])
+        wanted = BLOCK_SECONDS / per_step if per_step > 0 else _LONGEST_BLOCK
+        self._steps = min(_LONGEST_BLOCK, 1 << max(0, math.ceil(wanted) - 1).bit_length())
+        self._period = self._steps * (EARLY if self._taken < EARLY_PAIRS else LATE)
+
+
+def _median(values: list[float]) -> tuple[float, float]:
+    """Median and its standard error, by bootstrap: one disturbed block changes little."""
+    chance = random.Random(len(values))
+    again = [statistics.median(chance.choices(values, k=len(values))) for _ in range(_RESAMPLES)]
+    return statistics.median(values), statistics.stdev(again)
