@@ -1,7 +1,8 @@
 """The command ``megaprof``. Every subcommand is a module here, imported only when it is the one that was asked for.
 
 A subcommand's module has ``add_arguments(parser)`` and ``run(arguments) -> exit code``; it raises `CommandError` when
-its input cannot answer. Exit codes: 0 fine, 1 the input cannot answer (a message says what is missing), 2 usage.
+its input cannot answer. Exit codes: 0 fine, 1 the input cannot answer (a message says what is missing), 2 usage;
+`status` has 3 for a job that hangs or has died.
 """
 
 from __future__ import annotations
