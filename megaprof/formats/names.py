@@ -16,6 +16,7 @@ from megaprof.parallel.topology import Place, RankCoords
 
 TRACE_SUFFIX = ".pt.trace.json.gz"
 _LONGEST_PART = 40
+_SHARD = re.compile(r"ranks\d{6,}-\d{6,}", re.ASCII)
 #: Ranks whose files share a directory. A larger world has several, so that none ever holds 100,000 files.
 SHARD_RANKS = 1024
 #: ``.{final name}.{writer's host}.{writer's pid}.{kind}``; Kineto itself writes ``{path}.tmp`` before ``{path}``.
@@ -85,6 +86,11 @@ def shard_of(rank: int, world: int) -> str:
         return ""
     first = rank // SHARD_RANKS * SHARD_RANKS
     return f"ranks{first:06d}-{first + SHARD_RANKS - 1:06d}"
+
+
+def is_shard(name: str) -> bool:
+    """Whether a directory is called as `shard` calls one."""
+    return _SHARD.fullmatch(name) is not None
 
 
 def artifact_path(

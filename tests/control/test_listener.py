@@ -26,7 +26,7 @@ from megaprof.control.listener import Listener
 from megaprof.formats import records
 from megaprof.formats.requests import MOST_STEPS, Answer, Request, Start
 from megaprof.formats.run import RunRecord
-from megaprof.formats.status import RankStatus
+from megaprof.formats.status import SIZE, OwnCost, Position, RankStatus, Recent
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
 from megaprof.recorders.nsys import SESSION_VARIABLE, NsysRecorder
@@ -391,17 +391,31 @@ def test_somebody_elses_status_file_does_not_make_him_the_owner(follower: Callab
     assert rank._owner.uid == os.geteuid()
 
 
-def test_long_names_and_reasons_fit_into_a_status_file(job: Job) -> None:
+@pytest.mark.parametrize("role", ["策略" * 50, "🙂" * 40, "a" * 500, "x\n"])
+def test_long_names_and_reasons_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     request = job.order()
     for number in range(8):
-        job.handle._session.calls["train_actor", f"{number}" + "策略" * 20] = 7
+        job.handle._session.calls["train_actor", f"{number}" + role] = 7
+    inside = Position("train_actor", 1 << 40, "send_forward_backward_recv_forward_backward", 999, 99, time.time(), role)
+    recent = Recent("train_actor", 32, *[123456.789012] * 6, role)
+    timeline = SimpleNamespace(
+        position=lambda: inside,
+        device_position=lambda: inside,
+        recent=lambda: recent,
+        cost=lambda: OwnCost(*[123456.789012] * 3),
+        calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
+    )
+    monkeypatch.setattr(job.handle._session, "timeline", timeline)
     orders = job.listener._orders
     assert orders.task is not None
     orders.task._say("refused", "原因" * 400)
     status = job.listener._reporter.describe(job.run.run, orders.state).as_record()
-    assert len(records.encode(status)) <= 2048
+    assert len(records.encode(status)) <= SIZE
     assert status["capture"]["request"] == request.id
-    assert status["calls"]
+    read = RankStatus.from_record(status)
+    assert read.position is not None
+    assert read.recent is not None
+    assert read.position.role == read.recent.role
 
 
 def test_a_window_of_the_jobs_own_is_not_disturbed(
