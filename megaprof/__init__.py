@@ -18,12 +18,14 @@ from megaprof.version import __version__
 if TYPE_CHECKING:
     from megaprof.analysis.report.report import analyze
     from megaprof.analysis.what_if.simulation import Simulation, simulate
+    from megaprof.autoload.controller import start, step, stop
     from megaprof.capture.annotations import annotate
+    from megaprof.capture.compat import check_offload
     from megaprof.capture.evaluation import evaluation
     from megaprof.capture.roles import role
     from megaprof.config.arguments import add_profile_args, config_from_args
     from megaprof.config.options import ProfileConfig
-    from megaprof.install import Handle, install_hooks
+    from megaprof.install import Handle, install_hooks, kernel_summary
     from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 
 _HOME = {
@@ -36,11 +38,16 @@ _HOME = {
     "add_profile_args": "megaprof.config.arguments",
     "analyze": "megaprof.analysis.report.report",
     "annotate": "megaprof.capture.annotations",
+    "check_offload": "megaprof.capture.compat",
     "config_from_args": "megaprof.config.arguments",
     "evaluation": "megaprof.capture.evaluation",
     "install_hooks": "megaprof.install",
+    "kernel_summary": "megaprof.install",
     "role": "megaprof.capture.roles",
     "simulate": "megaprof.analysis.what_if.simulation",
+    "start": "megaprof.autoload.controller",
+    "step": "megaprof.autoload.controller",
+    "stop": "megaprof.autoload.controller",
 }
 
 __all__ = [
@@ -54,11 +61,16 @@ __all__ = [
     "add_profile_args",
     "analyze",
     "annotate",
+    "check_offload",
     "config_from_args",
     "evaluation",
     "install_hooks",
+    "kernel_summary",
     "role",
     "simulate",
+    "start",
+    "step",
+    "stop",
 ]
 
 

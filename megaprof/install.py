@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -18,13 +19,17 @@ from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.remote import Remote, is_remote
 from megaprof.artifacts.writer import Writer
 from megaprof.capture import roles
+from megaprof.capture.agenda import Number
 from megaprof.capture.compat import check_model
+from megaprof.capture.lines import Lines, say_start, selected
+from megaprof.capture.repeats import Repeats
 from megaprof.capture.session import Session
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
 from megaprof.config.per_role import checked_role
 from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
+from megaprof.formats.names import shard
 from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
@@ -41,13 +46,13 @@ from megaprof.parallel.topology import (
     coords_from_parallel_state,
     layout_from_parallel_state,
 )
-from megaprof.recorders import Recorder, build_recorders
+from megaprof.recorders import Recorder, Window, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
 from megaprof.runtime.interruption import from_host
-from megaprof.runtime.isolation import in_full
-from megaprof.runtime.logs import logger
+from megaprof.runtime.isolation import Contained, in_full
+from megaprof.runtime.logs import logger, show_lines
 
 #: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
 STEP_END_SECONDS = 20.0
@@ -58,13 +63,16 @@ class Handle:
 
     def __init__(self, config: ProfileConfig, models: tuple[Any, ...] | None, role: str | None) -> None:
         self.config = config
+        """What was asked for."""
         self.role = role
-        self._models = None if models is None else [id(innermost(m)) for m in models]
+        """Whose model it is; None: not said."""
+        self._models = None if models is None else tuple(_reference(innermost(model)) for model in models)
         self._session: Session | None = None
         self._writer: Writer | None = None
         self._recorders: tuple[Recorder, ...] = ()
         self._timeline: TimelineRecorder | None = None
         self._listener: Listener | None = None
+        self._lines: Lines | None = None
         self._removed = threading.Event()
 
     @property
@@ -77,12 +85,21 @@ class Handle:
         """Who is told of steps and passes, where no hook on a schedule tells (`install_without_pipeline`)."""
         return _process._dispatcher
 
+    def owns(self, models: tuple[Any, ...] | None) -> bool:
+        """Whether the handle is for these very model chunks, or for any model where ``models`` is None."""
+        if models is None or self._models is None:
+            return models is self._models is None
+        return len(models) == len(self._models) and all(
+            reference() is innermost(model) for reference, model in zip(self._models, models, strict=True)
+        )
+
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until every file of closed windows is complete; False after ``timeout`` seconds."""
         return self._writer is None or self._writer.flush(timeout)
 
-    def kernel_summary(self, timeout: float = 0.0) -> dict[str, Any] | None:
-        """The kernel summary of the last closed window, as plain data (see docs: ``.kernels.json``), picklable.
+    def kernel_summary(self, timeout: float = 0.0, role: str | None = None) -> dict[str, Any] | None:
+        """The kernel summary of the last closed window, as plain data (see docs: ``.kernels.json``), picklable; with
+        ``role``, of the last one of that role.
 
         None while it is being made in the background, for at most ``timeout`` seconds; it never shows an older window
         than the last. None as well without ``--profile-kernels``, on a rank that captures nothing, and after a failure
@@ -91,7 +108,7 @@ class Handle:
         for recorder in self._recorders:
             summary = getattr(recorder, "kernel_summary", None)
             if summary is not None:
-                found: dict[str, Any] | None = summary(timeout)
+                found: dict[str, Any] | None = summary(timeout, role)
                 return found
         return None
 
@@ -127,7 +144,7 @@ class Handle:
             self._removed.wait(self.config.flush_seconds)
 
     def _finish(self, session: Session | None, reason: str, seconds: float) -> None:
-        """Close an open window and finish every file, within ``seconds``."""
+        """Close an open window, finish every file within ``seconds``, and say what there is."""
 
         def close_window() -> None:
             if session is not None:
@@ -139,6 +156,7 @@ class Handle:
             *([] if self._timeline is None else [self._timeline.close]),
             *([] if self._writer is None else [partial(self._writer.close, seconds)]),
             *([] if self._listener is None else [self._listener.close]),
+            *([] if self._lines is None or session is None else [partial(self._lines.end, session.agenda, self.role)]),
         )
 
     def __enter__(self) -> Handle:
@@ -153,6 +171,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.handles: list[Handle] = []
+        self.latest: list[Handle] = []  # those that captured a window, the last one last; removed ones, too
         self.termination = Termination(self._save, self._unsaved)
         self._dispatcher = Dispatcher(self.termination.held)
         self._patches = Patches()
@@ -161,6 +180,22 @@ class _Process:
         self.background = Background()
 
     def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None, *, pipeline: bool) -> None:
+        """Put the hooks in for ``session``. When that fails, whatever was put in is taken out again.
+
+        ``pipeline``: Megatron's schedules are patched; else the caller tells of every step.
+        """
+        patched = self._patched
+        try:
+            self._acquire(handle, session, models, pipeline=pipeline)
+        except BaseException:
+            in_full(partial(self.release, handle, session), *([] if patched else [self._unpatch]))
+            raise
+
+    def _unpatch(self) -> None:
+        self._patches.restore()
+        self._patched = False
+
+    def _acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None, *, pipeline: bool) -> None:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
@@ -179,14 +214,13 @@ class _Process:
         roles.attach(session, self.termination.held)
 
     def release(self, handle: Handle, session: Session) -> None:
+        """Take out what ``session`` put in; the hooks themselves with the last handle."""
         with self.termination.held():
             roles.detach(session)
             self._dispatcher.remove(session)
-            if handle in self.handles:
-                self.handles.remove(handle)
+            self.handles = [each for each in self.handles if each is not handle]
             if not self.handles:
-                self._patches.restore()
-                self._patched = False
+                self._unpatch()
 
     def ask(self, leave: Callable[[], None], session: Session) -> bool:
         """Have the training thread call ``leave``, if it is another one than this and busy with ``session``'s models;
@@ -227,8 +261,8 @@ class _Process:
             handle._session = handle._writer = handle._timeline = handle._listener = None
             handle._recorders = ()
         self.handles.clear()
-        self._patches.restore()
-        self._patched = False
+        self.latest.clear()
+        self._unpatch()
         self._dispatcher.forget()
         roles.sessions.clear()
         in_forked_child(recording=Session._holder is not None)
@@ -281,68 +315,172 @@ def _install(
     *,
     pipeline: bool,
 ) -> Handle:
+    role = None if role is None else checked_role(role, "install_hooks: role")
     handle = Handle(settled, models, role)
-    if role is not None:
-        handle.role = role = checked_role(role, "install_hooks: role")
     if not settled.enabled or settled.never:
         return handle
-    for existing in _process.handles:
-        if existing._models == handle._models:
-            if (existing.config, existing.role) != (settled, role):
-                raise ValueError(
-                    "install_hooks: this model has hooks with another configuration; remove() their handle first"
-                )
-            return existing
+    existing = next((each for each in _process.handles if each.owns(models)), None)
+    if existing is not None:
+        if (existing.config, existing.role) != (settled, role):
+            raise ValueError(
+                "install_hooks: this model has hooks with another configuration; remove() their handle first"
+            )
+        return existing
     check_prometheus(settled.prometheus)
     _require("torch")
     if pipeline:
         _require("megatron.core")
-    coords, layout = _place(None if models is None else len(models), pipeline=pipeline)
-    # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
-    selectors = [s for r in (role, *settled.roles) if (s := settled.selector(r)) is not None]
-    for selector in selectors:
-        selector.check(coords.sizes, layout)
-    check_model(settled, models or ())
-    windowed = settled.windowed and any(selector.selects(coords) for selector in selectors)
-    timed = settled.timeline_selector
-    if timed is not None:
-        timed.check(coords.sizes, layout)
-    if not windowed and not settled.listens and (timed is None or not timed.selects(coords)):
+    here = _Here.of(settled, role, models, pipeline=pipeline)
+    here.announce(settled)
+    store = _Store.make(settled, here.coords) if here.records(settled) else None
+    if store is None:
         return handle
-    try:
-        remote = Remote(str(settled.dir)) if is_remote(str(settled.dir)) else None
-        local = str(settled.dir if remote is None else remote.staging)
-        os.makedirs(local, exist_ok=True)
-    except OSError as fault:
-        if from_host(fault):
-            raise
-        # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
-        logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", settled.dir, fault)
-        return handle
-    hook = FinishHook(settled.on_finish, str(settled.dir), settled.on_finish_when) if settled.on_finish else None
-    handle._writer = Writer(remote=remote, hook=hook)
-    if windowed:
-        handle._recorders = build_recorders(dataclasses.replace(settled, dir=local), handle._writer)
-    if timed is not None and timed.selects(coords):
-        handle._timeline = TimelineRecorder(settled, coords, role, _process.background)
-    session = Session(
-        settled,
-        coords,
-        handle._recorders,
-        role=role,
-        iteration=iteration or registry.iteration,
-        pass_iteration=contract.iteration,
-        timeline=handle._timeline,
-        window_ended=handle._writer.end_window,
-    )
-    handle._session = session
-    _process.acquire(handle, session, models, pipeline=pipeline)
-    if settled.listens:
-        handle._listener = _listen(session, layout, handle._writer, local)
-    at_exit(handle._at_exit)
-    staged = "" if remote is None else f" (staged in {local})"
-    logger.info("megaprof: rank %d captures %s into %s%s", coords.rank, ", ".join(settled.target), settled.dir, staged)
+    session = _assemble(handle, here, store, iteration or registry.iteration, iteration or registry.host_step)
+    with Contained("installing the hooks", lambda: _undo(handle)):
+        _process.acquire(handle, session, models, pipeline=pipeline)
+        handle._session = session
+        at_exit(handle._at_exit)
+        if settled.listens:
+            handle._listener = _listen(session, here.layout, store.writer, store.local)
     return handle
+
+
+@dataclasses.dataclass(frozen=True)
+class _Here:
+    """This rank, and what the configuration wants of it."""
+
+    coords: RankCoords
+    """Where it stands."""
+    layout: WorldLayout | None
+    """How the world is laid out; None where no rank order explains it."""
+    ranks: list[int] | None
+    """All ranks that may capture windows, ascending; None where they cannot be counted."""
+    windowed: bool
+    """True: windows may open on this rank."""
+    timed: bool
+    """True: this rank keeps a timeline."""
+
+    @classmethod
+    def of(cls, config: ProfileConfig, role: str | None, models: tuple[Any, ...] | None, *, pipeline: bool) -> _Here:
+        """Raises ValueError for ranks that this world does not have, and for a model that must not be profiled so.
+
+        Ranks of other roles are not checked: such a role may run in a world of another size. Where it runs in this
+        one, `Session` says which of its ranks do not exist.
+        """
+        coords, layout = _place(None if models is None else len(models), pipeline=pipeline)
+        own = config.selector(role)
+        if own is not None:
+            own.check(coords.sizes, layout, option=config.select_option(role))
+        timed = config.timeline_selector
+        if timed is not None:
+            timed.check(coords.sizes, layout, option=config.named("timeline_select"))
+        check_model(config, models or ())
+        # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
+        selectors = [s for each in (role, *config.roles) if (s := config.selector(each)) is not None]
+        return cls(
+            coords=coords,
+            layout=layout,
+            ranks=selected(selectors, coords, layout),
+            windowed=config.windowed and any(selector.selects(coords) for selector in selectors),
+            timed=timed is not None and timed.selects(coords),
+        )
+
+    def records(self, config: ProfileConfig) -> bool:
+        """Whether anything is to be done on this rank."""
+        return self.windowed or self.timed or config.listens
+
+    @property
+    def speaks(self) -> bool:
+        """True for the lowest rank that captures windows: it alone says what became of them."""
+        return self.coords.rank == (self.ranks[0] if self.ranks else 0)
+
+    def announce(self, config: ProfileConfig) -> None:
+        """The line at the start of the job, said by rank 0."""
+        if self.coords.rank == 0 or self.speaks:
+            show_lines()
+        if self.coords.rank == 0:
+            say_start(config, self.coords, self.ranks, self.layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Store:
+    """Where files go."""
+
+    local: str
+    """The directory in which they grow."""
+    writer: Writer
+    """What finishes them."""
+
+    @classmethod
+    def make(cls, config: ProfileConfig, coords: RankCoords) -> _Store | None:
+        """None, and an error in the log, where the directory cannot be made."""
+        place = str(config.dir)
+        try:
+            remote = Remote(place) if is_remote(place) else None
+            local = place if remote is None else str(remote.staging)
+            os.makedirs(os.path.join(local, shard(coords)), exist_ok=True)
+        except OSError as fault:
+            if from_host(fault):
+                raise
+            # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
+            logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", place, fault)
+            return None
+        hook = FinishHook(config.on_finish, place, config.on_finish_when) if config.on_finish else None
+        return cls(local, Writer(remote=remote, hook=hook))
+
+
+def _assemble(handle: Handle, here: _Here, store: _Store, iteration: Number, host_step: Number) -> Session:
+    """Give ``handle`` its parts, and return the session that drives them. Raises ValueError where a recorder cannot run
+    in this process."""
+    config, writer = handle.config, store.writer
+    handle._writer = writer
+    if here.windowed:
+        handle._recorders = build_recorders(dataclasses.replace(config, dir=store.local), writer)
+    if here.timed:
+        handle._timeline = TimelineRecorder(config, here.coords, handle.role, _process.background)
+    lines = handle._lines = Lines(config, store.local, speaks=here.speaks)
+
+    def window_ended(window: Window) -> None:
+        _process.latest = [each for each in _process.latest if each is not handle] + [handle]
+        lines.window(window, writer.run)
+        writer.end_window()
+
+    return Session(
+        config,
+        here.coords,
+        handle._recorders,
+        role=handle.role,
+        iteration=iteration,
+        pass_iteration=contract.iteration,
+        host_step=host_step,
+        timeline=handle._timeline,
+        window_ended=window_ended,
+        repeat=Repeats(store.local, here.coords),
+    )
+
+
+def _undo(handle: Handle) -> None:
+    """After a fault while the hooks went in: nothing of them stays, and nothing runs."""
+    session, handle._session = handle._session, None
+    not_at_exit(handle._at_exit)
+    if session is not None:
+        _process.release(handle, session)
+    for part in (handle._timeline, handle._writer):
+        if part is not None:
+            part.close()
+
+
+def kernel_summary(role: str | None = None, timeout: float = 0.0) -> dict[str, Any] | None:
+    """The kernel summary of the last window that closed in this process, or of the last one of ``role``, without a
+    `Handle`: a controller calls it in its workers. Plain data, picklable; see `Handle.kernel_summary`.
+
+    None where there is none, also while it is still being made after ``timeout`` seconds.
+    """
+    for handle in reversed(_process.latest):
+        summary = handle.kernel_summary(timeout, role)
+        if summary is not None:
+            return summary
+    return None
 
 
 def _listen(session: Session, layout: WorldLayout | None, writer: Writer, directory: str) -> Listener | None:
@@ -395,6 +533,14 @@ def _require(package: str) -> None:
             "pip install 'megaprof[train]'",
             name=missing.name,
         ) from None
+
+
+def _reference(model: Any) -> Callable[[], Any]:
+    """Returns ``model`` while it lives: an address alone may belong to another model later."""
+    try:
+        return weakref.ref(model)
+    except TypeError:
+        return lambda: model
 
 
 def _models(model: Any) -> tuple[Any, ...] | None:

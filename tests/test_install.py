@@ -7,6 +7,9 @@ import gc
 import gzip
 import json
 import logging
+import subprocess
+import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -16,8 +19,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules
 
 from megaprof import ProfileConfig, add_profile_args, evaluation, install_hooks
+from megaprof.artifacts import writer
 from megaprof.formats.ranges import P2P_OPERATIONS, RangeName, parse
 from megaprof.hooks.schedules import SCHEDULES
+from megaprof.integrations import contract
 from megaprof.recorders.torch_profiler import TorchRecorder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -232,6 +237,24 @@ def test_megatron_lms_iteration_is_found(one_rank: Any, tmp_path: Path, monkeypa
     assert list(traces(tmp_path)) == ["train_actor.step000731"]
 
 
+def test_the_end_of_a_hosts_step_finishes_its_window_and_its_files(
+    one_rank: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What a host tells where it may end the process next, as Ray does: without warning."""
+    publish = writer.publish
+    monkeypatch.setattr(writer, "publish", lambda *files: (time.sleep(0.5), publish(*files)))
+    with install_hooks(one_rank.chunks, on(tmp_path, target=("train_overall",), steps="1")):
+        for _ in range(2):
+            one_rank.train_step()
+        assert traces(tmp_path) == {}
+        contract.over("step")
+        (trace,) = traces(tmp_path).values()
+        assert trace["megaprof"]["truncated"] is False
+        contract.over("step")  # nothing is open, nothing is waited for
+    contract.over("step")
+    assert list(traces(tmp_path)) == ["train_overall.step000001"]
+
+
 def test_train_overall_lasts_until_the_next_step_and_holds_what_lies_between(one_rank: Any, tmp_path: Path) -> None:
     with install_hooks(one_rank.chunks, on(tmp_path, target=("train_overall",), steps="1")):
         for _ in range(3):
@@ -364,3 +387,82 @@ def test_a_schedule_asked_for_before_install_is_not_captured_and_one_asked_for_a
     with install_hooks(one_rank.chunks, on(tmp_path)):
         one_rank.train_step(get_forward_backward_func())
     assert len(traces(tmp_path)) == 1
+
+
+def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
+    """CPython gives a freed address away at once; here every model has the same one, as far as `id` tells."""
+    monkeypatch.setattr("megaprof.install.id", lambda model: 1, raising=False)
+    model = torch.nn.Linear(2, 2)
+    first = install_hooks(model, on(tmp_path), role="actor")
+    del model
+    gc.collect()
+    second = install_hooks(torch.nn.Linear(2, 2), on(tmp_path), role="ref")
+    try:
+        assert second is not first
+        assert second.active
+    finally:
+        first.remove()
+        second.remove()
+
+
+@pytest.mark.parametrize("where", ["patch_p2p", "patch_schedules", "registry.adapt", "roles.attach", "listen"])
+def test_hooks_that_cannot_go_in_leave_nothing_behind(
+    where: str, one_rank: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("megatron is another one")
+
+    before = hooked_objects()
+    monkeypatch.setattr(f"megaprof.install.{where}", broken)
+    handle = install_hooks(one_rank.chunks, on(tmp_path, on_demand=where == "listen"))
+    assert not handle.active
+    assert all(hooked_objects()[name] is before[name] for name in before)
+    assert caplog.text.count("installing the hooks failed") == 1
+    assert len(one_rank.train_step()) == one_rank.workload.microbatches
+    monkeypatch.undo()
+    with install_hooks(one_rank.chunks, on(tmp_path)) as handle:
+        assert handle.active, "the model is not blocked by what failed"
+
+
+LINES = """
+import logging, sys, tempfile, torch.distributed as dist
+{first}
+from megatron.core import parallel_state
+from megaprof import ProfileConfig, install_hooks
+with tempfile.TemporaryDirectory() as place:
+    dist.init_process_group("gloo", init_method=f"file://{{place}}/store", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    with install_hooks(None, ProfileConfig(("train_actor",), place + "/traces", steps="500")):
+        {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "shown"),
+    [
+        ("", "pass", ["megaprof captures train_actor (steps 500) on rank 0 of 1", "megaprof ends: no windows"]),
+        ("", "logging.basicConfig(format='HOST %(message)s')", ["megaprof captures", "HOST megaprof ends: no windows"]),
+        ("logging.basicConfig(format='HOST %(message)s')", "pass", ["HOST megaprof ends: no windows"]),
+    ],
+)
+def test_lines_are_seen_where_the_host_configured_no_logging(first: str, then: str, shown: list[str]) -> None:
+    finished = subprocess.run(
+        [sys.executable, "-c", LINES.format(first=first, then=then)], capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr
+    lines = [line for line in finished.stderr.splitlines() if "megaprof" in line and "warn" not in line.lower()]
+    assert len(lines) == len(shown), finished.stderr
+    assert all(line.startswith(start) for line, start in zip(lines, shown, strict=True))
+
+
+def test_a_relative_directory_survives_a_change_of_the_working_directory(
+    one_rank: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with install_hooks(one_rank.chunks, on(Path("traces"))):
+        assert (tmp_path / "traces").is_dir(), "made when the hooks go in, not inside a step"
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        one_rank.train_step()
+    assert list(traces(tmp_path / "traces")) == ["train_actor.step000000"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -52,7 +52,8 @@ class DerivedFiles:
         self._writer = writer
         self._changed = threading.Condition()
         self._pending = 0
-        self._summary: bytes | None = None  # of the last window, once it is ready
+        self._role: str | None = None  # of the last window
+        self._summaries: dict[str | None, bytes] = {}  # by role, of its last window once it is ready
 
     def prepare(self, raw: Path, files: Mapping[str, Path], identity: Mapping[str, Any]) -> Callable[[], None] | None:
         """A task for the writer that derives ``files`` (suffix -> final path) from the trace ``raw``; None: it cannot.
@@ -62,7 +63,8 @@ class DerivedFiles:
         """
         names = ", ".join(path.name for path in files.values())
         with self._changed:
-            self._summary = None
+            self._role = identity.get("role")
+            self._summaries.pop(self._role, None)
             if self._pending >= _QUEUE:
                 logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
                 return None
@@ -76,11 +78,12 @@ class DerivedFiles:
             self._pending += 1
         return lambda: self._do(task)
 
-    def kernel_summary(self, timeout: float) -> dict[str, Any] | None:
-        """The summary of the last window, or None: it is not ready within ``timeout`` seconds, or could not be made."""
+    def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
+        """The summary of the last window, or of the last one of ``role``. None: there is none, it is not ready within
+        ``timeout`` seconds, or it could not be made."""
         with self._changed:
             self._changed.wait_for(lambda: not self._pending, timeout)
-            summary = None if self._pending else self._summary
+            summary = None if self._pending else self._summaries.get(self._role if role is None else role)
         if summary is None:
             return None
         loaded: dict[str, Any] = json.loads(summary)
@@ -96,7 +99,8 @@ class DerivedFiles:
         finally:
             with self._changed:
                 self._pending -= 1
-                self._summary = summary
+                if summary is not None:
+                    self._summaries[task.identity.get("role")] = summary
                 self._changed.notify_all()
 
     def _derive(self, task: _Derivation) -> bytes | None:

@@ -7,8 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
-from megaprof.formats.files import appearing
-from megaprof.formats.names import is_leftover
+from megaprof.formats.names import is_leftover, repeats, temporary_path
 from megaprof.runtime.logs import logger
 
 _CHUNK = 1 << 20
@@ -18,34 +17,60 @@ class Incomplete(Exception):
     """A raw file ends in the middle: it was written to a disk that filled up, or by a process that died."""
 
 
-def publish(raw: Path, final: Path) -> None:
+def publish(raw: Path, final: Path) -> Path:
     """``raw`` under its final name, compressed where that ends in ``.gz``; ``raw`` is gone afterwards.
 
-    ``final`` is replaced atomically and never half-written. Raises OSError, with ``raw`` untouched and nothing left
-    behind; Incomplete when ``raw`` is a Kineto trace without its end.
+    Returns the name: ``final``, or its first repeat that is free. It is never half-written. Raises OSError, with
+    ``raw`` untouched and nothing left behind; Incomplete when ``raw`` is a Kineto trace without its end.
     """
     if final.name.endswith((".trace.json", ".trace.json.gz")):
         check_trace(raw)
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.suffix == ".gz":
-        compress(raw, final)
-        return
+        return compress(raw, final)
     with open(raw, "rb") as file:
         os.fsync(file.fileno())
-    os.replace(raw, final)
+    return rename(raw, final)
 
 
-def compress(raw: Path, final: Path) -> None:
-    """gzip ``raw`` into ``final`` and remove ``raw``."""
+def rename(complete: Path, final: Path) -> Path:
+    """Rename a complete file to ``final``, or to its first repeat that is free: nothing is ever replaced.
+
+    Returns the name that it got. Raises OSError.
+    """
+    for name in repeats(final):
+        try:
+            os.link(complete, name)
+        except FileExistsError:
+            continue
+        except OSError:  # a file system without hard links
+            if name.exists():
+                continue
+            os.replace(complete, name)
+            return name
+        os.unlink(complete)
+        return name
+    raise FileExistsError(final)
+
+
+def compress(raw: Path, final: Path) -> Path:
+    """gzip ``raw`` into ``final``, or its first repeat that is free, and remove ``raw``. Returns the name."""
     from isal import igzip  # 4 times the speed of zlib's fastest level, at the same size
 
-    with (
-        open(raw, "rb") as source,
-        appearing(final) as file,
-        igzip.IGzipFile(filename="", mode="wb", fileobj=file) as sink,
-    ):
-        shutil.copyfileobj(source, sink, _CHUNK)
+    temporary = temporary_path(final)
+    try:
+        with open(raw, "rb") as source, open(temporary, "wb") as file:
+            with igzip.IGzipFile(filename="", mode="wb", fileobj=file) as sink:
+                shutil.copyfileobj(source, sink, _CHUNK)
+            file.flush()
+            os.fsync(file.fileno())
+        name = rename(temporary, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     raw.unlink(missing_ok=True)  # given up meanwhile, and kept under another name
+    return name
 
 
 def check_trace(raw: Path) -> None:

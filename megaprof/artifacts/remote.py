@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megaprof.formats.names import host
+from megaprof.formats.names import host, repeats
 
 #: Object stores show an object when its upload is complete. Everything else gets a temporary name and a rename.
 _SHOWN_WHEN_COMPLETE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos"})
@@ -59,8 +59,11 @@ class Remote:
         # Here and not up front: it may ask the network for credentials, which is nothing for the training thread.
         if self._filesystem is None:
             self._filesystem, self._root = importlib.import_module("fsspec.core").url_to_fs(self.uri)
-        place = local.relative_to(self.staging).as_posix()  # with its shard
-        target = f"{self._root.rstrip('/')}/{place}"
+        root = self._root.rstrip("/")
+        for name in repeats(local.relative_to(self.staging)):  # with its shard; what is there is never replaced
+            place = name.as_posix()
+            if not self._filesystem.exists(target := f"{root}/{place}"):
+                break
         if (folder := target.rpartition("/")[0]) not in self._made:
             self._filesystem.makedirs(folder, exist_ok=True)
             self._made.add(folder)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.artifacts.files import Incomplete, publish, remove_leftovers
+from megaprof.artifacts.files import Incomplete, publish, remove_leftovers, rename
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.remote import Remote
 from megaprof.formats.names import busy_path, kineto_temporary, plain_path
@@ -225,8 +225,7 @@ class Writer:
             if self._busy is None:
                 self._busy = busy_path(artifact.final.parent)
                 self._busy.touch()
-            publish(artifact.raw, artifact.final)
-            self._finished(artifact.final)
+            self._finished(publish(artifact.raw, artifact.final))
         except Incomplete as fault:
             _remove(artifact.raw)
             logger.error("megaprof: %s is lost: %s; is the disk full?", artifact.final, fault)
@@ -291,10 +290,9 @@ def _keep(artifact: Artifact) -> Path | None:
     """The raw file under its uncompressed name, which needs neither space nor time. None: it stays where it is."""
     plain = plain_path(artifact.final)
     try:
-        os.replace(artifact.raw, plain)
+        return rename(artifact.raw, plain)
     except OSError as fault:
         if from_host(fault):
             raise
         logger.error("megaprof: %s stays there, it cannot be renamed to %s: %s", artifact.raw, plain.name, fault)
         return None
-    return plain

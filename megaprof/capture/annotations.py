@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megaprof.capture import roles
+from megaprof.capture.scope import enter_block, in_task, leave_block
 from megaprof.config.per_role import checked_role
 from megaprof.formats.ranges import DOMAIN, annotation_range
 from megaprof.runtime.isolation import Contained, in_full
@@ -43,7 +44,8 @@ class annotate:
     Functions, methods (also static and class methods), coroutine functions, generators and asynchronous generators are
     wrapped as what they are. A coroutine's range lasts from its first step to its end, waiting included; a generator
     has a range for each time that it runs, since what happens between belongs to its consumer. Exceptions pass through
-    unchanged. Raises ValueError for arguments that could not be honoured, when the annotation is made.
+    unchanged. For arguments that could not be honoured, decorating raises ValueError; a block, which may stand in the
+    training loop, says it once in the log and does without them.
     """
 
     def __new__(cls, message: Any = None, **options: Any) -> Any:
@@ -62,20 +64,23 @@ class annotate:
         domain: str | None = None,
         category: str | int | None = None,
     ) -> None:
-        for name, value, kinds in (
-            ("message", message, str),
-            ("color", color, str | int),
-            ("domain", domain, str),
-            ("category", category, str | int),
-        ):
-            if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
-                raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")
-        self._message = message
-        self._role = None if role is None else checked_role(role, "annotate: role")
-        self._look = {"color": _checked_color(color), "domain": domain or DOMAIN, "category": category}
-        self._entered: list[_Work] = []
+        self._message: str | None = None
+        self._role: str | None = None
+        self._look: dict[str, Any] = {"color": None, "domain": DOMAIN, "category": None}
+        self._mistake: ValueError | None = None
+        try:
+            _check(
+                message=(message, str), color=(color, str | int), domain=(domain, str), category=(category, str | int)
+            )
+            self._role = None if role is None else checked_role(role, "annotate: role")
+            self._look = {"color": _checked_color(color), "domain": domain or DOMAIN, "category": category}
+            self._message = message
+        except ValueError as mistake:
+            self._mistake = mistake
 
     def __call__(self, function: Any) -> Any:
+        if self._mistake is not None:
+            raise self._mistake
         if isinstance(function, staticmethod | classmethod):
             return type(function)(self(function.__func__))
         if not callable(function) or isinstance(function, type):
@@ -92,12 +97,16 @@ class annotate:
         return functools.wraps(function)(wrapper)
 
     def __enter__(self) -> None:
-        work = _Work(self._role, self._message or "block", self._look)
+        if self._mistake is not None:
+            roles.say_once(f"{self._mistake}. It is left out")
+        work = _Work(self._role, self._message or "block", self._look, overlapping=in_task())
         work.__enter__()
-        self._entered.append(work)
+        enter_block(self, work)
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        self._entered.pop().__exit__(kind, fault, tb)
+        work = leave_block(self)
+        if isinstance(work, _Work):
+            work.__exit__(kind, fault, tb)
 
     def _function(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
         role, look, sessions = self._role, self._look, roles.sessions
@@ -253,6 +262,13 @@ class _Work:
     def _end(self, fault: BaseException | None) -> None:
         if self._window is not None:
             self._window.__exit__(None if fault is None else type(fault), fault, None)
+
+
+def _check(**given: tuple[Any, Any]) -> None:
+    """Raises ValueError for the first of ``given`` (value and types) that is neither None nor of its types."""
+    for name, (value, kinds) in given.items():
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool) or value == ""):
+            raise ValueError(f"annotate: {name}={value!r} is not valid; valid: {kinds} or None, not empty")
 
 
 def _checked_color(color: str | int | None) -> str | int | None:

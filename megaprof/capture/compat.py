@@ -45,16 +45,39 @@ def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
     """What a model itself tells: raises ValueError for FSDP2 without its own offload under windows that outlast a call.
 
     Whether somebody is going to move it between calls, the model cannot tell; such a window would make that a crash.
-    Windows of the other targets are closed by then.
+    Other windows are closed by then.
     """
-    held = held_by(config)
-    if TRAIN_OVERALL not in config.target or not held or not any(offloads_manually(chunk) for chunk in chunks):
-        return
-    raise ValueError(
-        f"{flag('target')} {TRAIN_OVERALL} with {_flags(held)} on an FSDP2 model: its window is open between steps, "
-        "and moving the model to the CPU meanwhile would fail ('Couldn't swap ...'). Use CPUOffloadPolicy "
-        f"(cpu_offload=true), or Megatron, or another target, or drop {_flags(held)}"
-    )
+    refusal = Offloading(config).refusal(tuple(chunks))
+    lasting = [f"{flag('target')} {TRAIN_OVERALL}"] if TRAIN_OVERALL in config.target else []
+    lasting += [flag(name) for name in ("discrete", "merge_steps") if getattr(config, name)]
+    if lasting and refusal is not None:
+        raise ValueError(f"{' and '.join(lasting)}: {refusal}")
+
+
+class Offloading:
+    """Knows of the models of one session whether a window that is open between calls would make moving them crash."""
+
+    def __init__(self, config: ProfileConfig) -> None:
+        self._held = held_by(config)
+        self._manual = False
+
+    def refusal(self, chunks: tuple[Any, ...], held: tuple[str, ...] | None = None) -> str | None:
+        """Why no such window may open, None where it may.
+
+        ``chunks``: the model of the call that begins; models of earlier calls count as well. ``held``: the options with
+        which this window's profiler holds tensors, by default those of the configuration.
+        """
+        held = self._held if held is None else held
+        if not held:
+            return None
+        self._manual = self._manual or any(offloads_manually(chunk) for chunk in chunks)
+        if not self._manual:
+            return None
+        return (
+            f"with {_flags(held)} on an FSDP2 model its window would be open between calls, and moving the model to "
+            "the CPU meanwhile would fail ('Couldn't swap ...'). Use CPUOffloadPolicy (cpu_offload=true), or Megatron, "
+            f"or another target, or drop {_flags(held)}"
+        )
 
 
 def held_by(config: ProfileConfig) -> tuple[str, ...]:

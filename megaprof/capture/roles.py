@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 
 from megaprof.capture.scope import Scope as Scope
 from megaprof.capture.scope import current as current
-from megaprof.capture.scope import scope
+from megaprof.capture.scope import enter_block, in_task, leave_block, scope
+from megaprof.capture.scope import leave as leave
 from megaprof.config.per_role import checked_role
 from megaprof.runtime.isolation import Contained, in_full
+from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
@@ -36,43 +38,63 @@ _held: Callable[[], AbstractContextManager[None]] = nullcontext
 class role:
     """``with role("ref"): ...``: what runs inside is the work of that role.
 
-    Steps are counted per target and role. Nested scopes: the innermost one counts. Raises ValueError for a name that is
-    not a non-empty string.
+    Steps are counted per target and role. Nested scopes: the innermost one counts. A name that is not a non-empty
+    string is said once in the log and left out: training goes on.
     """
 
-    __slots__ = ("_entered", "_name")
+    __slots__ = ("_name",)
 
     def __init__(self, name: str) -> None:
-        self._name = checked_role(name, "role")
-        self._entered: list[tuple[Token[Scope], Range | None]] = []
+        self._name = usable(name, "role")
 
     def __enter__(self) -> None:
         opened: Range | None = None
-        window = _open_window() if sessions else None
+        window = _open_window() if sessions and self._name is not None else None
         if window is not None:
-            from megaprof.formats.ranges import role_range
-            from megaprof.recorders.emit import Range
-
             with Contained("opening a role's range", abandon):
-                opened = Range(role_range(self._name))
+                from megaprof.formats.ranges import role_range
+                from megaprof.recorders.emit import Range
+
+                opened = Range(role_range(str(self._name)), overlapping=in_task())
                 opened.__enter__()
-        self._entered.append((scope.set(Scope(self._name, window)), opened))
+        token = None if self._name is None else scope.set(Scope(self._name, window))
+        enter_block(self, (token, opened))
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        token, opened = self._entered.pop()
-        scope.reset(token)
+        entered = leave_block(self)
+        if not isinstance(entered, tuple):
+            return
+        token, opened = entered
+        if token is not None:
+            leave(token)
         if opened is not None:
             with Contained("closing a role's range", abandon):
                 opened.close()
 
 
+_MOST_SAID = 64
+_said: set[str] = set()
+
+
+def usable(name: object, what: str) -> str | None:
+    """``name`` as a role's name, None where it could not be one, which is said once: ``what`` is in the message."""
+    try:
+        return checked_role(name, what)
+    except ValueError as mistake:
+        say_once(f"{mistake}. It is left out")
+        return None
+
+
+def say_once(message: str) -> None:
+    """Log a mistake in the host's own calls, which may be in its training loop."""
+    if message not in _said and len(_said) < _MOST_SAID:
+        _said.add(message)
+        logger.warning("megaprof: %s", message)
+
+
 def enter(name: str) -> Token[Scope]:
-    """A scope without a range of its own; undone by ``leave``."""
+    """A scope without a range of its own; undone by `leave`."""
     return scope.set(Scope(name, _open_window()))
-
-
-def leave(token: Token[Scope]) -> None:
-    scope.reset(token)
 
 
 def attach(session: Session, held: Callable[[], AbstractContextManager[None]]) -> None:
@@ -83,6 +105,7 @@ def attach(session: Session, held: Callable[[], AbstractContextManager[None]]) -
 
 
 def detach(session: Session) -> None:
+    """Annotations open no windows of ``session`` any more."""
     if session in sessions:
         sessions.remove(session)
 
@@ -93,6 +116,7 @@ def abandon() -> None:
 
 
 def held() -> AbstractContextManager[None]:
+    """The block in which a window may be opened or closed."""
     return _held()
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from megaprof.capture.agenda import Agenda, Number, Step, check_role
+from megaprof.capture.compat import Offloading
 from megaprof.capture.demand import Demand
 from megaprof.capture.scope import current
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_LOG_PROBS, TRAIN_OVERALL, Action, Plan
+from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Action
 from megaprof.formats import ranges
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Recorder, Window
@@ -32,13 +34,30 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 
 @dataclass
 class _OpenWindow:
+    """The window that a session has open."""
+
     window: Window
-    keep: bool  # False for a warm-up, which is recorded and thrown away
-    opener: str | None  # the role whose call, or annotated work, opened it
-    overall: Range | None = None  # the range of a window that outlives the call that opened it, or had none
-    call: RecordedCall | None = None  # the window's first call: what the metadata describes
-    demand: Demand | None = None  # what asked for it while the job ran
-    thread: int = field(default_factory=threading.get_ident)  # which alone can close it
+    """What the recorders were asked for."""
+    last: Step
+    """The last step in it so far; the first one at first."""
+    keep: bool
+    """False for a warm-up, which is recorded and thrown away."""
+    merges: bool
+    """True: wanted steps that follow go into it, too."""
+    asked: int | None = None
+    """The step that `last` is captured instead of; None: itself."""
+    overall: Range | None = None
+    """The range of the running step of a window that outlives the call that opened it, or had none."""
+    call: RecordedCall | None = None
+    """The window's first call: what the metadata describe."""
+    demand: Demand | None = None
+    """What asked for it while the job ran."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that opened it, which alone can close it."""
+
+    def is_of(self, step: Step) -> bool:
+        """Whether ``step`` is of the same target and role."""
+        return (step.target, step.role) == (self.last.target, self.last.role)
 
 
 class Session:
@@ -62,38 +81,51 @@ class Session:
         recorders: Sequence[Recorder],
         *,
         role: str | None = None,
-        iteration: Callable[[], int | None] | None = None,
-        pass_iteration: Callable[[], int | None] | None = None,
+        iteration: Number | None = None,
+        pass_iteration: Number | None = None,
+        host_step: Number | None = None,
         timeline: TimelineRecorder | None = None,
-        window_ended: Callable[[], None] = lambda: None,
+        window_ended: Callable[[Window], None] = lambda window: None,
+        repeat: Callable[[Window], int] = lambda window: 1,
     ) -> None:
-        """``window_ended`` is called once every file of a window is with the writer."""
+        """``iteration``, ``pass_iteration`` and ``host_step``: see `Agenda`. ``window_ended`` is called once every file
+        of a window is with the writer; ``repeat`` says the how-manieth window of its names one is that opens."""
         self.disabled = False
         self._window_ended = window_ended
+        self._repeat = repeat
         self.timeline = timeline
         self.config = config
         self.coords = coords
         self.role = role
         self._recorders = tuple(recorders)
         self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
-        self._iteration = iteration
-        self._pass_iteration = pass_iteration
-        self._plans: dict[tuple[str, str | None], Plan | None] = {}
-        #: By target and role: how many calls have begun. Read by the background thread.
-        self.calls: dict[tuple[str, str | None], int] = {}
+        self.agenda = Agenda(
+            config, coords, role, iteration=iteration, pass_iteration=pass_iteration, host_step=host_step
+        )
         #: A capture that was asked for while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
-        self._captured: dict[tuple[str, str | None], int] = {}
+        self._roles = {role}
+        self._offloading = Offloading(config)
         self._thread = threading.get_ident()
         self._open_window: _OpenWindow | None = None
         self._guard = HostMemoryGuard(parse_limit("max_host_memory", config.max_host_memory), self._memory_ran_out)
+
+    @property
+    def calls(self) -> dict[tuple[str, str | None], int]:
+        """By target and role: how many calls have begun. Read by the background thread."""
+        return self.agenda.calls
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
         """A ``forward_backward_func`` call starts. Returns what ``end`` needs, or None: nothing is recorded."""
         call: RecordedCall | None = None
         if not self.disabled:
             with Contained("opening a window", self.abandon):
-                call = self._begin(facts)
+                step = self.agenda.begin(facts.target, self._role_of_call())
+                begun = self.agenda.host_step(step)
+                self._settle_open_window(facts, step, begun)
+                if not self._open_demanded(facts, step, begun):
+                    self._open_due(facts, step, begun)
+                call = self._record(facts, step)
         return call
 
     def end(self, call: RecordedCall, *, failed: bool) -> None:
@@ -103,9 +135,11 @@ class Session:
                 self.timeline.end(call.line, failed=failed)
             call.outermost.__exit__(None, None, None)
             opened = self._open_window
-            if opened is not None and failed:
+            if opened is None:
+                return
+            if failed:
                 self._close("the host raised an exception")
-            elif opened is not None and opened.overall is None:
+            elif opened.overall is None and not (opened.merges and self._goes_on(opened)):
                 self._close(None)
 
     def begin_work(self, role: str) -> bool:
@@ -114,7 +148,8 @@ class Session:
         opened = False
         if not self.disabled and self.config.discrete and threading.get_ident() == self._thread:
             with Contained("opening a window", self.abandon):
-                opened = self._begin_work(role)
+                self._meet(role)
+                opened = self._begin_work(self.agenda.begin(ANNOTATED, role))
         return opened
 
     def end_work(self, *, failed: bool) -> None:
@@ -140,9 +175,11 @@ class Session:
 
     def step_ended(self) -> None:
         """The host's step is over: the window of all its work is complete. A no-op without one."""
-        if self._open_window is not None and self._open_window.window.target == TRAIN_OVERALL:
+        opened = self._open_window
+        if opened is not None and opened.window.target == TRAIN_OVERALL:
             with Contained("closing the window of a step", self.abandon):
-                self._close(None)
+                if not (opened.merges and self._goes_on(opened)):
+                    self._close(None)
 
     def interrupt(self, call: RecordedCall, reason: str) -> None:
         """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
@@ -166,69 +203,76 @@ class Session:
         )
         self.demand = None
 
-    def _begin(self, facts: CallFacts) -> RecordedCall | None:
-        target, scope = facts.target, current()
+    def _role_of_call(self) -> str | None:
+        """Whose call it is that begins: the innermost scope's, else the role of the model."""
+        scope = current()
         role = self.role if scope.role is None else scope.role
-        index = self._count(target, role)
-        step = self._number(target, index)
-        last = self._open_window
-        if last is not None and (last.window.target, last.opener, target) == (TRAIN_OVERALL, role, TRAIN_ACTOR):
-            self._close(None)  # such a window lasts until the next step of its role starts
+        self._meet(role)
+        return role
+
+    def _meet(self, role: str | None) -> None:
+        if role not in self._roles:
+            self._roles.add(role)
+            check_role(self.config, str(role), self.coords)
+
+    def _settle_open_window(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
+        """Close the window that is open, where this call ends it, or take the step that begins into it."""
+        opened = self._open_window
+        if opened is None:
+            return
+        if opened.window.target == ANNOTATED:
+            if opened.call is None and (refusal := self._offloading.refusal(facts.chunks)) is not None:
+                logger.error("megaprof: annotated work of %s is not captured: %s", opened.last.role, refusal)
+                in_full(*(recorder.discard for recorder in self._recorders), self._release)
+        elif opened.window.target == TRAIN_OVERALL:
+            # Counted steps are a role's own: another role's are part of the window.
+            if begun is not None and (begun.hosts or begun.role == opened.last.role):
+                self._extend_or_close(opened, begun)
+        elif opened.merges and opened.is_of(step) and step.number != opened.last.number:
+            self._extend_or_close(opened, step)
+
+    def _extend_or_close(self, opened: _OpenWindow, step: Step) -> None:
+        if not opened.merges:
+            self._close(None)
+        elif opened.asked is None and self.agenda.joins(step, opened.last):
+            self._extend(opened, step, None)
+        elif opened.asked is not None and (owed := self.agenda.owed(step)) is not None:
+            self._extend(opened, step, owed)
+        else:
+            self._close(None)
+
+    def _extend(self, opened: _OpenWindow, step: Step, asked: int | None) -> None:
+        self.agenda.has_file(opened.last, opened.asked)
+        self.agenda.take(step, asked)
+        opened.last, opened.asked = step, asked
+        if opened.overall is not None:
+            opened.overall.close()
+            opened.overall = self._whole_step(step)
+
+    def _goes_on(self, opened: _OpenWindow) -> bool:
+        return self.agenda.goes_on(opened.last) if opened.asked is None else self.agenda.owes(opened.last)
+
+    def _open_demanded(self, facts: CallFacts, step: Step, begun: Step | None) -> bool:
+        """Open the window that was asked for while the job runs, if it is this call's. A tool that fails ends the
+        demand and nothing else: whoever asked is told, and can ask again."""
         demand = self.demand
-        asked = demand is not None and self._asked(demand, facts, target, role, step, index)
-        due = None
-        # Nothing may be synchronised while a CUDA graph is captured.
-        if not asked and Session._holder is None and facts.graph != "capture":
-            due = next(
-                (
-                    (candidate, phase)
-                    for candidate in ((TRAIN_OVERALL, target) if target == TRAIN_ACTOR else (target,))
-                    if (phase := self._phase(candidate, role, step, index)) is not Action.NOTHING
-                ),
-                None,
-            )
-        if due is not None:
-            warmup = due[1] is Action.WARMUP
-            # A train_overall window holds the work of all roles, so it has the role of its session.
-            named = self.role if due[0] == TRAIN_OVERALL else role
-            self._open(Window(due[0], named, step, self.coords, warmup), role, keep=not warmup)
-        holder = Session._holder
-        window = holder._open_window if holder is not None else None
-        call = RecordedCall(facts, _NOTHING, clock=None if self.timeline is None else self.timeline.clock)
-        if window is not None:
-            call.outermost = outermost = ExitStack()
-            call.ranged = self.config.ranges != "step"
-            if role not in (None, window.window.role) and scope.window is not window:
-                outermost.enter_context(Range(ranges.role_range(str(role))))
-            outermost.enter_context(Range(ranges.step_range(target, step, self.coords)))
-            if self._open_window is not None and self._open_window.call is None:
-                self._open_window.call = call
-        # Nothing may be timed while a CUDA graph is captured.
-        if self.timeline is not None and target in self._timed and facts.graph != "capture":
-            call.line = self.timeline.begin(call, target, role, step, captured=window is not None)
-        return call if window is not None or call.line is not None else None
-
-    def _begin_work(self, role: str) -> bool:
-        index = self._count(ANNOTATED, role)
-        step = self._number(ANNOTATED, index)
-        phase = self._phase(ANNOTATED, role, step, index)
-        if phase is Action.NOTHING or Session._holder is not None:
+        if demand is None:
             return False
-        warmup = phase is Action.WARMUP
-        self._open(Window(ANNOTATED, role, step, self.coords, warmup), role, keep=not warmup)
-        return True
-
-    def _asked(self, demand: Demand, facts: CallFacts, target: str, role: str | None, step: int, index: int) -> bool:
-        """Open the window that ``demand`` wants of this call, if any. A tool that fails ends the demand and nothing
-        else: whoever asked is told, and can ask again."""
-        if not demand.due(target, role, index):
+        own = (step.target, step.role) == (demand.counted, demand.role)
+        upcoming = step.index if own else self.calls.get((demand.counted, demand.role), 0)
+        if not demand.due(upcoming, own=own, begins=begun is not None):
             return False
-        if Session._holder is not None or facts.graph == "capture":
-            demand.give_up("another window was open" if facts.graph != "capture" else "a CUDA graph was captured")
+        captured = begun if demand.target == TRAIN_OVERALL and begun is not None else step
+        refusal = self._offloading.refusal(facts.chunks, demand.holding) if demand.target == TRAIN_OVERALL else None
+        if Session._holder is not None:
+            refusal = "another window was open"
+        elif facts.graph == "capture":
+            refusal = "a CUDA graph was captured"
+        if refusal is not None:
+            demand.give_up(refusal)
             return False
-        window = Window(demand.target, self.role if demand.target == TRAIN_OVERALL else role, step, self.coords)
         try:
-            self._open(window, role, keep=True, demand=demand)
+            self._open(captured, demand=demand)
         except Exception as fault:
             if from_host(fault):
                 raise
@@ -236,61 +280,117 @@ class Session:
             demand.give_up(f"it could not start: {fault}")
             in_full(*(recorder.discard for recorder in demand.recorders), self._release)
             return False
-        demand.taken.append(step)
+        demand.taken.append(captured.number)
         return True
 
-    def _count(self, target: str, role: str | None) -> int:
-        """The number of a call that begins, from 0 on."""
-        index = self.calls.get((target, role), 0)
-        self.calls[target, role] = index + 1
-        return index
+    def _open_due(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
+        """Open the window that is due with this call, if any. What cannot be opened now takes a later call."""
+        steps = [each for each in (begun, step) if each is not None]
+        due = [each for each in steps if self.agenda.action(each) is Action.CAPTURE]
+        opened = Session._holder._open_window if Session._holder is not None else None
+        # Nothing may be synchronised while a CUDA graph is captured.
+        if opened is None and facts.graph != "capture":
+            self._open_first(facts, steps, due)
+        for each in due:
+            self._put_off(each, opened)
 
-    def _number(self, target: str, index: int) -> int:
-        """The step's number: the host's iteration for training steps and annotated work where it has one, else counted
-        per target and role.
+    def _open_first(self, facts: CallFacts, steps: list[Step], due: list[Step]) -> None:
+        """Open the first window of ``due``, which it leaves; or one that is owed; or a warm-up."""
+        while due:
+            chosen = due.pop(0)
+            self.agenda.take(chosen)
+            if (refusal := self._refusal_of(facts, chosen)) is None:
+                self._open(chosen)
+                return
+            logger.error("megaprof: %s step %d is not captured: %s", chosen.target, chosen.number, refusal)
+        for each in steps:
+            asked = self.agenda.owed(each)
+            if asked is not None and self._refusal_of(facts, each) is None:
+                self._open(each, asked=asked)
+                self.agenda.take(each, asked)
+                return
+        warm = next((each for each in steps if self.agenda.action(each) is Action.WARMUP), None)
+        if warm is not None:
+            self._open(warm, keep=False)
 
-        A host numbers its iterations, not its forward-only passes: several log-prob passes share one. Where it says
-        of the pass itself which iteration it belongs to, the first of them is the one that can be captured.
-        """
-        if target == TRAIN_LOG_PROBS:
-            numbered = self._pass_iteration
-        else:
-            numbered = self._iteration if target in (TRAIN_ACTOR, ANNOTATED) else None
-        iteration = None if numbered is None else numbered()
-        return index if iteration is None or iteration < 0 else int(iteration)
+    def _put_off(self, step: Step, opened: _OpenWindow | None) -> None:
+        """``step`` is wanted, and a window is open, which ``opened`` was before this call."""
+        inside = Session._holder._open_window if Session._holder is not None else opened
+        target = inside.window.target if inside is not None else None
+        if target == ANNOTATED or target == step.target == TRAIN_OVERALL:
+            return  # such a window holds all the work inside it
+        self.agenda.put_off(step)
+        reason = "a CUDA graph is captured in it" if inside is None else f"a window of {target} is open in it"
+        logger.info("megaprof: %s step %d: %s, so the next free call is captured", step.target, step.number, reason)
 
-    def _phase(self, target: str, role: str | None, step: int, index: int) -> Action:
-        plan = self._plan(target, role)
-        phase = Action.NOTHING if plan is None else plan.action(step, index)
-        # A host may run one iteration twice (Megatron's rerun machinery); its first run is the one that is kept.
-        if phase is Action.CAPTURE and self._captured.get((target, role)) == step:
-            return Action.NOTHING
-        return phase
+    def _refusal_of(self, facts: CallFacts, step: Step) -> str | None:
+        """Why no window may open for ``step``, None where it may."""
+        outlasts = step.target == TRAIN_OVERALL or self.config.merge_steps
+        return self._offloading.refusal(facts.chunks) if outlasts else None
 
-    def _plan(self, target: str, role: str | None) -> Plan | None:
-        """The captured steps of a target and role; None when this rank captures none of them. Looked up once."""
-        if (target, role) not in self._plans:
-            selector = self.config.selector(role)
-            wanted = self.config.windowed and (target == ANNOTATED or target in self.config.target)
-            chosen = wanted and selector is not None and selector.selects(self.coords)
-            self._plans[target, role] = self.config.plan(target, role) if chosen else None
-        return self._plans[target, role]
+    def _record(self, facts: CallFacts, step: Step) -> RecordedCall | None:
+        """What is recorded of the call, in the open window and in the timeline; None: nothing."""
+        scope = current()
+        holder = Session._holder
+        window = holder._open_window if holder is not None else None
+        call = RecordedCall(facts, _NOTHING, clock=None if self.timeline is None else self.timeline.clock)
+        if window is not None:
+            call.outermost = outermost = ExitStack()
+            call.ranged = self.config.ranges != "step"
+            if step.role not in (None, window.window.role) and scope.window is not window:
+                outermost.enter_context(Range(ranges.role_range(str(step.role))))
+            outermost.enter_context(Range(ranges.step_range(step.target, step.number, self.coords)))
+            if self._open_window is not None and self._open_window.call is None:
+                self._open_window.call = call
+        # Nothing may be timed while a CUDA graph is captured.
+        if self.timeline is not None and step.target in self._timed and facts.graph != "capture":
+            captured = window is not None
+            call.line = self.timeline.begin(call, step.target, step.role, step.number, captured=captured)
+        return call if window is not None or call.line is not None else None
+
+    def _begin_work(self, step: Step) -> bool:
+        if self._offloading.refusal(()) is not None:
+            return False
+        action = self.agenda.action(step)
+        if action is Action.NOTHING:
+            asked = self.agenda.owed(step)
+            if asked is None or Session._holder is not None:
+                return False
+            self._open(step, asked=asked)
+            self.agenda.take(step, asked)
+            return True
+        if Session._holder is not None:
+            if action is Action.CAPTURE:
+                self._put_off(step, None)
+            return False
+        self._open(step, keep=action is Action.CAPTURE)
+        if action is Action.CAPTURE:
+            self.agenda.take(step)
+        return True
 
     def _memory_ran_out(self, reason: str) -> None:
         if Session._holder is self:
             Session.memory_full = reason
             Session.urgent = True
 
-    def _open(self, window: Window, opener: str | None, *, keep: bool, demand: Demand | None = None) -> None:
+    def _open(self, step: Step, *, keep: bool = True, asked: int | None = None, demand: Demand | None = None) -> None:
+        # A train_overall window holds the work of all roles, so it has the role of its session.
+        role = self.role if step.target == TRAIN_OVERALL else step.role
+        window = Window(step.target, role, step.number, self.coords, warmup=not keep, asked=asked)
+        window = replace(window, repeat=self._repeat(window)) if keep else window
         Session._holder = self
-        spans_calls = window.target == ANNOTATED or (window.target == TRAIN_OVERALL and keep)
-        self._open_window = opened = _OpenWindow(window, keep, opener, demand=demand)
+        merges = self.config.merge_steps and keep and demand is None and step.target != ANNOTATED
+        self._open_window = opened = _OpenWindow(window, step, keep, merges, asked, demand=demand)
         self._guard.start()
         for recorder in reversed(self._recorders if demand is None else demand.recorders):
             recorder.start(window)
-        if spans_calls:
-            opened.overall = Range(ranges.step_range(window.target, window.step, self.coords))
-            opened.overall.__enter__()
+        if step.target == ANNOTATED or (step.target == TRAIN_OVERALL and keep):
+            opened.overall = self._whole_step(step)
+
+    def _whole_step(self, step: Step) -> Range:
+        entering = Range(ranges.step_range(step.target, step.number, self.coords))
+        entering.__enter__()
+        return entering
 
     def _close(self, truncated: str | None) -> None:
         opened = self._open_window
@@ -298,28 +398,32 @@ class Session:
             return
         if opened.overall is not None:
             opened.overall.close()
-        demand = opened.demand
-        recorders = self._recorders if demand is None else demand.recorders
-        if not opened.keep:
+        recorders = self._recorders if opened.demand is None else opened.demand.recorders
+        if opened.keep and (opened.call is not None or opened.window.target == ANNOTATED):
+            self._save(opened, recorders, truncated)
+        else:
             for recorder in recorders:
                 recorder.discard()
-        elif opened.call is not None or opened.window.target == ANNOTATED:
-            if demand is None:
-                self._captured[opened.window.target, opened.opener] = opened.window.step
-            metadata = describe(opened.window, opened.call or no_call(), self.config, truncated)
-            try:
-                for recorder in recorders:
-                    recorder.stop(opened.window, metadata)
-                self._window_ended()
-            except Exception as fault:
-                if demand is None or from_host(fault):
-                    raise
-                logger.warning("megaprof: a capture on demand could not be written: %r", fault)
-                demand.give_up(f"it could not be written: {fault}")
-                in_full(*(recorder.discard for recorder in recorders))
         self._release()
-        if demand is not None:
-            demand.closes()
+        if opened.demand is not None:
+            opened.demand.closes()
+
+    def _save(self, opened: _OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
+        """Have the files of a window written."""
+        window = replace(opened.window, last=opened.last.number)
+        metadata = describe(window, opened.call or no_call(), self.config, truncated)
+        try:
+            for recorder in recorders:
+                recorder.stop(window, metadata)
+            self._window_ended(window)
+        except Exception as fault:
+            if opened.demand is None or from_host(fault):
+                raise
+            logger.warning("megaprof: a capture on demand could not be written: %r", fault)
+            opened.demand.give_up(f"it could not be written: {fault}")
+            in_full(*(recorder.discard for recorder in recorders))
+        if opened.demand is None:
+            self.agenda.has_file(opened.last, opened.asked)
 
     def _release(self) -> None:
         self._guard.stop()

@@ -1,7 +1,8 @@
 """The command ``megaprof``. Every subcommand is a module here, imported only when it is the one that was asked for.
 
 A subcommand's module has ``add_arguments(parser)`` and ``run(arguments) -> exit code``; it raises `CommandError` when
-its input cannot answer. Exit codes: 0 fine, 1 the input cannot answer (a message says what is missing), 2 usage.
+its input cannot answer. Exit codes: 0 fine, 1 the input cannot answer (a message says what is missing), 2 usage;
+`status` has 3 for a job that hangs or has died.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from megaprof.version import __version__
 _COMMANDS = {
     "demo": "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it",
     "diff": "compare two captures stage by stage",
-    "export": "hand timelines over to a query engine, as a Parquet dataset",
+    "export": "write timelines as a Parquet dataset, for a query engine",
     "merge": "put all captured ranks of a step on one Perfetto timeline",
     "nsys": "print the nsys command line that goes before a training command",
     "patch": "put the options and the hooks into a host's source, or take them out again",
-    "report": "say from captured traces which pipeline stage is slow, and why",
-    "run": "run a training command with profiling, without an edit of it",
+    "report": "report which pipeline stage is slow, and why, from traces and timelines",
+    "run": "run a training command with profiling, without editing it",
     "status": "say what a running job is doing, and whom it waits for when it hangs",
     "trigger": "make a running job capture some steps, and wait for the files",
     "watch": "show a running job's stages as a live table",

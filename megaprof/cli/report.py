@@ -22,16 +22,21 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="directory of traces, timelines or both, or one of them")
     parser.add_argument(
-        "--json", metavar="FILE", help="also write the report as JSON; '-': to standard output, and nothing else there"
+        "--json",
+        metavar="FILE",
+        help="also write the report as JSON; '-' prints it instead of the tables",
     )
     parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="also write it as one HTML file to send, with the pipeline's timeline"
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="also write one HTML file to send, with a drawing of the pipeline",
     )
     parser.add_argument(
         "--run",
         metavar="N",
         type=int,
-        help="which run, where timelines of several lie in DIR: 1 is the oldest [the newest]",
+        help="report on the N-th run where DIR holds timelines of several; 1 is the oldest [the newest]",
     )
     add_input_option(parser)
 
@@ -119,7 +124,7 @@ def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], b
     except (OSError, ValueError, RecursionError):
         older = False
     if not older:
-        raise UsageError(f"{option} {path} exists and is no report of megaprof's: it is not overwritten")
+        raise UsageError(f"{option} {path} exists and is not a report by megaprof, so it is not overwritten")
 
 
 def _is_json_report(text: str) -> bool:

@@ -237,8 +237,11 @@ class ProfileConfig:
     @property
     def never(self) -> bool:
         """True when the configuration itself asks for no step at all."""
-        if self.timed or self.on_demand:
-            return False
+        return self.steps_are_none and not self.timed and not self.on_demand
+
+    @property
+    def steps_are_none(self) -> bool:
+        """True when no step is captured unless somebody asks for it while the job runs."""
         targets = (*self.target, ANNOTATED) if self.discrete else self.target
         plans = (self.plan(target, role) for target in targets for role in (None, *self.roles))
         return self.enabled and all(plan == StepList(()) for plan in plans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def checked_role(name: str, what: str) -> str:
+def checked_role(name: object, what: str) -> str:
     """``name`` as a role's name. Raises ValueError where it could not be one."""
     if not isinstance(name, str) or not name.strip() or set(name) & set(";="):
         raise ValueError(f"{what}: {name!r} is not a role; valid: a non-empty name without ';' and '=', such as 'ref'")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megaprof.formats import ranges
 from megaprof.formats.run import RunRecord
-from megaprof.formats.status import Place, RankStatus
+from megaprof.formats.status import Position, RankStatus
 
 #: A rank hangs when it has not moved for this many seconds, of its intervals, and of its steps.
 STUCK_SECONDS, STUCK_INTERVALS, STUCK_STEPS = 10.0, 3, 5
@@ -147,7 +147,7 @@ def _replicas(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankSt
                     yield rank
 
 
-def _reduces(status: RankStatus, reduction: Place) -> bool:
+def _reduces(status: RankStatus, reduction: Position) -> bool:
     """Whether it has come to the same reduction: that of the same step of the same target and role."""
     place = status.place
     if place is not None and (place.target, place.role) == (reduction.target, reduction.role):

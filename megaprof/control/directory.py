@@ -8,6 +8,7 @@ links, and the one that acts upon what it finds asks of each opened one whether 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,51 +19,70 @@ from megaprof.formats import records
 from megaprof.formats import run as run_json
 from megaprof.formats.files import Directory, Owner, Unsafe
 from megaprof.formats.names import sanitise, shard_of
+from megaprof.formats.requests import REQUEST_ID
 
 CONTROL = "control"
 _ROLE = "role-"
 REQUESTS, ORDERS, ANSWERS, STATUS = "requests", "orders", "answers", "status"
+_SUFFIX, _START, _REFUSED = ".json", ".go.json", "refused.json"
+_RANK = re.compile(r"rank\d{5,}\.json", re.ASCII)
 _MOST_ROLES = 256
 
-Place = tuple[str, ...]
-"""The names that lead from a control directory to a file or a directory in it."""
+Address = tuple[str, ...]
+"""The names that lead from a control directory to a file in it."""
 
-RUN: Place = (run_json.NAME,)
+RUN: Address = (run_json.NAME,)
 
 
-def request(identity: str) -> Place:
+def request(identity: str) -> Address:
     """What is asked for. Written by a command, read by the lowest rank only."""
-    return REQUESTS, f"{identity}.json"
+    return REQUESTS, f"{identity}{_SUFFIX}"
 
 
-def order(identity: str) -> Place:
+def order(identity: str) -> Address:
     """A request that is carried out. All ranks look here."""
-    return ORDERS, f"{identity}.json"
+    return ORDERS, f"{identity}{_SUFFIX}"
 
 
-def start(identity: str) -> Place:
+def start(identity: str) -> Address:
     """From which call on."""
-    return ORDERS, f"{identity}.go.json"
+    return ORDERS, f"{identity}{_START}"
 
 
-def refusal(identity: str) -> Place:
+def refusal(identity: str) -> Address:
     """Why it is not even an order."""
-    return ANSWERS, identity, "refused.json"
+    return ANSWERS, identity, _REFUSED
 
 
-def answer(identity: str, rank: int, world: int) -> Place:
+def answer(identity: str, rank: int, world: int) -> Address:
     """What a rank says to it."""
     return ANSWERS, identity, *_of_rank(rank, world)
 
 
-def status(rank: int, world: int) -> Place:
+def status(rank: int, world: int) -> Address:
     """Where a rank stands."""
     return STATUS, *_of_rank(rank, world)
 
 
-def _of_rank(rank: int, world: int) -> Place:
+def parse_request(name: str) -> str | None:
+    """The id in the name of a request, or of an order; None for another file, and for one that is being written."""
+    identity = name.removesuffix(_SUFFIX)
+    return identity if name.endswith(_SUFFIX) and REQUEST_ID.fullmatch(identity) else None
+
+
+def parse_start(name: str) -> str | None:
+    """The id in the name of a start; None for another file."""
+    return parse_request(name.removesuffix(_START) + _SUFFIX) if name.endswith(_START) else None
+
+
+def is_answer(name: str) -> bool:
+    """Whether a file is called as an answer or a refusal is."""
+    return name == _REFUSED or _RANK.fullmatch(name) is not None
+
+
+def _of_rank(rank: int, world: int) -> Address:
     shard = shard_of(rank, world)
-    name = f"rank{rank:05d}.json"
+    name = f"rank{rank:05d}{_SUFFIX}"
     return (shard, name) if shard else (name,)
 
 
@@ -111,51 +131,51 @@ class ControlDirectory:
         return self._root.path
 
     @contextmanager
-    def folder(self, *place: str, create: int | None = None) -> Iterator[Directory]:
+    def folder(self, *address: str, create: int | None = None) -> Iterator[Directory]:
         """A directory in it, made with the permissions `create` where it does not exist."""
-        with _descend(self._root, place, self.owner, create) as opened:
+        with _descend(self._root, address, self.owner, create) as opened:
             yield opened
 
-    def read(self, place: Place, owner: Owner | None = None) -> dict[str, Any]:
+    def read(self, address: Address, owner: Owner | None = None) -> dict[str, Any]:
         """The record there; with `owner`, only one that nobody else can have written. Raises Absent, BadRecord."""
         try:
-            with self.folder(*place[:-1]) as folder:
-                return records.read(folder, place[-1], owner)
+            with self.folder(*address[:-1]) as folder:
+                return records.read(folder, address[-1], owner)
         except (FileNotFoundError, NotADirectoryError):
             raise records.Absent from None
 
-    def write(self, place: Place, record: dict[str, Any], *, create: bool = False, mode: int = 0o644) -> Owner:
+    def write(self, address: Address, record: dict[str, Any], *, create: bool = False, mode: int = 0o644) -> Owner:
         """`record` appears there; `create`: with the directories above it. Returns whose file it is."""
-        with self.folder(*place[:-1], create=0o755 if create else None) as folder:
-            return Owner.of(records.write(folder, place[-1], record, mode=mode))
+        with self.folder(*address[:-1], create=0o755 if create else None) as folder:
+            return Owner.of(records.write(folder, address[-1], record, mode=mode))
 
-    def overwrite(self, place: Place, record: dict[str, Any], size: int) -> None:
+    def overwrite(self, address: Address, record: dict[str, Any], size: int) -> None:
         """`record` in place of what is written there, in `size` bytes, with the directories above it."""
-        with self.folder(*place[:-1], create=0o755) as folder:
-            records.overwrite(folder, place[-1], record, size)
+        with self.folder(*address[:-1], create=0o755) as folder:
+            records.overwrite(folder, address[-1], record, size)
 
-    def unlink(self, *places: Place) -> None:
+    def unlink(self, *addresses: Address) -> None:
         """Remove what is there of these files."""
-        for place in places:
-            with suppress(OSError, Unsafe), self.folder(*place[:-1]) as folder:
-                folder.unlink(place[-1])
+        for address in addresses:
+            with suppress(OSError, Unsafe), self.folder(*address[:-1]) as folder:
+                folder.unlink(address[-1])
 
-    def exists(self, place: Place) -> bool:
+    def exists(self, address: Address) -> bool:
         """Whether anything is there."""
         try:
-            with self.folder(*place[:-1]) as folder:
-                return folder.exists(place[-1])
+            with self.folder(*address[:-1]) as folder:
+                return folder.exists(address[-1])
         except FileNotFoundError:
             return False
 
-    def owner_of(self, place: Place) -> Owner:
+    def owner_of(self, address: Address) -> Owner:
         """Whose file it is."""
-        with self.folder(*place[:-1]) as folder:
-            return Owner.of(folder.stat(place[-1]))
+        with self.folder(*address[:-1]) as folder:
+            return Owner.of(folder.stat(address[-1]))
 
-    def refresh(self, *place: str) -> None:
+    def refresh(self, *address: str) -> None:
         """List a directory, if it is there: a network file system then asks its server again for what it had cached."""
-        with suppress(OSError), self.folder(*place) as folder:
+        with suppress(OSError), self.folder(*address) as folder:
             folder.names(1)
 
     def __enter__(self) -> ControlDirectory:
@@ -181,7 +201,7 @@ def parts_with_a_run(directory: Path) -> list[str | None]:
         return []
 
 
-def _parts(part: str | None) -> Place:
+def _parts(part: str | None) -> Address:
     return () if part is None else (part,)
 
 
@@ -196,7 +216,7 @@ def _opened(directory: Path) -> Directory:
             return top.child(CONTROL, create=0o755)
 
 
-def _descend(top: Directory, names: Place, owner: Owner | None, create: int | None) -> Directory:
+def _descend(top: Directory, names: Address, owner: Owner | None, create: int | None) -> Directory:
     """The directory that `names` lead to, each from the one above it; `top` stays open."""
     current = top.again()
     for name in names:

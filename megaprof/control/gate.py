@@ -5,7 +5,6 @@ That is why concurrent requests need no lock: what all ranks look at is only wha
 
 from __future__ import annotations
 
-import re
 import time
 from collections import OrderedDict
 from contextlib import suppress
@@ -14,6 +13,7 @@ from megaprof.control import directory
 from megaprof.control.directory import ANSWERS, ORDERS, REQUESTS, ControlDirectory
 from megaprof.control.requests import read_request
 from megaprof.formats.files import Directory, Unsafe
+from megaprof.formats.names import is_shard
 from megaprof.formats.records import Absent, BadRecord
 from megaprof.formats.requests import REQUEST_ID, Refusal, Refused, Request
 from megaprof.formats.run import RunRecord
@@ -26,10 +26,6 @@ _JUDGED = 64
 _KEPT = 256
 #: How long an admitted request keeps others out after nobody waits for it any more, in seconds.
 _GRACE = 30.0
-#: What may be removed in the directories: requests, orders and answers, and nothing that merely lies beside them.
-_ORDER = re.compile(rf"{REQUEST_ID.pattern}(\.go)?\.json", re.ASCII)
-_ANSWER = re.compile(r"(rank\d{5,}|refused)\.json", re.ASCII)
-_SHARD = re.compile(r"ranks\d{6}-\d{6}", re.ASCII)
 
 
 class Gate:
@@ -51,7 +47,7 @@ class Gate:
         self._make(control)
         with control.folder(ORDERS) as orders:
             for name in orders.names(_LOOKED_AT):
-                if _ORDER.fullmatch(name):
+                if directory.parse_request(name) is not None or directory.parse_start(name) is not None:
                     orders.unlink(name)
         with control.folder(ANSWERS) as answers:
             names = answers.names(_LOOKED_AT)
@@ -72,11 +68,10 @@ class Gate:
         self._settle(control)
         try:
             with control.folder(REQUESTS) as requests:
-                # A name with a dot in front is a request that is being written; another one is no request.
-                names = [name for name in requests.names(_LOOKED_AT) if name.endswith(".json")]
-                found = {name for name in names if REQUEST_ID.fullmatch(name.removesuffix(".json"))}
+                # Only what is called as a request is: what else lies there is nobody's business.
+                found = {name for name in requests.names(_LOOKED_AT) if directory.parse_request(name) is not None}
                 for name in sorted(found - self._stuck)[:_JUDGED]:
-                    self._take(control, requests, name.removesuffix(".json"), name)
+                    self._take(control, requests, str(directory.parse_request(name)), name)
         except FileNotFoundError:  # somebody has cleaned up
             self._make(control)
 
@@ -141,10 +136,10 @@ def _forget(control: ControlDirectory, identity: str) -> None:
     with suppress(OSError, Unsafe):
         with control.folder(ANSWERS, identity) as answers:
             for name in answers.names(_LOOKED_AT):
-                if _SHARD.fullmatch(name):
+                if is_shard(name):
                     _remove_answers(control, identity, name)
                     answers.rmdir(name)
-                elif _ANSWER.fullmatch(name):
+                elif directory.is_answer(name):
                     answers.unlink(name)
         with control.folder(ANSWERS) as all_answers:
             all_answers.rmdir(identity)
@@ -153,5 +148,5 @@ def _forget(control: ControlDirectory, identity: str) -> None:
 def _remove_answers(control: ControlDirectory, identity: str, shard: str) -> None:
     with suppress(OSError, Unsafe), control.folder(ANSWERS, identity, shard) as answers:
         for name in answers.names(_LOOKED_AT):
-            if _ANSWER.fullmatch(name):
+            if directory.is_answer(name):
                 answers.unlink(name)

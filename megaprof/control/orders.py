@@ -14,7 +14,7 @@ from megaprof.control.requests import read_request
 from megaprof.control.status import Meter
 from megaprof.control.task import CaptureTask
 from megaprof.formats.records import Absent, BadRecord
-from megaprof.formats.requests import REFUSED, REQUEST_ID, Answer, Refused, Start
+from megaprof.formats.requests import REFUSED, Answer, Refused, Start
 from megaprof.formats.run import RunRecord
 from megaprof.formats.status import CaptureState
 from megaprof.runtime.logs import logger
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _LOOKED_AT = 64
 #: How many orders that a rank has finished with are remembered.
 _REMEMBERED = 256
-_START = ".go"
 
 
 class Orders:
@@ -88,9 +87,9 @@ class Orders:
     def _list(self, control: ControlDirectory) -> tuple[list[str], set[str]]:
         names: list[str] = []
         with suppress(FileNotFoundError), control.folder(ORDERS) as orders:
-            names = [name.removesuffix(".json") for name in orders.names(_LOOKED_AT) if name.endswith(".json")]
-        started = {name.removesuffix(_START) for name in names if name.endswith(_START)}
-        return sorted(name for name in names if REQUEST_ID.fullmatch(name)), started
+            names = orders.names(_LOOKED_AT)
+        started = {identity for name in names if (identity := places.parse_start(name)) is not None}
+        return sorted(identity for name in names if (identity := places.parse_request(name)) is not None), started
 
     def _take(self, control: ControlDirectory, run: RunRecord, identity: str) -> None:
         try:

@@ -9,18 +9,17 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megaprof.formats.names import host
-from megaprof.formats.status import Calls, CaptureState, Place, RankStatus
+from megaprof.formats.names import host, sanitise
+from megaprof.formats.status import Calls, CaptureState, Position, RankStatus
 from megaprof.parallel.topology import AXES
-from megaprof.recorders.timeline.progress import ChangeClock
+from megaprof.recorders.timeline.progress import ChangeClock, Key
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
-Key = tuple[str, "str | None"]
-"""Target and role: what calls are counted by."""
-
 _SAMPLES = 32
+#: Characters of a role's name as JSON has it.
+_LONGEST_ROLE = 60
 #: Targets and roles that a status names.
 _MOST_CALLS = 8
 
@@ -62,6 +61,7 @@ class Reporter:
         """The rank now, in the run called `run`."""
         session, timeline = self._session, self._session.timeline
         position = None if timeline is None else timeline.position()
+        recent = None if timeline is None else timeline.recent()
         return RankStatus(
             run=run,
             rank=session.coords.rank,
@@ -73,21 +73,22 @@ class Reporter:
             interval=self._every,
             since=self._host_moved.since((position, sum(dict(session.calls).values()))),
             calls=self._calls(),
-            position=position,
+            position=None if position is None else replace(position, role=_short(position.role)),
             device_position=self._device_position(),
-            recent=None if timeline is None else timeline.recent(),
+            recent=None if recent is None else replace(recent, role=_short(recent.role)),
             cost=None if timeline is None else timeline.cost(),
             capture=capture,
             ended=ended,
             off=session.disabled,
         )
 
-    def _device_position(self) -> Place | None:
+    def _device_position(self) -> Position | None:
         timeline = self._session.timeline
         device = None if timeline is None else timeline.device_position()
         if device is None:
             return None
-        return replace(device, since=self._device_moved.since(replace(device, since=0.0)))
+        since = self._device_moved.since(replace(device, since=0.0))
+        return replace(device, since=since, role=_short(device.role))
 
     def _calls(self) -> tuple[Calls, ...]:
         timeline = self._session.timeline
@@ -97,5 +98,10 @@ class Reporter:
         for target, role in list(dict.fromkeys((*begun, *finished)))[:_MOST_CALLS]:
             step, count = finished.get((target, role), (None, None))
             seconds = self._meter.seconds((target, role))
-            found.append(Calls(target, role and role[:80], begun.get((target, role)), seconds, step, count))
+            found.append(Calls(target, _short(role), begun.get((target, role)), seconds, step, count))
         return tuple(found)
+
+
+def _short(role: str | None) -> str | None:
+    """A role's name so short that a status has room for it everywhere, and the same everywhere."""
+    return role if role is None or len(ascii(role)) <= _LONGEST_ROLE else sanitise(role)

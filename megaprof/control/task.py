@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.capture.compat import held_by
 from megaprof.capture.demand import Demand
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requests import recorder_config
-from megaprof.control.status import Key, Meter
+from megaprof.control.status import Meter
 from megaprof.formats import requests as states
 from megaprof.formats.names import plain_path
 from megaprof.formats.requests import Answer, Refused, Request
 from megaprof.recorders import build_recorders
 from megaprof.recorders.nsys import SESSION_VARIABLE
+from megaprof.recorders.timeline.progress import Key
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -64,7 +66,9 @@ class CaptureTask:
             raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
         self._key = self._counted()
         recorders = build_recorders(config, cast(Writer, self._noted))
-        self._demand = Demand(self.request.target, self._key[1], -1, self.request.steps, recorders)
+        self._demand = Demand(
+            self.request.target, self._key[1], -1, self.request.steps, recorders, holding=held_by(config)
+        )
         self._report()
 
     def _counted(self) -> Key:
@@ -96,7 +100,7 @@ class CaptureTask:
         demand.first = first
         session.demand = demand
         # Only now: a call that began before it was set did not see it.
-        if session.calls.get(self._key, 0) > first and not demand.taken:
+        if session.calls.get(self._key, 0) > first and not demand.seen:
             demand.cancelled = True
             session.demand = None
             begun = session.calls.get(self._key, 0)

@@ -34,6 +34,18 @@ class ModelChunk:
 
 
 @dataclass(frozen=True)
+class WithoutRange:
+    """Modules of one kind that were to have ranges, and have none."""
+
+    module: str
+    """Their label: ``layer``, ``attention``, ``mlp``, ..."""
+    layers: tuple[int | None, ...]
+    """The number of each one's layer, from 1; null for a module outside the layers."""
+    reason: str
+    """Why they have none."""
+
+
+@dataclass(frozen=True)
 class MicrobatchRanges:
     """Whether the step holds a range for every microbatch."""
 
@@ -41,6 +53,8 @@ class MicrobatchRanges:
     """True where it does."""
     reason: str | None = None
     """Why it does not."""
+    without: tuple[WithoutRange, ...] = ()
+    """Modules that have no range though ``--profile-ranges`` asked for them."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +69,10 @@ class Metadata:
     """First and last step, inclusive, in the host's own numbering where it has one."""
     version: str | None = None
     """Version of megaprof that wrote it."""
+    run: str | None = None
+    """The process that wrote it: host, process number, start time. A restarted job has other ones."""
+    asked_step: int | None = None
+    """The step that was asked for, where another window was open in it and this later one was captured instead."""
     role: str | None = None
     """The model's role, where it has one."""
     schedule: str | None = None
@@ -101,7 +119,7 @@ class Metadata:
         if fields["timeline"] is None:
             del fields["timeline"]
         sizes = fields["coords"].pop("sizes")
-        ranges = {key: value for key, value in fields["ranges"].items() if value is not None}
+        ranges = {key: value for key, value in fields["ranges"].items() if value not in (None, ())}
         return {**fields, "sizes": sizes, "steps": list(self.steps), "chunks": list(fields["chunks"]), "ranges": ranges}
 
 
@@ -143,6 +161,7 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
         yield f"sizes.{axis}", size, MOST
     for step in metadata.steps:
         yield "steps", step, MOST_STEPS - 1
+    yield "asked_step", metadata.asked_step, MOST_STEPS - 1
     yield "microbatches", metadata.microbatches, MOST
     yield "microbatch_group_size", metadata.microbatch_group_size, MOST
     yield "chunks", len(metadata.chunks), MOST

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import re
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from megaprof.parallel.topology import Place, RankCoords
 
 TRACE_SUFFIX = ".pt.trace.json.gz"
 _LONGEST_PART = 40
+_SHARD = re.compile(r"ranks\d{6,}-\d{6,}", re.ASCII)
 #: Ranks whose files share a directory. A larger world has several, so that none ever holds 100,000 files.
 SHARD_RANKS = 1024
 #: ``.{final name}.{writer's host}.{writer's pid}.{kind}``; Kineto itself writes ``{path}.tmp`` before ``{path}``.
@@ -85,6 +88,11 @@ def shard_of(rank: int, world: int) -> str:
     return f"ranks{first:06d}-{first + SHARD_RANKS - 1:06d}"
 
 
+def is_shard(name: str) -> bool:
+    """Whether a directory is called as `shard` calls one."""
+    return _SHARD.fullmatch(name) is not None
+
+
 def artifact_path(
     directory: str | os.PathLike[str],
     target: str,
@@ -106,6 +114,19 @@ def sanitise(part: str) -> str:
         return clean
     digest = hashlib.sha256(part.encode("utf-8", "surrogatepass")).hexdigest()[:6]
     return f"{clean[: _LONGEST_PART - 7]}_{digest}"
+
+
+def repeats(final: Path) -> Iterator[Path]:
+    """``final``, and the names that a later file of the same window may have instead, in their order."""
+    yield final
+    found = parse_artifact_name(final.name)
+    for repeat in itertools.count(2 if found is None else found.repeat + 1):
+        if found is None:
+            stem, dot, suffix = final.name.partition(".")
+            name = f"{stem}.{repeat}{dot}{suffix}"
+        else:
+            name = artifact_name(found.target, found.role, found.step, found.place, found.suffix, repeat=repeat)
+        yield final.with_name(name)
 
 
 def raw_path(final: Path) -> Path:

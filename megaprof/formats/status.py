@@ -27,7 +27,7 @@ _MILLISECONDS = number(0, 1e9)
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Inside a schedule call: in which phase, of which microbatch and model chunk."""
 
     target: Annotated[str, text(40)]
@@ -168,9 +168,9 @@ class RankStatus:
     """When its training thread was first seen where it is."""
     calls: Annotated[tuple[Calls, ...], _calls]
     """How far it has come: one entry for each target and role."""
-    position: Annotated[Place | None, optional(nested(Place))] = None
+    position: Annotated[Position | None, optional(nested(Position))] = None
     """Where its training thread is; None outside of a schedule call, and without a timeline."""
-    device_position: Annotated[Place | None, optional(nested(Place))] = None
+    device_position: Annotated[Position | None, optional(nested(Position))] = None
     """Where its GPU is; None where that has nothing left to do, and on a CPU."""
     recent: Annotated[Recent | None, optional(nested(Recent))] = None
     """How fast it has been; None without a timeline."""
@@ -204,7 +204,7 @@ class RankStatus:
         return record
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> Position | None:
         """Where it is in its schedule call, None outside of one.
 
         The GPU runs behind its host; but what it waits for between two phases, only the host knows.

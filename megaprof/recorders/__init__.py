@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from megaprof.config import tools
 from megaprof.config.options import flag
+from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
 
 if TYPE_CHECKING:
@@ -30,6 +33,16 @@ class Window:
     """Of this rank."""
     warmup: bool = False
     """True: the window is thrown away afterwards. A recorder with nothing to warm up ignores it."""
+    last: int | None = None
+    """The number of its last step, once it closes; None: that of its first."""
+    asked: int | None = None
+    """The step that was asked for, where another window was open in it and this one is captured instead; else None."""
+    repeat: int = 1
+    """The how-manieth window it is with these names, from 1 on: a finished file is never replaced."""
+
+    def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
+        """Where the file of this window with ``suffix`` goes. Nothing is created."""
+        return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
 
 
 class Recorder(Protocol):

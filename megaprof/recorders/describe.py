@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import sys
+import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
+from megaprof.formats.names import host
 from megaprof.parallel.chunks import describe_chunk, innermost
 from megaprof.version import __version__
 
@@ -33,7 +36,9 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
     return Metadata(
         target=window.target,
         coords=coords,
-        steps=(window.step, window.step),
+        steps=(window.step, window.step if window.last is None else window.last),
+        asked_step=window.asked,
+        run=run_id(),
         version=__version__,
         role=window.role,
         schedule=facts.schedule,
@@ -57,9 +62,20 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
     ).as_dict()
 
 
+def run_id() -> str:
+    """This process and no other: host, process id, start time. Ranks of one job have different ones."""
+    return f"{host()}-{os.getpid()}-{_started(os.getpid())}"
+
+
+@functools.cache
+def _started(pid: int) -> int:
+    """Milliseconds since the epoch, once a process: a forked child has a time of its own."""
+    return time.time_ns() // 1_000_000
+
+
 def _ranges(call: RecordedCall, config: ProfileConfig) -> MicrobatchRanges:
     if call.tape.ran_forward:
-        return MicrobatchRanges()
+        return MicrobatchRanges(without=call.without)
     if call.facts.graph is not None:
         return MicrobatchRanges(False, "the step was replayed from a full-iteration CUDA graph")
     if config.ranges == "step":

@@ -15,7 +15,7 @@ import torch
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.formats.names import artifact_path, raw_path
+from megaprof.formats.names import raw_path
 from megaprof.recorders import Window
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -92,7 +92,7 @@ class MemoryRecorder:
         self._write(self._window, OUT_OF_MEMORY_SUFFIX, {"out_of_memory": facts})
 
     def _write(self, window: Window, suffix: str, metadata: dict[str, Any]) -> None:
-        final = artifact_path(self._directory, window.target, window.role, window.step, window.coords, suffix)
+        final = window.path(self._directory, suffix)
         raw = raw_path(final)
         snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
         snapshot["megaprof"] = json.dumps(metadata)

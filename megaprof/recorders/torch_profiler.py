@@ -12,7 +12,7 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, su
 from megaprof.artifacts.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.formats.names import TRACE_SUFFIX, artifact_path, kineto_temporary, raw_path
+from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary, raw_path
 from megaprof.recorders import Window, emit
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.runtime.interruption import from_host
@@ -127,12 +127,12 @@ class TorchRecorder:
         _release(recording)
         self._profile = None
 
-    def kernel_summary(self, timeout: float) -> dict[str, Any] | None:
+    def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
         """See `megaprof.install.Handle.kernel_summary`."""
-        return self._derived.kernel_summary(timeout)
+        return self._derived.kernel_summary(timeout, role)
 
     def _final(self, window: Window, suffix: str) -> Path:
-        return artifact_path(self._directory, window.target, window.role, window.step, window.coords, suffix)
+        return window.path(self._directory, suffix)
 
     def _raw_execution_trace(self, window: Window) -> Path:
         # The observer warns about a name that does not end in .json.

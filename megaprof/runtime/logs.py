@@ -25,3 +25,24 @@ class _Guarded(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 logger = _Guarded(logging.getLogger("megaprof"), {})
+
+
+class _OwnHandler(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to stderr as long as nobody else would write the lines of the logger ``megaprof``."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write ``record``, unless the host has configured its logging meanwhile."""
+        own = logging.getLogger("megaprof")
+        if not any(handler is not self for handler in (*own.handlers, *logging.getLogger().handlers)):
+            super().emit(record)
+
+
+def show_lines() -> None:
+    """Make lines of level INFO visible where the host has configured no logging; where it has, its settings hold."""
+    own = logging.getLogger("megaprof")
+    if own.hasHandlers() or own.level != logging.NOTSET:
+        return
+    handler = _OwnHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    own.addHandler(handler)
+    own.setLevel(logging.INFO)

@@ -66,19 +66,42 @@ def test_a_missing_directory_is_made_again(tmp_path: Path) -> None:
 def test_a_rename_that_fails_leaves_the_old_file_and_the_raw_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    final = tmp_path / "t.gz"
-    final.write_bytes(b"old")
+    (tmp_path / "t.gz").write_bytes(b"old")
+    final = tmp_path / "u.gz"
     raw = raw_path(final)
     raw.write_bytes(b"new")
 
     def no_rename(source: object, target: object, **directories: int) -> None:  # a tmpfs never refuses one, a quota may
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(files.os, "link", no_rename)
     monkeypatch.setattr(files.os, "replace", no_rename)
     with pytest.raises(OSError, match="No space"):
         publish(raw, final)
-    assert (final.read_bytes(), raw.read_bytes()) == (b"old", b"new")
-    assert listing(tmp_path) == sorted([final.name, raw.name])
+    assert raw.read_bytes() == b"new"
+    assert listing(tmp_path) == sorted(["t.gz", raw.name])
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_finished_file_is_never_replaced(links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another process took the name in the meantime, and where the file system has no hard links."""
+
+    def no_link(source: object, target: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(files.os, "link", no_link)
+    stem = "train_actor.step000007.pp0-tp0-cp0-ep0-dp0.rank00000"
+    for name in (f"{stem}.memory.pickle", "other.gz"):
+        for content in (b"1", b"2", b"3"):
+            raw = raw_path(tmp_path / name)
+            raw.write_bytes(content)
+            publish(raw, tmp_path / name)
+    assert listing(tmp_path) == sorted(
+        [*(f"{stem}{repeat}.memory.pickle" for repeat in ("", ".2", ".3")), "other.gz", "other.2.gz", "other.3.gz"]
+    )
+    assert (tmp_path / f"{stem}.2.memory.pickle").read_bytes() == b"2"
+    assert gzip.decompress((tmp_path / "other.gz").read_bytes()) == b"1"
 
 
 def test_a_full_disk_while_compressing_leaves_the_raw_file_only(small_disk: Path) -> None:

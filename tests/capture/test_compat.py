@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from megaprof import ProfileConfig, install_hooks
+from megaprof import ProfileConfig, annotate, install_hooks
+from megaprof.capture import compat
 from megaprof.capture.compat import HOLDING, check_model, check_offload, held_by, offloads_manually
+from megaprof.capture.demand import Demand
 
 fsdp = pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP")
 
@@ -99,8 +101,13 @@ def test_an_fsdp2_model_is_recognised() -> None:
 
 @pytest.mark.usefixtures("_world")
 def test_a_window_between_steps_of_an_fsdp2_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="train_overall with --profile-record-shapes on an FSDP2 model"):
-        check_model(on(record_shapes=True), [sharded()])
+    for lasting, fields in (
+        ("--profile-target train_overall", {}),
+        ("--profile-discrete", {"target": ("train_actor",), "discrete": True}),
+        ("--profile-merge-steps", {"target": ("train_actor",), "merge_steps": True}),
+    ):
+        with pytest.raises(ValueError, match=f"{lasting}: with --profile-record-shapes on an FSDP2 model"):
+            check_model(on(record_shapes=True, **fields), [sharded()])
     check_model(on(), [sharded()])
     check_model(on(record_shapes=True, target=("train_actor",)), [sharded()])
     check_model(on(record_shapes=True), [sharded(offload_policy=fsdp.CPUOffloadPolicy(pin_memory=False))])
@@ -112,3 +119,54 @@ def test_install_hooks_refuses_it_before_the_first_step_and_takes_megatrons(one_
         install_hooks(sharded(), on(dir=str(tmp_path), record_shapes=True))
     with install_hooks(one_rank.chunks, on(dir=str(tmp_path), record_shapes=True)) as handle:
         assert handle.active
+
+
+class Chunks:
+    """What one_rank runs is not FSDP2's: this is, for all that `offloads_manually` looks at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compat, "offloads_manually", lambda chunk: True)
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("fields", [{}, {"target": ("train_actor",), "merge_steps": True}])
+def test_hooks_that_went_in_without_a_model_refuse_it_at_the_first_call(
+    fields: dict[str, Any], one_rank: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    """As through `megaprof run` and plugins: the model is known when the schedule is called, and not before."""
+    Chunks(monkeypatch)
+    with install_hooks(None, on(dir=str(tmp_path), record_shapes=True, steps="0", **fields)) as handle:
+        one_rank.train_step()
+        one_rank.train_step()
+        assert handle.active, "a refused window is no fault"
+    assert list(tmp_path.iterdir()) == []
+    refusals = [r.getMessage() for r in caplog.records if "Couldn't swap" in r.getMessage()]
+    assert len(refusals) == 1
+    assert "step 0 is not captured: with --profile-record-shapes on an FSDP2 model" in refusals[0]
+
+
+@pytest.mark.usefixtures("_world")
+def test_annotated_windows_are_given_up_when_such_a_model_runs_in_them(
+    one_rank: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    Chunks(monkeypatch)
+    wanted = on(target=("train_actor",), dir=str(tmp_path), record_shapes=True, discrete=True, steps="annotated=0:3;9")
+    with install_hooks(None, wanted):
+        for _ in range(2):
+            with annotate(role="actor"):
+                one_rank.train_step()
+                assert not torch._C._autograd._profiler_enabled()
+    assert list(tmp_path.iterdir()) == []
+    assert sum("annotated work of actor is not captured" in r.getMessage() for r in caplog.records) == 1
+
+
+@pytest.mark.usefixtures("_world")
+def test_captures_on_demand_refuse_it_too(one_rank: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    Chunks(monkeypatch)
+    with install_hooks(None, on(dir=str(tmp_path), on_demand=True, steps="none")) as handle:
+        session = handle._session
+        assert session is not None
+        session.demand = demand = Demand("train_overall", None, 0, 1, [], holding=("with_stack",))
+        one_rank.train_step()
+    assert (demand.over, demand.taken) == (True, [])
+    assert "with --profile-with-stack on an FSDP2 model" in str(demand.reason)

@@ -26,7 +26,7 @@ from megaprof.control.listener import Listener
 from megaprof.formats import records
 from megaprof.formats.requests import MOST_STEPS, Answer, Request, Start
 from megaprof.formats.run import RunRecord
-from megaprof.formats.status import RankStatus
+from megaprof.formats.status import SIZE, OwnCost, Position, RankStatus, Recent
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
 from megaprof.recorders.nsys import SESSION_VARIABLE, NsysRecorder
@@ -124,12 +124,30 @@ def test_too_late_is_no_capture_at_all(job: Job, tmp_path: Path) -> None:
 
 def test_an_order_that_the_training_thread_did_not_see_in_time() -> None:
     demand = Demand("train_actor", None, 5, 2, [])
-    assert not demand.due("train_actor", None, 4)
-    assert not demand.due("train_log_probs", None, 5)
-    assert not demand.due("train_actor", "ref", 5)
-    assert not demand.due("train_actor", None, 6)
+    assert not demand.due(4, own=True, begins=True)
+    assert not demand.due(5, own=False, begins=True), "a call of another target or role"
+    assert not demand.over
+    assert not demand.due(6, own=True, begins=True)
     assert demand.over
-    assert not demand.due("train_actor", None, 5)
+    assert not demand.due(5, own=True, begins=True)
+
+
+def test_a_window_of_the_hosts_step_opens_where_that_step_begins() -> None:
+    """Two mini-batches a step, log-probs first: call 5 is in the middle of a step, call 6 begins the next one."""
+    demand = Demand("train_overall", None, 5, 2, [])
+    assert not demand.due(5, own=True, begins=False)
+    assert demand.due(6, own=False, begins=True), "the log-probs before call 6 begin the step"
+    demand.taken.append(3)
+    assert not demand.due(6, own=True, begins=False)
+    assert not demand.due(7, own=True, begins=False)
+    demand.closes()
+    assert demand.due(8, own=False, begins=True)
+    demand.taken.append(4)
+    demand.closes()
+    assert demand.over
+    late = Demand("train_overall", None, 5, 2, [])
+    assert not late.due(6, own=True, begins=True)
+    assert late.over
 
 
 @pytest.mark.parametrize("target", ["train_log_probs", "train_overall", "evaluate"])
@@ -373,17 +391,31 @@ def test_somebody_elses_status_file_does_not_make_him_the_owner(follower: Callab
     assert rank._owner.uid == os.geteuid()
 
 
-def test_long_names_and_reasons_fit_into_a_status_file(job: Job) -> None:
+@pytest.mark.parametrize("role", ["策略" * 50, "🙂" * 40, "a" * 500, "x\n"])
+def test_long_names_and_reasons_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     request = job.order()
     for number in range(8):
-        job.handle._session.calls["train_actor", f"{number}" + "策略" * 20] = 7
+        job.handle._session.calls["train_actor", f"{number}" + role] = 7
+    inside = Position("train_actor", 1 << 40, "send_forward_backward_recv_forward_backward", 999, 99, time.time(), role)
+    recent = Recent("train_actor", 32, *[123456.789012] * 6, role)
+    timeline = SimpleNamespace(
+        position=lambda: inside,
+        device_position=lambda: inside,
+        recent=lambda: recent,
+        cost=lambda: OwnCost(*[123456.789012] * 3),
+        calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
+    )
+    monkeypatch.setattr(job.handle._session, "timeline", timeline)
     orders = job.listener._orders
     assert orders.task is not None
     orders.task._say("refused", "原因" * 400)
     status = job.listener._reporter.describe(job.run.run, orders.state).as_record()
-    assert len(records.encode(status)) <= 2048
+    assert len(records.encode(status)) <= SIZE
     assert status["capture"]["request"] == request.id
-    assert status["calls"]
+    read = RankStatus.from_record(status)
+    assert read.position is not None
+    assert read.recent is not None
+    assert read.position.role == read.recent.role
 
 
 def test_a_window_of_the_jobs_own_is_not_disturbed(

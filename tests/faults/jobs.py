@@ -63,6 +63,12 @@ def small_disk(mebibytes: float, directory: Path) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(directory)], check=False)
 
 
+@contextlib.contextmanager
+def _no_rename(fault: BaseException) -> Iterator[None]:
+    with mock.patch.object(os, "link", _raise(fault)), mock.patch.object(os, "replace", _raise(fault)):
+        yield
+
+
 def _raise(error: BaseException) -> Callable[..., Any]:
     def raising(*args: Any, **kwargs: Any) -> Any:
         raise error
@@ -108,7 +114,7 @@ def scenarios(directory: Path) -> dict[str, tuple[ProfileConfig, Any, Callable[[
             mock.patch.object(profile, "export_chrome_trace", _raise(RuntimeError("export is unwell"))),
             nothing,
         ),
-        "no space for the rename": (config(at("rename")), mock.patch.object(os, "replace", _raise(no_space)), nothing),
+        "no space for the rename": (config(at("rename")), _no_rename(no_space), nothing),
         "clock going backwards": (config(at("clock")), mock.patch.object(time, "time", _backwards()), nothing),
         "second profiler": (config(at("second")), SecondProfiler(), nothing),
         "role leaves the directory": (config(at("role")), fine(), nothing),

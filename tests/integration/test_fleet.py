@@ -110,7 +110,7 @@ def test_a_slow_rank_is_named_with_its_first_slow_step(tmp_path: Path, fault: st
     assert (slow.stage, slow.until) == (1, None)
     assert began(slow.from_step)
     assert slow.own_ms - slow.peers_ms > 2 * SECONDS * 1e3  # of four microbatches, on a machine that may be busy
-    assert any(found.startswith(f"rank {SLOW_RANK} (stage 1, ") for found in findings(fleet))
+    assert any(found.startswith(f"Rank {SLOW_RANK} (stage 1, ") for found in findings(fleet))
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_a_slow_tensor_parallel_all_reduce_is_its_groups(tmp_path: Path) -> None
     assert (slow.ranks, slow.capture) == ((2, 3), "2-3")
     assert began(slow.from_step)
     command = f"`megaprof trigger {tmp_path} --target train_actor --steps 2 --select 2-3`"
-    assert any(found.startswith("ranks 2-3 (stage 0, ") and found.endswith(command) for found in findings(fleet))
+    assert any(found.startswith("Ranks 2-3 (stage 0, ") and found.endswith(command) for found in findings(fleet))
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_a_slow_gradient_synchronisation_is_its_stages(tmp_path: Path) -> None:
     assert shift.after_ms > 2 * SECONDS * 1e3
     assert not any(each.ranks == (SLOW_RANK,) for each in lasting(fleet))  # it computes as before
     assert any(
-        found.startswith("gradient synchronisation of stage 1 has taken ") and found.endswith(" --select pp=1`")
+        found.startswith("Gradient synchronisation of stage 1 has taken ") and found.endswith(" --select pp=1`")
         for found in findings(fleet)
     )
 

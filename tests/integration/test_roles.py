@@ -193,9 +193,26 @@ def test_what_cannot_be_honoured_is_a_value_error(options: dict[str, Any], said:
         assert words in str(error.value)
 
 
-def test_a_rank_of_a_role_outside_the_world_is_a_value_error(one_rank: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"rank 7.*outside the world"):
-        install_hooks(one_rank.chunks, config(tmp_path, "train_actor", role_select="ref=7"))
+def test_a_rank_outside_the_world_of_its_role_is_a_value_error(one_rank: Any, tmp_path: Path) -> None:
+    wanted = config(tmp_path, "train_actor", role_select="ref=7;actor=0")
+    with pytest.raises(ValueError, match=r"--profile-role-select ref: rank 7.*outside the world"):
+        install_hooks(one_rank.chunks, wanted, role="ref")
+    with install_hooks(one_rank.chunks, wanted, role="actor") as handle:
+        assert handle.active, "the ranks of another role are checked in the world of that role"
+
+
+def test_roles_of_worlds_of_different_sizes(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
+    """Which role runs in which process is not known before it runs: it is said then, for roles that run here only."""
+    wanted = config(tmp_path, "train_actor", "train_log_probs", steps="0", role_select="actor=0,8,16,24;critic=0;ref=9")
+    with install_hooks(one_rank.chunks, wanted) as handle, role("actor"):
+        assert handle.active
+        one_rank.log_probs_pass()
+        one_rank.log_probs_pass()
+    assert list(files(tmp_path)) == ["train_log_probs.actor.step000000"]
+    said = [r.getMessage() for r in caplog.records if "outside the world" in r.getMessage()]
+    assert len(said) == 1
+    assert "--profile-role-select actor: rank 24" in said[0]
+    assert "on the ranks that exist" in said[0]
 
 
 def test_lists_texts_and_mappings_mean_the_same() -> None:

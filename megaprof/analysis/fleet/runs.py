@@ -20,22 +20,26 @@ Line = tuple[str, str | None, int]
 
 
 class Piece(NamedTuple):
-    """Steps that follow each other in one file. ``line``: what counts steps on its own (a target and role on a rank);
-    ``first_step``; ``start_ns`` and ``end_ns`` on the wall clock."""
+    """Steps that follow each other in one file."""
 
     line: Line
+    """What counts steps on its own: a target and role on a rank."""
     first_step: int
+    """The lowest step."""
     start_ns: int
+    """When the first one began, in nanoseconds on the wall clock."""
     end_ns: int
+    """When the last one ended."""
 
 
 @dataclass(frozen=True)
 class Runs:
-    """``begins``: from when on each of the runs, the oldest first, may have steps; ``chosen``: the number, from 0, of
-    the one that is reported on."""
+    """The runs that timelines are of, and the one that is reported on."""
 
     begins: tuple[int, ...] = (0,)
+    """From when on each may have steps, in nanoseconds on the wall clock; the oldest first."""
     chosen: int = 0
+    """The number, from 0, of the one that is reported on."""
 
     @property
     def count(self) -> int:
@@ -51,7 +55,8 @@ class Runs:
             return None
         which = "the newest" if self.chosen == self.count - 1 else f"number {self.chosen + 1}"
         return (
-            f"timelines of {self.count} runs lie here: this is {which}; `--run N` reports on the N-th, the oldest is 1"
+            f"there are timelines of {self.count} runs; this report is about {which} (`--run N` chooses the N-th, 1 is "
+            "the oldest)"
         )
 
 

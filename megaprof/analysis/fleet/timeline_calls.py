@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,27 +36,19 @@ _FEWEST_STEPS = 3
 _LEFT_OUT = format.FAILED | format.CAPTURED
 
 
-@dataclass(frozen=True)
-class Detail:
-    """``calls`` of the last steps on every chosen rank, and ``traces`` of the very last, to be drawn."""
-
-    calls: tuple[Call, ...]
-    traces: tuple[Trace, ...]
-
-
 def detail_of(
     key: Key, places: Sequence[Place], files: Mapping[int, tuple[Path, ...]], suspects: AbstractSet[int] = frozenset()
-) -> Detail:
-    """``places``: all ranks of ``key`` whose timelines are there, in ``files`` by rank; ``suspects``: slow ranks."""
+) -> tuple[Call, ...]:
+    """The calls of the last steps on one rank per stage. ``places``: all ranks of ``key`` whose timelines are there, in
+    ``files`` by rank; ``suspects``: slow ranks."""
     ranks = column(places, suspects)
     steps = _common([_calls(key, files[rank]) for rank in ranks])
     if not steps:
-        return Detail((), ())
+        return ()
     traces = {rank: found for rank in ranks if (found := _traces(key, files[rank], set(steps)))}
     told, traces = _on_one_clock(traces)
     calls = [call for by_step in traces.values() for trace in by_step.values() for call in calls_of(trace)]
-    told_of = tuple(replace(call, reasons=(*call.reasons, *told)) for call in calls)
-    return Detail(told_of, tuple(by_step[steps[-1]] for by_step in traces.values() if steps[-1] in by_step))
+    return tuple(replace(call, reasons=(*call.reasons, *told)) for call in calls)
 
 
 def column(places: Iterable[Place], suspects: AbstractSet[int] = frozenset()) -> list[int]:

@@ -42,12 +42,16 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Of a time in milliseconds."""
+    """Of many times, in milliseconds."""
 
     p50: float
+    """Half of them are below."""
     p95: float
+    """95 % of them are below."""
     p99: float
+    """99 % of them are below."""
     max: float
+    """The longest one."""
 
     @classmethod
     def of(cls, values: Floats) -> Percentiles:
@@ -57,38 +61,49 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class Level:
-    """Buckets ``first`` to ``last`` (positions in the series): their median, its standard error as a fraction of it,
-    their steps."""
+    """A stretch of a series in which it keeps its level."""
 
     first: int
+    """The first bucket, by its position in the series."""
     last: int
+    """The last bucket."""
     value: float
+    """The median, in the unit of the series."""
     error: float
+    """The standard error of that, as a fraction of it."""
     steps: int
+    """How many steps the buckets hold."""
 
 
 @dataclass(frozen=True)
 class Shift:
-    """From ``step`` on a time was ``after_ms`` instead of ``before_ms``; ``until``: its last step, None for good."""
+    """A time that changed its level."""
 
     step: int
+    """The first step on the new level."""
     until: int | None
+    """The last one; None where it stayed there."""
     before_ms: float
+    """Milliseconds before."""
     after_ms: float
+    """Milliseconds since then."""
 
     @property
     def change(self) -> float:
+        """``after_ms`` over ``before_ms``, minus 1."""
         return self.after_ms / max(self.before_ms, 1e-3) - 1  # a timeline's unit is the microsecond
 
 
 @dataclass(frozen=True)
 class SingleSteps:
-    """Steps that took much longer than those around them: how many, the worst with their factors, and how many steps
-    lie between them where that is always the same (checkpoints, garbage collection)."""
+    """Steps that took much longer than those around them, as for checkpoints or garbage collection."""
 
     count: int
+    """How many."""
     worst: tuple[tuple[int, float], ...]
+    """The worst ones, and how many times as long as those around they took."""
     every: int | None
+    """How many steps lie between them; None where that is not always the same."""
 
 
 def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:

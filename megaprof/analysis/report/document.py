@@ -18,8 +18,7 @@ from megaprof.analysis.report import sentences
 from megaprof.analysis.stages.advice import Verdict
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
-from megaprof.analysis.trace.calls import GROUPS
-from megaprof.analysis.trace.traces import Trace
+from megaprof.analysis.trace.calls import GROUPS, Call
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.version import __version__
 
@@ -89,8 +88,8 @@ class Report:
     """About single files."""
     timelines: tuple[Path, ...] = ()
     """The timelines that were read."""
-    drawn: tuple[Trace, ...] = ()
-    """The last step of targets that only timelines have, to be drawn."""
+    drawn: tuple[Call, ...] = ()
+    """The calls of the last step of every target, to be drawn."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``: strings, finite numbers, lists, dicts and None."""

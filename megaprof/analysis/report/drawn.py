@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.clocks.clocks import align
-from megaprof.analysis.clocks.matching import Ends, ends_of, links_between
+from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.report.document import Report
-from megaprof.analysis.trace.calls import Call, calls_of
-from megaprof.analysis.trace.traces import Trace, UnreadableTrace, read_trace
+from megaprof.analysis.trace.calls import Call
 from megaprof.formats import ranges
-from megaprof.formats.names import parse_artifact_name
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
 
@@ -55,45 +50,27 @@ class StepTimeline:
 
 
 def timelines(report: Report) -> dict[_Key, StepTimeline]:
-    """The latest step of every target, on the lowest captured rank of every stage, clocks aligned.
-
-    Reads the traces of those steps once more, one at a time; those of timelines are in the report.
-    """
-    latest = {target.key: target.measured.steps[-1] for target in report.targets if target.measured.steps}
-    found: dict[_Key, dict[int, tuple[Call, Ends]]] = {}
-    for trace in chain(_traces(report.traces, set(latest.values())), report.drawn):
-        calls = calls_of(trace)
-        ends = ends_of(trace.metadata, calls)
-        for call in calls:
-            key, coords = (call.label, call.metadata.role), call.metadata.coords
-            if latest.get(key) != call.step or call.index:
-                continue
-            stages = found.setdefault(key, {})
-            if coords.pp not in stages or coords.rank < stages[coords.pp][0].metadata.coords.rank:
-                stages[coords.pp] = call, ends
-    return {key: _aligned(latest[key], [stages[pp] for pp in sorted(stages)]) for key, stages in found.items()}
+    """The latest step of every target, on the lowest captured rank of every stage, clocks aligned."""
+    chosen: dict[_Key, dict[int, Call]] = {}
+    for call in report.drawn:
+        place, stages = call.metadata.coords, chosen.setdefault((call.label, call.metadata.role), {})
+        best = stages.get(place.pp)
+        # Of a call that was captured twice the later one counts.
+        if not call.index and (best is None or (place.rank, -call.start) < (best.metadata.coords.rank, -best.start)):
+            stages[place.pp] = call
+    return {key: _aligned([stages[pp] for pp in sorted(stages)]) for key, stages in chosen.items()}
 
 
-def _traces(paths: Iterable[Path], steps: set[int]) -> Iterator[Trace]:
-    for path in paths:
-        name = parse_artifact_name(path.name)
-        if name is not None and name.step not in steps:
-            continue
-        try:
-            yield read_trace(path)
-        except UnreadableTrace:
-            continue  # the report has read it, and would have said so
-
-
-def _aligned(step: int, stages: list[tuple[Call, Ends]]) -> StepTimeline:
-    ends = {call.metadata.coords.rank: each for call, each in stages}
+def _aligned(calls: list[Call]) -> StepTimeline:
+    """Calls of one step, one a stage."""
+    ends = {call.metadata.coords.rank: ends_of(call.metadata, [call]) for call in calls}
     hosts = {rank: each.metadata.host for rank, each in ends.items()}
     alignment = align(hosts, [link for link, _ in links_between(ends)])
     notes = [*alignment.sentences(), *alignment.warnings] if len(set(hosts.values())) > 1 else list(alignment.warnings)
-    if any(call.has_kernels and call.gpu is None for call, _ in stages):
+    if any(call.has_kernels and call.gpu is None for call in calls):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
-    rows = tuple(Row(call, alignment.offset(call.metadata.coords.rank)) for call, _ in stages)
-    return StepTimeline(step, rows, tuple(notes))
+    rows = tuple(Row(call, alignment.offset(call.metadata.coords.rank)) for call in calls)
+    return StepTimeline(calls[0].step, rows, tuple(notes))
 
 
 def boxes(step: StepTimeline) -> dict[str, Any]:

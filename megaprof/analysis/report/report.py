@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megaprof.analysis.stages.stages import TargetStages, measure
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.pool import Progress
 from megaprof.analysis.trace.reading import read_all
-from megaprof.analysis.trace.traces import Trace, find_traces
+from megaprof.analysis.trace.traces import find_traces
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.timeline import SUFFIX
 
@@ -59,11 +59,11 @@ def analyze(
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), run)
     warnings += fleet.warnings_of_files()
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
-    drawn = _details(fleet, fleets, calls)
+    calls += _details(fleet, fleets, tuple(calls))
     if not calls:
-        raise NothingToReport(f"{path} holds no trace or timeline of megaprof's. " + " ".join(_sentences(warnings)))
+        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
     targets = tuple(_target(measured, calls, fleets) for measured in measure(calls))
-    return Report(path, tuple(read), targets, tuple(warnings), tuple(fleet.read), drawn)
+    return Report(path, tuple(read), targets, tuple(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
 
 
 def _files(path: Path) -> tuple[list[Path], list[Path]]:
@@ -81,20 +81,21 @@ def _files(path: Path) -> tuple[list[Path], list[Path]]:
     return traces, timelines
 
 
-def _details(fleet: FleetReading, fleets: Sequence[Fleet], calls: list[Call]) -> tuple[Trace, ...]:
-    """The calls of targets that no trace shows are added; what is to be drawn of them is returned."""
-    traced = {(call.label, call.metadata.role) for call in calls}
-    drawn: list[Trace] = []
+def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call]) -> Iterator[Call]:
+    """The last calls of targets that no trace shows."""
+    known = {(call.label, call.metadata.role) for call in traced}
     for each in fleets:
-        if (each.key.target, each.key.role) in traced:
+        if (each.key.target, each.key.role) in known:
             continue
         slow = [s for s in each.stragglers if s.what != "synchronisation" and s.until is None]
         suspects = {rank for s in slow for rank in s.ranks}
         places = [rank.coords for rank in fleet.series[each.key].ranks]
-        detail = detail_of(each.key, places, fleet.files[each.key], suspects)
-        calls += detail.calls
-        drawn += detail.traces
-    return tuple(drawn)
+        yield from detail_of(each.key, places, fleet.files[each.key], suspects)
+
+
+def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
+    latest = {target.key: target.measured.steps[-1] for target in targets if target.measured.steps}
+    return (call for call in calls if latest.get((call.label, call.metadata.role)) == call.step)
 
 
 def _target(measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet]) -> TargetReport:

@@ -16,7 +16,9 @@ class Findings:
     """Collects what a reader must know: warnings, facts about single stages, and why no stage may be called slow."""
 
     stages: int
+    """How many stages the job has."""
     unjudgeable: str | None = None
+    """Why no stage may be called slow, a clause."""
     _notes: dict[str, set[int]] = field(default_factory=dict)
 
     def warn(self, message: str) -> None:
@@ -40,20 +42,16 @@ class Findings:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Whether the calls of one step can be laid on one time axis, and what must be known about it.
-
-    ``offset``: nanoseconds to add to a rank's times, where clocks had to be aligned.
-    """
+    """Whether the calls of one step can be laid on one time axis."""
 
     one_clock: bool
+    """Whether they can."""
     problems: tuple[str, ...] = ()
+    """What must be known about it, clauses."""
     different_runs: bool = False
+    """Whether they are of different runs, because they do not overlap."""
     offset: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def problem(self) -> str | None:
-        """What stands against one time axis."""
-        return self.problems[0] if self.problems and not self.one_clock else None
+    """Nanoseconds to add to a rank's times, where clocks had to be aligned."""
 
 
 def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:

@@ -9,14 +9,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean of some samples and how far they lie apart (``stdev`` of these samples, 0 for one)."""
+    """Some samples of one quantity, in the unit of that."""
 
     mean: float
+    """Their average."""
     median: float
+    """The middle one."""
     min: float
+    """The smallest one."""
     max: float
+    """The largest one."""
     stdev: float
+    """Standard deviation of these samples; 0 of one."""
     count: int
+    """How many there are."""
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Spread | None:

@@ -129,7 +129,9 @@ def measure(calls: Iterable[Call]) -> list[TargetStages]:
         findings = Findings(stages=sizes.pp)
         for other in groups:
             if other[:2] == (label, role) and other[2] != sizes:
-                findings.warn(f"the directory also holds traces with other sizes ({other[2]}), reported on their own")
+                findings.warn(
+                    f"traces with other sizes ({other[2]}) are in the directory, too, and reported separately"
+                )
         measured.append(_measure(sizes, examine(groups[label, role, sizes], sizes, findings), findings))
     return measured
 
@@ -226,13 +228,13 @@ def _explain(call: Call, pp: int, findings: Findings) -> None:
         findings.note(f"{call.source} is left out of the times per step: {call.incomplete}", pp)
     if call.has_kernels and call.gpu is None:
         findings.note(
-            "nothing in the trace says who launched its GPU kernels: forward and backward are the host's time", pp
+            "the trace does not say who launched its GPU kernels: forward and backward are the host's time", pp
         )
         findings.block("the traces do not say who launched the GPU's kernels")
     elif call.gpu is not None and call.gpu.lost:
         findings.note("GPU activities without a launch in the trace belong to no range and are not counted", pp)
     if call.label == WHOLE_STEP:
-        findings.warn("a whole step is more than its pipeline: microbatches and bubbles stand with the calls inside it")
+        findings.warn("a whole step is more than its pipeline: its microbatches are reported with the calls inside it")
         findings.block("a whole step is more than its pipeline")
     for reason in call.reasons:
         findings.note(reason, pp)

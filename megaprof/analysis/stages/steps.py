@@ -14,37 +14,43 @@ from megaprof.analysis.trace.intervals import Intervals, difference, intersectio
 from megaprof.formats import ranges
 
 UNMET = (
-    "exposed pp is not split into waiting and transferring, and both are in the bubble: not both ends of its exchanges "
-    "are known"
+    "exposed pp cannot be split into waiting and transferring, so the bubble contains both: only one end of its "
+    "exchanges is known"
 )
 
 
 @dataclass(frozen=True)
 class Bubble:
-    """Nanoseconds that one rank waited for other stages. ``warmup``: before its first backward began; ``cooldown``:
-    after its last forward; ``steady``: between (forward-only: before, between and after its forwards). The three are
-    None where the clocks of the stages are not one."""
+    """Nanoseconds that one rank waited for other stages. The parts are None where the stages have no common clock."""
 
     total: int
+    """All of it."""
     warmup: int | None
+    """Before its first backward began; forward-only: before its first forward."""
     steady: int | None
+    """In between."""
     cooldown: int | None
+    """After its last forward."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """``ms``: how long it took, None when a rank's part is incomplete. ``bounds``: from the first stage's start to the
-    last one's end in nanoseconds, where there is ``one_clock``, on which ``offset`` puts each rank. ``waits``: its
-    stages waited for each other. ``waited``: by rank, waiting inside gradient finalisation; ``met``: by rank, its
-    exchanges split into waiting and transferring."""
+    """One step on all captured ranks."""
 
     ms: float | None
+    """How many milliseconds it took; None where a rank's part is incomplete."""
     one_clock: bool
+    """Whether all ranks are on one time axis."""
     waits: bool
+    """Whether its stages waited for each other: it is whole, and of one run."""
     bounds: tuple[int, int]
+    """From the first stage's start to the last one's end, in nanoseconds on that axis."""
     offset: dict[int, int]
+    """Nanoseconds that put each rank on it."""
     waited: dict[int, Intervals]
+    """When each rank waited inside gradient finalisation, on its own clock."""
     met: dict[int, Meeting]
+    """The exchanges of each rank, split into waiting and transferring."""
 
     def bubble(self, call: Call) -> Bubble | None:
         """None where there is none to measure: the step is incomplete, of different runs, or more than a pipeline."""

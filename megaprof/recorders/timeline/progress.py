@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from megaprof.formats.ranges import RangeName
-from megaprof.formats.status import BETWEEN, Place, Recent
+from megaprof.formats.status import BETWEEN, Position, Recent
 
 #: Steps that the recent figures are the medians of.
 RECENT_STEPS = 32
@@ -71,8 +71,8 @@ class ChangeClock:
         return self._since
 
 
-def position(target: str, role: str | None, step: int, name: RangeName | None, since: float) -> Place:
+def position(target: str, role: str | None, step: int, name: RangeName | None, since: float) -> Position:
     """`name`: the range that is open; None between two of them."""
     if name is None:
-        return Place(target, step, BETWEEN, None, None, since, role)
-    return Place(target, step, name.label, name.fields.get("mb"), name.fields.get("chunk"), since, role)
+        return Position(target, step, BETWEEN, None, None, since, role)
+    return Position(target, step, name.label, name.fields.get("mb"), name.fields.get("chunk"), since, role)

@@ -21,7 +21,7 @@ from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.status import OwnCost, Place, Recent
+from megaprof.formats.status import OwnCost, Position, Recent
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall
@@ -161,14 +161,14 @@ class TimelineRecorder:
         """By target and role: the last finished step, and how many calls are finished."""
         return dict(self._calls)
 
-    def position(self) -> Place | None:
+    def position(self) -> Position | None:
         """Where the training thread is now, None outside of a schedule call."""
         line = self._line
         state = None if line is None else (id(line), len(line.tape), line.tape.now)
         since = self._watch.since(state)
         return None if line is None else position(line.target, line.key[1], line.step, codes.name(line.tape.now), since)
 
-    def device_position(self) -> Place | None:
+    def device_position(self) -> Position | None:
         """Where the GPU is: the first event of the oldest unfinished step that has not happened yet. None on a CPU,
         and when the GPU has done all that it was given."""
         if self._device is None:

@@ -71,7 +71,7 @@ def test_the_newest_run_is_reported_and_the_others_are_told(tmp_path: Path) -> N
     assert not any("ran twice" in note for note in notes(target.fleet))
     assert {path.parent.name for path in report.timelines} == {"new"}
     assert report.warnings == (
-        "timelines of 2 runs lie here: this is the newest; `--run N` reports on the N-th, the oldest is 1",
+        "there are timelines of 2 runs; this report is about the newest (`--run N` chooses the N-th, 1 is the oldest)",
     )
 
 
@@ -82,7 +82,7 @@ def test_an_earlier_run_is_reported_on_demand(tmp_path: Path) -> None:
     assert target.fleet is not None
     assert [(slow.ranks, slow.from_step) for slow in target.fleet.stragglers] == [((1,), 20)]
     assert {path.parent.name for path in report.timelines} == {"old"}
-    assert "this is number 1" in report.warnings[0]
+    assert "this report is about number 1" in report.warnings[0]
     assert {call.metadata.steps for call in report.drawn} == {(59, 59)}
     with pytest.raises(NoSuchRun):
         analyze(tmp_path, run=3)

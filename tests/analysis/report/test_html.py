@@ -157,6 +157,30 @@ def test_the_latest_step_on_the_lowest_rank_of_a_stage_is_drawn(tmp_path):
     assert drawn.rows[0].call.extent[0] == BASE + 700_000_000
 
 
+def test_the_last_of_several_steps_in_one_trace_is_drawn(tmp_path):
+    for pp in (0, 1):
+        trace = TraceBuilder(pp=pp, pp_size=2, microbatches=1, metadata={"steps": [5, 7]})
+        for number, step in enumerate((5, 6, 7)):
+            trace.forward(0, 100 * number + 10 * pp, 10)
+            trace.backward(0, 100 * number + 30, 20)
+            trace.call(100 * number + 10 * pp, 90, step=step)
+        trace.write(tmp_path)
+    report = analyze(tmp_path)
+    assert report.targets[0].measured.steps == (5, 6, 7)
+    (drawn,) = timelines(report).values()
+    assert (drawn.step, [row.call.metadata.coords.pp for row in drawn.rows]) == (7, [0, 1])
+
+
+def test_of_a_step_that_was_captured_twice_the_later_one_is_drawn(tmp_path):
+    name = "train_actor.step000005.pp0-tp0-cp0-ep0-dp0.rank00000{}.pt.trace.json.gz"
+    plain_stage(0, 1, 5, 9).write(tmp_path, name.format(""))
+    plain_stage(0, 1, 5, 9, start=700.0).write(tmp_path, name.format(".2"))
+    report = analyze(tmp_path)
+    assert any("rank 0 has step 5 twice" in warning for warning in report.targets[0].measured.warnings)
+    (drawn,) = timelines(report).values()
+    assert drawn.rows[0].call.start == BASE + 700_000_000
+
+
 def test_what_is_not_known_is_left_out_and_not_guessed(tmp_path):
     trace = TraceBuilder(metadata={"ranges": {"microbatch": False, "reason": "captured with --profile-ranges step"}})
     trace.call(0, 50)

@@ -1,0 +1,70 @@
+"""``start``, ``step`` and ``stop``: plain functions that a controller dispatches to its worker processes.
+
+    megaprof.start(config)          # before the loop, in every worker
+    megaprof.step()                 # when a step of the controller's is over
+    megaprof.stop()                 # after the loop, in a finally
+
+Arguments and results are plain data that pickles. All calls between two ``step()`` are one step of the host's, however
+many mini-batches it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from megaprof.install import Handle, install_hooks
+
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
+
+
+class _Started:
+    """What `start` began in this process."""
+
+    handle: Handle | None = None
+    number = 0
+
+    @classmethod
+    def running_step(cls) -> int:
+        """The controller's number of the running step."""
+        return cls.number
+
+
+def start(
+    config: ProfileConfig | argparse.Namespace | None = None,
+    *,
+    model: Any = None,
+    role: str | None = None,
+    first: int = 0,
+) -> bool:
+    """Install the hooks in this process, as `megaprof.install_hooks` does; steps are numbered from ``first`` on.
+
+    Returns whether this process records anything. A second start before a stop changes nothing. Raises ValueError for a
+    configuration that cannot be honoured.
+    """
+    if _Started.handle is None:
+        _Started.number = first
+        _Started.handle = install_hooks(model, config, role=role, iteration=_Started.running_step)
+    return _Started.handle.active
+
+
+def step(number: int | None = None) -> int:
+    """The running step is over and the next one begins, with ``number`` or the one after the last. Returns its number.
+
+    Costs nothing to call without a start.
+    """
+    _Started.number = _Started.number + 1 if number is None else number
+    return _Started.number
+
+
+def stop(timeout: float = 60.0) -> bool:
+    """Close an open window, finish its files and take the hooks out. Does nothing without a start.
+
+    Returns whether every file is complete after ``timeout`` seconds.
+    """
+    handle, _Started.handle = _Started.handle, None
+    if handle is None:
+        return True
+    handle.remove()
+    return handle.flush(timeout)

@@ -1,0 +1,124 @@
+"""What the user is told: one line at the start, one for each finished window, one at the end.
+
+Rank 0 says the first one, and the lowest rank that captures says the others, so that a large job says each once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from megaprof.capture.agenda import Agenda
+from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
+from megaprof.formats.names import artifact_name, shard
+from megaprof.parallel.selectors import Selector
+from megaprof.parallel.topology import RankCoords, WorldLayout
+from megaprof.recorders import Window
+from megaprof.runtime.logs import logger
+
+
+def selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLayout | None) -> list[int] | None:
+    """The ranks that ``selectors`` select together, ascending; None where coordinates cannot be turned into ranks."""
+    ranks: set[int] = set()
+    for selector in selectors:
+        if layout is not None:
+            ranks.update(selector.ranks(layout))
+        elif selector.rank_spans is None:
+            return None
+        else:
+            ends = ((first, min(last, coords.sizes.world - 1)) for first, last in selector.rank_spans)
+            ranks.update(rank for first, last in ends for rank in range(first, last + 1))
+    return sorted(ranks)
+
+
+def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None, layout: WorldLayout | None) -> None:
+    """Say what is captured, where, and on how many of the job's ranks and stages."""
+    parts = []
+    if config.windowed and not config.steps_are_none:
+        parts.append(f"captures {', '.join(config.target)} ({_steps(config)}) {_ranks(config, coords, ranks)}")
+    if config.timed:
+        parts.append(f"keeps a timeline of every step on ranks {config.timeline_select}")
+    if config.on_demand:
+        parts.append("captures when 'megaprof trigger' asks for it")
+    stages = _stages(ranks, layout)
+    if stages is not None and stages < coords.sizes.pp and config.windowed:
+        parts.append(f"sees {stages} of {coords.sizes.pp} stages: add {flag('select')} per-stage for the stage report")
+    logger.info("megaprof %s", "; ".join([*parts, f"writes to {config.dir}"]))
+
+
+def _steps(config: ProfileConfig) -> str:
+    if config.steps != BY_SCHEDULE:
+        return f"steps {config.steps}"
+    before = config.skip_first + config.wait + config.warmup
+    calls = f"{config.active} call{'s' * (config.active > 1)} after {before}"
+    return calls + {0: ", again and again", 1: ""}.get(config.repeat, f", {config.repeat} times")
+
+
+def _ranks(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None) -> str:
+    world = coords.sizes.world
+    if ranks is None:
+        text = f"on ranks {config.select or 0} of {world}"
+    elif len(ranks) == 1:
+        text = f"on rank {ranks[0]} of {world}"
+    else:
+        text = f"on {len(ranks)} of {world} ranks"
+    return text if config.role_select is None else f"{text}, by role: {config.role_select}"
+
+
+def _stages(ranks: list[int] | None, layout: WorldLayout | None) -> int | None:
+    if ranks is None or layout is None:
+        return None
+    return len({rank // layout.strides["pp"] % layout.sizes.pp for rank in ranks})
+
+
+class Lines:
+    """The lines of one session about its windows and its end."""
+
+    def __init__(self, config: ProfileConfig, directory: str, *, speaks: bool) -> None:
+        """``directory``: where files grow, which is another place than ``config.dir`` if that is remote. ``speaks``:
+        False for a rank that says nothing."""
+        self._config = config
+        self._directory = directory
+        self._speaks = speaks
+        self._windows = 0
+        self._ended = False
+
+    def window(self, window: Window, later: Callable[[Callable[[], None]], None]) -> None:
+        """``window`` has closed; ``later(task)`` runs a task when its files are complete."""
+        self._windows += 1
+        if self._speaks:
+            later(lambda: self._say_window(window))
+
+    def _say_window(self, window: Window) -> None:
+        folder = Path(self._directory, shard(window.coords))
+        stem = artifact_name(window.target, window.role, window.step, window.coords, ".", repeat=window.repeat)
+        files = sorted(name for name in os.listdir(folder) if name.startswith(stem)) if folder.is_dir() else []
+        remote = self._directory != self._config.dir
+        if not files and not remote:
+            return  # why not stands in the log already
+        steps = f"step {window.step}" if window.last in (None, window.step) else f"steps {window.step}-{window.last}"
+        instead = "" if window.asked is None else f" (instead of step {window.asked}, in which another window was open)"
+        where = f"{self._config.dir}/{stem}*" if remote else ", ".join(str(folder / name) for name in files)
+        whose = window.target if window.role is None else f"{window.target} of {window.role}"
+        logger.info("megaprof captured %s %s%s: %s", whose, steps, instead, where)
+
+    def end(self, agenda: Agenda, role: str | None) -> None:
+        """Say at the end of the run what there is, and what was asked for and never came. ``role``: the session's."""
+        if self._ended or not self._speaks or not self._config.windowed or self._config.steps_are_none:
+            return
+        self._ended = True
+        unmet = [*agenda.unmet(), *(self._unknown_roles(agenda) if role is None else ())]
+        done = f"{self._windows or 'no'} window{'s' * (self._windows != 1)} captured into {self._config.dir}"
+        if unmet:
+            logger.warning("megaprof ends: %s; %s", done, "; ".join(unmet))
+        else:
+            logger.info("megaprof ends: %s", done)
+
+    def _unknown_roles(self, agenda: Agenda) -> list[str]:
+        """Roles with options of their own that did not run here. Another process of the job may run them."""
+        missing = [name for name in self._config.roles if name not in agenda.roles]
+        if not missing:
+            return []
+        ran = f"roles that ran: {', '.join(sorted(agenda.roles))}" if agenda.roles else "no role ran"
+        return [f"{', '.join(missing)} never ran in this process ({ran})"]

@@ -1,0 +1,302 @@
+"""Windows: what is asked for gets its file, whatever else is open; steps of the host; merged steps; repeated names."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof import ProfileConfig, analyze, annotate, install_hooks, role
+from megaprof.analysis.convert.merge import merge
+from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
+from megaprof.install import _process
+from megaprof.recorders.nsys_command import windows
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+@pytest.fixture(autouse=True)
+def _no_handle_is_left() -> Iterator[None]:
+    yield
+    for handle in list(_process.handles):
+        handle.remove()
+
+
+def on(directory: Path, *targets: str, **options: Any) -> ProfileConfig:
+    return ProfileConfig(targets, str(directory), **options)
+
+
+def files(directory: Path) -> dict[str, Trace]:
+    """The traces by the part of their names that says target, role and step, and which repeat it is."""
+    return {path.name.replace(".pt.trace.json.gz", ""): read_trace(path) for path in sorted(find_traces(directory))}
+
+
+def short(directory: Path) -> dict[str, Trace]:
+    return {name.split(".pp")[0]: trace for name, trace in files(directory).items()}
+
+
+def metadata(directory: Path) -> dict[str, dict[str, Any]]:
+    found = {}
+    for path in sorted(find_traces(directory)):
+        with gzip.open(path) as file:
+            found[path.name.split(".pp")[0]] = json.load(file)["megaprof"]
+    return found
+
+
+def steps(trace: Trace) -> list[str]:
+    """The ranges of whole steps, in order."""
+    return [f"{r.name.label} {r.name.fields['step']}" for r in trace.ranges if "step" in r.name.fields]
+
+
+class Host:
+    """A host whose step number is told from outside; ``mini_batches`` grad-accumulation steps in each."""
+
+    def __init__(self, gpt: Any, mini_batches: int = 1) -> None:
+        self.gpt, self.mini_batches, self.step = gpt, mini_batches, -1
+
+    def number(self) -> int | None:
+        return self.step if self.step >= 0 else None
+
+    def run(self, *numbers: int) -> None:
+        for self.step in numbers:
+            self.gpt.log_probs_pass()
+            for _ in range(self.mini_batches):
+                self.gpt.train_step()
+
+
+# ---- several targets
+
+
+def test_every_target_gets_its_files(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
+    host = Host(one_rank)
+    targets = ("train_overall", "train_actor", "train_log_probs")
+    caplog.set_level("INFO", logger="megaprof")
+    with install_hooks(one_rank.chunks, on(tmp_path, *targets, steps="4;train_log_probs=0"), iteration=host.number):
+        host.run(3, 4, 5, 6)
+    found = short(tmp_path)
+    assert {name: steps(trace) for name, trace in found.items()} == {
+        "train_log_probs.step000000": ["train_log_probs 0"],
+        "train_overall.step000004": ["train_overall 4", "train_log_probs 1", "train_actor 4"],
+        "train_actor.step000005": ["train_actor 5"],
+    }
+    asked = {name: each["asked_step"] for name, each in metadata(tmp_path).items()}
+    assert asked == {"train_log_probs.step000000": None, "train_overall.step000004": None, "train_actor.step000005": 4}
+    assert "train_actor step 4: a window of train_overall is open in it, so the next free call" in caplog.text
+    assert "captured train_actor step 5 (instead of step 4, in which another window was open)" in caplog.text
+
+
+def test_the_count_for_nsys_is_the_number_of_windows(one_rank: Any, tmp_path: Path) -> None:
+    host = Host(one_rank)
+    config = on(tmp_path, "train_overall", "train_actor", steps="2:4")
+    with install_hooks(one_rank.chunks, config, iteration=host.number):
+        host.run(*range(2, 8))
+    assert sorted(short(tmp_path)) == [f"{n}.step{s:06d}" for n, s in (("train_actor", 4), ("train_actor", 5))] + [
+        f"train_overall.step{s:06d}" for s in (2, 3)
+    ]
+    assert windows(config) == 4
+
+
+def test_a_target_that_finds_no_free_call_any_more_is_named_at_the_end(
+    one_rank: Any, tmp_path: Path, caplog: Any
+) -> None:
+    host = Host(one_rank)
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_overall", "train_actor", steps="1"), iteration=host.number):
+        host.run(0, 1)
+    assert "train_actor: step 1 was not captured: another window was open, and no free call" in caplog.text
+
+
+# ---- the host's step
+
+
+def test_train_overall_is_the_hosts_step_with_all_its_mini_batches(one_rank: Any, tmp_path: Path) -> None:
+    host = Host(one_rank, mini_batches=3)
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_overall", steps="7"), iteration=host.number):
+        host.run(6, 7, 8)
+    (trace,) = files(tmp_path).values()
+    assert steps(trace) == ["train_overall 7", "train_log_probs 1", *["train_actor 7"] * 3]
+    assert (trace.metadata.truncated, trace.metadata.steps) == (False, (7, 7))
+    assert {t.measured.target for t in analyze(tmp_path).targets} >= {"train_actor"}
+
+
+def test_a_schedule_counts_the_hosts_steps_for_train_overall(one_rank: Any, tmp_path: Path) -> None:
+    host = Host(one_rank, mini_batches=2)
+    config = on(tmp_path, "train_overall", skip_first=1, wait=1, active=1, repeat=2)
+    with install_hooks(one_rank.chunks, config, iteration=host.number):
+        host.run(*range(10, 17))
+    assert sorted(short(tmp_path)) == ["train_overall.step000012", "train_overall.step000014"]
+
+
+# ---- merged steps
+
+
+def test_merged_steps_are_one_trace(one_rank: Any, tmp_path: Path) -> None:
+    host = Host(one_rank)
+    config = on(tmp_path, "train_actor", steps="2:5,7", merge_steps=True)
+    with install_hooks(one_rank.chunks, config, iteration=host.number):
+        host.run(*range(1, 9))
+        assert not torch._C._autograd._profiler_enabled()
+    found = short(tmp_path)
+    assert {name: [each for each in steps(trace) if "actor" in each] for name, trace in found.items()} == {
+        "train_actor.step000002": ["train_actor 2", "train_actor 3", "train_actor 4"],
+        "train_actor.step000007": ["train_actor 7"],
+    }
+    assert [trace.metadata.steps for trace in found.values()] == [(2, 4), (7, 7)]
+    assert windows(config) == 2
+    report = next(target for target in analyze(tmp_path).targets if target.measured.target == "train_actor")
+    assert report.measured.steps == (2, 3, 4, 7)
+    merged = tmp_path / "merged.json.gz"
+    merge(tmp_path, merged, target="train_actor", step=2)
+    assert merged.stat().st_size > 0
+
+
+def test_merged_active_calls_of_each_cycle(one_rank: Any, tmp_path: Path) -> None:
+    config = on(tmp_path, "train_log_probs", skip_first=1, wait=0, active=2, repeat=2, merge_steps=True)
+    with install_hooks(one_rank.chunks, config):
+        for _ in range(7):
+            one_rank.log_probs_pass()
+    found = short(tmp_path)
+    assert {name: steps(trace) for name, trace in found.items()} == {
+        "train_log_probs.step000001": ["train_log_probs 1", "train_log_probs 2"],
+        "train_log_probs.step000003": ["train_log_probs 3", "train_log_probs 4"],
+    }
+    assert windows(config) == 2
+
+
+def test_merged_train_overall_has_a_range_for_each_step(one_rank: Any, tmp_path: Path) -> None:
+    host = Host(one_rank, mini_batches=2)
+    config = on(tmp_path, "train_overall", steps="1:3", merge_steps=True)
+    with install_hooks(one_rank.chunks, config, iteration=host.number):
+        host.run(*range(5))
+    (trace,) = files(tmp_path).values()
+    assert [each for each in steps(trace) if "log" not in each] == [
+        *("train_overall 1", "train_actor 1", "train_actor 1"),
+        *("train_overall 2", "train_actor 2", "train_actor 2"),
+    ]
+    assert (trace.metadata.steps, trace.metadata.truncated) == ((1, 2), False)
+
+
+def test_a_step_that_does_not_follow_begins_another_file(one_rank: Any, tmp_path: Path) -> None:
+    host = Host(one_rank)
+    with install_hooks(
+        one_rank.chunks, on(tmp_path, "train_actor", steps="1:9", merge_steps=True), iteration=host.number
+    ):
+        host.run(1, 2, 5, 6, 12)
+    assert {name: trace.metadata.steps for name, trace in short(tmp_path).items()} == {
+        "train_actor.step000001": (1, 2),
+        "train_actor.step000005": (5, 6),
+    }
+
+
+# ---- discrete
+
+
+def test_annotated_work_has_the_steps_that_are_named_for_it(one_rank: Any, tmp_path: Path) -> None:
+    config = on(tmp_path, "train_actor", steps="train_actor=9;annotated=1", discrete=True)
+
+    @annotate(role="rollout")
+    def generate() -> None:
+        torch.ones(2).sum()
+
+    with install_hooks(one_rank.chunks, config, iteration=lambda: None):
+        for _ in range(3):
+            generate()
+    assert list(short(tmp_path)) == ["annotated.rollout.step000001"]
+
+
+# ---- no file is replaced
+
+
+def again(gpt: Any, directory: Path, **options: Any) -> None:
+    with install_hooks(gpt.chunks, on(directory, "train_log_probs", steps="0", **options)):
+        gpt.log_probs_pass()
+
+
+def test_a_restart_in_the_same_directory_replaces_nothing(one_rank: Any, tmp_path: Path) -> None:
+    again(one_rank, tmp_path, kernels=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    again(one_rank, tmp_path, kernels=True)
+    again(one_rank, tmp_path, kernels=True)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {name: after[name] for name in before} == before
+    stem = "train_log_probs.step000000.pp0-tp0-cp0-ep0-dp0.rank00000"
+    assert sorted(after) == sorted(
+        f"{stem}{repeat}{suffix}" for repeat in ("", ".2", ".3") for suffix in (".pt.trace.json.gz", ".kernels.json")
+    )
+    runs = {each["run"] for each in metadata(tmp_path).values()}
+    assert len(runs) == 1, "one process"
+    (target,) = analyze(tmp_path).targets
+    assert target.measured.steps == (0,)
+    assert any("step 0 twice" in warning for warning in target.measured.warnings), "the report says that it chose"
+    merge(tmp_path, tmp_path / "merged.json.gz")
+
+
+def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: Path) -> None:
+    config = on(tmp_path, "train_log_probs", steps="0")
+    with install_hooks(torch.nn.Linear(2, 2), config) as other, install_hooks(one_rank.chunks, config):
+        session = other._session
+        assert session is not None
+        one_rank.log_probs_pass()
+        session._open(session.agenda.begin("train_log_probs", None))
+        assert session._open_window is not None
+        assert session._open_window.window.repeat == 2
+        session.finish("no call came")
+        assert not torch._C._autograd._profiler_enabled()
+
+
+# ---- what is said
+
+
+@pytest.fixture
+def lines(caplog: Any) -> Callable[[], list[str]]:
+    caplog.set_level("INFO", logger="megaprof")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def test_one_line_at_the_start_one_for_each_window_one_at_the_end(
+    one_rank: Any, tmp_path: Path, lines: Callable[[], list[str]]
+) -> None:
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="1,2"), iteration=lambda: None):
+        for _ in range(4):
+            one_rank.train_step()
+    name = "train_actor.step00000{}.pp0-tp0-cp0-ep0-dp0.rank00000.pt.trace.json.gz"
+    assert lines() == [
+        f"megaprof captures train_actor (steps 1,2) on rank 0 of 1; writes to {tmp_path}",
+        *(f"megaprof captured train_actor step {n}: {tmp_path / name.format(n)}" for n in (1, 2)),
+        f"megaprof ends: 2 windows captured into {tmp_path}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": "500"}, "train_actor: step 500 never came: steps 0-5 ran"),
+        ({"steps": "4:9"}, "train_actor: steps 6-8 never came: steps 0-5 ran"),
+        ({"steps": "3:1000000"}, "train_actor: steps 6-10, ... never came: steps 0-5 ran"),
+        ({"skip_first": 5, "active": 2}, "1 of 2 steps of the schedule came: it needs 7 calls, and 6 ran"),
+        ({"target": ("train_actor", "train_log_probs"), "steps": "0"}, "train_log_probs never ran"),
+        ({"role_select": "actr=0"}, "actr never ran in this process (roles that ran: actor)"),
+    ],
+)
+def test_what_never_came_is_said_at_the_end(
+    options: dict[str, Any], said: str, one_rank: Any, tmp_path: Path, caplog: Any
+) -> None:
+    config = ProfileConfig(**{"target": ("train_actor",), "dir": str(tmp_path), **options})
+    with install_hooks(one_rank.chunks, config, iteration=lambda: None):
+        for _ in range(6):
+            one_rank.train_step()
+        with role("actor"):
+            one_rank.evaluate()
+    (line,) = [r for r in caplog.records if "megaprof ends" in r.getMessage()]
+    assert line.levelname == "WARNING"
+    assert said in line.getMessage()
+
+
+def test_role_options_where_no_role_exists(one_rank: Any, tmp_path: Path, caplog: Any) -> None:
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", role_steps="actor=1", steps="0")):
+        one_rank.train_step()
+    assert "actor never ran in this process (no role ran)" in caplog.text
