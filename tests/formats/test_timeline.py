@@ -174,3 +174,44 @@ def test_a_step_with_the_usual_shape_costs_four_bytes_an_event() -> None:
     record = StepRecord(0, 0, 10**6, 0, 10**18, 10**6, starts, ends, {})
     assert len(format.step_record(record)) < 600
     assert len(format.step_record(dataclasses.replace(record, starts=[], ends=[]))) < 70
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": 1 << 47}, {"step": (1 << 63) - 1}, {"step": -1}, {"start_ns": -1}, {"start_ns": (1 << 63) - 1}],
+)
+def test_a_step_with_an_impossible_number_ends_the_reading(tmp_path: Path, change: dict[str, int]) -> None:
+    records = [StepRecord(0, 0, n, 0, 10**18, 900, [5], [600], {"forward": 595}) for n in range(4)]
+    records[2] = dataclasses.replace(records[2], **change)
+    path = tmp_path / "x.timeline.bin"
+    path.write_bytes(b"".join(written([codes.FINALIZE], records)))
+    timeline = read_timeline(path)
+    assert timeline.damage == "a step has an impossible number or time"
+    assert timeline.steps["step"].tolist() == [0, 1]
+    assert timeline.events(1) is not None
+
+
+def test_events_that_last_for_centuries_are_damage(tmp_path: Path) -> None:
+    step = format.step_record(StepRecord(0, 0, 0, 0, 10**18, 900, [5, 6], [7, 8], {}))
+    payload = bytearray(step[5:-4])
+    payload[format.STEP_TYPE.itemsize] = 63  # the unit: microseconds to the power of two
+    shape = [codes.FINALIZE, codes.FINALIZE]
+    path = tmp_path / "x.timeline.bin"
+    path.write_bytes(written(shape, [])[0] + format._record(format.STEP, bytes(payload)))
+    timeline = read_timeline(path)
+    assert len(timeline.steps) == 1
+    assert timeline.events(0) is None
+
+
+@pytest.mark.parametrize(
+    "change", [{"target": None}, {"coords": {"rank": 1 << 40}}, {"sizes": {"pp": 10**30}}, {"steps": [1 << 47] * 2}]
+)
+def test_metadata_that_cannot_be_end_the_reading(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "x.timeline.bin"
+    records = [StepRecord(0, 0, 0, 0, 10**18, 900, [5], [600], {})]
+    head = format.MAGIC + format.metadata_record({**METADATA.as_dict(), **change}) + format.shape_record([4])
+    path.write_bytes(head + b"".join(map(format.step_record, records)))
+    timeline = read_timeline(path)
+    assert timeline.damage is not None
+    assert timeline.damage.startswith("its metadata is damaged: ")
+    assert len(timeline.steps) == 0
