@@ -9,6 +9,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules
 
 from megaprof import ProfileConfig, add_profile_args, evaluation, install_hooks
+from megaprof.artifacts import writer
 from megaprof.formats.ranges import P2P_OPERATIONS, RangeName, parse
 from megaprof.hooks.schedules import SCHEDULES
+from megaprof.integrations import contract
 from megaprof.recorders.torch_profiler import TorchRecorder
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -232,6 +235,24 @@ def test_megatron_lms_iteration_is_found(one_rank: Any, tmp_path: Path, monkeypa
     with install_hooks(one_rank.chunks, on(tmp_path, steps="731")):
         one_rank.train_step()
     assert list(traces(tmp_path)) == ["train_actor.step000731"]
+
+
+def test_the_end_of_a_hosts_step_finishes_its_window_and_its_files(
+    one_rank: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What a host tells where it may end the process next, as Ray does: without warning."""
+    publish = writer.publish
+    monkeypatch.setattr(writer, "publish", lambda *files: (time.sleep(0.5), publish(*files)))
+    with install_hooks(one_rank.chunks, on(tmp_path, target=("train_overall",), steps="1")):
+        for _ in range(2):
+            one_rank.train_step()
+        assert traces(tmp_path) == {}
+        contract.over("step")
+        (trace,) = traces(tmp_path).values()
+        assert trace["megaprof"]["truncated"] is False
+        contract.over("step")  # nothing is open, nothing is waited for
+    contract.over("step")
+    assert list(traces(tmp_path)) == ["train_overall.step000001"]
 
 
 def test_train_overall_lasts_until_the_next_step_and_holds_what_lies_between(one_rank: Any, tmp_path: Path) -> None:

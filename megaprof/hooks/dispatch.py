@@ -132,19 +132,20 @@ class Dispatcher:
             if Session.memory_full is not None:
                 reason, Session.memory_full = Session.memory_full, None
                 logger.warning("megaprof: the window closes early and is the last one of this run: %s", reason)
-                self._interrupt(reason)
+                self.interrupt(reason)
                 for session, _ in self._routes:
                     session.disabled = True
             while self._leaving:
-                self._interrupt("the hooks were removed")
+                self.interrupt("the hooks were removed")
                 in_full(self._leaving[0])
                 del self._leaving[0]
         except BaseException:
             Session.urgent = True  # the host interrupted it
             raise
 
-    def _interrupt(self, reason: str) -> None:
+    def interrupt(self, reason: str) -> None:
         """Close every open window now, in the middle of a call perhaps. What it has is kept."""
+        self._put_back()
         recording, self._recording, self.call = self._recording, None, None
         with self._held():
             if recording is not None:

@@ -22,18 +22,27 @@ _HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@")
 
 @dataclass(frozen=True)
 class Hunk:
+    """Lines that are added in one place."""
+
     after: int
     """The line of the original, counted from 1, behind which the lines go; 0 is the top."""
     lines: tuple[bytes, ...]
+    """What is added, each with its end of line."""
 
 
 @dataclass(frozen=True)
 class FilePatch:
+    """What is added to one file."""
+
     path: str
+    """Below the host's directory."""
     sha256: str
+    """Of the file as the host ships it, in hexadecimal."""
     hunks: tuple[Hunk, ...]
+    """In the order of the file."""
 
     def apply(self, original: bytes) -> bytes:
+        """``original`` with the lines added."""
         lines = _lines(original)
         for hunk in reversed(self.hunks):
             lines[hunk.after : hunk.after] = hunk.lines
@@ -51,6 +60,7 @@ class FilePatch:
         return original if _sha256(original) == self.sha256 else None
 
     def state(self, root: Path) -> str:
+        """ORIGINAL, PATCHED, OTHER or MISSING: what the file below ``root`` is."""
         try:
             content = (root / self.path).read_bytes()
         except OSError:
@@ -62,12 +72,19 @@ class FilePatch:
 
 @dataclass(frozen=True)
 class Patch:
+    """One patch file: what is added to one version of a host."""
+
     host: str
+    """As in ``megaprof patch HOST``."""
     repository: str
+    """The URL that the version is from."""
     version: str
+    """A release, a tag, or ``commit`` and its hash."""
     files: tuple[FilePatch, ...]
+    """The files that are changed."""
 
     def states(self, root: Path) -> dict[str, str]:
+        """By path: the state of each file below ``root``."""
         return {file.path: file.state(root) for file in self.files}
 
     def apply(self, root: Path) -> list[str]:

@@ -30,8 +30,11 @@ class Patch:
     """One attribute to replace: ``target.name`` becomes ``replacement`` while the context is open."""
 
     target: Any
+    """A module or a class."""
     name: str
+    """Of the attribute."""
     replacement: Any
+    """What stands there instead."""
 
 
 class _Event:

@@ -14,50 +14,55 @@ _DTYPES = ("float32", "bfloat16")
 class GPTWorkload:
     """Model, parallel sizes and batch of a run. Every value is checked here, so that no rank finds out alone.
 
-    Attributes:
-        tp, pp, ep: tensor, pipeline and expert parallel sizes.
-        vpp: model chunks per stage; None = one, scheduled without interleaving.
-        dp: data parallel size; None = the smallest that ``ep`` allows.
-        layers: transformer layers of the whole model.
-        layout: layers of every chunk, chunk-major (first chunks of all stages, then second chunks, ...), ``pp`` x
-            ``vpp`` numbers; None = the same everywhere.
-        microbatches, micro_batch_size, seq_length: one step of one data parallel replica.
-        seq_lengths: a length per microbatch instead, as RL frameworks have them; ``seq_length`` is the longest.
-        hidden, heads, vocab: model sizes; a layer costs far more than embedding or output at the defaults.
-        num_experts: experts per layer of a mixture of experts; None = dense layers, or 2 x ``ep`` where ep > 1.
-        combined_1f1b: overlap expert communication with compute (``overlap_moe_expert_parallel_comm``), which needs
-            megatron-core >= 0.14, ep > 1, bfloat16, and chunks (``vpp``) where pp > 1.
-        overlap_p2p: send and receive while computing (``overlap_p2p_comm``); None = wherever ``vpp`` is set, as
-            Megatron-LM does. The other way of the interleaved schedule, batched exchanges, needs pp > 2: with two
-            stages both directions go to the same peer, and what is received in the place of what is undefined.
-        overlap_grad_reduce: reduce gradients while computing, with megatron-core's no_sync around all but the last
-            microbatch.
-
-    Raises:
-        ValueError: naming the field, its value and what would be valid.
+    Raises ValueError, naming the field, its value and what would be valid.
     """
 
     tp: int = 1
+    """Tensor parallel size."""
     pp: int = 1
+    """Pipeline stages."""
     vpp: int | None = None
+    """Model chunks per stage; None: one, scheduled without interleaving."""
     ep: int = 1
+    """Expert parallel size."""
     dp: int | None = None
+    """Data parallel size; None: the smallest that ``ep`` allows."""
     layers: int = 8
+    """Transformer layers of the whole model."""
     layout: tuple[int, ...] | None = None
+    """Layers of every chunk, chunk-major (first chunks of all stages, then second chunks, ...), ``pp`` x ``vpp``
+    numbers; None: the same everywhere."""
     microbatches: int = 4
+    """In one step of one data parallel replica."""
     micro_batch_size: int = 1
+    """Sequences in a microbatch."""
     seq_length: int = 128
+    """Tokens in a sequence."""
     seq_lengths: tuple[int, ...] | None = None
+    """Tokens in a sequence of each microbatch instead, as RL frameworks have them; ``seq_length`` is the longest."""
     hidden: int = 256
+    """Hidden size. A layer costs far more than the embedding or the output layer at the defaults."""
     heads: int = 4
+    """Attention heads."""
     vocab: int = 128
+    """Vocabulary size."""
     num_experts: int | None = None
+    """Experts per layer of a mixture of experts; None: dense layers, or 2 x ``ep`` where ep > 1."""
     combined_1f1b: bool = False
+    """Overlap expert communication with compute (``overlap_moe_expert_parallel_comm``), which needs megatron-core >=
+    0.14, ep > 1, bfloat16, and chunks (``vpp``) where pp > 1."""
     overlap_p2p: bool | None = None
+    """Send and receive while computing (``overlap_p2p_comm``); None: wherever ``vpp`` is set, as Megatron-LM does. The
+    other way of the interleaved schedule, batched exchanges, needs pp > 2: with two stages both directions go to the
+    same peer, and which message is received for which is undefined."""
     overlap_grad_reduce: bool = False
+    """Reduce gradients while computing, with megatron-core's no_sync around all but the last microbatch."""
     seed: int = 1234
+    """Of weights and data."""
     dtype: str = "float32"
+    """``float32`` or ``bfloat16``."""
     learning_rate: float = 1e-3
+    """Of the optimizer."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -31,7 +31,8 @@ def train(host: str, *options: str) -> list[float]:
     from swift.trainers.arguments import TrainingArguments
     from transformers import HfArgumentParser, Trainer
 
-    given = ["--use_cpu", "true", "--ddp_backend", "gloo", "--report_to", "none", "--save_strategy", "no", *options]
+    given = ["--use_cpu", "true", "--ddp_backend", "gloo", "--report_to", "none", "--save_strategy", "no"]
+    given += ["--gradient_checkpointing", "false", *options]
     (args,) = HfArgumentParser([TrainingArguments]).parse_args_into_dataclasses(given)
 
     class Model(torch.nn.Module):

@@ -1,8 +1,9 @@
 """SkyRL's own Megatron workers and model wrapper, from its released wheel, on real megatron-core: roles in the traces.
 
 Real: ``MegatronPolicyWorkerBase.forward``, ``forward_backward`` and ``optim_step``, ``MegatronRefWorkerBase.forward``,
-and ``MegatronModelWrapper`` below them, on SkyRL's configuration and batches. Replaced: how the workers are built (Ray,
-Hugging Face weights, the optimizer), Megatron-Bridge and what SkyRL patches in it, the inference engine.
+and ``MegatronModelWrapper`` below them, on SkyRL's configuration and batches; ``RayPPOTrainer._execute_forward_pass``
+above them. Replaced: how the workers are built (Ray, Hugging Face weights, the optimizer), Megatron-Bridge and what
+SkyRL patches in it, the inference engine.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ EDGES = (
     "megatron.bridge",
     "pybase64",
     "skyrl_gym",
+    "torchdata",
     "vllm_router",
     "skyrl.backends.skyrl_train.patches.megatron.patch_shared_expert_lora_tp",
 )
@@ -112,17 +114,39 @@ def train(host: str, *overrides: str) -> None:
     ref = megatron_worker.MegatronRefWorkerBase.__new__(megatron_worker.MegatronRefWorkerBase)
     policy = megatron_worker.MegatronPolicyWorkerBase.__new__(megatron_worker.MegatronPolicyWorkerBase)
     ref.cfg, policy.cfg = configuration(), configuration(*overrides)
+    trainer = log_prob_trainer(ref, policy)
     with cpu_megatron():
         gpt = build(WORKLOAD)
         equip(ref, gpt)
         equip(policy, gpt)
         for step in (FIRST, FIRST + 1):
-            ref.forward(batch())
-            policy.forward(batch())
+            trainer.global_step = step
+            trainer._execute_forward_pass("ref", batch(), "logprobs", None)
+            trainer._execute_forward_pass("policy", batch(), "logprobs", [(0, 2), (2, 4)])
             for _ in range(2):  # mini-batches
                 policy.forward_backward(batch(global_step=step))
                 policy.optim_step()
             policy.forward(batch(), loss_fn="cross_entropy")
+
+
+def log_prob_trainer(ref: Any, policy: Any) -> Any:
+    """SkyRL's trainer, whose dispatch calls the workers of this process. Policy log-probs come in mini-batches."""
+    from skyrl.train.trainer import RayPPOTrainer
+
+    workers = {"ref": ref, "policy": policy}
+
+    def forward(model: str, data: Any) -> Any:
+        workers[model].forward(data)
+        return SimpleNamespace(loss_fn_outputs=[{"logprobs": [0.0]}])
+
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    trainer.cfg = SimpleNamespace(trainer=SimpleNamespace(recompute_old_logprobs_per_minibatch=True))
+    trainer.dispatch = SimpleNamespace(
+        forward=forward,
+        forward_from_staged=forward,
+        stage_data=lambda model, data, boundaries: [data] * len(boundaries),
+    )
+    return trainer
 
 
 def replace_edges() -> None:
@@ -179,7 +203,7 @@ def test_roles_of_the_workers(patched: bool, wheel: Callable[[str], Path], tmp_p
         "target": ["train_actor", "train_log_probs", "evaluate"],
         "dir": str(tmp_path),
         "select": "per-stage",
-        "steps": f"train_actor={FIRST + 1};train_log_probs=1;evaluate=1",
+        "steps": f"train_actor={FIRST + 1};train_log_probs={FIRST + 1};evaluate=1",
         "activities": ["cpu"],
     }
     host = wheel("skyrl")
@@ -197,8 +221,8 @@ def test_roles_of_the_workers(patched: bool, wheel: Callable[[str], Path], tmp_p
         for kind in (
             "evaluate.actor.step000001",
             f"train_actor.actor.step{FIRST + 1:06d}",
-            "train_log_probs.actor.step000001",
-            "train_log_probs.ref.step000001",
+            f"train_log_probs.actor.step{FIRST + 1:06d}",
+            f"train_log_probs.ref.step{FIRST + 1:06d}",
         )
         for pp in (0, 1)
     ]
