@@ -55,7 +55,7 @@ dist: .venv/ready
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 
-.venv/ready: setup.cfg Makefile
+.venv/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
 	$(PYTHON) -m venv .venv
 	$(PIP) "$(TORCH)"
 	$(PIP) "$(MEGATRON_CORE)" "$(TORCH)"
@@ -119,4 +119,4 @@ bench-scale: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info megaprof/recorders/*.so

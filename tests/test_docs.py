@@ -83,7 +83,11 @@ def test_ci_runs_what_the_readme_tells_a_developer_to_run() -> None:
 
 def test_every_extra_in_the_readme_exists() -> None:
     declared = set(re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text(), re.M))
-    named = {extra for extras in re.findall(r"pip install '[^']*\[([\w,]+)\]'", README) for extra in extras.split(",")}
+    named = {
+        extra
+        for extras in re.findall(r"pip install ['\"][^'\"]*\[([\w,]+)\]['\"]", README)
+        for extra in extras.split(",")
+    }
     assert named
     assert named <= declared
 

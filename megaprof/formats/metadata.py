@@ -34,6 +34,18 @@ class ModelChunk:
 
 
 @dataclass(frozen=True)
+class WithoutRange:
+    """Modules of one kind that were to have ranges, and have none."""
+
+    module: str
+    """Their label: ``layer``, ``attention``, ``mlp``, ..."""
+    layers: tuple[int | None, ...]
+    """The number of each one's layer, from 1; null for a module outside the layers."""
+    reason: str
+    """Why they have none."""
+
+
+@dataclass(frozen=True)
 class MicrobatchRanges:
     """Whether the step holds a range for every microbatch."""
 
@@ -41,6 +53,8 @@ class MicrobatchRanges:
     """True where it does."""
     reason: str | None = None
     """Why it does not."""
+    without: tuple[WithoutRange, ...] = ()
+    """Modules that have no range though ``--profile-ranges`` asked for them."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ class Metadata:
         if fields["timeline"] is None:
             del fields["timeline"]
         sizes = fields["coords"].pop("sizes")
-        ranges = {key: value for key, value in fields["ranges"].items() if value is not None}
+        ranges = {key: value for key, value in fields["ranges"].items() if value not in (None, ())}
         return {**fields, "sizes": sizes, "steps": list(self.steps), "chunks": list(fields["chunks"]), "ranges": ranges}
 
 

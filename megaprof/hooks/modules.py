@@ -20,10 +20,13 @@ from functools import partial
 from typing import Any
 
 from megaprof.formats import ranges
+from megaprof.formats.metadata import WithoutRange
 from megaprof.hooks.dispatch import Dispatcher
-from megaprof.parallel.chunks import language_model
+from megaprof.parallel.chunks import innermost, language_model
 from megaprof.recorders.emit import Range
 from megaprof.runtime.isolation import Contained
+
+COMPILED = "torch.compile compiles it, or a module around it"
 
 Site = tuple[Any, str, str]
 """An object, the method of it that is a range, and the range's name."""
@@ -64,6 +67,11 @@ class ModuleRanges:
         self._dispatcher = dispatcher
         self._call = call
         self._running = _Running()
+        self._without: dict[str, str] = {}
+
+    def expect(self, name: str, otherwise: str) -> None:
+        """A range called ``name`` is wanted; ``otherwise``: why there is none, if there is none in the end."""
+        self._without[name] = otherwise
 
     @property
     def _active(self) -> bool:
@@ -75,8 +83,10 @@ class ModuleRanges:
         import torch
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._active:
+            # While dynamo traces a function around this one, there must be nothing for it to see.
+            if torch.compiler.is_compiling() or not self._active:
                 return original(*args, **kwargs)
+            self._without.pop(name, None)
             running, this, first = self._running, None, 0
             try:
                 with Contained("opening a module's range", self._dispatcher.drop):
@@ -100,7 +110,8 @@ class ModuleRanges:
         return forward
 
     def close(self) -> None:
-        """Close what an exception left open in this thread. Can be run twice."""
+        """Close what an exception left open in this thread, and say what had no range. Can be run twice."""
+        self._call.without = _grouped(self._without)
         for stack in (self._running.forward, self._running.backward):
             while stack:
                 _close(stack, stack[-1])
@@ -142,6 +153,16 @@ class ModuleRanges:
             _close(self._running.backward, this)
 
 
+def _grouped(without: dict[str, str]) -> tuple[WithoutRange, ...]:
+    """``without``: by range name, why there was none."""
+    layers: dict[tuple[str, str], list[int | None]] = {}
+    for name, reason in without.items():
+        read = ranges.parse(name)
+        if isinstance(read, ranges.RangeName):
+            layers.setdefault((read.label, reason), []).append(read.fields.get("n"))
+    return tuple(WithoutRange(label, tuple(numbers), reason) for (label, reason), numbers in layers.items())
+
+
 def _close(stack: list[_Pass], this: _Pass) -> None:
     """Close the range of ``this`` in ``stack``, and those inside it, innermost first; a no-op when it is not there."""
     while this in stack:
@@ -159,8 +180,45 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
         return
     dispatcher.modules = of_this_call = ModuleRanges(dispatcher, call)
     for chunk in chunks:
+        compiled = _compiled(chunk)
         for owner, method, name in sites(chunk, parts=level == "module"):
-            dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
+            if id(owner) in compiled:
+                of_this_call.expect(name, COMPILED)
+            else:
+                of_this_call.expect(name, _reason(chunk, name))
+                dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
+
+
+def _compiled(chunk: Any) -> set[int]:
+    """The identities of the modules, and their token dispatchers, that torch.compile compiles: what is shadowed there
+    breaks graphs, is refused under ``fullgraph``, and costs one compilation with it and one more without it."""
+    found: set[int] = set()
+    for module in chunk.modules() if hasattr(chunk, "modules") else ():
+        if id(module) not in found and _is_compiled(module):
+            found |= {id(inner) for inner in module.modules()}
+            found |= {id(getattr(inner, "token_dispatcher", None)) for inner in module.modules()}
+    return found
+
+
+def _is_compiled(module: Any) -> bool:
+    own = vars(module)
+    return (
+        own.get("_compiled_call_impl") is not None  # module.compile()
+        or "_orig_mod" in own.get("_modules", {})  # torch.compile(module)
+        or hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable")  # torch.compile(module.forward)
+    )
+
+
+def _reason(chunk: Any, name: str) -> str:
+    """Why a module of ``chunk`` that is shadowed may have no range in the end."""
+    config = getattr(innermost(chunk), "config", None)
+    read = ranges.parse(name)
+    label = read.label if isinstance(read, ranges.RangeName) else ""
+    if getattr(config, "overlap_moe_expert_parallel_comm", False) and label in (ranges.LAYER, "mlp"):
+        return "the combined 1F1B schedule calls its parts itself"
+    if getattr(config, "cuda_graph_impl", "none") in ("local", "transformer_engine"):
+        return "it runs in a CUDA graph of its layer"
+    return "nothing called it in this step"
 
 
 def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
@@ -193,9 +251,12 @@ def _layer_sites(layer: Any, mtp: int | None, parts: bool) -> Iterator[Site]:
     def name(label: str) -> str:
         return ranges.module_range(label, number, mtp)
 
-    if getattr(layer, "_compiled_call_impl", None) is not None:
-        return  # torch.compile would compile our ranges into it, once for this call and once more without them
-    yield from _forward(layer, name(ranges.LAYER))
+    if callable(getattr(layer, "cudagraph_manager", None)):  # megatron-core's own graphs
+        yield layer, "cudagraph_manager", name(ranges.LAYER)
+    elif getattr(layer, "cuda_graphs", None):  # Transformer Engine's
+        yield layer, "_te_cuda_graph_replay", name(ranges.LAYER)
+    else:
+        yield from _forward(layer, name(ranges.LAYER))
     if not parts:
         return
     for attribute, label in ranges.LAYER_PARTS.items():

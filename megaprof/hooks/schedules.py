@@ -38,11 +38,33 @@ def patch_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
 
     for name, label in SCHEDULES.items():
         patches.apply(schedules, name, partial(_hooked, label, dispatcher))
+    patches.apply(schedules, "create_cudagraphs", partial(_without_window, dispatcher))
     try:
         from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     except ImportError:
         return
     patches.apply(FullCudaGraphWrapper, "__call__", partial(_hooked, None, dispatcher))
+
+
+def _without_window(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``create_cudagraphs``, which the schedules call when their microbatches are done (0.13+) and which captures the
+    graphs of single layers once. A recorder synchronises the device when its window closes, which ends a capture."""
+
+    def create_cudagraphs(*args: Any, **kwargs: Any) -> Any:
+        with Contained("closing a window before CUDA graphs are captured", dispatcher.drop):
+            if dispatcher.call is not None and _captures():
+                dispatcher.interrupt("megatron-core captured the CUDA graphs of its layers")
+        return original(*args, **kwargs)
+
+    return create_cudagraphs
+
+
+def _captures() -> bool:
+    """Whether ``create_cudagraphs`` would capture anything now."""
+    from megatron.core.transformer import cuda_graphs
+
+    record = getattr(cuda_graphs, "_CudagraphGlobalRecord", None)
+    return not getattr(record, "cudagraph_created", False) and bool(getattr(record, "cudagraph_record", True))
 
 
 def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +82,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
                 if dispatcher.begin(facts):
                     patch_finalize(dispatcher, facts.chunks)
                     patch_modules(dispatcher, facts.chunks)
-                    dispatcher.spent(time.perf_counter_ns() - entered)
+                dispatcher.spent(time.perf_counter_ns() - entered)
             result = original(*args, **kwargs)
             failed = False
             return result

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megaprof.config.windows import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
+from megaprof.formats.metadata import WithoutRange
 from megaprof.recorders.line import Line
 from megaprof.recorders.tape import Tape
 
@@ -57,6 +58,9 @@ class RecordedCall:
     """Matches backwards to forwards, and takes the events where `line` is not None: a `recorders.tape.Tape`."""
     clock: Callable[[], Any] | None = None
     """The clock of the tape; None: the host's."""
+
+    without: tuple[WithoutRange, ...] = ()
+    """Modules that were to have ranges and have none; known when the call is over."""
 
     def __post_init__(self) -> None:
         self.tape = Tape(self.facts.chunks, self.facts.forward_only, self.clock)

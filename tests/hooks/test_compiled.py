@@ -1,0 +1,99 @@
+"""Module ranges and torch.compile: nothing of ours is compiled, nothing is compiled again, and the metadata says so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.hooks.modules import COMPILED
+from megaprof.testing import GPTWorkload, build
+
+
+class Mlp(torch.nn.Module):
+    """What dynamo can trace as one graph on a CPU, in the place of megatron-core's, with a module inside."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.router = torch.nn.Linear(hidden, hidden)
+        for parameter in self.parameters():  # it came too late for megatron-core's gradient buffers
+            parameter.main_grad = torch.zeros_like(parameter)  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return torch.relu(self.router(x)), None
+
+
+def compile_module(layer: Any) -> None:
+    layer.mlp.compile(backend="eager", fullgraph=True)
+
+
+def wrap_module(layer: Any) -> None:
+    layer.mlp = torch.compile(layer.mlp, backend="aot_eager", fullgraph=True)
+
+
+def compile_forward(layer: Any) -> None:
+    layer.mlp.forward = torch.compile(layer.mlp.forward, backend="eager", fullgraph=True)
+
+
+def compile_around(layer: Any) -> None:
+    """A function that nobody sees from outside: only dynamo's own word tells."""
+    mlp = layer.mlp
+    around = torch.compile(lambda *args, **kwargs: mlp(*args, **kwargs), backend="eager", fullgraph=True)
+    del layer.mlp
+    vars(layer)["mlp"] = around
+    layer.mixer = mlp  # found by its place, called inside the compiled function
+
+
+@pytest.mark.parametrize("how", [compile_module, wrap_module, compile_forward, compile_around])
+def test_compiled_modules_are_left_alone(
+    how: Callable[[Any], None], one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpt = build(GPTWorkload(layers=2, microbatches=2, hidden=32, seq_length=16, heads=2))
+    first = gpt.chunks[0].module.decoder.layers[0]
+    first.mlp = Mlp(32)
+    how(first)
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.compiler.set_stance("default"):
+        config = ProfileConfig(("train_actor",), str(tmp_path), skip_first=1, ranges="module")
+        with install_hooks(gpt.chunks, config):
+            gpt.train_step()
+            before = counters["stats"]["unique_graphs"]
+            gpt.train_step()
+            gpt.train_step()
+    assert before > 0, "nothing was compiled"
+    assert not counters["graph_break"]
+    if how is not compile_around:  # there dynamo sees another forward, and compiles what it sees: the same
+        assert counters["stats"]["unique_graphs"] == before
+    (path,) = find_traces(tmp_path)
+    trace = read_trace(path)
+    found = Counter((each.name.module, each.name.fields.get("n")) for each in trace.ranges if each.name.module)
+    assert ("mlp", 1) not in found
+    assert ("router", 1) not in found
+    assert found["mlp", 2] > 0
+    assert found["attention", 1] > 0
+    without = {(each.module, each.layers): each.reason for each in trace.metadata.ranges.without}
+    if how is compile_around:
+        assert list(without) == [("mixer", (1,))]
+    else:
+        assert without == {("mlp", (1,)): COMPILED, ("router", (1,)): COMPILED}
+
+
+def test_a_compiled_stack_has_no_ranges_inside(one_rank: Any) -> None:
+    from megaprof.hooks.modules import _compiled
+
+    gpt = build(GPTWorkload(layers=2, microbatches=2, hidden=32, seq_length=16, heads=2))
+    (chunk,) = gpt.chunks
+    assert _compiled(chunk) == set()
+    decoder = chunk.module.decoder
+    decoder.compile(backend="eager")
+    covered = _compiled(chunk)
+    assert {id(module) for module in decoder.modules()} <= covered
+    assert id(chunk.module.embedding) not in covered
