@@ -14,7 +14,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 
 SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
-METADATA, SHAPE, STEP = 1, 2, 3
+METADATA, SHAPE, STEP, COST = 1, 2, 3, 4
 
 #: Step flags.
 DEVICE_CLOCK = 1  # its times are the GPU's, by CUDA events
@@ -72,6 +72,27 @@ Microseconds = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What the timeline adds to a training step, measured in the running job by pairs of blocks of steps with and
+    without it: medians over the pairs, each with its standard error."""
+
+    pairs: int
+    """How many pairs there were, up to the last 64."""
+    rested: int
+    """How many steps were not recorded for this so far."""
+    step_us: float
+    """Wall time of a step without the recorder, in microseconds."""
+    wall_us: float
+    """What the recorder adds to the wall time of a step, in microseconds. Below zero: less than the noise."""
+    wall_error_us: float
+    """Its standard error, in microseconds."""
+    cpu_us: float
+    """What the recorder adds to the CPU time of the process in a step, all threads, in microseconds."""
+    cpu_error_us: float
+    """Its standard error, in microseconds."""
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One schedule call on one rank, as it is written."""
 
@@ -108,6 +129,10 @@ def metadata_record(metadata: dict[str, Any]) -> bytes:
 def shape_record(events: Sequence[int] | bytes) -> bytes:
     """``events``: codes of `megaprof.formats.codes`, in the order of their starts; or the same as 64-bit integers."""
     return _record(SHAPE, events if isinstance(events, bytes) else np.asarray(events, dtype="<i8").tobytes())
+
+
+def cost_record(cost: Cost) -> bytes:
+    return _record(COST, json.dumps(asdict(cost), separators=(",", ":")).encode())
 
 
 def step_record(step: StepRecord, metadata: int | None = None, shape: int | None = None) -> bytes:
@@ -188,6 +213,8 @@ class Timeline:
     """Its steps in the order of writing, with the fields of ``STEP_TYPE``."""
     damage: str | None
     """Why reading stopped before the end of the file; None when it did not."""
+    cost: Cost | None
+    """What recording cost, as far as it was known when the file ended; None: not measured."""
     _tails: tuple[bytes, ...]
 
     @property
@@ -235,7 +262,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     shapes: list[npt.NDArray[np.int64]] = []
     fixed: list[bytes] = []
     tails: list[bytes] = []
-    damage = None
+    damage = cost = None
     try:
         for kind, payload in _records(data):
             if kind == STEP:
@@ -246,6 +273,8 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
                 shapes.append(_shape(payload))
             elif kind == METADATA and len(metadata) < MOST_NUMBERS:
                 metadata.append(_metadata(payload))
+            elif kind == COST:
+                cost = _cost(payload)
             # A record of a kind that a later version added is skipped.
     except ValueError as fault:
         damage = str(fault)
@@ -257,7 +286,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     if impossible.any():
         whole = int(impossible.argmax())
         steps, tails, damage = steps[:whole], tails[:whole], "a step has an impossible number or time"
-    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, tuple(tails))
+    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, cost, tuple(tails))
 
 
 def _step(payload: bytes, metadata: int, shapes: int) -> bytes:
@@ -280,6 +309,22 @@ def _metadata(payload: bytes) -> Metadata:
         return read_metadata(payload)
     except (ValueError, RecursionError) as fault:
         raise ValueError(f"its metadata is damaged: {fault}") from None
+
+
+def _cost(payload: bytes) -> Cost:
+    """A number is missing, or no number that can be: ValueError."""
+    try:
+        found = json.loads(payload)
+        values = {field.name: found[field.name] for field in fields(Cost)}
+    except (ValueError, RecursionError, TypeError, KeyError):
+        raise ValueError("what it says of its cost is damaged") from None
+    for name, value in values.items():
+        whole = name in ("pairs", "rested")
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not abs(value) < 1e15:
+            raise ValueError("what it says of its cost is damaged")
+    if values["step_us"] <= 0 or min(values["pairs"], values["rested"]) < 0:
+        raise ValueError("what it says of its cost is damaged")
+    return Cost(**values)
 
 
 def _record(kind: int, payload: bytes) -> bytes:

@@ -15,6 +15,7 @@ from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
 from megaprof.recorders.tape import Gate, Hook
+from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.isolation import contained, in_full
 from megaprof.runtime.logs import logger
 
@@ -40,6 +41,7 @@ class Dispatcher:
         self._held = held
         self._call: RecordedCall | None = None
         self.gate = Gate(self._clock_failed)
+        self._resting: TimelineRecorder | None = None  # the one that does not record the call, to measure its cost
         self.inside: int | None = None
         """The thread that is inside a schedule call. A CUDA graph wrapper calls the schedule inside itself."""
         self.of_this_call = Patches()
@@ -93,6 +95,8 @@ class Dispatcher:
             return False
         with self._held():
             call = session.begin(facts)
+        timeline = session.timeline
+        self._resting = timeline if call is None and timeline is not None and timeline.resting else None
         if call is None:
             return False
         self._recording = session, call
@@ -100,9 +104,11 @@ class Dispatcher:
         return True
 
     def spent(self, nanoseconds: int) -> None:
-        """What it took to begin the call that is being recorded."""
+        """What it took to begin the call."""
         if self.call is not None and self.call.line is not None:
             self.call.line.own = nanoseconds
+        elif self._resting is not None:
+            self._resting.hooks_took(nanoseconds)
 
     def end(self, *, failed: bool) -> None:
         """The call is over, recorded or not; ``failed``: by an exception of the host's."""

@@ -82,7 +82,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
                 if dispatcher.begin(facts):
                     patch_finalize(dispatcher, facts.chunks)
                     patch_modules(dispatcher, facts.chunks)
-                    dispatcher.spent(time.perf_counter_ns() - entered)
+                dispatcher.spent(time.perf_counter_ns() - entered)
             result = original(*args, **kwargs)
             failed = False
             return result

@@ -7,7 +7,7 @@ communication inside a microbatch (tensor-, expert- and context-parallel), which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from megaprof.analysis.fleet.trends import (
     single_steps,
 )
 from megaprof.analysis.stages.slow import EXCESS
+from megaprof.formats.timeline import Cost
 
 #: A gradient synchronisation is compared with this part of the step added, so that what is told takes 1 % of it.
 OF_STEP = 0.1
@@ -133,10 +134,15 @@ class Synchronisation:
 class Recording:
     """How the timelines were made."""
 
-    own_us: float
-    """Microseconds per step that recording cost the training thread, the median rank's."""
-    own_fraction: float
-    """The same as a fraction of the step."""
+    own_us: float | None
+    """Microseconds that recording added to a step, measured in the job by pairs of blocks of steps with and without it;
+    the median rank's. None: not measured."""
+    own_error_us: float | None
+    """Its standard error, in microseconds."""
+    own_fraction: float | None
+    """`own_us` as a fraction of the step."""
+    own_cpu_us: float | None
+    """The same for the CPU time of the process, all threads, in microseconds."""
     clock: str
     """``host``, or ``device`` where the times are the GPU's."""
 
@@ -273,10 +279,16 @@ def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Perce
 
 
 def _recording(ranks: Sequence[RankSeries]) -> Recording:
-    costs = [r.own for r in _with_steps(ranks)]
+    costs = [r.cost for r in ranks if r.cost is not None]
+
+    def median(of: Callable[[Cost], float]) -> float | None:
+        return float(np.median([of(cost) for cost in costs])) if costs else None
+
     return Recording(
-        own_us=float(np.median([us for us, _ in costs])),
-        own_fraction=float(np.median([fraction for _, fraction in costs])),
+        own_us=median(lambda cost: cost.wall_us),
+        own_error_us=median(lambda cost: cost.wall_error_us),
+        own_fraction=median(lambda cost: cost.wall_us / cost.step_us),
+        own_cpu_us=median(lambda cost: cost.cpu_us),
         clock="device" if any(r.device_clock for r in ranks) else "host",
     )
 
@@ -309,7 +321,7 @@ def _synchronisation(groups: list[Group], rows: Floats, buckets: Buckets, floor:
 
 
 def _imbalance(stage_ms: Floats, key: Key) -> Floats:
-    """Slowest stage over mean stage; unknown without a pipeline, or when a stage is missing."""
+    """Slowest stage over average stage; unknown without a pipeline, or when a stage is missing."""
     if key.sizes.pp == 1 or len(stage_ms) < key.sizes.pp:
         return np.full(stage_ms.shape[1], np.nan)
     known = np.isfinite(stage_ms).all(axis=0)

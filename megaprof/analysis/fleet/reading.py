@@ -70,8 +70,8 @@ class RankSeries:
     """Its last step."""
     ended: int
     """When that ended, in nanoseconds on the wall clock."""
-    own: tuple[float, float]
-    """What recording took: median microseconds per step, and that as a fraction of the step."""
+    cost: format.Cost | None
+    """What recording cost, as it was known last; None: not measured."""
     device_clock: bool
     """Whether its times are the GPU's."""
 
@@ -272,6 +272,7 @@ class _Steps(NamedTuple):
     key: Key
     metadata: Metadata
     steps: npt.NDArray[Any]
+    cost: format.Cost | None
 
 
 def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> Iterator[_Steps]:
@@ -300,7 +301,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
             )
             if not len(steps):
                 continue
-            yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
+            yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps, timeline.cost)
 
 
 def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
@@ -325,7 +326,6 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
     compute = _compute(usable)
     first, medians, counts = bucketed(usable["step"], compute / 1e3, width)
     _, finalize, _ = bucketed(usable["step"], usable["finalize"] / 1e3, width)
-    shares = usable["own"] / np.maximum(usable["duration"], 1)
     series.ranks.append(
         RankSeries(
             coords=metadata.coords,
@@ -339,7 +339,7 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
             first_step=int(calls[0]["step"]),
             last_step=int(last["step"]),
             ended=int(last["start_ns"]) + 1000 * int(last["duration"]),
-            own=(float(np.median(usable["own"])), float(np.median(shares))) if len(usable) else (0.0, 0.0),
+            cost=next((part.cost for part in reversed(parts) if part.cost is not None), None),
             device_clock=bool((usable["flags"] & format.DEVICE_CLOCK).any()),
         )
     )

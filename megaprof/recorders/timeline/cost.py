@@ -18,7 +18,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+
+from megaprof.formats.timeline import Cost
 
 #: How long a block takes at least, in seconds: several rounds of the background thread.
 BLOCK_SECONDS = 2.0
@@ -29,24 +30,7 @@ PAIRS, FEWEST = 64, 3
 _LONGEST_BLOCK = 4096
 _RATE_STEPS = 16
 _RESAMPLES = 200
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What the timeline adds to a training step: medians over pairs, each with its standard error."""
-
-    pairs: int
-    """How many pairs there were."""
-    step_us: float
-    """Wall time of a step without the recorder, in microseconds."""
-    wall_us: float
-    """What the recorder adds to the wall time of a step, in microseconds. Below zero: less than the noise."""
-    wall_error_us: float
-    """Its standard error, in microseconds."""
-    cpu_us: float
-    """What the recorder adds to the CPU time of the process in a step, all threads, in microseconds."""
-    cpu_error_us: float
-    """Its standard error, in microseconds."""
+_HOOKS = 256
 
 
 Reading = tuple[float, float]
@@ -76,6 +60,9 @@ class Pairs:
         self._spent: list[Reading] | None = None  # per step, of the blocks of this pair; None: no pair is under way
         self._pairs: deque[tuple[Reading, Reading]] = deque(maxlen=PAIRS)
         self._index = -1
+        self._hooks: deque[float] = deque(maxlen=_HOOKS)
+        self.rested = 0
+        """Steps in which the recorder rested so far."""
 
     def rests(self, index: int) -> bool:
         """``index``: how many training steps of this process began before this one."""
@@ -92,7 +79,13 @@ class Pairs:
         wall, wall_error = _median([1e6 * (on[0] - off[0]) for off, on in pairs])
         cpu, cpu_error = _median([1e6 * (on[1] - off[1]) for off, on in pairs])
         step = 1e6 * statistics.median(off[0] for off, _ in pairs)
-        return Cost(len(pairs), step, wall, wall_error, cpu, cpu_error)
+        hooks = statistics.median(self._hooks or [0.0])
+        return Cost(len(pairs), self.rested, step, wall + hooks, wall_error, cpu + hooks, cpu_error)
+
+    def hooks_took(self, microseconds: float) -> None:
+        """How long the hooks around a step took in which the recorder rests: they are in both halves of a pair, so it
+        is measured beside them and added."""
+        self._hooks.append(microseconds)
 
     @property
     def taken(self) -> int:
@@ -123,6 +116,7 @@ class Pairs:
         resting = (block == 0) == self._rests_first(index)
         if within == 0 or (within == self._steps and not resting):
             self._flush()  # what is left over belongs to neither block, and what is recorded in one to that one
+        self.rested += resting
         return resting
 
     def _rests_first(self, index: int) -> bool:

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any
 
 from megaprof.formats.ranges import RangeName
-from megaprof.formats.status import BETWEEN, OwnCost, Position, Recent
+from megaprof.formats.status import BETWEEN, Position, Recent
 
 #: Steps that the recent figures are the medians of.
 RECENT_STEPS = 32
@@ -23,12 +23,11 @@ class Tally:
     def __init__(self) -> None:
         self._steps: dict[Key, deque[dict[str, float]]] = {}
         self._latest: Key | None = None
-        self._began = time.monotonic()
 
-    def add(self, target: str, role: str | None, milliseconds: dict[str, float], own_ms: float) -> None:
+    def add(self, target: str, role: str | None, milliseconds: dict[str, float]) -> None:
         """`milliseconds` by kind of event, with `step` for the whole; `p2p` may be missing."""
         steps = self._steps.setdefault((target, role), deque(maxlen=RECENT_STEPS))
-        steps.append(milliseconds | {"own": own_ms})
+        steps.append(milliseconds)
         self._latest = (target, role)
 
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
@@ -53,15 +52,6 @@ class Tally:
             finalize_ms=median("finalize"),
             p2p_ms=median("p2p") if all("p2p" in step for step in steps) else None,
         )
-
-    def cost(self, background_seconds: float) -> OwnCost | None:
-        """``background_seconds``: CPU time of the background thread so far. None before the first step."""
-        recent = self.recent()
-        if recent is None:
-            return None
-        own = statistics.median(step["own"] for step in self._steps[recent.target, recent.role])
-        elapsed = max(time.monotonic() - self._began, 1e-9)
-        return OwnCost(1e3 * own, own / recent.step_ms if recent.step_ms else 0.0, background_seconds / elapsed)
 
     def _main(self) -> Key | None:
         return next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)
