@@ -127,7 +127,7 @@ class Agenda:
             self._host_step, index = int(number), self._host_steps
             self._host_steps += 1
             begun = Step(TRAIN_OVERALL, step.role, int(number), index, True)
-        elif step.target == TRAIN_ACTOR and self._host_step is None:
+        elif step.target == TRAIN_ACTOR and (self._host_step is None or number is not None):
             begun = Step(TRAIN_OVERALL, step.role, step.number, step.index, False)
         else:
             return None

@@ -38,7 +38,8 @@ def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None
     if config.windowed and not config.steps_are_none:
         parts.append(f"captures {', '.join(config.target)} ({_steps(config)}) {_ranks(config, coords, ranks)}")
     if config.timed:
-        parts.append(f"keeps a timeline of every step on ranks {config.timeline_select}")
+        kept_on = "every rank" if config.timeline_select == "all" else f"ranks {config.timeline_select}"
+        parts.append(f"keeps a timeline of every step on {kept_on}")
     if config.on_demand:
         parts.append("captures when 'megaprof trigger' asks for it")
     stages = _stages(ranks, layout)
@@ -51,7 +52,7 @@ def _steps(config: ProfileConfig) -> str:
     if config.steps != BY_SCHEDULE:
         return f"steps {config.steps}"
     before = config.skip_first + config.wait + config.warmup
-    calls = f"{config.active} call{'s' * (config.active > 1)} after {before}"
+    calls = f"{config.active} call{'s' * (config.active > 1)}" + (f" after the first {before}" if before else "")
     return calls + {0: ", again and again", 1: ""}.get(config.repeat, f", {config.repeat} times")
 
 

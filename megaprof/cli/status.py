@@ -50,13 +50,15 @@ class _View:
             return "ended"
         if self.silence is not None or any(culprit.silent for culprit in self.blame.culprits):
             return "died"
-        return "hangs" if self.blame.still else "runs"
+        if self.blame.still:
+            return "hangs"
+        return "runs" if any(each.calls for each in self.statuses.values()) else "starts"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        f"Exit code: 0, the job runs; {UNWELL}, it appears to hang, or some of its ranks, or all, have died or are "
-        "silent; 1, there is no job, or it has ended; 2, the arguments make no sense."
+        f"Exit code: 0, the job runs, or starts; {UNWELL}, it appears to hang, or some of its ranks, or all, have died "
+        "or are silent; 1, there is no job, or it has ended; 2, the arguments make no sense."
     )
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
     parser.add_argument("--role", help="whose, where several roles share a save directory")
@@ -95,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for line in (*_headline(view), *_verdict(view), *_table(view)):
             sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
-    return {"runs": 0, "ended": 1}.get(view.state, UNWELL)
+    return {"runs": 0, "starts": 0, "ended": 1}.get(view.state, UNWELL)
 
 
 def _find(directory: Path, role: str | None, wait: float) -> RunningJob:
@@ -173,6 +175,8 @@ def _headline(view: _View) -> Iterator[str]:
             some = f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
             whose = "" if of_role is None else f" of {of_role}"
             yield f"{target}{whose}: step {some}{_pace(target, of_role, statuses)}"
+    if not any(each.calls for each in statuses.values()):
+        yield "no step has begun yet"
     capture = next((each.capture for each in statuses.values() if each.capture is not None), None)
     if capture is not None:
         yield f"capture {capture.request}: {capture.state}"

@@ -18,6 +18,8 @@ from megaprof.formats.status import Position, RankStatus
 
 #: A rank hangs when it has not moved for this many seconds, of its intervals, and of its steps.
 STUCK_SECONDS, STUCK_INTERVALS, STUCK_STEPS = 10.0, 3, 5
+#: Nor does a rank hang that has not moved for less than this many seconds in its first step, or before it.
+FIRST_STEP_SECONDS = 300.0
 _COMPUTING = frozenset((ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED))
 
 
@@ -90,6 +92,8 @@ def find_culprits(
 
 def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> bool:
     """Whether it has not moved for `seconds`, and for longer than its steps explain."""
+    if not status.settled:
+        seconds = max(seconds, FIRST_STEP_SECONDS)
     usual = max(seconds, STUCK_INTERVALS * status.interval, STUCK_STEPS * (status.step_ms or 0.0) / 1e3)
     return status.stuck(now) > usual
 

@@ -255,6 +255,14 @@ class RankStatus:
         own = (call.last_step for call in self.calls if (call.target, call.role) == (target, role))
         return next(own, None)
 
+    @property
+    def settled(self) -> bool:
+        """Whether it has done before what it is doing: finished a call of the target and role that it is in, or,
+        outside of any, a call at all. The first one may take minutes, for compilation or data."""
+        place = self.place
+        own = [call for call in self.calls if place is None or (call.target, call.role) == (place.target, place.role)]
+        return any((call.begun or 0) > 1 or (call.count or 0) > 0 for call in own)
+
     def stuck(self, now: float) -> float:
         """Seconds for which it has not moved, by its own host's clock as far as that was written down."""
         return max(0.0, max(now, self.time) - self.moved)

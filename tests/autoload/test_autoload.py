@@ -93,6 +93,7 @@ def test_a_process_that_never_sees_megatron_core_loads_next_to_nothing(env: dict
         "megaprof",
         *autoload,
         "megaprof.runtime",
+        "megaprof.runtime.interruption",
         "megaprof.runtime.logs",
         "megaprof.version",
     ]
@@ -151,7 +152,7 @@ def test_a_world_that_the_configuration_does_not_fit_stops_before_the_first_step
         timeout=120,
     )
     assert run.returncode == 1
-    assert "ValueError: --profile-select" in run.stderr
+    assert "ValueError: MEGAPROF_SELECT: rank 7" in run.stderr
     assert "hooked" not in run.stdout
 
 

@@ -120,6 +120,18 @@ def test_a_job_that_hangs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(job, "--hang-after", "300") == 0
 
 
+def test_the_first_step_may_take_minutes(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    for calls in ([], [{"target": "train_actor", "begun": 1}]):
+        for rank in (0, 1):
+            job.status(rank, since=time.time() - 200, calls=calls)
+        code, found = as_json(job, capsys)
+        assert (code, found["state"]) == (0, "runs" if calls else "starts")
+        for rank in (0, 1):
+            job.status(rank, since=time.time() - 400, calls=calls)
+        code, found = as_json(job, capsys)
+        assert (code, found["state"]) == (3, "hangs")
+
+
 def test_a_job_that_has_ended(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     job.run = replace(job.run, ended=time.time() - 5)
     job.write_run()

@@ -321,7 +321,7 @@ def _synchronisation(groups: list[Group], rows: Floats, buckets: Buckets, floor:
 
 
 def _imbalance(stage_ms: Floats, key: Key) -> Floats:
-    """Slowest stage over mean stage; unknown without a pipeline, or when a stage is missing."""
+    """Slowest stage over average stage; unknown without a pipeline, or when a stage is missing."""
     if key.sizes.pp == 1 or len(stage_ms) < key.sizes.pp:
         return np.full(stage_ms.shape[1], np.nan)
     known = np.isfinite(stage_ms).all(axis=0)
