@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.formats import timeline as format
-from megaprof.formats.inputs import read_input
+from megaprof.formats.inputs import UnusableInput, open_input, read_input
 from megaprof.formats.names import host, is_leftover, parse_artifact_name, sanitise
 from megaprof.formats.records import BadRecord, decode
 from megaprof.formats.run import RunRecord
@@ -332,10 +332,11 @@ def _publish(building: Path, out: Path, rows: dict[Path, int]) -> int:
 
 
 def _rows(path: Path) -> int:
-    """Rows of a Parquet file; 0 for one that is damaged."""
+    """Rows of a Parquet file; 0 for one that is damaged, or for what is no file."""
     try:
-        return int(pq.read_metadata(path).num_rows)
-    except pa.ArrowInvalid:
+        with open_input(path) as file:
+            return int(pq.read_metadata(file).num_rows)
+    except (pa.ArrowInvalid, UnusableInput):
         return 0
 
 
