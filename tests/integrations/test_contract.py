@@ -199,6 +199,17 @@ def test_verl_workers() -> None:
     assert facts(verl, "TrainingWorker.infer_batch", self=language) == Facts()
 
 
+def test_verl_workers_up_to_0_6() -> None:
+    """A rollout and a reward model are work of their own there, under whichever tool."""
+    worker = SimpleNamespace(config=None)
+    for function, role in (
+        ("ActorRolloutRefWorker.generate_sequences", "rollout"),
+        ("CriticWorker.update_critic", "critic"),
+        ("RewardModelWorker.compute_rm_score", "reward"),
+    ):
+        assert facts(verl, function, self=worker) == Facts(role=role)
+
+
 def test_verl_sft_infers_only_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     language = SimpleNamespace(config=SimpleNamespace(model_type="language_model"))
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="verl.trainer.sft_trainer"))

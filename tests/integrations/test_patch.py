@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megaprof.cli import CommandError, main
 from megaprof.cli.patch import find
-from megaprof.integrations import patch_files
+from megaprof.integrations import patch_files, registry
 from megaprof.integrations.patch_files import FilePatch, Hunk, directory, known_hosts, parse, patches_of
 from tests.integrations.driving import checkout
 from tests.integrations.wheels import WHEELS
@@ -216,6 +216,7 @@ def test_reverting_gives_the_bytes_back(content: bytes, hunks: dict[int, list[by
 def test_every_host_has_a_patch() -> None:
     assert known_hosts() == ["megatron-bridge", "megatron-lm", "ms-swift", "skyrl", "slime", "verl"]
     assert all(patches_of(name) for name in known_hosts())
+    assert sorted(host.name for host in registry.HOSTS) == known_hosts()
 
 
 def test_git_takes_them_too(host: Path) -> None:
