@@ -233,6 +233,7 @@ class Writer:
         if artifact not in self._waiting:  # given up meanwhile, and kept as it is
             return
         try:
+            artifact.final.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it in the run
             if artifact.final.parent not in self._cleaned:
                 self._cleaned.add(artifact.final.parent)
                 remove_leftovers(artifact.final.parent)
@@ -313,5 +314,5 @@ def _keep(artifact: Artifact) -> Path | None:
     except OSError as fault:
         if from_host(fault):
             raise
-        logger.error("megaprof: %s stays there, it cannot be renamed to %s: %s", artifact.raw, plain.name, fault)
+        logger.error("megaprof: %s stays there, it cannot be moved to %s: %s", artifact.raw, plain.name, fault)
         return None

@@ -6,6 +6,8 @@ import gzip
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,16 @@ def little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch, "SPARE_BYTES", 1 << 20)
 
 
-def mine() -> list[Path]:
-    return list(MEMORY.glob(f"megaprof-scratch.{host()}.{os.getpid()}.*"))
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
+        yield Path(directory)
 
 
 @pytest.mark.usefixtures("little")
-def test_files_are_carried_over_compressed_or_not(tmp_path: Path) -> None:
-    background = Writer(scratch=Scratch(tmp_path))
-    (directory,) = mine()
+def test_files_are_carried_over_compressed_or_not(tmp_path: Path, memory: Path) -> None:
+    background = Writer(scratch=Scratch(tmp_path, (memory,)))
+    (directory,) = memory.iterdir()
     assert directory.stat().st_mode & 0o777 == 0o700
     for name in ("a.bin.gz", "b.bin"):
         raw = background.raw_path(tmp_path / name)
@@ -44,27 +48,29 @@ def test_files_are_carried_over_compressed_or_not(tmp_path: Path) -> None:
     assert background.close(30)
     assert gzip.decompress((tmp_path / "a.bin.gz").read_bytes()) == (tmp_path / "b.bin").read_bytes() == b"data"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin.gz", "b.bin"]
-    assert mine() == []
+    assert list(memory.iterdir()) == []
 
 
 @pytest.mark.usefixtures("little")
-def test_what_is_not_finished_in_time_is_copied_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finished_in_time_is_copied_out(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(raw: Path, final: Path) -> Any:
         raise OSError("no compression today")
 
     monkeypatch.setattr(writer, "publish", broken)
-    background = Writer(scratch=Scratch(tmp_path))
+    background = Writer(scratch=Scratch(tmp_path, (memory,)))
     raw = background.raw_path(tmp_path / "a.bin.gz")
     raw.write_bytes(b"data")
     background.submit(Artifact(raw, tmp_path / "a.bin.gz"))
     assert background.close(30)
     assert [path.name for path in tmp_path.iterdir()] == ["a.bin"]
-    assert mine() == []
+    assert list(memory.iterdir()) == []
 
 
 @pytest.mark.usefixtures("little")
-def test_too_much_goes_beside_the_final_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Scratch(tmp_path)
+def test_too_much_goes_beside_the_final_file(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Scratch(tmp_path, (memory,))
     first = place.place(tmp_path / "a.bin")
     assert first is not None
     first.write_bytes(b"x" * 1000)
@@ -75,15 +81,17 @@ def test_too_much_goes_beside_the_final_file(tmp_path: Path, monkeypatch: pytest
     place._spare = 1 << 60
     assert place.place(tmp_path / "b.bin") is None
     place.close()
-    assert mine() == []
+    assert list(memory.iterdir()) == []
 
 
-def test_no_scratch_without_room_or_on_the_same_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_scratch_without_room_or_on_the_same_disk(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(scratch, "SPARE_BYTES", 1 << 60)
-    assert Scratch(tmp_path).place(tmp_path / "a") is None
+    assert Scratch(tmp_path, (memory,)).place(tmp_path / "a") is None
     monkeypatch.setattr(scratch, "SPARE_BYTES", 0)
     assert Scratch(tmp_path, (tmp_path,)).place(tmp_path / "a") is None
-    assert mine() == []
+    assert list(memory.iterdir()) == []
 
 
 @pytest.mark.usefixtures("little")
