@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.remote import Remote, is_remote
+from megaprof.artifacts.scratch import Scratch
 from megaprof.artifacts.writer import Writer
 from megaprof.capture import roles
 from megaprof.capture.agenda import Number
@@ -426,7 +428,7 @@ class _Store:
             logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", place, fault)
             return None
         hook = FinishHook(config.on_finish, place, config.on_finish_when) if config.on_finish else None
-        return cls(local, Writer(remote=remote, hook=hook))
+        return cls(local, Writer(remote=remote, hook=hook, scratch=Scratch(Path(local))))
 
 
 def _assemble(handle: Handle, here: _Here, store: _Store, iteration: Number, host_step: Number) -> Session:

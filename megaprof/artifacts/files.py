@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from megaprof.formats.names import is_leftover, repeats, temporary_path
 from megaprof.runtime.logs import logger
@@ -28,6 +31,8 @@ def publish(raw: Path, final: Path) -> Path:
     final.parent.mkdir(parents=True, exist_ok=True)
     if final.suffix == ".gz":
         return compress(raw, final)
+    if raw.parent != final.parent:
+        return carry(raw, final)
     with open(raw, "rb") as file:
         os.fsync(file.fileno())
     return rename(raw, final)
@@ -57,11 +62,34 @@ def compress(raw: Path, final: Path) -> Path:
     """gzip ``raw`` into ``final``, or its first repeat that is free, and remove ``raw``. Returns the name."""
     from isal import igzip  # 4 times the speed of zlib's fastest level, at the same size
 
+    def fill(source: BinaryIO, file: BinaryIO) -> None:
+        with igzip.IGzipFile(filename="", mode="wb", fileobj=file) as sink:
+            shutil.copyfileobj(source, sink, _CHUNK)
+
+    return _grown(raw, final, fill)
+
+
+def carry(raw: Path, final: Path, seconds: float | None = None) -> Path:
+    """Copy ``raw`` from another disk to ``final``, or its first repeat that is free, and remove ``raw``.
+
+    Returns the name. Raises OSError, after ``seconds`` as well, with nothing left behind but ``raw``.
+    """
+    deadline = None if seconds is None else time.monotonic() + seconds
+
+    def fill(source: BinaryIO, file: BinaryIO) -> None:
+        while chunk := source.read(_CHUNK):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"copying takes longer than {seconds} s")
+            file.write(chunk)
+
+    return _grown(raw, final, fill)
+
+
+def _grown(raw: Path, final: Path, fill: Callable[[BinaryIO, BinaryIO], None]) -> Path:
     temporary = temporary_path(final)
     try:
         with open(raw, "rb") as source, open(temporary, "wb") as file:
-            with igzip.IGzipFile(filename="", mode="wb", fileobj=file) as sink:
-                shutil.copyfileobj(source, sink, _CHUNK)
+            fill(source, file)
             file.flush()
             os.fsync(file.fileno())
         name = rename(temporary, final)

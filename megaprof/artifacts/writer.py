@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.artifacts.files import Incomplete, publish, remove_leftovers, rename
+from megaprof.artifacts.files import Incomplete, carry, publish, remove_leftovers, rename
 from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.remote import Remote
-from megaprof.formats.names import busy_path, kineto_temporary, plain_path
+from megaprof.artifacts.scratch import Scratch
+from megaprof.formats.names import busy_path, kineto_temporary, plain_path, raw_path
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
@@ -23,6 +24,8 @@ FLUSH_SECONDS = 60.0
 #: How many raw files, and how many bytes of them, may wait on the disk for the writer.
 WAITING_FILES = 16
 WAITING_BYTES = 8 << 30
+#: How long the end of the process may copy one more file out of scratch that could not be finished in time, in seconds.
+KEEP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,13 @@ class Writer:
         *,
         remote: Remote | None = None,
         hook: FinishHook | None = None,
+        scratch: Scratch | None = None,
         waiting_files: int = WAITING_FILES,
         waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         self._remote = remote
         self._hook = hook
+        self._scratch = scratch
         self._limits = (waiting_files, waiting_bytes)
         self._start_afresh()
         _writers.add(self)
@@ -84,6 +89,12 @@ class Writer:
         """True while something that was handed over is not finished."""
         return self._pending > 0
 
+    def raw_path(self, final: Path) -> Path:
+        """Where the raw file of ``final`` is to be written: in local scratch, where there is one with room, else hidden
+        beside ``final``. Raises OSError where the directory cannot be made."""
+        placed = None if self._scratch is None else self._scratch.place(final)
+        return raw_path(final) if placed is None else placed
+
     def submit(self, artifact: Artifact) -> None:
         """Queue ``artifact``; returns at once. At most one rename happens here, when too much waits already."""
         try:
@@ -102,6 +113,7 @@ class Writer:
         with self._idle:
             waiting = self._waiting.values()
             full = len(waiting) >= files or (len(waiting) > 0 and sum(waiting) + size > most)
+            full = full and artifact.raw.parent == artifact.final.parent  # what is in scratch was bounded there
             if not full:
                 self._waiting[artifact] = size
         if not full:
@@ -160,6 +172,8 @@ class Writer:
         done = self.flush(timeout)
         if not done:
             self._give_up()
+        if self._scratch is not None:
+            self._scratch.close()
         if self._remote is not None:
             self._remote.close()
         with self._idle:
@@ -219,9 +233,12 @@ class Writer:
         if artifact not in self._waiting:  # given up meanwhile, and kept as it is
             return
         try:
+            artifact.final.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it in the run
             if artifact.final.parent not in self._cleaned:
                 self._cleaned.add(artifact.final.parent)
                 remove_leftovers(artifact.final.parent)
+                if self._scratch is not None:
+                    self._scratch.remove_leftovers()
             if self._busy is None:
                 self._busy = busy_path(artifact.final.parent)
                 self._busy.touch()
@@ -287,12 +304,15 @@ def _remove(path: Path) -> None:
 
 
 def _keep(artifact: Artifact) -> Path | None:
-    """The raw file under its uncompressed name, which needs neither space nor time. None: it stays where it is."""
+    """The raw file under its uncompressed name, which needs neither space nor time unless it lies in scratch. None: it
+    stays where it is."""
     plain = plain_path(artifact.final)
     try:
+        if artifact.raw.parent != plain.parent:
+            return carry(artifact.raw, plain, KEEP_SECONDS)
         return rename(artifact.raw, plain)
     except OSError as fault:
         if from_host(fault):
             raise
-        logger.error("megaprof: %s stays there, it cannot be renamed to %s: %s", artifact.raw, plain.name, fault)
+        logger.error("megaprof: %s stays there, it cannot be moved to %s: %s", artifact.raw, plain.name, fault)
         return None

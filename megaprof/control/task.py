@@ -181,6 +181,9 @@ class _Noted:
         self._writer = writer
         self._finals: list[Path] = []
 
+    def raw_path(self, final: Path) -> Path:
+        return self._writer.raw_path(final)
+
     def submit(self, job: Artifact) -> None:
         self._finals.append(job.final)
         self._writer.submit(job)

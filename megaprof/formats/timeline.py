@@ -63,7 +63,7 @@ _LARGEST = (1 << 16) - 1
 _LONGEST_STEP = 1 << 48  # microseconds: nine years
 _LATEST = 1 << 62  # nanoseconds since the epoch: with a step's length behind it, still 64 bits
 #: Events of a step; the recorder keeps far fewer.
-_MOST_EVENTS = 1 << 20
+_MOST_EVENTS = 1 << 18
 #: No record is longer; what claims to be is damage.
 _LONGEST_RECORD = 1 << 26
 MOST_NUMBERS = 1 << 16

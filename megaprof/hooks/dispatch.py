@@ -46,6 +46,8 @@ class Dispatcher:
         """The thread that is inside a schedule call. A CUDA graph wrapper calls the schedule inside itself."""
         self.of_this_call = Patches()
         """What is replaced until the recorded call ends."""
+        self.finalize: tuple[Any, Any] | None = None
+        """The function that finalises the gradients, as the last call found it, and its hook."""
         self.modules: ModuleRanges | None = None
         self._recording: tuple[Session, RecordedCall] | None = None
         self._leaving: list[Callable[[], None]] = []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import Any
 
 from megaprof.formats import codes
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.parallel.chunks import innermost
+
+_FINALIZE = "finalize_model_grads_func"
 
 
 def patch_finalize(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
@@ -17,7 +19,10 @@ def patch_finalize(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     from there at the end of a step (0.12 to 0.19): so it is hooked per recorded call, and put back when the call ends.
     """
     config = getattr(innermost(chunks[0]), "config", None) if chunks else None
-    if config is not None and hasattr(config, "__dict__"):
-        finalize = "finalize_model_grads_func"
-        wrap = partial(ranged, dispatcher=dispatcher, code_of=always(codes.FINALIZE), fast=(codes.FINALIZE,))
-        dispatcher.of_this_call.apply(config, finalize, wrap)
+    original = getattr(config, "__dict__", {}).get(_FINALIZE)
+    if original is None:
+        return
+    if dispatcher.finalize is None or dispatcher.finalize[0] is not original:  # made once, not in every step
+        hook = ranged(original, dispatcher, always(codes.FINALIZE), fast=(codes.FINALIZE,))
+        dispatcher.finalize = original, functools.wraps(original)(hook)
+    dispatcher.of_this_call.put(config, _FINALIZE, *dispatcher.finalize)

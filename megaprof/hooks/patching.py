@@ -24,10 +24,13 @@ class Patches:
         original = vars(owner).get(name)
         if original is None:
             return False
-        replacement = functools.wraps(original)(wrap(original))
+        self.put(owner, name, original, functools.wraps(original)(wrap(original)))
+        return True
+
+    def put(self, owner: Any, name: str, original: Any, replacement: Any) -> None:
+        """Replace ``owner.name``, which is ``original``, by ``replacement``, which was made before."""
         self._applied.append((owner, name, original, replacement))
         setattr(owner, name, replacement)
-        return True
 
     def shadow(self, instance: Any, name: str, wrap: Wrap) -> None:
         """Replace method ``name`` of this one object, also where it comes from the class.

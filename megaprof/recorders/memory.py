@@ -15,7 +15,6 @@ import torch
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.formats.names import raw_path
 from megaprof.recorders import Window
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -93,7 +92,7 @@ class MemoryRecorder:
 
     def _write(self, window: Window, suffix: str, metadata: dict[str, Any]) -> None:
         final = window.path(self._directory, suffix)
-        raw = raw_path(final)
+        raw = self._writer.raw_path(final)
         snapshot: dict[str, Any] = torch.cuda.memory._snapshot()
         snapshot["megaprof"] = json.dumps(metadata)
         try:

@@ -13,7 +13,6 @@ from typing import Any
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.formats.names import raw_path
 from megaprof.recorders import Window
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -66,7 +65,7 @@ class NsysRecorder:
             return
         self.discard()
         final = window.path(self._directory, SUFFIX)
-        raw = raw_path(final)
+        raw = self._writer.raw_path(final)
         raw.write_text(json.dumps({"capture": NsysRecorder._captures, "megaprof": metadata}), encoding="utf-8")
         self._writer.submit(Artifact(raw, final))
 

@@ -12,7 +12,7 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, su
 from megaprof.artifacts.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary, raw_path
+from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
 from megaprof.recorders import Window, emit
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.runtime.interruption import from_host
@@ -48,6 +48,7 @@ class TorchRecorder:
         self._derived = DerivedFiles(writer)
         self._profile: profile | None = None
         self._observer: ExecutionTraceObserver | None = None
+        self._observed = self._directory  # the file of the observer
 
     def start(self, window: Window) -> None:
         """Raises RuntimeError when another profiler, or another execution trace observer, runs in this process."""
@@ -56,7 +57,10 @@ class TorchRecorder:
         config, activities = self._config, _activities(self._config)
         if config.execution_trace and not window.warmup:
             self._observer = ExecutionTraceObserver()
-            _observe(self._observer, self._raw_execution_trace(window))
+            # The observer warns about a name that does not end in .json.
+            final = self._final(window, EXECUTION_TRACE_SUFFIX)
+            self._observed = self._writer.raw_path(final).with_suffix(".json")
+            _observe(self._observer, self._observed)
         recording = profile(
             activities=activities,
             record_shapes=config.record_shapes,
@@ -75,7 +79,7 @@ class TorchRecorder:
         recording, observer = self._profile, self._observer
         if recording is None:
             return
-        raw = raw_path(self._final(window, TRACE_SUFFIX))
+        raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
             recording.stop()
@@ -101,7 +105,7 @@ class TorchRecorder:
             self._writer.run(derive)
         if observer is not None:
             final = self._final(window, EXECUTION_TRACE_SUFFIX)
-            self._writer.submit(Artifact(self._raw_execution_trace(window), final))
+            self._writer.submit(Artifact(self._observed, final))
 
     def discard(self) -> None:
         try:
@@ -133,10 +137,6 @@ class TorchRecorder:
 
     def _final(self, window: Window, suffix: str) -> Path:
         return window.path(self._directory, suffix)
-
-    def _raw_execution_trace(self, window: Window) -> Path:
-        # The observer warns about a name that does not end in .json.
-        return raw_path(self._final(window, EXECUTION_TRACE_SUFFIX)).with_suffix(".json")
 
     def _derived_suffixes(self) -> tuple[str, ...]:
         kernels = (KERNELS_SUFFIX,) if self._config.kernels else ()

@@ -44,7 +44,9 @@ class Background:
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.seconds = 0.0
-        """CPU time of the thread so far."""
+        """CPU time of the thread so far, in seconds."""
+        self.longest = 0.0
+        """The most of it that one round of tasks took."""
 
     def add(self, task: Callable[[], None], every: float, *, woken: bool = False) -> None:
         """Run ``task`` every so many seconds, and after each ``wake()`` too when ``woken``."""
@@ -80,7 +82,8 @@ class Background:
             for task in due:
                 task.due = now + task.every
                 self._do(task)
-            self.seconds = time.thread_time()
+            spent = time.thread_time()
+            self.seconds, self.longest = spent, max(self.longest, spent - self.seconds)
 
     def _do(self, task: _Task) -> None:
         try:

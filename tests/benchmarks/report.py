@@ -53,7 +53,7 @@ ALL_OURS = (
     "assert __name__ == '__main__'\nanalyze(path, workers=os.cpu_count())",
 )
 FLOOR = (
-    "from pathlib import Path\nfrom isal import igzip\nfrom megaprof.analysis import decoding",
+    "from pathlib import Path\nfrom isal import igzip\nfrom megaprof.analysis.trace import decoding",
     "for f in Path(path).iterdir(): assert decoding._decode(igzip.decompress(f.read_bytes())).traceEvents",
 )
 HTA = (

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.formats import timeline as format
-from megaprof.formats.inputs import read_input
+from megaprof.formats.inputs import UnusableInput, open_input, read_input
 from megaprof.formats.names import host, is_leftover, parse_artifact_name, sanitise
 from megaprof.formats.records import BadRecord, decode
 from megaprof.formats.run import RunRecord
@@ -132,18 +132,7 @@ def export(
     try:
         building.mkdir(parents=True)
         dataset = _Dataset(building)
-        warnings: list[str] = []
-        cut = 0
-        for done, path in enumerate(paths, 1):
-            try:
-                timeline = read_timeline(path, events=False)
-            except UnreadableTimeline as fault:
-                warnings.append(f"{path.name} was skipped: {fault.reason}")
-            else:
-                cut += timeline.is_cut
-                warnings += _add(timeline, None if source.is_file() else _stage(path.name), runs, dataset)
-            progress(done, len(paths))
-        dataset.close()
+        cut, warnings = _fill(dataset, paths, runs, whole_name=not source.is_file(), progress=progress)
         if not dataset.rows:
             raise NothingToExport(f"{source} holds no step that can be exported: {'; '.join(warnings[:5]) or 'none'}")
         size = sum(path.stat().st_size for path in dataset.rows)
@@ -162,6 +151,25 @@ def export(
         cut=cut,
         warnings=tuple(warnings),
     )
+
+
+def _fill(
+    dataset: _Dataset, paths: Sequence[Path], runs: _Runs, *, whole_name: bool, progress: Progress
+) -> tuple[int, list[str]]:
+    """Add every file's steps; returns how many files end inside a record, and what has to be said. ``whole_name``: the
+    stage in a file's name must be right."""
+    cut, warnings = 0, []
+    for done, path in enumerate(paths, 1):
+        try:
+            timeline = read_timeline(path, events=False)
+        except UnreadableTimeline as fault:
+            warnings.append(f"{path.name} was skipped: {fault.reason}")
+        else:
+            cut += timeline.is_cut
+            warnings += _add(timeline, _stage(path.name) if whole_name else None, runs, dataset)
+        progress(done, len(paths))
+    dataset.close()
+    return cut, warnings
 
 
 def _stage(name: str) -> int:
@@ -324,10 +332,11 @@ def _publish(building: Path, out: Path, rows: dict[Path, int]) -> int:
 
 
 def _rows(path: Path) -> int:
-    """Rows of a Parquet file; 0 for one that is damaged."""
+    """Rows of a Parquet file; 0 for one that is damaged, or for what is no file."""
     try:
-        return int(pq.read_metadata(path).num_rows)
-    except pa.ArrowInvalid:
+        with open_input(path) as file:
+            return int(pq.read_metadata(file).num_rows)
+    except (pa.ArrowInvalid, UnusableInput):
         return 0
 
 

@@ -20,7 +20,7 @@ from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, uncertainty
 from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.trace.calls import Call, calls_of
-from megaprof.analysis.trace.traces import Range, Trace
+from megaprof.analysis.trace.traces import Trace, TracedRange
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata, MicrobatchRanges
@@ -135,17 +135,17 @@ def _trace(path: Path, metadata: Metadata, step: Any, events: format.Events | No
     )
 
 
-def _ranges(metadata: Metadata, step: Any, events: format.Events | None) -> list[Range]:
+def _ranges(metadata: Metadata, step: Any, events: format.Events | None) -> list[TracedRange]:
     begin, end, place = int(step["start_ns"]), 1000 * int(step["duration"]), metadata.coords
-    inside: list[Range] = []
+    inside: list[TracedRange] = []
     if events is not None:
         for code, first, last in zip(events.code.tolist(), events.start.tolist(), events.end.tolist(), strict=True):
             if (name := codes.name(code)) is not None:
-                inside.append(Range(name, begin + 1000 * first, begin + 1000 * last))
+                inside.append(TracedRange(name, begin + 1000 * first, begin + 1000 * last))
                 end = max(end, 1000 * last)
     fields: dict[str, int | None] = {"step": int(step["step"])}
     fields |= {axis: getattr(place, axis) for axis in ("pp", "tp", "cp", "ep", "dp")}
-    return [Range(RangeName(metadata.target, fields), begin, begin + end), *inside]
+    return [TracedRange(RangeName(metadata.target, fields), begin, begin + end), *inside]
 
 
 _Traces = dict[int, dict[int, Trace]]  # by rank and step
@@ -209,5 +209,5 @@ def _aligned(hosts: Mapping[int, str | None], traces: _Traces) -> tuple[dict[int
 
 
 def _moved(trace: Trace, by: int, host: str) -> Trace:
-    moved = tuple(Range(r.name, r.start + by, r.end + by) for r in trace.ranges)
+    moved = tuple(TracedRange(r.name, r.start + by, r.end + by) for r in trace.ranges)
     return replace(trace, ranges=moved, metadata=replace(trace.metadata, host=host))

@@ -24,7 +24,7 @@ from megaprof.analysis.trace.intervals import (
     union_by,
 )
 from megaprof.analysis.trace.passes import Exchange
-from megaprof.analysis.trace.traces import Range
+from megaprof.analysis.trace.traces import TracedRange
 from megaprof.formats import ranges
 
 _Rows = npt.NDArray[np.bool_]
@@ -63,7 +63,9 @@ class Attribution:
     """Activities whose launch is not in the trace."""
 
 
-def attribute(gpu: Activities, outer: Range, passes: Sequence[Range], exchanges: Sequence[Range]) -> Attribution | None:
+def attribute(
+    gpu: Activities, outer: TracedRange, passes: Sequence[TracedRange], exchanges: Sequence[TracedRange]
+) -> Attribution | None:
     """What the GPU did for the call ``outer``, in which lie the others, sorted by start; None when nothing."""
     own = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
     if not own.any():
@@ -101,7 +103,7 @@ def attribute(gpu: Activities, outer: Range, passes: Sequence[Range], exchanges:
     )
 
 
-def owners(times: npt.NDArray[np.int64], opened: Sequence[Range]) -> npt.NDArray[np.int64]:
+def owners(times: npt.NDArray[np.int64], opened: Sequence[TracedRange]) -> npt.NDArray[np.int64]:
     """For every moment which of the ranges, sorted by start, was open then; -1 for none, the innermost of several."""
     spans = _times(opened)
     place = np.searchsorted(spans[:, 0], times, side="right") - 1
@@ -110,13 +112,13 @@ def owners(times: npt.NDArray[np.int64], opened: Sequence[Range]) -> npt.NDArray
     return np.where((place >= 0) & (times <= spans[np.maximum(place, 0), 1]), place, _NOBODY)
 
 
-def busy_in(gpu: Activities, opened: Sequence[Range]) -> list[int]:
+def busy_in(gpu: Activities, opened: Sequence[TracedRange]) -> list[int]:
     """Nanoseconds that the GPU computed for each of some ranges of one kind, sorted by start."""
     owner = owners(gpu.launched, opened)
     return _per_owner(owner, gpu.known & (gpu.use == COMPUTE) & (owner >= 0), gpu.spans, len(opened))
 
 
-def _by_elimination(gpu: Activities, own: _Rows, exchanges: Sequence[Range]) -> npt.NDArray[np.int8]:
+def _by_elimination(gpu: Activities, own: _Rows, exchanges: Sequence[TracedRange]) -> npt.NDArray[np.int8]:
     """Communication without a group's name is the pipeline's when it was launched inside a pipeline exchange."""
     use = gpu.use.copy()
     unnamed = own & (use == OTHER)
@@ -125,7 +127,7 @@ def _by_elimination(gpu: Activities, own: _Rows, exchanges: Sequence[Range]) -> 
     return use
 
 
-def _extent(gpu: Activities, own: _Rows, outer: Range) -> tuple[int, int]:
+def _extent(gpu: Activities, own: _Rows, outer: TracedRange) -> tuple[int, int]:
     """From when the host was in the call and the GPU done with what came before, to the end of its last activity."""
     first, end = int(gpu.spans[own, 0].min()), int(gpu.spans[own, 1].max())
     before = gpu.spans[gpu.launched < outer.start, 1]
@@ -169,7 +171,7 @@ def _host_bound(gpu: Activities, busy: Intervals, passes: Intervals, extent: tup
     return intersection(idle[launched <= begun], passes)
 
 
-def _exchanges(gpu: Activities, rows: _Rows, operations: Sequence[Range]) -> tuple[Exchange, ...]:
+def _exchanges(gpu: Activities, rows: _Rows, operations: Sequence[TracedRange]) -> tuple[Exchange, ...]:
     inside = owners(gpu.launched, operations)
     return tuple(
         Exchange(operations[which].name.label, launch, launch, start, end)
@@ -180,5 +182,5 @@ def _exchanges(gpu: Activities, rows: _Rows, operations: Sequence[Range]) -> tup
     )
 
 
-def _times(things: Sequence[Range]) -> Intervals:
+def _times(things: Sequence[TracedRange]) -> Intervals:
     return intervals((t.start, t.end) for t in things)

@@ -16,7 +16,7 @@ import numpy as np
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass, PassId
-from megaprof.analysis.trace.traces import Collective, Range, Trace
+from megaprof.analysis.trace.traces import Collective, Trace, TracedRange
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 
@@ -136,7 +136,7 @@ def consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | Non
     return (stage - 1, chunk) if stage > 0 else (last, chunk - 1) if chunk > 0 else None
 
 
-def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals) -> Call:
+def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Intervals) -> Call:
     metadata, label = trace.metadata, outer.name.label
     inside = [r for r in trace.ranges if outer.start <= r.start and r.end <= outer.end]
     passes = [r for r in inside if r.name.label in _PHASES]
@@ -176,7 +176,7 @@ def _call(trace: Trace, outer: Range, step: int, index: int, exposed: Intervals)
 
 
 def _phase(
-    r: Range, metadata: Metadata, exposed_ns: int, gpu_ns: int | None = None, gpu: tuple[int, int] | None = None
+    r: TracedRange, metadata: Metadata, exposed_ns: int, gpu_ns: int | None = None, gpu: tuple[int, int] | None = None
 ) -> MeasuredPass:
     start, end = gpu or (r.start, r.end)
     chunk, microbatch = r.name.fields.get("bchunk"), r.name.fields.get("bmb")
@@ -200,9 +200,9 @@ def _gpu_times(gpu: Attribution) -> Iterator[tuple[int, int, tuple[int, int] | N
         yield exposed, compute, (start, end) if end > start else None
 
 
-def _modules(inside: list[Range], passes: list[Range], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
+def _modules(inside: list[TracedRange], passes: list[TracedRange], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
     """Every pass through a module: the GPU's computation for it, the CPU's whole time."""
-    by_label: dict[str, list[Range]] = {}
+    by_label: dict[str, list[TracedRange]] = {}
     for r in inside:
         if r.name.module is not None:
             by_label.setdefault(r.name.label, []).append(r)
@@ -231,7 +231,7 @@ def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | No
     return split, reasons
 
 
-def _split(trace: Trace, passes: list[Range], finalize: Intervals) -> tuple[dict[str, int | None], list[str]]:
+def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tuple[dict[str, int | None], list[str]]:
     """Exposed communication by group, by elimination: gloo's events do not name their group."""
     sizes = trace.metadata.sizes
     split: dict[str, int | None] = dict.fromkeys(GROUPS, 0)
@@ -288,7 +288,7 @@ def _split_timeline(trace: Trace, split: dict[str, int | None]) -> tuple[dict[st
     return split, reasons
 
 
-def _even(passes: list[Range], collectives: list[Collective]) -> bool:
+def _even(passes: list[TracedRange], collectives: list[Collective]) -> bool:
     """Whether every microbatch issued equally many collectives, on every chunk: then none of them is of gradients or
     parameters, which data-parallel ranks exchange once per step."""
     times = _times(passes)
@@ -320,12 +320,12 @@ def _incomplete(label: str, metadata: Metadata, phases: tuple[MeasuredPass, ...]
     return None
 
 
-def _chunk(phase: Range, metadata: Metadata) -> int | None:
+def _chunk(phase: TracedRange, metadata: Metadata) -> int | None:
     chunk = phase.name.fields.get("chunk")
     return 0 if chunk is None and len(metadata.chunks) == 1 else chunk
 
 
-def _times(things: list[Range] | tuple[Collective, ...] | list[Collective]) -> Intervals:
+def _times(things: list[TracedRange] | tuple[Collective, ...] | list[Collective]) -> Intervals:
     return intervals((t.start, t.end) for t in things)
 
 

@@ -39,7 +39,7 @@ class UnreadableTrace(Exception):
 
 
 @dataclass(frozen=True)
-class Range:
+class TracedRange:
     """One of megaprof's ranges, as a trace holds it."""
 
     name: ranges.RangeName
@@ -70,7 +70,7 @@ class Trace:
     """The file."""
     metadata: Metadata
     """What it says of its rank."""
-    ranges: tuple[Range, ...]
+    ranges: tuple[TracedRange, ...]
     """Sorted by start, an enclosing one before what it encloses."""
     collectives: tuple[Collective, ...] = ()
     """Sorted by start."""
@@ -149,10 +149,10 @@ def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
     )
 
 
-def _ranges_and_collectives(base: int, events: list[Event]) -> tuple[list[Range], list[Collective], int]:
+def _ranges_and_collectives(base: int, events: list[Event]) -> tuple[list[TracedRange], list[Collective], int]:
     """Both in order of time, and how many had impossible times."""
     names, broken = _Names(), 0
-    found: list[Range] = []
+    found: list[TracedRange] = []
     collectives: list[Collective] = []
     for event in events:
         meaning = names[event.name]
@@ -161,7 +161,7 @@ def _ranges_and_collectives(base: int, events: list[Event]) -> tuple[list[Range]
         if (span := _span(base, event)) is None:
             broken += 1
         elif isinstance(meaning, ranges.RangeName):
-            found.append(Range(meaning, *span))
+            found.append(TracedRange(meaning, *span))
         else:
             collectives.append(Collective(meaning, *span))
     found.sort(key=lambda r: (r.start, -r.end))

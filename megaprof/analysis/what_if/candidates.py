@@ -12,7 +12,7 @@ from megaprof.analysis.stages.slow import exceeds
 from megaprof.analysis.what_if.cost_model import CostFit
 from megaprof.analysis.what_if.layout_search import Cost, search
 from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
-from megaprof.analysis.what_if.replay import CapturedStep, Run, Times, in_flight_layers
+from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times, in_flight_layers
 
 __all__ = ["Baseline", "Prediction", "balanced", "chunk_counts", "layouts", "microbatch_counts", "without_straggler"]
 
@@ -58,7 +58,7 @@ class Baseline:
     ``typical``: the median forward and backward of every chunk over microbatches and steps.
     """
 
-    def __init__(self, run: Run, steps: Sequence[CapturedStep]) -> None:
+    def __init__(self, run: CapturedRun, steps: Sequence[CapturedStep]) -> None:
         self.run, self.steps = run, steps
         self.typical: _Typical = (
             _medians([step.forward_ms for step in steps]),
@@ -69,7 +69,7 @@ class Baseline:
         replay_error = statistics.fmean(abs(step.replay_error) for step in steps)
         self._error = math.hypot(ERRORS * _noise(steps), ERRORS * _drift(steps), replay_error)
 
-    def replay(self, run: Run, typical: _Typical, step: CapturedStep) -> float:
+    def replay(self, run: CapturedRun, typical: _Typical, step: CapturedStep) -> float:
         """Milliseconds of one captured step's pipeline with other typical times, each varying over the microbatches as
         the measured times of its stage (and chunk, where there are as many) do."""
         forward = _varied(step.forward_ms, self.typical[0], typical[0])
@@ -231,7 +231,7 @@ def typical_times(pieces: Layout, stages: int, costs: CostFit) -> _Typical:
     return [forward[stage::stages] for stage in range(stages)], [backward[stage::stages] for stage in range(stages)]
 
 
-def _changed(run: Run, change: Callable[[Times], Times], step: CapturedStep) -> float:
+def _changed(run: CapturedRun, change: Callable[[Times], Times], step: CapturedStep) -> float:
     backward = None if step.backward_ms is None else change(step.backward_ms)
     return run.simulate(change(step.forward_ms), backward).step_ms
 

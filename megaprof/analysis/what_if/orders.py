@@ -15,7 +15,7 @@ from megaprof.analysis.trace.passes import PassId
 
 __all__ = [
     "SCHEDULES",
-    "Schedule",
+    "PipelineSchedule",
     "SendReceive",
     "arrange",
     "backward_order",
@@ -46,8 +46,8 @@ class SendReceive(NamedTuple):
     """From the stage behind: the input of the own backward."""
 
 
-class Schedule(NamedTuple):
-    """What determines the order of passes; make it with `Schedule.checked`."""
+class PipelineSchedule(NamedTuple):
+    """What determines the order of passes; make it with `PipelineSchedule.checked`."""
 
     name: str
     """One of `SCHEDULES`."""
@@ -76,7 +76,7 @@ class Schedule(NamedTuple):
         group_size: int | None = None,
         forward_only: bool = False,
         overlap_moe: bool = False,
-    ) -> Schedule:
+    ) -> PipelineSchedule:
         """The schedule that Megatron would run, or a refusal where Megatron refuses.
 
         ``name`` None: no_pipelining for one stage, 1f1b for one chunk a stage, else interleaved, as Megatron's
@@ -132,7 +132,7 @@ class Schedule(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def forward_order(schedule: Schedule) -> tuple[PassId, ...]:
+def forward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
     """Every stage's forwards in order: groups of microbatches, and within a group chunk after chunk."""
     count = schedule.microbatches
     group = schedule.group_size if schedule.name == "interleaved" else count
@@ -145,7 +145,7 @@ def forward_order(schedule: Schedule) -> tuple[PassId, ...]:
 
 
 @lru_cache(maxsize=16)
-def backward_order(schedule: Schedule) -> tuple[PassId, ...]:
+def backward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
     """Every stage's backwards in order: that of the forwards with the chunks counted from the last."""
     last = schedule.chunks - 1
     return tuple(PassId("backward", last - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
@@ -157,13 +157,13 @@ def arrange(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[
     return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
 
 
-def phase_order(schedule: Schedule, stage: int) -> list[PassId]:
+def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
     """The phases that ``stage`` runs, in Megatron's order."""
     backwards = () if schedule.forward_only else backward_order(schedule)
     return arrange(forward_order(schedule), backwards, schedule.warmup(stage))
 
 
-def stage_program(schedule: Schedule, stage: int) -> list[PassId | SendReceive]:
+def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
     """The phases of `phase_order` with the exchanges between them, for communication that is not overlapped.
 
     That is 1F1B, and the interleaved schedule with ``overlap_p2p_comm`` off. Calls that neither send nor receive are
@@ -176,7 +176,7 @@ def stage_program(schedule: Schedule, stage: int) -> list[PassId | SendReceive]:
     return [step for step in program if isinstance(step, PassId) or any(step)]
 
 
-def _one_forward_one_backward_program(schedule: Schedule, stage: int) -> list[PassId | SendReceive]:
+def _one_forward_one_backward_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
     first, last = stage == 0, stage == schedule.stages - 1
     forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)
 
@@ -206,7 +206,7 @@ def _one_forward_one_backward_program(schedule: Schedule, stage: int) -> list[Pa
     return program
 
 
-def _interleaved_program(schedule: Schedule, stage: int) -> list[PassId | SendReceive]:
+def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
     stages, last_chunk = schedule.stages, schedule.chunks - 1
     first, last = stage == 0, stage == stages - 1
     forwards, backwards, warmup = forward_order(schedule), backward_order(schedule), schedule.warmup(stage)

@@ -18,11 +18,11 @@ from operator import itemgetter
 from megaprof.analysis.stages.consistency import comparable
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.layouts import Layout
-from megaprof.analysis.what_if.orders import Schedule, phase_order
+from megaprof.analysis.what_if.orders import PipelineSchedule, phase_order
 from megaprof.analysis.what_if.simulation import Simulation, simulate
 from megaprof.formats import ranges
 
-__all__ = ["CapturedStep", "Run", "Times", "Withheld", "captured_run", "in_flight_layers", "run_schedule"]
+__all__ = ["CapturedRun", "CapturedStep", "Times", "Withheld", "captured_run", "in_flight_layers", "run_schedule"]
 
 Times = list[list[list[float]]]
 """Milliseconds as ``[stage][chunk][microbatch]``."""
@@ -38,7 +38,7 @@ class Withheld(Exception):
 
 
 @dataclass(frozen=True)
-class Run:
+class CapturedRun:
     """What all steps of a run have in common."""
 
     schedule: str
@@ -68,9 +68,9 @@ class Run:
             rendezvous=self.rendezvous,
         )
 
-    def checked(self, microbatches: int) -> Schedule:
+    def checked(self, microbatches: int) -> PipelineSchedule:
         """The schedule that determines the order of phases. Raises ValueError where Megatron refuses it."""
-        return Schedule.checked(
+        return PipelineSchedule.checked(
             self.stages,
             self.chunks,
             microbatches,
@@ -111,7 +111,7 @@ class CapturedStep:
         return len(self.forward_ms[0][0])
 
 
-def run_schedule(calls: Sequence[Call], stages: int) -> Run:
+def run_schedule(calls: Sequence[Call], stages: int) -> CapturedRun:
     """What the calls' metadata say about the schedule. Raises Withheld when they do not, or when it is not known."""
     metadata = calls[0].metadata
     name, chunks = metadata.schedule, len(metadata.chunks)
@@ -125,7 +125,7 @@ def run_schedule(calls: Sequence[Call], stages: int) -> Run:
         overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
         # Megatron-LM overlaps unless told otherwise.
         rendezvous = stages > 2 and (forward_only or overlap is False)
-    run = Run(name, stages, chunks, metadata.microbatch_group_size, forward_only, rendezvous, 0.0)
+    run = CapturedRun(name, stages, chunks, metadata.microbatch_group_size, forward_only, rendezvous, 0.0)
     try:
         run.checked(metadata.microbatches or 0)
     except ValueError as fault:
@@ -133,7 +133,7 @@ def run_schedule(calls: Sequence[Call], stages: int) -> Run:
     return run
 
 
-def captured_run(calls: Sequence[Call], stages: int) -> tuple[Run, list[CapturedStep]]:
+def captured_run(calls: Sequence[Call], stages: int) -> tuple[CapturedRun, list[CapturedStep]]:
     """The run that some calls of one target belong to, and every step that can be replayed.
 
     Raises:
@@ -161,7 +161,7 @@ def captured_run(calls: Sequence[Call], stages: int) -> tuple[Run, list[Captured
     return run, captured
 
 
-def in_flight_layers(pieces: Layout, schedule: Schedule) -> list[int]:
+def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
     """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
     forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
     most = [0] * schedule.stages
@@ -196,7 +196,7 @@ def _pipelines(step: Sequence[Call], stages: int) -> list[list[list[Call]]]:
     return [[by_stage[stage] for stage in range(stages)]]
 
 
-def _captured_step(number: int, step: list[Call], run: Run) -> CapturedStep:
+def _captured_step(number: int, step: list[Call], run: CapturedRun) -> CapturedStep:
     replays = []
     for pipeline in _pipelines(step, run.stages):
         forward = _times(pipeline, ranges.FORWARD)
@@ -219,7 +219,7 @@ def _captured_step(number: int, step: list[Call], run: Run) -> CapturedStep:
     )
 
 
-def _measured(number: int, step: list[Call], run: Run) -> tuple[float, float]:
+def _measured(number: int, step: list[Call], run: CapturedRun) -> tuple[float, float]:
     """Milliseconds of a step's pipeline, and of what is outside it.
 
     Without a common clock the first stage's own times count: training begins and ends there.
@@ -293,7 +293,7 @@ def _as_peers(step: list[Call], kind: str, stages: int) -> Times | None:
     ]
 
 
-def _transfers(pipeline: list[list[Call]], run: Run, offset: dict[int, int]) -> Iterator[float]:
+def _transfers(pipeline: list[list[Call]], run: CapturedRun, offset: dict[int, int]) -> Iterator[float]:
     """How long each input was under way for which a stage was already waiting, in milliseconds.
 
     Only the first rank of a stage is looked at. ``offset``: nanoseconds to add to a rank's times.

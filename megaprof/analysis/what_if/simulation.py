@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from megaprof.analysis.trace.passes import Pass, PassId
 from megaprof.analysis.what_if.orders import (
-    Schedule,
+    PipelineSchedule,
     SendReceive,
     arrange,
     backward_order,
@@ -51,7 +51,7 @@ class Simulation:
     takes no time."""
     stage_ms: tuple[float, ...]
     """Of every stage: milliseconds in which it computes."""
-    schedule: Schedule
+    schedule: PipelineSchedule
     """The schedule that was replayed."""
     _plan: _Plan = field(repr=False, compare=False)
     _ends: list[float] = field(repr=False, compare=False)
@@ -94,7 +94,8 @@ def simulate(
     ``forward_ms``, ``backward_ms``: milliseconds as ``[stage][chunk]``, or ``[stage][chunk][microbatch]``;
     ``backward_ms`` None replays a forward-only pass. ``schedule``: see `orders.SCHEDULES`;
     None chooses as Megatron does. ``p2p_ms``: one transfer between neighbouring stages, and from the last stage's chunk
-    to the first stage's next. ``microbatch_group_size``: see `Schedule.checked`. ``rendezvous``: see the module.
+    to the first stage's next. ``microbatch_group_size``: see `PipelineSchedule.checked`. ``rendezvous``: the second of
+    the two models of communication at the top of this file.
 
     Raises:
         ValueError: times of the wrong shape, negative or not finite; a schedule that Megatron refuses (for
@@ -105,7 +106,7 @@ def simulate(
         raise ValueError(
             f"backward_ms is {_shape('backward_ms', backward_ms)} [stages][chunks], forward_ms is {(stages, chunks)}"
         )
-    checked = Schedule.checked(
+    checked = PipelineSchedule.checked(
         stages,
         chunks,
         microbatches,
@@ -148,7 +149,7 @@ class _Plan(NamedTuple):
         self.cost.append(cost)
         return len(self.before) + 1
 
-    def check_complete(self, schedule: Schedule, each: int) -> None:
+    def check_complete(self, schedule: PipelineSchedule, each: int) -> None:
         if any(len(own) != each for own in self.phases):
             raise RuntimeError(f"the stages of {schedule} wait for each other; please report this")
 
@@ -163,7 +164,7 @@ def _evaluate(plan: _Plan, costs: Sequence[float], lag: float) -> list[float]:
 
 
 @lru_cache(maxsize=16)
-def _buffered_plan(schedule: Schedule) -> _Plan:
+def _buffered_plan(schedule: PipelineSchedule) -> _Plan:
     stages, slots = schedule.stages, _Slots(schedule)
     # The node of each phase by its slot, 0 while it has none; one more slot for "needs nothing from another stage".
     nodes = [0] * slots.count + [_NEVER]
@@ -193,7 +194,7 @@ def _buffered_plan(schedule: Schedule) -> _Plan:
 
 
 @lru_cache(maxsize=16)
-def _rendezvous_plan(schedule: Schedule) -> _Plan:
+def _rendezvous_plan(schedule: PipelineSchedule) -> _Plan:
     rendezvous = _Rendezvous(schedule)
     while rendezvous.waiting:
         rendezvous.run(rendezvous.waiting.pop())
@@ -204,7 +205,7 @@ def _rendezvous_plan(schedule: Schedule) -> _Plan:
 class _Rendezvous:
     """A plan in the making: how far each stage has come in its program of passes and exchanges."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: PipelineSchedule) -> None:
         self.slots = _Slots(schedule)
         self.programs = [stage_program(schedule, stage) for stage in range(schedule.stages)]
         self.plan = _Plan([], [], [], [[] for _ in self.programs])
@@ -246,7 +247,7 @@ class _Rendezvous:
 class _Slots:
     """Where each phase's duration stands in the list of all, [kind][stage][chunk][microbatch], and what it needs."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: PipelineSchedule) -> None:
         self.schedule = schedule
         self.stage_size = schedule.chunks * schedule.microbatches
         self.half = schedule.stages * self.stage_size

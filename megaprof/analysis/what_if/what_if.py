@@ -31,7 +31,7 @@ from megaprof.analysis.what_if.candidates import (
 from megaprof.analysis.what_if.cost_model import ChunkCost, CostFit, NoCostModel, fit_costs
 from megaprof.analysis.what_if.layout_search import Cost
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
-from megaprof.analysis.what_if.replay import Run, Withheld, captured_run
+from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run
 from megaprof.formats import ranges
 
 __all__ = ["MOST_ERROR", "Prediction", "WhatIf", "what_if"]
@@ -158,7 +158,7 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
     )
 
 
-def _pieces(run: Run, calls: dict[int, list[Call]]) -> Layout:
+def _pieces(run: CapturedRun, calls: dict[int, list[Call]]) -> Layout:
     """The captured layout. Raises Withheld where the traces do not say what a chunk holds, or say what cannot be."""
     pieces = []
     for chunk in range(run.chunks):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megaprof.analysis.trace.passes import PassId
-from megaprof.analysis.what_if.orders import Schedule, SendReceive, phase_order, stage_program
+from megaprof.analysis.what_if.orders import PipelineSchedule, SendReceive, phase_order, stage_program
 
 # (stages, chunks, microbatches, group size, forward only, overlapped p2p)
 REAL_CASES = [
@@ -134,7 +134,7 @@ def real_schedules():
 @pytest.mark.parametrize("number", range(len(REAL_CASES)), ids=[str(case) for case in REAL_CASES])
 def test_order_and_exchanges_are_those_of_the_real_schedules(real_schedules, number):
     pp, chunks, microbatches, group_size, forward_only, overlap = REAL_CASES[number]
-    schedule = Schedule.checked(pp, chunks, microbatches, group_size=group_size, forward_only=forward_only)
+    schedule = PipelineSchedule.checked(pp, chunks, microbatches, group_size=group_size, forward_only=forward_only)
     assert {stage for stage, _ in real_schedules[number]} == set(range(pp))
     for stage, steps in real_schedules[number]:
         if overlap:
@@ -158,7 +158,7 @@ def grid(max_stages: int = 5, max_microbatches: int = 12):
                         for forward_only in (False, True):
                             options = {"name": name, "group_size": group, "forward_only": forward_only}
                             try:
-                                yield Schedule.checked(stages, chunks, microbatches, **options)
+                                yield PipelineSchedule.checked(stages, chunks, microbatches, **options)
                             except ValueError:
                                 continue
 
@@ -195,7 +195,7 @@ def test_tables_and_warmup_counts_are_megatron_cores():
 
 
 def test_combined_1f1b_without_pipelining_runs_one_forward_ahead():
-    order = phase_order(Schedule.checked(1, 1, 3, overlap_moe=True), 0)
+    order = phase_order(PipelineSchedule.checked(1, 1, 3, overlap_moe=True), 0)
     assert [(phase.kind[0], phase.microbatch) for phase in order] == [
         ("f", 0),
         ("f", 1),
@@ -246,5 +246,5 @@ def test_every_phase_runs_once_and_every_transfer_has_both_ends():
 )
 def test_what_megatron_refuses_is_refused_with_the_value(arguments, words):
     with pytest.raises(ValueError, match=re.escape(words[0])) as error:
-        Schedule.checked(**{"stages": 4, "chunks": 1, "microbatches": 8, **arguments})
+        PipelineSchedule.checked(**{"stages": 4, "chunks": 1, "microbatches": 8, **arguments})
     assert all(word in str(error.value) for word in words)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaprof.analysis.trace.passes import PassId
-from megaprof.analysis.what_if.orders import Schedule, phase_order, stage_program
+from megaprof.analysis.what_if.orders import PipelineSchedule, phase_order, stage_program
 from megaprof.analysis.what_if.simulation import simulate
 
 # Quarters of a millisecond: sums are exact in floating point, so results can be compared with ==.
@@ -40,8 +40,8 @@ def runs(draw, min_stages=1, forward_only=None):
     }
 
 
-def schedule_of(run) -> Schedule:
-    return Schedule.checked(
+def schedule_of(run) -> PipelineSchedule:
+    return PipelineSchedule.checked(
         len(run["forward_ms"]),
         len(run["forward_ms"][0]),
         run["microbatches"],
@@ -55,7 +55,7 @@ def duration(run, stage: int, phase: PassId) -> float:
     return entry[phase.microbatch] if isinstance(entry, list) else entry
 
 
-def producer(schedule: Schedule, stage: int, phase: PassId) -> tuple[int, PassId] | None:
+def producer(schedule: PipelineSchedule, stage: int, phase: PassId) -> tuple[int, PassId] | None:
     """Which phase computes the input of this one; pieces are the chunks of the model in the order of its layers."""
     piece = phase.chunk * schedule.stages + stage
     if phase.kind == "forward":

@@ -18,7 +18,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
-from megaprof.analysis.what_if.orders import Schedule
+from megaprof.analysis.what_if.orders import PipelineSchedule
 from megaprof.analysis.what_if.replay import in_flight_layers
 from megaprof.analysis.what_if.simulation import simulate
 from tests.analysis.scenarios import Scenario, write
@@ -172,11 +172,11 @@ def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
 
 
 def test_activations_in_flight_follow_the_schedule():
-    assert in_flight_layers(("Ett", "tt", "ttL"), Schedule.checked(3, 1, 8)) == [6, 4, 2]
-    assert in_flight_layers(("Ett", "tt", "ttL"), Schedule.checked(3, 1, 2)) == [4, 4, 2]
+    assert in_flight_layers(("Ett", "tt", "ttL"), PipelineSchedule.checked(3, 1, 8)) == [6, 4, 2]
+    assert in_flight_layers(("Ett", "tt", "ttL"), PipelineSchedule.checked(3, 1, 2)) == [4, 4, 2]
     # Interleaved: stage 0 of 2 warms up with 2 * 1 + 2 forwards of chunks 0 0 1 1, and runs one more before a backward.
-    assert in_flight_layers(("Et", "t", "tt", "tL"), Schedule.checked(2, 2, 4))[0] == 1 + 1 + 2 + 2 + 1
-    assert in_flight_layers(("Ett", "ttL"), Schedule.checked(2, 1, 4, forward_only=True)) == [0, 0]
+    assert in_flight_layers(("Et", "t", "tt", "tL"), PipelineSchedule.checked(2, 2, 4))[0] == 1 + 1 + 2 + 2 + 1
+    assert in_flight_layers(("Ett", "ttL"), PipelineSchedule.checked(2, 1, 4, forward_only=True)) == [0, 0]
 
 
 def test_a_straggler_among_peers_is_replayed_without_it():

@@ -1,0 +1,93 @@
+"""The `megaprof` object: what is written is what is read, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk, read_metadata
+from megaprof.parallel.topology import ParallelSizes, RankCoords
+
+FULL = Metadata(
+    target="train_actor",
+    coords=RankCoords(5, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=4, vpp=2)),
+    steps=(3, 4),
+    version="1.2",
+    role="actor",
+    schedule="interleaved",
+    microbatches=8,
+    microbatch_group_size=4,
+    seq_length=1 << 21,
+    micro_batch_size=1,
+    chunks=(ModelChunk(True, 2, (1, None), 0, False, ("dense", "moe")), ModelChunk()),
+    p2p={"overlap_p2p_comm": None},
+    host="node",
+    pid=4_000_000,
+    megatron_core="0.16.1",
+    torch="2.9",
+    ranges=MicrobatchRanges(False, "why"),
+    truncated=True,
+    truncated_reason="why",
+    timeline={"clock": "device"},
+)
+DOCS = (Path(__file__).parents[2] / "docs" / "trace-metadata.md").read_text()
+
+
+def read(plain: Any) -> Metadata:
+    return read_metadata(json.dumps(plain).encode())
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    assert read(FULL.as_dict()) == FULL
+    assert read({**FULL.as_dict(), "added": {"later": 1}}) == FULL
+
+
+def test_the_documented_keys_are_the_keys() -> None:
+    plain = FULL.as_dict()
+    del plain["timeline"]
+    assert all(f"`{key}`" in DOCS for key in plain)
+    assert "timeline" not in Metadata("evaluate", FULL.coords, (0, 0)).as_dict()
+
+
+def test_sizes_may_be_left_out_where_nothing_is_parallel() -> None:
+    plain = {**FULL.as_dict(), "sizes": {"tp": 2, "pp": 4, "vpp": None, "etp": None}}
+    assert read(plain).sizes == ParallelSizes(tp=2, pp=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"coords": None},
+        {"coords": {"rank": 0}},
+        {"coords": {**FULL.as_dict()["coords"], "pp": 4}},
+        {"coords": {**FULL.as_dict()["coords"], "tp": True}},
+        {"coords": {**FULL.as_dict()["coords"], "rank": 1 << 40}},
+        {"sizes": []},
+        {"sizes": {"pp": 0}},
+        {"sizes": {"tp": 2, "pp": 1 << 40}},
+        {"steps": [1]},
+        {"steps": [1 << 47, 1 << 47]},
+        {"steps": [-1, 0]},
+        {"target": 5},
+        {"microbatches": 1 << 30},
+        {"microbatches": 10**30},
+        {"seq_length": -1},
+        {"chunks": [{"layers": -1}]},
+        {"chunks": [{"layer_numbers": [1 << 40]}]},
+        {"ranges": 5},
+        {"host": "\ud800"},
+        {"pid": 1.5},
+    ],
+)
+def test_what_cannot_be_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  # each says something else
+        read({**FULL.as_dict(), **change})
+
+
+@pytest.mark.parametrize("text", [b"", b"5", b"[]", b"NaN", b"{", b'{"a":' * 100_000, b"\xff"])
+def test_what_is_no_object_is_refused(text: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_metadata(text)
