@@ -12,20 +12,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megaprof.artifacts.finish import FinishHook
-from megaprof.artifacts.remote import Remote, is_remote
-from megaprof.artifacts.scratch import Scratch
+from megaprof.artifacts.store import Store
 from megaprof.artifacts.writer import Writer
 from megaprof.capture import roles
 from megaprof.capture.agenda import Number
-from megaprof.capture.compat import check_model
-from megaprof.capture.lines import Lines, say_start, selected
+from megaprof.capture.lines import Lines
 from megaprof.capture.repeats import Repeats
 from megaprof.capture.session import Session
+from megaprof.capture.this_rank import ThisRank
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
 from megaprof.config.per_role import checked_role
@@ -42,19 +40,14 @@ from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import (
-    ParallelSizes,
     RankCoords,
     WorldLayout,
-    coords_from_parallel_state,
-    layout_from_parallel_state,
 )
 from megaprof.recorders import Recorder, Window, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
-from megaprof.runtime.interruption import from_host
 from megaprof.runtime.isolation import Contained, in_full
-from megaprof.runtime.logs import logger, show_lines
 
 #: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
 STEP_END_SECONDS = 20.0
@@ -332,9 +325,9 @@ def _install(
     _require("torch")
     if pipeline:
         _require("megatron.core")
-    here = _Here.of(settled, role, models, pipeline=pipeline)
+    here = ThisRank.of(settled, role, models, pipeline=pipeline)
     here.announce(settled)
-    store = _Store.make(settled, here.coords) if here.records(settled) else None
+    store = _store(settled, here.coords) if here.records(settled) else None
     if store is None:
         return handle
     session = _assemble(handle, here, store, iteration or registry.iteration, iteration or registry.host_step)
@@ -347,91 +340,12 @@ def _install(
     return handle
 
 
-@dataclasses.dataclass(frozen=True)
-class _Here:
-    """This rank, and what the configuration wants of it."""
-
-    coords: RankCoords
-    """Where it stands."""
-    layout: WorldLayout | None
-    """How the world is laid out; None where no rank order explains it."""
-    ranks: list[int] | None
-    """All ranks that may capture windows, ascending; None where they cannot be counted."""
-    windowed: bool
-    """True: windows may open on this rank."""
-    timed: bool
-    """True: this rank keeps a timeline."""
-
-    @classmethod
-    def of(cls, config: ProfileConfig, role: str | None, models: tuple[Any, ...] | None, *, pipeline: bool) -> _Here:
-        """Raises ValueError for ranks that this world does not have, and for a model that must not be profiled so.
-
-        Ranks of other roles are not checked: such a role may run in a world of another size. Where it runs in this
-        one, `Session` says which of its ranks do not exist.
-        """
-        coords, layout = _place(None if models is None else len(models), pipeline=pipeline)
-        own = config.selector(role)
-        if own is not None:
-            own.check(coords.sizes, layout, option=config.select_option(role))
-        timed = config.timeline_selector
-        if timed is not None:
-            timed.check(coords.sizes, layout, option=config.named("timeline_select"))
-        check_model(config, models or ())
-        # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
-        selectors = [s for each in (role, *config.roles) if (s := config.selector(each)) is not None]
-        return cls(
-            coords=coords,
-            layout=layout,
-            ranks=selected(selectors, coords, layout),
-            windowed=config.windowed and any(selector.selects(coords) for selector in selectors),
-            timed=timed is not None and timed.selects(coords),
-        )
-
-    def records(self, config: ProfileConfig) -> bool:
-        """Whether anything is to be done on this rank."""
-        return self.windowed or self.timed or config.listens
-
-    @property
-    def speaks(self) -> bool:
-        """True for the lowest rank that captures windows: it alone says what became of them."""
-        return self.coords.rank == (self.ranks[0] if self.ranks else 0)
-
-    def announce(self, config: ProfileConfig) -> None:
-        """The line at the start of the job, said by rank 0."""
-        if self.coords.rank == 0 or self.speaks:
-            show_lines()
-        if self.coords.rank == 0:
-            say_start(config, self.coords, self.ranks, self.layout)
+def _store(config: ProfileConfig, coords: RankCoords) -> Store | None:
+    hook = FinishHook(config.on_finish, str(config.dir), config.on_finish_when) if config.on_finish else None
+    return Store.make(str(config.dir), shard(coords), hook)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Store:
-    """Where files go."""
-
-    local: str
-    """The directory in which they grow."""
-    writer: Writer
-    """What finishes them."""
-
-    @classmethod
-    def make(cls, config: ProfileConfig, coords: RankCoords) -> _Store | None:
-        """None, and an error in the log, where the directory cannot be made."""
-        place = str(config.dir)
-        try:
-            remote = Remote(place) if is_remote(place) else None
-            local = place if remote is None else str(remote.staging)
-            os.makedirs(os.path.join(local, shard(coords)), exist_ok=True)
-        except OSError as fault:
-            if from_host(fault):
-                raise
-            # One selected rank with a bad disk must not end a job whose other ranks are about to enter a collective.
-            logger.error("megaprof: %s cannot be created: %s; profiling is off on this rank", place, fault)
-            return None
-        hook = FinishHook(config.on_finish, place, config.on_finish_when) if config.on_finish else None
-        return cls(local, Writer(remote=remote, hook=hook, scratch=Scratch(Path(local))))
-
-
-def _assemble(handle: Handle, here: _Here, store: _Store, iteration: Number, host_step: Number) -> Session:
+def _assemble(handle: Handle, here: ThisRank, store: Store, iteration: Number, host_step: Number) -> Session:
     """Give ``handle`` its parts, and return the session that drives them. Raises ValueError where a recorder cannot run
     in this process."""
     config, writer = handle.config, store.writer
@@ -510,18 +424,6 @@ def _settle(config: ProfileConfig | argparse.Namespace | None) -> ProfileConfig:
         return config
     args = registry.arguments() if config is None else config
     return ProfileConfig.from_env() if args is None else config_from_args(args)
-
-
-def _place(chunks: int | None, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
-    """Where this rank stands, and every other; ``chunks`` as in `coords_from_parallel_state`."""
-    if pipeline:
-        return coords_from_parallel_state(chunks), layout_from_parallel_state(chunks)
-    import torch.distributed as dist
-
-    joined = dist.is_available() and dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
-    layout = WorldLayout(ParallelSizes(dp=world))
-    return layout.coords(rank), layout
 
 
 def _require(package: str) -> None:

@@ -10,7 +10,7 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.integrations.patch_files import MISSING, ORIGINAL, OTHER, PATCHED, Patch, known_hosts, patches_of
 
 DESCRIPTION = """Add --profile-target and its friends, and the install_hooks call, to a host's own source: only added
-lines, and only in a version that is known by its checksums. Most hosts need no patch: see megaprof run."""
+lines, and only in a version whose checksums are known. Most hosts need no patch: see megaprof run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def find(host: str, directory: Path) -> tuple[Patch, Path]:
     strange = [f"{path} is {_WORDS[s]}" for path, s in nearest.states(root).items() if s in _WORDS]
     versions = ", ".join(patch.version for patch in patches)
     raise CommandError(
-        f"{directory} is no version of {host} that is known ({versions}); next to {nearest.version}, "
+        f"{directory} is not a known version of {host} (known: {versions}); compared with {nearest.version}, "
         f"{'; '.join(strange)}. Nothing was changed"
     )
 

@@ -17,7 +17,7 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.config.arguments import add_profile_args, config_from_args
 from megaprof.config.options import flag
 
-DESCRIPTION = """Run COMMAND with profiling, without an edit of it: a launcher (torchrun, srun, ray job submit, bash),
+DESCRIPTION = """Run COMMAND with profiling, without editing it: a launcher (torchrun, srun, ray job submit, bash),
 a Python script, or -m and a module. The hooks go in when it asks Megatron-Core for its schedule, in whichever process
 that happens. Under torchrun itself: torchrun ... -m megaprof run --profile-target ... -- pretrain_gpt.py ..."""
 

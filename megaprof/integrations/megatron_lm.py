@@ -1,6 +1,6 @@
 """Megatron-LM: its global arguments, its iteration number, and its RL log-prob passes.
 
-Imports nothing of it: it only looks at what is loaded. Evaluation needs no adapter: ``evaluate`` is known by its name.
+Imports nothing of it: it only looks at what is loaded. Evaluation is known by the name of its function, ``evaluate``.
 """
 
 from __future__ import annotations

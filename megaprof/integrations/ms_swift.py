@@ -1,7 +1,7 @@
 """ms-swift's Megatron trainers: the trainer's iteration, and whose log-probs are computed.
 
 ms-swift computes log-probs without Megatron's schedule, so such a pass is annotated work and never a
-``train_log_probs`` step. Evaluation needs no adapter: ``evaluate`` is known by its name.
+``train_log_probs`` step. Evaluation is known by the name of its function, ``evaluate``.
 
 Shortest way in, no edit: ``--external_plugins`` with the file of ``megaprof.autoload.plugin``.
 """
