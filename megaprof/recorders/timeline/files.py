@@ -13,6 +13,7 @@ from typing import Any
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 #: The limit of bytes is for this many full files; the oldest goes when another one begins that would exceed it.
@@ -54,6 +55,8 @@ class TimelineFiles:
         try:
             self._append(key, metadata, events, step)
         except OSError as fault:
+            if from_host(fault):  # the last steps are written by the host's own thread
+                raise
             self.steps_lost += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             self._end_file()
