@@ -200,6 +200,12 @@ def metadata(directory: Path) -> dict[str, Any]:
     return found
 
 
+def ran_out(reason: str) -> None:
+    """What the guard's thread does."""
+    assert Session._holder is not None
+    Session._holder._memory_ran_out(reason)
+
+
 @pytest.mark.parametrize("ranges", ["step", "microbatch"])
 @pytest.mark.parametrize("target", ["train_actor", "train_overall"])
 def test_the_window_closes_before_the_next_microbatch_and_training_goes_on(
@@ -210,7 +216,7 @@ def test_the_window_closes_before_the_next_microbatch_and_training_goes_on(
     def running_full(*args: Any) -> Any:
         microbatches.append(args)
         if len(microbatches) == 2:
-            Session.memory_full = "host memory: the test says so"  # as the guard's thread does
+            ran_out("host memory: the test says so")
         return forward_step(*args)
 
     monkeypatch.setattr(one_rank, "forward_step", running_full)
@@ -233,7 +239,7 @@ def test_nothing_opens_when_memory_ran_out_between_two_calls(one_rank: Any, tmp_
     config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), skip_first=0, repeat=0)
     with install_hooks(one_rank.chunks, config) as handle:
         one_rank.train_step()
-        Session.memory_full = "host memory: used up by a rollout"
+        ran_out("host memory: used up by a rollout")
         one_rank.log_probs_pass()
         assert not handle.active
         one_rank.train_step()
