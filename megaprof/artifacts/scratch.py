@@ -19,6 +19,7 @@ from pathlib import Path
 
 from megaprof.formats.names import host
 from megaprof.parallel.machine import find_bounds
+from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 #: Bytes that may wait in a process's scratch when another file is placed there.
@@ -61,8 +62,11 @@ class Scratch:
     def close(self) -> None:
         """Remove the directory, unless a file is left in it that could not be carried over."""
         if self._directory is not None and os.getpid() == self._pid:
-            with contextlib.suppress(OSError):
+            try:
                 self._directory.rmdir()
+            except OSError as fault:
+                if from_host(fault):
+                    raise
 
     def remove_leftovers(self) -> None:
         """Remove what dead processes of this host and this user left. For the writer's thread."""

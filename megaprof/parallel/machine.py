@@ -88,5 +88,6 @@ def _cgroup(group: Path, version: int, machine: int) -> Bound | None:
 
     try:
         return Bound(f"the container ({group})", read) if read()[1] < machine else None
-    except (OSError, ValueError):  # no such controller here, or "max"
+    # No such controller here, or "max". Not OSError: a signal handler of the host's may raise a TimeoutError in here.
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
         return None

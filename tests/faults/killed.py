@@ -54,7 +54,7 @@ def main(directory: Path, jobs: int, seed: int) -> None:
                 os._exit(1)
         os.close(said)
         data = os.read(listening, 4)  # the first step is over
-        time.sleep(chance.uniform(0, 0.3))
+        time.sleep(chance.uniform(0, 2.0))
         os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         while more := os.read(listening, 1 << 16):
