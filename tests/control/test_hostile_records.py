@@ -178,7 +178,7 @@ def test_a_mutated_record_is_refused_or_read(name: str, data: st.DataObject) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-@settings(max_examples=4000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_thousands_of_mutated_records_are_refused_or_read(name: str, data: st.DataObject) -> None:
     refused_or_read(name, data.draw(mutated(READERS[name][0])))
