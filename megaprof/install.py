@@ -112,7 +112,7 @@ class Handle:
 
         Only the thread that trains can close its window. Called from another thread while that one has a window open,
         or is inside a schedule call, this only asks: the training thread does it at its next hook, and at the latest
-        when its call ends. `active` is false from then on.
+        when its call ends. `active` stays true until it is done.
         """
         if self._session is not None and not _process.ask(self._remove, self._session):
             self._remove()
