@@ -14,11 +14,11 @@ from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.sentences import evidence
-from megaprof.analysis.stages.advice import judge
 from megaprof.analysis.stages.causes import OF_STEP
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
+from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.pool import Progress
 from megaprof.analysis.trace.reading import read_all

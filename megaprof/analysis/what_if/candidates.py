@@ -20,7 +20,7 @@ __all__ = ["Baseline", "Prediction", "balanced", "chunk_counts", "layouts", "mic
 ERRORS = 2.0
 _MOST_LAYOUTS = 3
 _CHUNK_COUNTS = (1, 2, 3, 4)
-# Standard error of a median, see megaprof.analysis.stages.advice.
+# Standard error of a median, see megaprof.analysis.stages.loads.
 _MEDIAN_ERROR = 1.2533 * 1.4826
 
 _Typical = tuple[list[list[float]], list[list[float]]]
