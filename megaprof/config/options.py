@@ -312,6 +312,8 @@ class ProfileConfig:
         self._check_on_demand()
         if self.steps != BY_SCHEDULE:
             self._check_steps(self.steps)
+        else:
+            self._check_free_calls()
 
     def _check_tools(self) -> None:
         tools = f"{flag('tool')} {' '.join(self.tool)}"
@@ -375,6 +377,19 @@ class ProfileConfig:
         for named in lists.keys() - {None, *wanted}:
             missing = flag("discrete") if named == ANNOTATED else flag("target")
             raise ValueError(f"{option}: {named} has steps in {steps!r} but {missing} does not ask for it")
+
+    def _check_free_calls(self) -> None:
+        """A step that falls into a window of ``train_overall`` takes a later call. There must be one for each."""
+        others = [target for target in self.target if target != TRAIN_OVERALL]
+        if self.repeat or not others or len(others) == len(self.target) or self.active <= self.wait + self.warmup:
+            return
+        cycle, wait = self.active + self.wait + self.warmup, self.active - self.warmup
+        targets, repeat = f"{self.named('target')} {' '.join(self.target)}", self.named("repeat")
+        raise ValueError(
+            f"{repeat} 0: with {targets} {TRAIN_OVERALL} windows are open in {self.active} of every {cycle} steps of "
+            f"the whole run, which leaves {' and '.join(others)} too few calls of their own; valid: "
+            f"{self.named('wait')} {wait} or more, {repeat} 1 or more, or {TRAIN_OVERALL} without other targets"
+        )
 
     def to_env(self) -> dict[str, str]:
         """The ``MEGAPROF_*`` variables that ``from_env`` reads this configuration back from, wherever it runs."""

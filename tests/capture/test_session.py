@@ -110,6 +110,19 @@ def test_a_target_that_finds_no_free_call_any_more_is_named_at_the_end(
     assert "train_actor: step 1 was not captured: another window was open, and no free call" in caplog.text
 
 
+def test_a_schedule_without_an_end_has_calls_for_every_target(one_rank: Any, tmp_path: Path) -> None:
+    host = Host(one_rank)
+    targets = ("train_overall", "train_actor", "train_log_probs")
+    config = on(tmp_path, *targets, skip_first=0, wait=1, active=1, repeat=0)
+    with install_hooks(one_rank.chunks, config, iteration=host.number):
+        host.run(*range(6))
+    asked = {name: each["asked_step"] for name, each in metadata(tmp_path).items()}
+    assert asked == {
+        **{f"train_overall.step{step:06d}": None for step in (1, 3, 5)},
+        **{f"{target}.step{step:06d}": step - 1 for target in targets[1:] for step in (2, 4)},
+    }
+
+
 # ---- the host's step
 
 

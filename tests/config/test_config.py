@@ -87,6 +87,14 @@ def test_whole_environment() -> None:
         ({"steps": "train_log_probs=3"}, ["--profile-steps", "train_actor"]),
         ({"steps": "train_log_probs=3;1"}, ["--profile-steps", "train_log_probs", "--profile-target"]),
         ({"steps": "3", "active": 2}, ["--profile-steps 3", "--profile-active 2"]),
+        (
+            {"target": ("train_overall", "train_actor", "evaluate"), "repeat": 0},
+            ["--profile-repeat 0", "1 of every 1 steps", "train_actor and evaluate", "--profile-wait 1 or more"],
+        ),
+        (
+            {"target": ("train_actor", "train_overall"), "repeat": 0, "active": 3, "warmup": 1, "wait": 1},
+            ["--profile-repeat 0", "3 of every 5 steps", "--profile-wait 2 or more"],
+        ),
         ({"skip_first": -1}, ["--profile-skip-first", "-1", "at least 0"]),
         ({"active": 0}, ["--profile-active", "0", "at least 1"]),
         ({"active": None}, ["--profile-active", "None"]),

@@ -10,10 +10,10 @@ from typing import Literal
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
-from megaprof.analysis.stages.advice import Comparison, Verdict
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.verdict import Comparison, Verdict
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf

@@ -8,8 +8,8 @@ import pytest
 
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.sentences import Finding
-from megaprof.analysis.stages.advice import Comparison, Outcome, Verdict
 from megaprof.analysis.stages.loads import Cause
+from megaprof.analysis.stages.verdict import Comparison, Outcome, Verdict
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 
