@@ -41,6 +41,8 @@ class Prediction:
     speedup_uncertainty: float = 0.0
     """Plus or minus, of the speedup: from the spread over steps and microbatches, the cost model's residual, the replay
     error, and what a change does to costs."""
+    noise: float = 0.0
+    """The part of that which more captured steps would make smaller, as a fraction of the speedup."""
     layout: str | None = None
     """As Megatron's ``--pipeline-model-parallel-layout`` writes it; None where the layout stays."""
     flags: tuple[str, ...] = ()
@@ -84,8 +86,9 @@ def _predicted(
     changed = run or baseline.run
     step_ms = baseline.lasting(after[0], before[0], changed, resize)
     speedup = baseline.measured_ms / step_ms if step_ms else 1.0
-    relative = math.hypot(beside, baseline.uncertainty(after[1], before[1], samples, changed, resize))
-    return Prediction(kind, what, step_ms, speedup, step_ms * relative, speedup * relative)
+    noise = baseline.uncertainty(after[1], before[1], samples, changed, resize)
+    relative = math.hypot(beside, noise)
+    return Prediction(kind, what, step_ms, speedup, step_ms * relative, speedup * relative, noise)
 
 
 def _resized(

@@ -52,6 +52,9 @@ _DISTURBED = 2.0
 ENOUGH_STEPS = 5
 #: An uncertainty above this, as a fraction of the step, is too much to call any layout as good as another.
 _TOO_NOISY = 0.05
+#: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
+#: threads of one core took up to 24 % longer than predicted.
+_SHARED_CORES = 0.2
 #: What gains less than this is no gain that a reader sees.
 _GAIN = 0.01
 
@@ -168,8 +171,10 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
     compared = layouts(baseline, pieces, fits)
     shorter = [each for each in compared if each.speedup > 1.0]
     best = None if _disturbed(baseline) else _best(shorter)
+    shared = _shared_cores(calls)
     return replace(
         replayed,
+        warnings=() if shared is None else (shared,),
         layout=format_layout(pieces),
         costs=fits.best,
         candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits)),
@@ -198,7 +203,20 @@ def _fits(baseline: Baseline, calls: dict[int, list[Call]]) -> Fits:
             )
     if not drawn:
         raise NoCostModel("the times of single passes differ too much to tell what a layer costs")
-    return Fits(best, tuple(drawn))
+    return Fits(best, tuple(drawn), 0.0 if _shared_cores(calls) is None else _SHARED_CORES)
+
+
+def _shared_cores(calls: dict[int, list[Call]]) -> str | None:
+    """That more ranks than a host has cores run on it, which every layout does in another way; None where they do not
+    or nothing says so."""
+    for own in calls.values():
+        ranks, cores = own[0].metadata.local_ranks, own[0].metadata.cores
+        if ranks is not None and cores is not None and ranks > cores:
+            return (
+                f"{ranks} ranks share the {words.counted(cores, 'physical core')} of a host: another layout changes "
+                f"what every stage costs, so its speedup is uncertain by {_SHARED_CORES:.0%} more"
+            )
+    return None
 
 
 def _drawn(chunk: ChunkCost, place: int, typical: Typical, run: CapturedRun) -> ChunkCost:
@@ -331,8 +349,7 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
     if not compared:
         return "no other layout of these layers exists with as many stages and chunks"
     first = compared[0]
-    noisy = first.speedup_uncertainty > _TOO_NOISY
-    if noisy:
+    if first.noise > _TOO_NOISY:
         why = (
             _stalled(baseline.stalls[0])
             if baseline.stalls and baseline.stalls[0].factor >= _DISTURBED

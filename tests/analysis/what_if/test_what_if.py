@@ -259,6 +259,18 @@ def test_what_cannot_be_replayed_says_why(tmp_path, damage, says):
     assert says in what_if.warnings[0]
 
 
+def test_ranks_that_share_cores_make_every_layout_less_certain(tmp_path):
+    pipeline(tmp_path / "own", [6, 2], metadata={"local_ranks": 2, "cores": 2})
+    pipeline(tmp_path / "shared", [6, 2], metadata={"local_ranks": 2, "cores": 1})
+    own, shared = (analyze(tmp_path / name).targets[0].what_if for name in ("own", "shared"))
+    assert not [warning for warning in own.warnings if "share" in warning]
+    assert shared.warnings[0].startswith("2 ranks share the 1 physical core of a host: another layout changes what")
+    first, other = (next(c for c in each.candidates if c.layout == "Et*4|t*4L") for each in (own, shared))
+    assert first.speedup == other.speedup
+    assert other.speedup_uncertainty > first.speedup_uncertainty + 0.15
+    assert other.noise == first.noise
+
+
 def test_a_missing_stage_withholds_everything(tmp_path):
     first, _ = pipeline(tmp_path, [6, 2])
     (warning,) = analyze(first).targets[0].what_if.warnings
