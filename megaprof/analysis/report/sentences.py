@@ -86,11 +86,12 @@ def of_cause(cause: Cause) -> Finding:
 
 
 def of_what_if(found: WhatIf) -> Finding | None:
-    """Which layout to change to, with its flags, or that none is better."""
+    """Which rank to mend, which layout to change to, with its flags, or that none is better."""
     if found.advice is None:
         return None
-    flags = shlex.join(found.best.flags) if found.best else None
-    return Finding("layout", "fine" if found.best else "open", sentence(found.advice), flags)
+    if found.best is None or found.best.kind == "no_straggler":
+        return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice))
+    return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags))
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
