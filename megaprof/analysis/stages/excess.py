@@ -261,9 +261,10 @@ def _layer_facts(own: Load, others: Sequence[Load]) -> str:
     per_layer = number(_per_layer(own))
     where = stages_in_words(load.stage.pp for load in plain)
     against = _interval([_layers(load) for load in others], str)
+    elsewhere = f"the same per layer on {where}" if per_layer == times else f"{times} ms on {where}"
     return (
-        f"stage {own.stage.pp} holds {_count(own)} against {against}: {per_layer} ms per layer in the quickest microbatch, "
-        + (f"the same per layer on {where}" if per_layer == times else f"{times} ms on {where}")
+        f"stage {own.stage.pp} holds {_count(own)} against {against}: {per_layer} ms per layer in the quickest "
+        f"microbatch, {elsewhere}"
     )
 
 
