@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "directory of captured traces, or the JSON file of a report"
+    what = "directory of captured traces, one of them, or the JSON file of a report"
     parser.add_argument("before", metavar="A", type=Path, help=what)
     parser.add_argument("after", metavar="B", type=Path, help=what)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -49,7 +49,7 @@ def _report(path: Path) -> Report:
     from megaprof.formats.inputs import read_input
 
     try:
-        if path.is_file() and not path.name.endswith((".pt.trace.json", ".gz")):
+        if path.is_file() and not path.name.endswith((".pt.trace.json", ".gz", ".sqlite", ".nsys-rep")):
             return Report.from_json(json.loads(read_input(path), parse_constant=_unknown), path)
         return analyze(path)
     except NothingToReport as fault:

@@ -11,7 +11,7 @@ from megaprof.cli.inputs import add_input_option, heed_input_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of captured traces, or one trace")
+    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of captured traces (of nsys, too), or one")
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, required=True, help="the timeline, gzipped where it ends in .gz"
     )

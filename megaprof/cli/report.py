@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of traces, timelines or both, or one of them")
+    parser.add_argument(
+        "dir", metavar="DIR", type=Path, help="directory of traces, files of nsys and timelines, or one of them"
+    )
     parser.add_argument(
         "--json",
         metavar="FILE",

@@ -6,18 +6,17 @@ the metadata that nsys cannot.
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
+from megaprof.formats.nsys import SUFFIX, sidecar
 from megaprof.recorders import Window
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
-SUFFIX = ".nsys.json"
 #: nsys sets it in the processes that it profiles.
 SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
 
@@ -66,7 +65,7 @@ class NsysRecorder:
         self.discard()
         final = window.path(self._directory, SUFFIX)
         raw = self._writer.raw_path(final)
-        raw.write_text(json.dumps({"capture": NsysRecorder._captures, "megaprof": metadata}), encoding="utf-8")
+        raw.write_text(sidecar(NsysRecorder._captures, metadata), encoding="utf-8")
         self._writer.submit(Artifact(raw, final))
 
     def discard(self) -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
+from megaprof.analysis.trace.nsys import NsysFile, find_nsys, is_nsys
+from megaprof.analysis.trace.reading import Source, traces_in
+from megaprof.analysis.trace.traces import UnreadableTrace, find_traces
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.selectors import Selector
@@ -47,17 +49,17 @@ class Chosen:
 
     name: StepName
     """The step."""
-    paths: tuple[Path, ...]
+    files: tuple[Source, ...]
     """Its files."""
     others: tuple[StepName, ...]
     """Captured steps that are not it."""
     left_out: int
-    """Ranks of it that are not among ``paths``."""
+    """Ranks of it that are not among ``files``."""
 
 
 @dataclass(frozen=True)
 class _File:
-    path: Path
+    source: Source
     coords: Place
 
 
@@ -78,13 +80,14 @@ def choose(
     if not source.exists():
         raise NothingToMerge(f"{source} does not exist")
     captures: dict[StepName, list[_File]] = {}
-    for path in [source] if source.is_file() else find_traces(source):
+    for file in _sources(source):
         try:
-            name, coords = _read_name(path) or _read_metadata(path)
+            found = _read_name(file) or _read_metadata(file)
         except UnreadableTrace as fault:
-            warnings.append(f"{path.name} was skipped: {fault.reason}")
+            warnings.append(f"{fault.path.name} was skipped: {fault.reason}")
             continue
-        captures.setdefault(name, []).append(_File(path, coords))
+        for name, coords in found:
+            captures.setdefault(name, []).append(_File(file, coords))
     if not captures:
         raise NothingToMerge(f"{source} holds no trace of megaprof's" + "".join(f"; {w}" for w in warnings[:5]))
     wanted = [
@@ -102,8 +105,8 @@ def choose(
     taken = _taken(files, there, ranks)
     if not taken:
         raise NothingToMerge(f"{chosen} was captured on {len(there):,} ranks, and none of them is in '{ranks}'")
-    paths = tuple(file.path for file in files if file.coords.rank in taken)
-    return Chosen(chosen, paths, tuple(sorted(captures)), len(there) - len(taken))
+    used = tuple(dict.fromkeys(file.source for file in files if file.coords.rank in taken))
+    return Chosen(chosen, used, tuple(sorted(captures)), len(there) - len(taken))
 
 
 def _taken(files: Iterable[_File], there: set[int], ranks: Selector | None) -> set[int]:
@@ -117,14 +120,20 @@ def _taken(files: Iterable[_File], there: set[int], ranks: Selector | None) -> s
     return set(lowest.values())
 
 
-def _read_name(path: Path) -> tuple[StepName, Place] | None:
-    name = parse_artifact_name(path.name)
-    return (StepName(name.target, name.role or "", name.step), name.place) if name else None
+def _sources(source: Path) -> list[Source]:
+    if source.is_file():
+        return list(find_nsys(source)) if is_nsys(source) else [source]
+    return [*find_traces(source), *find_nsys(source)]
 
 
-def _read_metadata(path: Path) -> tuple[StepName, Place]:
-    metadata = read_trace(path).metadata
-    return StepName.of(metadata), metadata.coords
+def _read_name(source: Source) -> list[tuple[StepName, Place]]:
+    """What the name of a trace says; nothing for a file that may hold several."""
+    name = None if isinstance(source, NsysFile) else parse_artifact_name(source.name)
+    return [(StepName(name.target, name.role or "", name.step), name.place)] if name else []
+
+
+def _read_metadata(source: Source) -> list[tuple[StepName, Place]]:
+    return [(StepName.of(trace.metadata), trace.metadata.coords) for trace in traces_in(source)]
 
 
 def _preference(target: str) -> int:

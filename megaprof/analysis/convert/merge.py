@@ -23,10 +23,12 @@ from isal import igzip
 from megaprof.analysis.clocks.clocks import Alignment, align
 from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge, StepName, choose
+from megaprof.analysis.trace import nsys
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.decoding import Undecodable, read_text
 from megaprof.analysis.trace.gpu import KERNEL
-from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
+from megaprof.analysis.trace.reading import Source, traces_in
+from megaprof.analysis.trace.traces import Part, UnreadableTrace
 from megaprof.formats import ranges
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
@@ -83,9 +85,11 @@ class _Arrow:
 
 @dataclass
 class _Rank:
-    """A rank on its way into the file; ``arrows`` by the range in which they start or end."""
+    """A rank on its way into the file, as ``part`` of one, where it is not all of it; ``arrows`` by the range in which
+    they start or end."""
 
     path: Path
+    part: Part | None
     coords: Place
     ends: Ends
     start: int
@@ -142,19 +146,18 @@ def merge(
     _refuse_to_lose(out)
     warnings: list[str] = []
     chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks)
-    name, paths = chosen.name, chosen.paths
+    name, files = chosen.name, chosen.files
     found = []
-    for number, path in enumerate(paths):
-        rank = _examine(path, name, warnings)
-        found += [rank] if rank else []
-        progress(number + 1, 2 * len(paths))
+    for number, file in enumerate(files):
+        found += _examine(file, name, warnings)
+        progress(number + 1, 2 * len(files))
     found = _one_file_per_rank(found, warnings)
     if not found:
         raise NothingToMerge(f"no file of {name} can be read: {'; '.join(warnings[:5])}")
     found.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
     alignment, arrows = _connect(found, numbers, warnings)
-    events = _write(out, name, found, alignment, numbers, warnings, lambda n: progress(len(paths) + n, 2 * len(paths)))
+    events = _write(out, name, found, alignment, numbers, warnings, lambda n: progress(len(files) + n, 2 * len(files)))
     return Merged(
         out=out,
         name=name,
@@ -168,20 +171,24 @@ def merge(
     )
 
 
-def _examine(path: Path, name: StepName, warnings: list[str]) -> _Rank | None:
-    """Read a trace for its place and its messages."""
+def _examine(source: Source, name: StepName, warnings: list[str]) -> list[_Rank]:
+    """Read a file for its ranks' places and messages."""
     try:
-        trace = read_trace(path)
+        traces = traces_in(source)
     except UnreadableTrace as fault:
-        warnings.append(f"{path.name} was skipped: {fault.reason}")
-        return None
-    warnings += trace.warnings
-    found = StepName.of(trace.metadata)
-    if found != name:
-        warnings.append(f"{path.name} was skipped: it holds {found}, whatever its name says")
-        return None
-    start = trace.ranges[0].start if trace.ranges else 0
-    return _Rank(path, trace.metadata.coords, ends_of(trace.metadata, calls_of(trace)), start)
+        warnings.append(f"{fault.path.name} was skipped: {fault.reason}")
+        return []
+    ranks = []
+    for trace in traces:
+        warnings += trace.warnings
+        found = StepName.of(trace.metadata)
+        if found == name:
+            start = trace.ranges[0].start if trace.ranges else 0
+            ends = ends_of(trace.metadata, calls_of(trace))
+            ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, ends, start))
+        elif trace.part is None:
+            warnings.append(f"{trace.path.name} was skipped: it holds {found}, whatever its name says")
+    return ranks
 
 
 def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[str]) -> list[_Rank]:
@@ -242,7 +249,7 @@ def _write(
         writer = _Writer(file, numbers, 0)
         for position, rank in enumerate(ranks):
             try:
-                base, events = _events(rank.path)
+                base, events = _events(rank.path, rank.part)
             except (OSError, Undecodable, ValueError, RecursionError, MemoryError) as fault:
                 # It could be read a moment ago.
                 raise NothingToMerge(f"{rank.path} changed while it was read: {fault}") from None
@@ -286,8 +293,10 @@ def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": f"process_{kind}", "pid": pid, "tid": 0, "ts": 0, "args": {key: value}}
 
 
-def _events(path: Path) -> tuple[int, Iterator[Any]]:
+def _events(path: Path, part: Part | None) -> tuple[int, Iterator[Any]]:
     """Base time and events of a trace, each decoded when it is its turn. Raises OSError, or ValueError for no JSON."""
+    if part is not None:
+        return nsys.events_of(path, part)
     text = read_text(path)
     try:
         top = msgspec.json.decode(text, type=_Top)

@@ -15,9 +15,9 @@ import msgspec
 
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report import sentences
-from megaprof.analysis.stages.advice import Verdict
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS, Call
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.version import __version__

@@ -14,15 +14,17 @@ from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.sentences import evidence
-from megaprof.analysis.stages.advice import judge
 from megaprof.analysis.stages.causes import OF_STEP
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
+from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.nsys import REPORT, SQLITE, find_nsys, is_nsys
 from megaprof.analysis.trace.pool import Progress
-from megaprof.analysis.trace.reading import read_all
+from megaprof.analysis.trace.reading import Source, read_all
 from megaprof.analysis.trace.traces import find_traces
+from megaprof.analysis.what_if.gains import with_gains
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.timeline import SUFFIX
 
@@ -66,17 +68,20 @@ def analyze(
     return Report(path, tuple(read), targets, tuple(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
 
 
-def _files(path: Path) -> tuple[list[Path], list[Path]]:
+def _files(path: Path) -> tuple[list[Source], list[Path]]:
     """Traces and timelines. Raises NothingToReport."""
     if path.is_file():
+        if is_nsys(path):
+            return list(find_nsys(path)), []
         return ([], [path]) if path.name.endswith(SUFFIX) else ([path], [])
     if not path.is_dir():
         raise NothingToReport(f"{path} does not exist")
-    traces, timelines = find_traces(path), find_timelines(path)
+    traces: list[Source] = [*find_traces(path), *find_nsys(path)]
+    timelines = find_timelines(path)
     if not traces and not timelines:
-        traces = _others(path)
+        traces = [*_others(path)]
     if not traces and not timelines:
-        kinds = f"*.pt.trace.json.gz or *.pt.trace.json, and no timeline (*{SUFFIX})"
+        kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE} or *{REPORT}, and no timeline (*{SUFFIX})"
         raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}")
     return traces, timelines
 
@@ -102,10 +107,19 @@ def _target(measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet]) 
     key = measured.target, measured.role, measured.sizes
     fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
     verdict = judge(measured)
+    causes = verdict.causes
     if fleet is not None:
-        kept = tuple(c for c in verdict.causes if not _was_waiting(c, measured, fleet))
-        verdict = replace(verdict, causes=(*_slow_ranks(fleet, kept), *kept))
+        kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
+        causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
+    verdict = replace(verdict, causes=with_gains(measured, causes, calls))
     return TargetReport(measured, verdict, what_if(measured, calls), fleet)
+
+
+def _unless_explained(causes: tuple[Cause, ...], measured: TargetStages) -> tuple[Cause, ...]:
+    """Without a slow stage for no known reason whose captured rank is slower than its peers."""
+    captured = {rank for stage in measured.stages for rank in stage.ranks}
+    explained = {cause.stage for cause in causes if cause.kind == "slow_rank" and cause.rank in captured}
+    return tuple(c for c in causes if c.kind != "unexplained" or c.stage not in explained)
 
 
 def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:

@@ -10,10 +10,10 @@ from typing import Literal
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
-from megaprof.analysis.stages.advice import Comparison, Verdict
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.verdict import Comparison, Verdict
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -53,7 +53,8 @@ def of_verdict(verdict: Verdict) -> Finding | None:
     if (found := verdict.comparison) is None:
         return None
     if found.outcome == "slow":
-        return Finding("slow_stage", "slow", f"Stage {found.stage} is slow: it {_compared(found)}.")
+        also = "".join(f" Stage {each.stage} is slow, too: it {_compared(each)}." for each in verdict.also_slow)
+        return Finding("slow_stage", "slow", f"Stage {found.stage} is slow: it {_compared(found)}.{also}")
     slowest = f"stage {found.stage} is the slowest and {_compared(found)}"
     if found.outcome == "within":
         text = f"No stage is slow: {slowest}; a stage is called slow when it is more than {EXCESS:.0%} above."
@@ -77,16 +78,20 @@ def _compared(found: Comparison) -> str:
 
 def of_cause(cause: Cause) -> Finding:
     """Why time is lost, and how much."""
-    costs = f"It costs {number(cause.excess_ms)} ms {cause.basis}."
+    if cause.gain_ms is None:
+        costs = f"It takes {number(cause.excess_ms)} ms {cause.basis}."
+    else:
+        costs = f"It costs {milliseconds(cause.gain_ms)} of the step."
     return Finding(cause.kind, "open", f"{sentence(cause.evidence)} {costs}")
 
 
 def of_what_if(found: WhatIf) -> Finding | None:
-    """Which layout to change to, with its flags, or that none is better."""
+    """Which rank to mend, which layout to change to, with its flags, or that none is better."""
     if found.advice is None:
         return None
-    flags = shlex.join(found.best.flags) if found.best else None
-    return Finding("layout", "fine" if found.best else "open", sentence(found.advice), flags)
+    if found.best is None or found.best.kind == "no_straggler":
+        return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice))
+    return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags))
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
@@ -114,8 +119,9 @@ def facts(measured: TargetStages) -> list[str]:
 def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
     """What is slow or gone in the whole run, the worst first; one finding that nothing is, where nothing is."""
     slow = (*_stragglers(fleet), *_slower_stages(fleet), *_synchronisation(fleet))
-    nothing = "No rank, stage or gradient synchronisation is lastingly slower than the others."
-    return (*(slow or (Finding("nothing_slow", "fine", nothing),)), *_steps(fleet), *_ended(fleet))
+    rest = (*_steps(fleet), *_ended(fleet))
+    nothing = "Over the run nothing became slower, and no rank is slower than its peers."
+    return (*(slow or (() if rest else (Finding("nothing_slow", "fine", nothing),))), *rest)
 
 
 def _stragglers(fleet: Fleet) -> Iterator[Finding]:
@@ -209,8 +215,16 @@ def _synchronisation(fleet: Fleet) -> Iterator[Finding]:
 
 
 def _steps(fleet: Fleet) -> Iterator[Finding]:
+    told = [
+        *(s.from_step for s in fleet.stragglers if not s.since_start),
+        *(s.until + 1 for s in fleet.stragglers if s.until is not None),
+        *(shift.step for stage in fleet.stages for shift in stage.shifts),
+        *(shift.step for shift in fleet.synchronisation.synchronisation_shifts),
+        *(shift.step for _, shift in fleet.synchronisation.stage_synchronisation),
+    ]
     for shift in fleet.times.step_shifts:
-        if shift.change > EXCESS:
+        # What became slower at that time is named already, with its own onset.
+        if shift.change > EXCESS and not any(_together(fleet, shift.step, step) for step in told):
             yield Finding("slow_step", "slow", f"The step {_went(fleet, shift)}.")
     if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
         drifted = percent(fleet.times.drift, sign=True)

@@ -67,7 +67,7 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
         findings.warn(f"{captured} captured, without {stages_in_words(missing)}; times between stages cover only those")
         findings.block(f"{captured} captured; {advice}")
     _check_same_job(calls, findings)
-    return _common_steps(calls, findings)
+    return _without_openings(_common_steps(calls, findings), findings)
 
 
 def comparable(step: list[Call]) -> Clocks:
@@ -157,6 +157,20 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
         findings.block("the stages report different numbers of microbatches")
     elif len({frozenset(each) for each in counts.values()}) > 1:
         findings.warn("the steps have different numbers of microbatches; times per step are averaged over all of them")
+
+
+def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
+    """Without the steps that begin with the opening of a tool, if there are others."""
+    opening = {(call.step, call.index) for call in calls if call.after_opening}
+    others = [call for call in calls if (call.step, call.index) not in opening]
+    if not opening or not others:
+        return calls
+    shown = ", ".join(str(step) for step, _ in sorted(opening)[:8])
+    findings.warn(
+        f"step{'s' if len(opening) > 1 else ''} {shown} left out: the first that nsys recorded after it was opened, "
+        "and ranks do not open it at once"
+    )
+    return others
 
 
 def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:

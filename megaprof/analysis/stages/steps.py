@@ -13,6 +13,9 @@ from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.intervals import Intervals, difference, intersection, intervals, total, union
 from megaprof.formats import ranges
 
+#: How far apart ranks may begin a step behind the opening of a tool, of the step, until that is told.
+_OPENED = 0.01
+
 UNMET = (
     "exposed pp cannot be split into waiting and transferring, so the bubble contains both: only one end of its "
     "exchanges is known"
@@ -106,6 +109,13 @@ def lay_out(step: Sequence[Call], findings: Findings) -> Step:
         for begin, end in [c.extent]
     ]
     bounds = min(begin for begin, _ in extents), max(end for _, end in extents)
+    apart = max(begin for begin, _ in extents) - bounds[0]
+    if clocks.one_clock and any(call.after_opening for call in step) and apart > _OPENED * (bounds[1] - bounds[0]):
+        findings.warn(
+            f"step {step[0].step} is the first that nsys recorded after it was opened: ranks began it "
+            f"{apart / 1e6:.3g} ms apart, and the bubble holds that (of several steps in one window, the "
+            "first is left out)"
+        )
     whole = not any(call.incomplete for call in step)
     length = bounds[1] - bounds[0] if clocks.one_clock else max(end - begin for begin, end in extents)
     return Step(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -85,6 +85,8 @@ class Call:
     """Nanoseconds of every pass through a module."""
     gpu: Attribution | None = field(compare=False, default=None)
     """What ran on the GPU; None where that was not captured."""
+    after_opening: bool = False
+    """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -122,7 +124,8 @@ def calls_of(trace: Trace) -> list[Call]:
         label, step = outer.name.label, outer.name.fields["step"]
         if step is None:
             continue
-        calls.append(_call(trace, outer, step, seen[label, step], exposed))
+        call = _call(trace, outer, step, seen[label, step], exposed)
+        calls.append(replace(call, after_opening=trace.after_opening and outer.start <= outermost[0].end))
         seen[label, step] += 1
     return calls
 
@@ -240,6 +243,8 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
         split["dp"] = total(finalize)
     if trace.timeline is not None:
         return _split_timeline(trace, split)
+    if not trace.knows_collectives:
+        return _split_unseen(trace, split)
     if sizes.pp > 1:
         split["pp"] = None
         reasons.append(
@@ -283,6 +288,21 @@ def _split_timeline(trace: Trace, split: dict[str, int | None]) -> tuple[dict[st
     if inside:
         split.update(dict.fromkeys(inside))
         reasons.append(f"exposed {', '.join(inside)} are in compute: a timeline does not look inside a microbatch")
+    if sizes.dp > 1:
+        reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
+    return split, reasons
+
+
+def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
+    """Ranges alone know gradient synchronisation only."""
+    sizes, reasons = trace.metadata.sizes, []
+    if sizes.pp > 1:
+        split["pp"] = None
+        reasons.append("exposed pp is not measured: ranges hold waiting and transfer in one, both are in the bubble")
+    inside = [group for group in ("tp", "ep", "cp") if getattr(sizes, group) > 1]
+    if inside:
+        split.update(dict.fromkeys(inside))
+        reasons.append(f"exposed {', '.join(inside)} are in compute: the file has ranges, but no collectives")
     if sizes.dp > 1:
         reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
     return split, reasons

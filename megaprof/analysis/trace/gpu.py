@@ -53,7 +53,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 }
 #: Communication kernels that bring no metadata: DeepEP's dispatch and combine, Transformer Engine's user buffers.
 _NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "userbuffers": "tp"}
-_BY_GROUP = -1
+BY_GROUP = -1
 _LONGEST = 1 << 61
 _NAME, _START, _DURATION = attrgetter("name"), attrgetter("ts"), attrgetter("dur")
 _CORRELATION = attrgetter("args.correlation")
@@ -94,22 +94,34 @@ def activities_of(
     spans, usable = spans_of(base, events)
     use = np.zeros(len(events), dtype=np.int8)
     use[: len(kernels)] = _uses(kernels, sizes)
-    launched, known = _launches(base, list(map(_CORRELATION, events)), launches)
-    kernel = (np.arange(len(events)) < len(kernels))[usable]
-    use, launched, known = use[usable], launched[usable], known[usable]
+    kernel = np.arange(len(events)) < len(kernels)
+    correlations = _numbers(list(map(_CORRELATION, events)))[usable]
+    launch_spans, launch_usable = spans_of(base, launches)
+    numbers = _numbers(list(map(_CORRELATION, launches)))[launch_usable]
+    return arranged(spans, use[usable], kernel[usable], correlations, numbers, launch_spans[:, 0])
+
+
+def arranged(
+    spans: Intervals,
+    use: npt.NDArray[np.int8],
+    kernel: npt.NDArray[np.bool_],
+    correlations: npt.NDArray[np.int64],
+    numbers: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+) -> Activities:
+    """Activities, a row each in the first four arrays, in order of their start, each with its launch: of the calls with
+    these correlation ``numbers`` and ``starts``."""
+    launched, known = _launches(correlations, numbers, starts)
     order = np.argsort(spans[:, 0], kind="stable")
     launched = np.where(known, np.minimum(launched, spans[:, 0]), spans[:, 0])
     return Activities(spans[order], launched[order], known[order], use[order], kernel[order])
 
 
 def _launches(
-    base: int, correlations: list[int], launches: Sequence[Event]
+    wanted: npt.NDArray[np.int64], numbers: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    wanted = _numbers(correlations)
-    spans, usable = spans_of(base, launches)
-    numbers = _numbers(list(map(_CORRELATION, launches)))[usable]
     order = np.argsort(numbers, kind="stable")
-    numbers, starts = numbers[order], spans[order, 0]
+    numbers, starts = numbers[order], starts[order]
     if not len(numbers):
         return np.zeros(len(wanted), dtype=np.int64), np.zeros(len(wanted), dtype=np.bool_)
     place = np.minimum(np.searchsorted(numbers, wanted), len(numbers) - 1)
@@ -124,11 +136,11 @@ def _numbers(values: list[int]) -> npt.NDArray[np.int64]:
 
 
 def _uses(kernels: Sequence[Event], sizes: object) -> list[int]:
-    by_name = _ByName()
+    by_name = ByName()
     uses = [by_name[name] for name in map(_NAME, kernels)]
     by_group: dict[str | None, int] = {}
     for number, use in enumerate(uses):
-        if use == _BY_GROUP:
+        if use == BY_GROUP:
             group = kernels[number].args.description
             if group not in by_group:
                 by_group[group] = USES.index(_axis(group, sizes))
@@ -136,12 +148,12 @@ def _uses(kernels: Sequence[Event], sizes: object) -> list[int]:
     return uses
 
 
-class _ByName(dict[str, int]):
-    """Index into `USES` by a kernel's name, `_BY_GROUP` for NCCL's; found once for each name."""
+class ByName(dict[str, int]):
+    """Index into `USES` by a kernel's name, `BY_GROUP` for NCCL's; found once for each name."""
 
     def __missing__(self, name: str) -> int:
         use = next((use for part, use in _NAMES.items() if part in name), "compute")
-        self[name] = index = _BY_GROUP if name.startswith("nccl") else USES.index(use)
+        self[name] = index = BY_GROUP if name.startswith("nccl") else USES.index(use)
         return index
 
 

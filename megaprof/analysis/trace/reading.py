@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.analysis.trace.calls import Call, calls_of
+from megaprof.analysis.trace.nsys import NsysFile, read_nsys
 from megaprof.analysis.trace.pool import Progress, each, processors, sizes_of
-from megaprof.analysis.trace.traces import UnreadableTrace, read_trace
+from megaprof.analysis.trace.traces import Trace, UnreadableTrace, read_trace
 from megaprof.formats.inputs import memory_left
 
 #: Bytes of files below which one process is quicker than several.
@@ -16,6 +17,9 @@ _WORTH_IT = 24 << 20
 #: Memory that reading takes for each byte of the file, compressed and plain.
 _COMPRESSED, _PLAIN = 100, 10
 _SHARE = 0.5
+
+Source = Path | NsysFile
+"""A trace of Kineto's, or a file of nsys's."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +34,31 @@ class Reading:
     """What must be known about it, and why there are no calls."""
 
 
-def read(path: Path) -> Reading:
+def read(source: Source) -> Reading:
     """Read one file; whatever it holds, nothing is raised."""
+    path = source.path if isinstance(source, NsysFile) else source
     try:
-        trace = read_trace(path)
+        traces = traces_in(source)
     except UnreadableTrace as fault:
         return Reading(path, (), (f"{path.name} was skipped: {fault.reason}",))
-    calls = tuple(calls_of(trace))
+    calls = tuple(call for trace in traces for call in calls_of(trace))
+    warnings = tuple(warning for trace in traces for warning in trace.warnings)
     if not calls:
         skipped = f"{path.name} was skipped: it holds no range of a whole step (megaprof/... step=...)"
-        return Reading(path, (), (*trace.warnings, skipped))
-    return Reading(path, calls, trace.warnings)
+        return Reading(path, (), (*warnings, skipped))
+    return Reading(path, calls, warnings)
 
 
-def read_all(paths: Sequence[Path], workers: int = 1, progress: Progress | None = None) -> Iterator[Reading]:
+def traces_in(source: Source) -> list[Trace]:
+    """What a file holds, whatever wrote it. Raises UnreadableTrace."""
+    return read_nsys(source) if isinstance(source, NsysFile) else [read_trace(source)]
+
+
+def read_all(sources: Sequence[Source], workers: int = 1, progress: Progress | None = None) -> Iterator[Reading]:
     """Read every file, in order. ``workers``: processes at most (`pool.each`); fewer are used where it does not pay or
     would not fit into memory."""
-    for done, reading in enumerate(each(read, paths, min(workers, _useful(paths))), 1):
+    paths = [source.path if isinstance(source, NsysFile) else source for source in sources]
+    for done, reading in enumerate(each(read, sources, min(workers, _useful(paths))), 1):
         if progress is not None:
             progress(done, len(paths))
         yield reading

@@ -63,8 +63,20 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Part:
+    """Where a trace stands in a file of several processes and windows."""
+
+    pid: int
+    """Its process."""
+    begin: int
+    """What was launched from then on belongs to it, in wall-clock nanoseconds, ..."""
+    end: int
+    """... until then."""
+
+
+@dataclass(frozen=True)
 class Trace:
-    """One readable file."""
+    """One readable file, or one window in it."""
 
     path: Path
     """The file."""
@@ -85,6 +97,12 @@ class Trace:
     """What must be known about the file."""
     timeline: str | None = None
     """For one that was made of a timeline, whose times they are: the ``host``'s or the ``device``'s."""
+    knows_collectives: bool = True
+    """Whether collectives would be in it; False for the host's side of Nsight Systems."""
+    after_opening: bool = False
+    """Whether its first step is the first that its tool recorded after it was opened, which ranks do not do at once."""
+    part: Part | None = None
+    """Where it stands in its file; None: it is the whole."""
 
 
 def find_traces(directory: Path) -> list[Path]:

@@ -21,7 +21,7 @@ EXPERTS = WorldLayout(ParallelSizes.of(64, tp=2, pp=2, ep=4))
 WARM_UP = Slow(from_step=0, until_step=4, factor=6)
 CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in range(49, 300, 50))
 
-NOTHING = "No rank, stage or gradient synchronisation is lastingly slower than the others."
+NOTHING = "Over the run nothing became slower, and no rank is slower than its peers."
 
 
 def fleet_of(directory: Path, layout: WorldLayout, **options: Any) -> Fleet:

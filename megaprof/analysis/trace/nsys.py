@@ -1,0 +1,500 @@
+"""Files of Nsight Systems, exported to SQLite, read back as the traces that they hold.
+
+One file may hold several processes and several windows of each: a `Trace` comes of every window. Times are wall-clock
+nanoseconds, ``utcEpochNs`` of the session plus an event's own, comparable between the ranks of one host. What a window
+is says its ``.nsys.json``, found by host, process and step; without one, what its ranges say, and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.trace.attribution import owners
+from megaprof.analysis.trace.decoding import Undecodable
+from megaprof.analysis.trace.gpu import BY_GROUP, OTHER, PP, USES, Activities, ByName, arranged
+from megaprof.analysis.trace.nsys_export import exported
+from megaprof.analysis.trace.tables import Tables, opened
+from megaprof.analysis.trace.traces import Part, Trace, TracedRange, UnreadableTrace
+from megaprof.formats import ranges
+from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
+from megaprof.formats.names import parse_artifact_name, sanitise
+from megaprof.formats.nsys import read_sidecar, sidecars
+from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
+
+SQLITE, REPORT = ".sqlite", ".nsys-rep"
+
+_LONGEST = 1 << 61
+#: Push/pop and start/end ranges, in `eventType`.
+_RANGE_EVENTS = "(59, 60)"
+_OURS = f"{ranges.PREFIX}*"
+_NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
+#: A capture range was opened for a window that begins this soon after the recording did.
+_OPENED_NS = 500_000_000
+_PROCESS = 0xFFFFFF
+_ACTIVITIES = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
+_COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
+_LAUNCHES = "CUPTI_ACTIVITY_KIND_RUNTIME"
+_FORWARD_ONLY = ("train_log_probs", "evaluate")
+_IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class NsysFile:
+    """A file to be read."""
+
+    path: Path
+    """The export, or a report that is exported first."""
+    sizes: ParallelSizes | None = None
+    """How many ways the job is parallel at least, where nothing but the ranges of its files says it."""
+
+
+def is_nsys(path: Path) -> bool:
+    """Whether a file's name is one of nsys's."""
+    return path.name.endswith((SQLITE, REPORT))
+
+
+def find_nsys(source: Path) -> list[NsysFile]:
+    """Every file of nsys's under a directory, or one file. A report counts where its export does not lie beside it.
+
+    Files without any ``.nsys.json`` beside them are looked into, for the sizes that all of them show together.
+    """
+    if source.is_file():
+        found = [source]
+    else:
+        found = [
+            Path(folder, name)
+            for folder, _, names in os.walk(source)
+            for name in names
+            if name.endswith((SQLITE, REPORT)) and not name.startswith(".")
+        ]
+    there = set(found)
+    paths = sorted(p for p in found if p.suffix == SQLITE or p.with_suffix(SQLITE) not in there or source.is_file())
+    bare = {folder for folder in {path.parent for path in paths} if next(sidecars(folder), None) is None}
+    sizes = _shown([path for path in paths if path.parent in bare])
+    return [NsysFile(path, sizes if path.parent in bare else None) for path in paths]
+
+
+def read_nsys(file: NsysFile) -> list[Trace]:
+    """Every window of ours in a file, in order of process and time. Raises UnreadableTrace, whatever the file holds."""
+    path = file.path
+    try:
+        with opened(exported(path)) as tables:
+            return _Reader(replace(file, path=exported(path)), tables).traces()
+    except Undecodable as fault:
+        raise UnreadableTrace(path, str(fault)) from None
+    except OSError as fault:
+        raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
+
+
+def events_of(path: Path, part: Part) -> tuple[int, Iterator[dict[str, Any]]]:
+    """The session's start and all events of one process in one window, as Chrome's format has them, read one after the
+    other. Raises Undecodable and OSError."""
+    with opened(path) as tables:
+        base = _epoch(tables)
+    return base, _events(path, base, part)
+
+
+def _events(path: Path, base: int, part: Part) -> Iterator[dict[str, Any]]:
+    with opened(path) as tables:
+        bounds = part.begin - base, part.end - base
+        queries = [("user_annotation", f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS", "globalTid")]
+        if tables.has(_LAUNCHES, *_COLUMNS_OF_LAUNCH, "nameId"):
+            queries.append(
+                ("cuda_runtime", f"SELECT start, end, globalTid, {_of('nameId')} FROM {_LAUNCHES}", "globalTid")
+            )
+        for table in (*_ACTIVITIES, *_COPIES):
+            if tables.has(table, *_COLUMNS, "streamId"):
+                name = _of("demangledName") if tables.has(table, "demangledName") else f"'{table.rpartition('_')[2]}'"
+                kind = "kernel" if table in _ACTIVITIES else "gpu_memcpy"
+                queries.append((kind, f"SELECT start, end, streamId, {name} FROM {table}", "globalPid"))
+        for kind, query, process in queries:
+            where = f" WHERE start >= ? AND start < ? AND ({process} >> 24) & {_PROCESS} = ? AND end >= start"
+            for start, end, thread, name in tables.rows(query + where, (*bounds, part.pid)):
+                if not (_time(start) and _time(end) and isinstance(thread, int) and isinstance(name, str)):
+                    continue
+                tid = thread & _PROCESS if process == "globalTid" else f"stream {thread}"
+                yield {
+                    **{"ph": "X", "cat": kind, "name": name, "pid": part.pid, "tid": tid},
+                    **{"ts": start / 1000, "dur": (end - start) / 1000},
+                }
+
+
+_COLUMNS = ("start", "end", "correlationId", "globalPid")
+_COLUMNS_OF_LAUNCH = ("start", "end", "correlationId", "globalTid")
+
+
+def _of(column: str) -> str:
+    return f"(SELECT value FROM StringIds WHERE id = {column})"
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One of our ranges as the file has it, in wall-clock nanoseconds."""
+
+    name: ranges.RangeName
+    start: int
+    end: int
+    pid: int
+    open: bool
+
+
+_start = attrgetter("start")
+
+
+class _Reader:
+    """One open file."""
+
+    def __init__(self, file: NsysFile, tables: Tables) -> None:
+        self._file = file
+        self._tables = tables
+        if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
+            raise Undecodable("it holds no NVTX ranges: it is no export of Nsight Systems', or nsys did not trace nvtx")
+        self._base = _epoch(tables)
+        self._host = _host(tables)
+        self._broken = 0
+        self._metadata: dict[Path, Metadata] = {}
+        self._said: list[str] = []
+
+    def traces(self) -> list[Trace]:
+        by_process: dict[int, list[_Row]] = {}
+        for row in self.rows():
+            by_process.setdefault(row.pid, []).append(row)
+        found = [
+            trace for pid, rows in sorted(by_process.items()) for trace in self._of_process(rows, len(by_process) == 1)
+        ]
+        if self._broken:
+            self._said.append(
+                f"{self._file.path.name}: {self._broken} rows with impossible times or types were left out"
+            )
+        if found and self._said:
+            found[0] = replace(found[0], warnings=(*self._said, *found[0].warnings))
+        return found
+
+    def rows(self) -> Iterator[_Row]:
+        """Every range of ours, in the order of the file."""
+        query = (
+            f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS WHERE eventType IN {_RANGE_EVENTS} AND "
+            "(text GLOB ? OR text IS NULL AND textId IN (SELECT id FROM StringIds WHERE value GLOB ?))"
+        )
+        last = None
+        for start, end, thread, text in self._tables.rows(query, (_OURS, _OURS)):
+            name = ranges.parse(text) if isinstance(text, str) else None
+            if name is None:
+                continue
+            is_open = end is None
+            if is_open:
+                last = self._last() if last is None else last
+                end = max(last, start) if isinstance(start, int) else None
+            if not (_time(start) and _time(end) and end >= start and isinstance(thread, int)):
+                self._broken += 1
+                continue
+            yield _Row(name, self._base + start, self._base + end, thread >> 24 & _PROCESS, is_open)
+
+    def _last(self) -> int:
+        """When the last range ended."""
+        for (last,) in self._tables.rows("SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"):
+            if _time(last):
+                return int(last)
+        return 0
+
+    def _of_process(self, rows: list[_Row], alone: bool) -> Iterator[Trace]:
+        rows.sort(key=lambda r: (r.start, -r.end))
+        windows = list(self._windows(rows, alone))
+        gpu: _Gpu | None = None
+        for number, (metadata, tops, warnings) in enumerate(windows):
+            pid = tops[0].pid
+            gpu = gpu or _Gpu.read(self._tables, self._base, pid)
+            begin = windows[number - 1][1][-1].end if number else -_LONGEST
+            end = windows[number + 1][1][0].start if number + 1 < len(windows) else _LONGEST
+            inside = tuple(TracedRange(r.name, r.start, r.end) for r in _within(rows, tops[0].start, tops[-1].end))
+            activities = gpu.between(begin, end, metadata, inside)
+            yield Trace(
+                path=self._file.path,
+                metadata=metadata,
+                ranges=inside,
+                has_kernels=activities is not None,
+                gpu=activities,
+                warnings=warnings,
+                knows_collectives=activities is not None,
+                after_opening=not number and 0 <= tops[0].start - self._base < _OPENED_NS,
+                part=Part(pid, begin, end),
+            )
+
+    def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[str, ...]]]:
+        """What each window is, its outermost ranges, and what must be known about it."""
+        reach, last = -_LONGEST, None
+        found: list[tuple[Path | None, Metadata, list[_Row]]] = []
+        for row in rows:
+            step = row.name.fields.get("step")
+            if step is None or step >= MOST_STEPS or row.end <= reach or row.start < reach:
+                continue
+            reach = row.end
+            path = self._sidecar(row, step)
+            if path is not None and path == last:
+                found[-1][2].append(row)
+            elif path is not None:
+                found.append((path, self._metadata[path], [row]))
+            elif (derived := self._derived(row, step, rows, alone)) is not None:
+                found.append((None, derived, [row]))
+            last = path
+        for path, metadata, tops in found:
+            within = _within(rows, tops[0].start, tops[-1].end)
+            if not metadata.truncated and _was_killed(tops, within):
+                metadata = replace(metadata, truncated=True, truncated_reason="the process ended inside it")
+            said = (
+                f"{self._file.path.name}: no .nsys.json of process {tops[0].pid} lies beside it for step "
+                f"{metadata.steps[0]}: its microbatches, layers and sizes are what its ranges show"
+            )
+            yield metadata, tops, () if path else (said,)
+
+    def _sidecar(self, row: _Row, step: int) -> Path | None:
+        """The ``.nsys.json`` of the window that holds a step's range: of this host and process."""
+        place = tuple(row.name.fields.get(axis) for axis in AXES)
+        for path in sidecars(self._file.path.parent):
+            name = parse_artifact_name(path.name)
+            if name is None or name.target != sanitise(row.name.label) or name.step > step:
+                continue
+            if tuple(getattr(name.place, axis) for axis in AXES) != place:
+                continue
+            metadata = self._read_sidecar(path)
+            if (
+                metadata is None
+                or metadata.target != row.name.label
+                or not metadata.steps[0] <= step <= metadata.steps[1]
+            ):
+                continue
+            if metadata.pid == row.pid and self._host in (None, metadata.host):
+                return path
+        return None
+
+    def _read_sidecar(self, path: Path) -> Metadata | None:
+        if path not in self._metadata:
+            try:
+                self._metadata[path] = read_sidecar(path)
+            except (OSError, ValueError) as fault:
+                if (said := f"{path.name} was skipped: {fault}") not in self._said:
+                    self._said.append(said)
+        return self._metadata.get(path)
+
+    def _derived(self, top: _Row, step: int, rows: list[_Row], alone: bool) -> Metadata | None:
+        """What the ranges alone say; None where they have no coordinates."""
+        place = {axis: top.name.fields.get(axis) for axis in AXES}
+        inside = _within(rows, top.start, top.end)
+        passes = [r.name for r in inside if r.name.label in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)]
+        chunks = 1 + max((name.fields.get("chunk") or 0 for name in passes), default=0)
+        known = {axis: number for axis, number in place.items() if number is not None and number < MOST}
+        if len(known) < len(AXES) or chunks > MOST:
+            return None
+        least = {axis: max(number + 1, getattr(self._file.sizes, axis, 1)) for axis, number in known.items()}
+        sizes = ParallelSizes(**least, vpp=chunks)
+        named = _IN_NAME.search(self._file.path.name) if alone else None
+        rank = int(named[1]) if named else _rank(known, sizes)
+        if rank >= MOST:
+            return None
+        microbatches = [number for name in passes if (number := name.fields.get("mb")) is not None]
+        count = max(microbatches) + 1 if microbatches else None
+        return Metadata(
+            target=top.name.label,
+            coords=RankCoords(rank=rank, sizes=sizes, **known),
+            steps=(step, step),
+            schedule="no_pipelining" if sizes.pp == 1 else "interleaved" if chunks > 1 else "1f1b",
+            forward_only=top.name.label in _FORWARD_ONLY,
+            microbatches=None if count is None or count > MOST else count,
+            chunks=tuple(_chunk(chunk, inside) for chunk in range(chunks)) if chunks <= 64 else (),
+            host=self._host,
+            pid=top.pid,
+        )
+
+
+def _within(rows: Sequence[_Row], start: int, end: int) -> list[_Row]:
+    """Those of some rows, in order of their start, that lie in a stretch of time."""
+    first, behind = bisect_left(rows, start, key=_start), bisect_right(rows, end, key=_start)
+    return [row for row in rows[first:behind] if row.end <= end]
+
+
+def _chunk(chunk: int, inside: Sequence[_Row]) -> ModelChunk:
+    """What a model chunk consists of, as far as module ranges in its first forward say it."""
+    forwards = (r for r in inside if r.name.label == ranges.FORWARD and r.name.fields.get("chunk") == chunk)
+    first = next(forwards, None)
+    modules = [r.name for r in _within(inside, first.start, first.end) if r.name.module] if first else []
+    if not modules:
+        return ModelChunk()
+    labels = [name.label for name in modules]
+    numbers = [name.fields.get("n") for name in modules if name.label == ranges.LAYER and "mtp" not in name.fields]
+    return ModelChunk(
+        embedding=ranges.EMBEDDING in labels,
+        layers=len(numbers),
+        layer_numbers=tuple(number if number is None or number < MOST else None for number in numbers),
+        mtp=labels.count(ranges.MTP_LAYER),
+        loss=ranges.OUTPUT_LAYER in labels,
+    )
+
+
+def _rank(place: dict[str, int], sizes: ParallelSizes) -> int:
+    """A number for a rank that nothing names: its own in Megatron's order, if these are the sizes."""
+    inner = place["dp"] + sizes.dp * place["pp"]
+    return place["tp"] + sizes.tp * (place["cp"] + sizes.cp * inner)
+
+
+def _was_killed(tops: Sequence[_Row], within: Sequence[_Row]) -> bool:
+    """Whether its ranges were still open when its process ended: they have no end, or all one end, that of the kill."""
+    last = tops[-1]
+    return any(r.open for r in within) or any(r.end == last.end for r in within if r is not last)
+
+
+class _Gpu:
+    """All GPU activities of one process."""
+
+    def __init__(self, activities: Activities, unnamed: npt.NDArray[np.bool_], send: npt.NDArray[np.bool_]) -> None:
+        self._all = activities
+        self._unnamed = unnamed
+        self._send = send
+
+    @classmethod
+    def read(cls, tables: Tables, base: int, pid: int) -> _Gpu:
+        kernels = [_table(tables, table, pid, named=True) for table in _ACTIVITIES]
+        copies = [_table(tables, table, pid, named=False) for table in _COPIES]
+        rows = np.concatenate(kernels + copies)
+        count = sum(map(len, kernels))
+        by_name, names = ByName(), _names(tables, np.unique(rows[:count, 3]))
+        use = np.zeros(len(rows), dtype=np.int8)
+        nccl = {number: by_name[name] == BY_GROUP for number, name in names.items()}
+        known = {number: OTHER if nccl[number] else by_name[name] for number, name in names.items()}
+        use[:count] = [known.get(number, 0) for number in rows[:count, 3].tolist()]
+        unnamed = np.zeros(len(rows), dtype=np.bool_)
+        unnamed[:count] = [nccl.get(number, False) for number in rows[:count, 3].tolist()]
+        send = np.zeros(len(rows), dtype=np.bool_)
+        sending = {number for number, name in names.items() if nccl[number] and "SendRecv" in name}
+        send[:count] = [number in sending for number in rows[:count, 3].tolist()]
+        launches = np.zeros((0, 3), dtype=np.int64)
+        if len(rows) and tables.has(_LAUNCHES, *_COLUMNS_OF_LAUNCH):
+            query = f"SELECT start, correlationId, 0 FROM {_LAUNCHES} WHERE (globalTid >> 24) & {_PROCESS} = ?"
+            launches = _array(tables.rows(query, (pid,)), 3)
+        order = np.argsort(rows[:, 0], kind="stable")
+        kernel = np.arange(len(rows)) < count
+        found = arranged(base + rows[:, :2], use, kernel, rows[:, 2], launches[:, 1], base + launches[:, 0])
+        return cls(found, unnamed[order], send[order])
+
+    def between(self, begin: int, end: int, metadata: Metadata, inside: Sequence[TracedRange]) -> Activities | None:
+        """What was launched from ``begin`` to ``end``, with its use; None where no kernel was."""
+        rows = (self._all.launched >= begin) & (self._all.launched < end)
+        if not (rows & self._all.kernel).any():
+            return None
+        found = Activities(
+            self._all.spans[rows],
+            self._all.launched[rows],
+            self._all.known[rows],
+            self._all.use[rows],
+            self._all.kernel[rows],
+        )
+        use = _by_elimination(found, self._unnamed[rows], self._send[rows], metadata, inside)
+        return replace(found, use=use)
+
+
+def _by_elimination(
+    gpu: Activities,
+    unnamed: npt.NDArray[np.bool_],
+    send: npt.NDArray[np.bool_],
+    metadata: Metadata,
+    inside: Sequence[TracedRange],
+) -> npt.NDArray[np.int8]:
+    """Whose communication an NCCL kernel is: nsys does not know its group, our ranges say where it was launched.
+
+    In an exchange it is the pipeline's. Elsewhere it is the only group's that there can be: a send and receive outside
+    an exchange is an all-to-all, of experts or of context parallelism; the pipeline's group has no other use in a pass.
+    """
+    use = gpu.use.copy()
+    exchanges = [r for r in inside if r.name.is_p2p]
+    passes = [r for r in inside if r.name.label in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)]
+    in_exchange = owners(gpu.launched, exchanges) >= 0
+    in_pass = owners(gpu.launched, passes) >= 0
+    use[unnamed & in_exchange] = PP
+    if metadata.version is None:  # the sizes are only what the ranges show
+        return use
+    possible = [
+        (unnamed & ~in_exchange & send, ("ep", "cp")),
+        (unnamed & ~in_exchange & ~send & in_pass, ("tp", "cp", "ep", "dp")),
+        (unnamed & ~in_exchange & ~send & ~in_pass, ("tp", "cp", "ep", "pp", "dp")),
+    ]
+    for rows, axes in possible:
+        there = [axis for axis in axes if getattr(metadata.sizes, axis) > 1]
+        if len(there) == 1:
+            use[rows] = USES.index(there[0])
+    return use
+
+
+def _table(tables: Tables, table: str, pid: int, *, named: bool) -> npt.NDArray[np.int64]:
+    """Start, end, correlation and name of every activity of a process; one whose times are impossible is left out."""
+    if not tables.has(table, *_COLUMNS):
+        return np.zeros((0, 4), dtype=np.int64)
+    name = "demangledName" if named and tables.has(table, "demangledName") else "-1"
+    query = f"SELECT start, end, correlationId, {name} FROM {table} WHERE (globalPid >> 24) & {_PROCESS} = ?"
+    found = _array(tables.rows(query, (pid,)), 4)
+    return found[found[:, 1] >= found[:, 0]]
+
+
+def _array(rows: Iterable[tuple[Any, ...]], width: int) -> npt.NDArray[np.int64]:
+    """Rows of whole numbers; what is missing counts as 0, and a row with anything else is left out."""
+    numbers = chain.from_iterable(
+        (0 if value is None else value for value in row)
+        for row in rows
+        if all(value is None or _time(value) for value in row)
+    )
+    return np.fromiter(numbers, dtype=np.int64).reshape(-1, width)
+
+
+def _names(tables: Tables, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
+    """Names by their number, of those that are asked for."""
+    wanted = set(numbers.tolist())
+    if not wanted or not tables.has("StringIds", "id", "value"):
+        return {}
+    rows = tables.rows("SELECT id, value FROM StringIds")
+    return {number: name for number, name in rows if number in wanted and isinstance(name, str)}
+
+
+def _epoch(tables: Tables) -> int:
+    """When the session began, in nanoseconds since the epoch."""
+    if tables.has("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
+        for (start,) in tables.rows("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME LIMIT 1"):
+            if _time(start):
+                return int(start)
+    raise Undecodable("it does not say when its session began (TARGET_INFO_SESSION_START_TIME)")
+
+
+def _host(tables: Tables) -> str | None:
+    if tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value"):
+        query = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname' LIMIT 1"
+        for (name,) in tables.rows(query):
+            if isinstance(name, str) and name:
+                return name
+    return None
+
+
+def _time(value: object) -> bool:
+    return isinstance(value, int) and -_LONGEST < value < _LONGEST
+
+
+def _shown(paths: Sequence[Path]) -> ParallelSizes | None:
+    """Sizes as large as the coordinates in the ranges of these files show."""
+    most = dict.fromkeys(AXES, 1)
+    for path in paths:
+        try:
+            with opened(exported(path)) as tables:
+                for row in _Reader(NsysFile(path), tables).rows():
+                    for axis in AXES:
+                        if (number := row.name.fields.get(axis)) is not None and number < MOST:
+                            most[axis] = max(most[axis], number + 1)
+        except (Undecodable, OSError):  # said when it is read
+            continue
+    return ParallelSizes(**most) if paths else None

@@ -1,0 +1,54 @@
+"""``.nsys-rep`` to SQLite, by the ``nsys`` of this machine: once, beside the report."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from megaprof.analysis.trace.decoding import Undecodable
+from megaprof.formats.inputs import open_input
+from megaprof.formats.names import temporary_path
+
+SQLITE = ".sqlite"
+_SECONDS = 600.0  # and more for large files
+_BYTES_A_SECOND = 500_000
+
+
+def exported(path: Path) -> Path:
+    """The SQLite export of a report; any other file is returned as it is.
+
+    An export beside the report is used where it is not older; otherwise nsys makes one, which appears whole.
+    Raises Undecodable, and OSError.
+    """
+    if path.suffix == SQLITE:
+        return path
+    final = path.with_suffix(SQLITE)
+    with open_input(path) as file:
+        report = os.fstat(file.fileno())
+    if final.exists() and final.stat().st_mtime >= report.st_mtime:
+        return final
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        raise Undecodable(f"nsys is not on PATH here: run 'nsys export --type sqlite {path.name}' where it is")
+    temporary = temporary_path(final)
+    command = [nsys, "export", "--type=sqlite", "--force-overwrite=true", f"--output={temporary}", str(path)]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS + report.st_size / _BYTES_A_SECOND,
+            check=False,
+        )
+        if done.returncode or not temporary.exists():
+            said = (done.stderr or done.stdout).decode("utf-8", "replace").split("\n")
+            why = next((line.strip() for line in reversed(said) if line.strip()), "it says nothing")
+            raise Undecodable(f"nsys export failed: {why[-200:]}")
+        os.replace(temporary, final)
+    except subprocess.TimeoutExpired:
+        raise Undecodable("nsys export did not end") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return final

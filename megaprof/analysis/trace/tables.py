@@ -1,0 +1,109 @@
+"""A SQLite file of any origin, opened so that it can do no harm.
+
+Read-only and immutable, without extensions; only plain tables are read, since a view or a virtual table is a program;
+a query that takes longer than a healthy file of this size needs is broken off; rows are counted before they are taken.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from megaprof.analysis.trace.decoding import Undecodable
+from megaprof.formats.inputs import most_bytes, open_input
+
+_MAGIC = b"SQLite format 3\0"
+#: Seconds that reading may take, and bytes for each second more. A healthy file is read at 100 MB/s and more.
+_SECONDS, _BYTES_A_SECOND = 60.0, 2_000_000
+_STEPS = 20_000  # of SQLite's virtual machine between two looks at the clock
+_LONGEST_VALUE = 8 << 20
+#: What a row takes in memory, at most.
+_ROW_BYTES = 400
+#: Of the hidden columns that `pragma table_xinfo` tells of, the computed ones.
+_COMPUTED = (2, 3)
+
+
+class Tables:
+    """The plain tables of one file. Every method raises Undecodable for what cannot be read."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        with _said():
+            listed = connection.execute(
+                "SELECT name, sql FROM sqlite_master WHERE type = 'table' LIMIT 10000"
+            ).fetchall()
+        self._plain = {
+            name for name, sql in listed if isinstance(sql, str) and sql[:14].upper().startswith("CREATE TABLE")
+        }
+        self._columns: dict[str, frozenset[str]] = {}
+
+    def columns(self, table: str) -> frozenset[str]:
+        """The names of a table's columns; none where there is no such plain table."""
+        if table not in self._columns:
+            found: list[Any] = []
+            if table in self._plain:
+                with _said():
+                    found = self._connection.execute(f'PRAGMA table_xinfo("{table}")').fetchall()
+            if any(row[6] in _COMPUTED for row in found):
+                raise Undecodable(f"its table {table} has computed columns, as no file of nsys's has")
+            self._columns[table] = frozenset(str(row[1]) for row in found)
+        return self._columns[table]
+
+    def has(self, table: str, *columns: str) -> bool:
+        """Whether there is such a plain table, with these columns."""
+        return bool(there := self.columns(table)) and there.issuperset(columns)
+
+    def rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query of ours, as many as fit into memory."""
+        most = most_bytes() // _ROW_BYTES
+        with _said(), closing(self._connection.execute(query, values)) as cursor:
+            for number, row in enumerate(cursor):
+                if number >= most:
+                    raise Undecodable(f"it has more than {most:,} rows to be read (see --max-input-mib)")
+                yield row
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Tables]:
+    """Open ``path``. Raises Undecodable, and OSError when it cannot be read."""
+    with open_input(path) as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise Undecodable("it is no SQLite file")
+        size = file.seek(0, 2)
+    with _said():
+        connection = sqlite3.connect(path.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
+    deadline = time.monotonic() + _SECONDS + size / _BYTES_A_SECOND
+    with closing(connection):
+        connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)
+        connection.text_factory = lambda text: text.decode("utf-8", "replace")
+        if hasattr(connection, "setlimit"):  # from Python 3.11
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE)
+        with _said():
+            for pragma in ("trusted_schema = OFF", "query_only = ON", "cell_size_check = ON", "mmap_size = 0"):
+                connection.execute(f"PRAGMA {pragma}")
+        yield Tables(connection)
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """A fault of SQLite's becomes one line."""
+    try:
+        yield
+    except sqlite3.OperationalError as fault:
+        if "interrupted" in str(fault):
+            raise Undecodable("reading it takes longer than any healthy file of its size does") from None
+        raise Undecodable(f"its database is damaged: {_line(fault)}") from None
+    except (sqlite3.Error, sqlite3.Warning) as fault:
+        raise Undecodable(f"its database is damaged: {_line(fault)}") from None
+    except (OverflowError, UnicodeError) as fault:
+        raise Undecodable(f"its database holds impossible values: {_line(fault)}") from None
+    except MemoryError:
+        raise Undecodable("it does not fit into memory") from None
+
+
+def _line(fault: Exception) -> str:
+    return " ".join(str(fault).split())[:200]

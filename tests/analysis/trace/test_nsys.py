@@ -1,0 +1,340 @@
+"""Nsight Systems' files: what a window in them is, and the same report as of a trace of Kineto's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sqlite3
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaprof.analysis.convert.merge import merge
+from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.trace.nsys import NsysFile, find_nsys, read_nsys
+from megaprof.analysis.trace.traces import UnreadableTrace
+from megaprof.cli import main
+from tests.analysis.exchanging import exchanging
+from tests.analysis.nsys_files import write_document, write_nsys
+from tests.analysis.scenarios import Scenario, write
+from tests.analysis.synthetic import TraceBuilder, chunk
+
+
+def as_nsys(directory: Path, out: Path) -> None:
+    """Every trace of a directory as a file of nsys's."""
+    for path in sorted(directory.glob("*.json.gz")):
+        document = json.loads(gzip.decompress(path.read_bytes()))
+        described = document["megaprof"]
+        trace = TraceBuilder(
+            pp=described["coords"]["pp"], step=described["steps"][0], target=described["target"],
+            coords=described["coords"], metadata=described,
+        )  # fmt: skip
+        write_document(document, out, trace)
+
+
+def edit(path: Path, *statements: str) -> Path:
+    with sqlite3.connect(path) as database:
+        for statement in statements:
+            database.execute(statement)
+    database.close()
+    return path
+
+
+def told(path: Path) -> str:
+    """Why a file cannot be read."""
+    with pytest.raises(UnreadableTrace) as fault:
+        read_nsys(NsysFile(path))
+    assert "\n" not in fault.value.reason
+    return fault.value.reason
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> Path:
+    """Two stages on one host, three microbatches, with metadata beside them."""
+    for trace in two_stages():
+        write_nsys(trace, tmp_path)
+    return tmp_path
+
+
+def two_stages() -> list[TraceBuilder]:
+    traces = exchanging([0.0, 0.0], hosts=["node-1", "node-1"])
+    for trace in traces:
+        trace.events[-1]["dur"] += 10  # no range ends with the step's
+    return traces
+
+
+class TestTheSameReport:
+    @pytest.mark.parametrize(
+        "scenario",
+        [
+            Scenario("layers", layers=(6, 4, 4), microbatches=4),
+            Scenario("interleaved", layers=((2, 3), (2, 2)), microbatches=4),
+            Scenario("experts", layers=(3, 3), microbatches=4, exposed={"ep": 0.1}),
+            Scenario("heads", layers=(3, 3), microbatches=4, exposed={"cp": 0.1}, transfer=1.0),
+            Scenario("tail", layers=(3, 3), microbatches=4, tail=9.0, dp=2, steps=2),
+            Scenario("idle", layers=(3, 3), microbatches=4, idle=0.3),
+            Scenario("hosts", layers=(3, 3), microbatches=4, apart=True),
+        ],
+        ids=lambda scenario: scenario.name,
+    )
+    def test_as_of_a_trace(self, scenario: Scenario, tmp_path: Path) -> None:
+        """The ranges, kernels and launches of a GPU job, once as Kineto's files and once as nsys's, which know no
+        process groups: every number is the same."""
+        write(scenario, tmp_path / "kineto")
+        as_nsys(tmp_path / "kineto", tmp_path / "nsys")
+        kineto, nsys = (analyze(tmp_path / kind).to_json() for kind in ("kineto", "nsys"))
+        if scenario.name == "tail":  # behind the passes it may be an embedding's, and nsys does not say
+            for report in (kineto, nsys):
+                for stage in report["targets"][0]["stages"]:
+                    assert (stage["dp_tail_ms"] > 0) == (report is kineto)
+            assert any("none of Megatron's names" in w for w in nsys["targets"][0]["warnings"])
+        else:
+            assert nsys == kineto
+
+    def test_on_a_cpu_without_collectives(self, stages: Path) -> None:
+        report = analyze(stages).to_json()
+        (target,) = report["targets"]
+        assert (target["step_time_ms"], target["microbatches"]) == (pytest.approx(23.4, abs=3), 3)
+        assert [stage["exposed_ms"]["pp"] for stage in target["stages"]] == [None, None]
+        assert report["warnings"] == []
+        assert any("ranges hold waiting and transfer in one" in warning for warning in target["warnings"])
+
+    def test_no_zero_stands_for_collectives_that_are_not_there(self, tmp_path: Path) -> None:
+        trace = TraceBuilder(sizes={"tp": 2, "dp": 2}, microbatches=1)
+        trace.call(0, 40)
+        trace.forward(0, 0, 10)
+        trace.backward(0, 10, 20)
+        trace.event("megaprof/finalize_grads", 30, 5)
+        write_nsys(trace, tmp_path)
+        (target,) = analyze(tmp_path).to_json()["targets"]
+        exposed = target["stages"][0]["exposed_ms"]
+        assert (exposed["tp"], exposed["dp"], exposed["ep"]) == (None, 5, 0)
+        assert any("exposed tp are in compute" in warning for warning in target["warnings"])
+
+    def test_diff_and_the_command_line(self, stages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        first = sorted(stages.glob("*.sqlite"))[0]
+        assert main(["diff", str(stages), str(stages), "--json"]) == 0
+        assert main(["report", str(first), "--json", "-"]) == 0
+        assert "1 of 2 stages captured" in capsys.readouterr().out
+
+    def test_merged_onto_one_timeline(self, stages: Path, tmp_path: Path) -> None:
+        merged = merge(stages, tmp_path / "m.json")
+        assert (merged.ranks, merged.arrows) == ((0, 1), 6)
+        events = json.loads((tmp_path / "m.json").read_text())["traceEvents"]
+        forwards = [event for event in events if event["name"] == "megaprof/forward mb=0 chunk=0"]
+        assert [(event["pid"], event["dur"]) for event in forwards] == [(1, 2000.0), (2, 2000.0)]
+
+
+class TestWithoutMetadata:
+    def test_ranges_say_what_they_can(self, tmp_path: Path) -> None:
+        for trace in two_stages():
+            trace.event("megaprof/layer n=4", trace.events[-2]["ts"] / 1000, 0.01)
+            write_nsys(trace, tmp_path, sidecar=False)
+        report = analyze(tmp_path).to_json()
+        (target,) = report["targets"]
+        assert (target["sizes"]["pp"], target["microbatches"], target["schedule"]) == (2, 3, "1f1b")
+        assert [stage["ranks"] for stage in target["stages"]] == [[0], [1]]
+        assert len([warning for warning in report["warnings"] if "no .nsys.json of process 7" in warning]) == 2
+
+    def test_communication_belongs_to_nobody(self, tmp_path: Path) -> None:
+        """The sizes are a guess then, and no group may be concluded from them."""
+        write(Scenario("experts", layers=(3, 3), microbatches=4, exposed={"ep": 0.2}), tmp_path / "kineto")
+        as_nsys(tmp_path / "kineto", tmp_path / "nsys")
+        for path in (tmp_path / "nsys").glob("*.json"):
+            path.unlink()
+        (target,) = analyze(tmp_path / "nsys").to_json()["targets"]
+        assert all(stage["exposed_ms"]["ep"] == 0 for stage in target["stages"])
+        assert any("none of Megatron's names" in warning for warning in target["warnings"])
+
+    def test_metadata_of_another_process_are_not_taken(self, stages: Path) -> None:
+        for path in stages.glob("*.nsys.json"):
+            path.write_text(path.read_text().replace('"pid": 7', '"pid": 8'))
+        assert any("no .nsys.json of process 7" in warning for warning in analyze(stages).warnings)
+
+    def test_damaged_metadata_are_said(self, stages: Path) -> None:
+        for path in stages.glob("*.nsys.json"):
+            path.write_text("[" * 100_000)
+        assert any("nsys.json was skipped: it is nested too deeply" in w for w in analyze(stages).warnings)
+
+
+class TestWindows:
+    def test_several_windows_and_processes_in_one_file(self, tmp_path: Path) -> None:
+        for step, pid in ((5, 7), (6, 7), (5, 8)):
+            trace = TraceBuilder(step=step, microbatches=1, metadata={"pid": pid}, coords={"rank": pid - 7})
+            trace.pp, trace.sizes = 0, {"dp": 2}
+            trace.coords["dp"] = pid - 7
+            begin = 100.0 * step
+            trace.event(f"megaprof/train_actor step={step} pp=0 tp=0 cp=0 ep=0 dp={pid - 7}", begin, 50)
+            trace.forward(0, begin + 1, 10)
+            trace.backward(0, begin + 20, 10)
+            write_nsys(trace, tmp_path, name="all.sqlite")
+        traces = read_nsys(*find_nsys(tmp_path))
+        assert [(t.metadata.pid, t.metadata.steps, len(t.ranges)) for t in traces] == [
+            (7, (5, 5), 3),
+            (7, (6, 6), 3),
+            (8, (5, 5), 3),
+        ]
+        assert {trace.metadata.coords.dp for trace in traces} == {0, 1}
+
+    def test_a_window_of_several_steps_leaves_the_first_one_out(self, tmp_path: Path) -> None:
+        trace = TraceBuilder(microbatches=1, metadata={"steps": [5, 7]})
+        for step in (5, 6, 7):
+            trace.call(100.0 * step - 499, 50, step=step)
+            trace.forward(0, 100.0 * step - 498, 10 * (1 + (step == 5)))
+            trace.backward(0, 100.0 * step - 470, 10)
+        write_nsys(trace, tmp_path, earlier=0.001)
+        (target,) = analyze(tmp_path).targets
+        assert target.measured.steps == (6, 7)
+        assert any("step 5 left out: the first that nsys recorded" in w for w in target.measured.warnings)
+
+    def test_the_opening_of_a_capture_range_is_marked(self, tmp_path: Path) -> None:
+        for trace in two_stages():
+            if trace.pp == 1:
+                trace.events[-1]["ts"] += 1000  # its step begins one millisecond later
+                trace.events[-1]["dur"] -= 1000
+            write_nsys(trace, tmp_path, earlier=0.001)
+        (target,) = analyze(tmp_path).targets
+        assert any("ranks began it 1 ms apart, and the bubble holds that" in w for w in target.measured.warnings)
+
+    def test_a_killed_process_leaves_a_truncated_window(self, stages: Path) -> None:
+        """nsys ends what was open when the process was killed, all at once."""
+        path = sorted(stages.glob("*.sqlite"))[0]
+        ((kill,),) = query(path, "SELECT MAX(end) - 3000000 FROM NVTX_EVENTS")
+        edit(
+            path,
+            f"DELETE FROM NVTX_EVENTS WHERE start > {kill}",
+            f"UPDATE NVTX_EVENTS SET end = {kill} WHERE end > {kill}",
+        )
+        (trace,) = read_nsys(NsysFile(path))
+        assert trace.metadata.truncated
+        (target,) = analyze(stages).targets
+        assert any("closed early (the process ended inside it)" in w for w in target.measured.warnings)
+
+    def test_a_range_without_an_end_is_open_too(self, stages: Path) -> None:
+        path = sorted(stages.glob("*.sqlite"))[0]
+        edit(path, "UPDATE NVTX_EVENTS SET end = NULL WHERE start = (SELECT MAX(start) FROM NVTX_EVENTS)")
+        assert read_nsys(NsysFile(path))[0].metadata.truncated
+
+
+def query(path: Path, statement: str) -> list[tuple[int, ...]]:
+    with sqlite3.connect(path) as database:
+        found = database.execute(statement).fetchall()
+    database.close()
+    return found
+
+
+class TestRefused:
+    def test_what_is_no_export(self, tmp_path: Path) -> None:
+        text = tmp_path / "a.sqlite"
+        text.write_text("no database")
+        assert told(text) == "it is no SQLite file"
+        other = edit(tmp_path / "b.sqlite", "CREATE TABLE runs (id INTEGER)")
+        assert "it holds no NVTX ranges" in told(other)
+        assert "no regular file" in told(tmp_path)
+
+    def test_a_directory_of_nothing_else(self, tmp_path: Path) -> None:
+        edit(tmp_path / "mlflow.sqlite", "CREATE TABLE runs (id INTEGER)")
+        with pytest.raises(NothingToReport, match="it holds no NVTX ranges"):
+            analyze(tmp_path)
+
+    def test_a_damaged_file(self, stages: Path) -> None:
+        path = sorted(stages.glob("*.sqlite"))[0]
+        data = bytearray(path.read_bytes())
+        data[4096:] = b"\xff" * (len(data) - 4096)
+        path.write_bytes(data)
+        assert "its database is damaged" in told(path)
+
+    def test_a_view_is_a_program_and_is_not_run(self, stages: Path) -> None:
+        path = sorted(stages.glob("*.sqlite"))[0]
+        endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS start FROM n"
+        edit(path, "ALTER TABLE NVTX_EVENTS RENAME TO hidden", f"CREATE VIEW NVTX_EVENTS AS {endless}")
+        assert "it holds no NVTX ranges" in told(path)
+
+    def test_computed_columns(self, tmp_path: Path) -> None:
+        path = edit(
+            tmp_path / "x.sqlite",
+            "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, globalTid INTEGER, "
+            "textId INTEGER, text TEXT AS (hex(zeroblob(900000000))))",
+        )
+        assert "computed columns" in told(path)
+
+    def test_a_query_that_never_ends(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megaprof.analysis.trace import tables
+
+        path = sorted(stages.glob("*.sqlite"))[0]
+        numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100000)"
+        edit(path, f"INSERT INTO StringIds {numbers} SELECT i + 1000, 'x' FROM n")
+        monkeypatch.setattr(tables, "_SECONDS", -1e9)
+        assert "takes longer than any healthy file" in told(path)
+
+    def test_more_rows_than_fit(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from megaprof.analysis.trace import tables
+
+        monkeypatch.setattr(tables, "_ROW_BYTES", 1 << 50)
+        assert "more than 0 rows" in told(sorted(stages.glob("*.sqlite"))[0])
+
+    def test_values_of_other_types_are_counted(self, stages: Path) -> None:
+        path = sorted(stages.glob("*.sqlite"))[0]
+        edit(path, "UPDATE NVTX_EVENTS SET start = 'early' WHERE start = (SELECT MAX(start) FROM NVTX_EVENTS)")
+        (trace,) = read_nsys(NsysFile(path))
+        assert any("1 rows with impossible times or types" in warning for warning in trace.warnings)
+
+    def test_nothing_is_written_and_no_journal_is_left(self, stages: Path) -> None:
+        before = {path.name: path.read_bytes() for path in stages.iterdir()}
+        analyze(stages)
+        assert {path.name: path.read_bytes() for path in stages.iterdir()} == before
+
+
+class TestReports:
+    """``.nsys-rep``, by an nsys that only does what ``nsys export`` is asked for."""
+
+    @pytest.fixture
+    def nsys(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        tool = tmp_path / "bin" / "nsys"
+        tool.parent.mkdir()
+        tool.write_text(
+            '#!/bin/sh\necho "$@" >> "$0.log"\nfor last; do :; done\n'
+            'for arg; do case "$arg" in --output=*) cp "$last" "${arg#--output=}";; esac; done\n'
+        )
+        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+        return tool
+
+    def test_a_report_is_exported_once(self, nsys: Path, tmp_path: Path) -> None:
+        job = tmp_path / "job"
+        for trace in two_stages():
+            write_nsys(trace, job)
+        for path in list(job.glob("*.sqlite")):
+            path.rename(path.with_suffix(".nsys-rep"))
+        first = analyze(job).to_json()
+        assert len(first["targets"]) == 1
+        assert analyze(job).to_json() == first
+        assert len(nsys.with_name("nsys.log").read_text().splitlines()) == 2
+        assert len(list(job.glob("*.sqlite"))) == 2
+        assert not list(job.glob(".*"))
+
+    def test_nsys_is_needed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "a.nsys-rep"
+        path.write_text("x")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        assert "nsys is not on PATH here: run 'nsys export --type sqlite a.nsys-rep'" in told(path)
+
+    def test_an_export_that_fails_leaves_nothing(self, nsys: Path, tmp_path: Path) -> None:
+        path = tmp_path / "job" / "a.nsys-rep"
+        path.parent.mkdir()
+        path.write_text("x")
+        nsys.write_text("#!/bin/sh\necho 'no such thing' >&2\nexit 1\n")
+        assert told(path) == "nsys export failed: no such thing"
+        assert [each.name for each in path.parent.iterdir()] == ["a.nsys-rep"]
+
+
+def test_annotations_in_a_window_are_kept(tmp_path: Path) -> None:
+    trace = TraceBuilder(microbatches=1, chunks=[chunk(2)])
+    trace.call(0, 40)
+    trace.forward(0, 0, 10)
+    trace.event("megaprof/role/ref", 12, 3)
+    write_nsys(replace(trace), tmp_path)
+    (read,) = read_nsys(*find_nsys(tmp_path))
+    assert [r.name.label for r in read.ranges] == ["train_actor", "forward", "role/ref"]
