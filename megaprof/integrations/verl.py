@@ -267,8 +267,9 @@ def _send_step(arguments: Mapping[str, Any]) -> Facts:
 def _sent_with(data: Any) -> int | None:
     """The trainer's step that came with a batch, None where it did not."""
     for carried in (getattr(data, "meta_info", None), getattr(data, "extra_info", None), data):
-        if _SENT in getattr(carried, "keys", tuple)():
-            step = carried.get(_SENT)
+        get = getattr(carried, "get", None)
+        step = None if get is None else get(_SENT, None)
+        if step is not None:
             return int(getattr(step, "data", step))  # a tensordict wraps what is no tensor
     return None
 
