@@ -24,6 +24,7 @@ from megaprof.analysis.trace.nsys import REPORT, SQLITE, find_nsys, is_nsys
 from megaprof.analysis.trace.pool import Progress
 from megaprof.analysis.trace.reading import Source, read_all
 from megaprof.analysis.trace.traces import find_traces
+from megaprof.analysis.what_if.gains import with_gains
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.timeline import SUFFIX
 
@@ -106,10 +107,19 @@ def _target(measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet]) 
     key = measured.target, measured.role, measured.sizes
     fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
     verdict = judge(measured)
+    causes = verdict.causes
     if fleet is not None:
-        kept = tuple(c for c in verdict.causes if not _was_waiting(c, measured, fleet))
-        verdict = replace(verdict, causes=(*_slow_ranks(fleet, kept), *kept))
+        kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
+        causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
+    verdict = replace(verdict, causes=with_gains(measured, causes, calls))
     return TargetReport(measured, verdict, what_if(measured, calls), fleet)
+
+
+def _unless_explained(causes: tuple[Cause, ...], measured: TargetStages) -> tuple[Cause, ...]:
+    """Without a slow stage for no known reason whose captured rank is slower than its peers."""
+    captured = {rank for stage in measured.stages for rank in stage.ranks}
+    explained = {cause.stage for cause in causes if cause.kind == "slow_rank" and cause.rank in captured}
+    return tuple(c for c in causes if c.kind != "unexplained" or c.stage not in explained)
 
 
 def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
@@ -124,7 +134,7 @@ def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
                 evidence=evidence(fleet, each),
                 threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
                 f"{LASTING_STEPS} steps",
-                excess_ms=each.own_ms - each.peers_ms,
+                excess_ms=(each.own_ms - each.peers_ms) * (1.0 if each.share is None else each.share),
                 basis="per step, compared with its peers",
             )
 

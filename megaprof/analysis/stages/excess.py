@@ -64,9 +64,9 @@ def _by_flags(
         if beyond > EXCESS * mean and not _in_one_pass(own, usual, _one_each, flagged):
             held = counted(len(flagged), "chunk")
             evidence = (
-                f"{reason}; its {held if len(flagged) > 1 else 'chunk'} with {_and(own.extras)} takes "
-                f"{number(own.quick_of(chunk.chunk for chunk in flagged))} ms per microbatch, a chunk without takes "
-                f"{number(one)} ms, as measured on {stages_in_words(plain)}"
+                f"{reason}; on stage {own.stage.pp} {held if len(flagged) > 1 else 'the chunk'} with "
+                f"{_and(own.extras)} takes {number(own.quick_of(chunk.chunk for chunk in flagged))} ms per microbatch, "
+                f"a chunk without takes {number(one)} ms, as measured on {stages_in_words(plain)}"
             )
             return (_beside(own, evidence, min(beyond, excess), mean),)
     return _residue(own, usual, _one_each, excess, mean, reason)
@@ -112,8 +112,9 @@ def _by_plain_layers(
             causes += _residue(own, usual, _layers_of, min(beyond, excess), mean, facts)
         else:
             evidence = (
-                f"besides {_count(own)} it holds {_and(own.extras)}, which takes {number(beyond)} ms per microbatch; a "
-                f"layer takes {number(layer)} ms, as measured on {stages_in_words(plain)}"
+                f"besides {_count(own)} stage {own.stage.pp} holds {_and(own.extras)}, which takes "
+                f"{number(beyond)} ms per microbatch; a layer takes {number(layer)} ms, as measured on "
+                f"{stages_in_words(plain)}"
             )
             causes.append(_beside(own, evidence, min(beyond, excess), mean))
     return tuple(causes) or _residue(own, usual, _layers_of, excess, mean, facts)
@@ -136,15 +137,17 @@ def _residue(
     """One chunk of the stage, one kind of pass, about one forward more in the backward; or unexplained."""
     stage = own.stage.pp
     if (chunk := _in_one_chunk(own, usual, weight)) is not None:
-        took, expected = own.quick_of([chunk]), own.quick_of([chunk]) - _more(own, usual, weight, [chunk])
+        took, more = own.quick_of([chunk]), _more(own, usual, weight, [chunk])
         evidence = (
             f"of the {len(own.stage.chunks)} chunks of stage {stage} only chunk {chunk} is slow: it takes "
-            f"{number(took)} ms per microbatch, as much on the other stages takes {number(expected)} ms"
+            f"{number(took)} ms per microbatch, as much on the other stages takes {number(took - more)} ms"
         )
-        return (_named("slow_chunk", own, evidence, excess, "the other chunks hold less than a quarter of the excess"),)
+        return (
+            _beyond("slow_chunk", own, evidence, more, f"other chunks hold less than {_ELSEWHERE:.0%} of the excess"),
+        )
     if (kind := _in_one_pass(own, usual, weight, own.stage.chunks)) is None:
         return (_unexplained(own, excess, facts),)
-    every = [chunk.chunk for chunk in own.stage.chunks]
+    every = [each.chunk for each in own.stage.chunks]
     took, more = own.quick_of(every, kind), _more(own, usual, weight, every, kind)
     forward = own.quick_of(every, ranges.FORWARD)
     compared = f"{number(took)} ms per microbatch instead of {number(took - more)} ms"
@@ -155,9 +158,9 @@ def _residue(
             "stage seems to recompute activations and the others do not"
         )
         threshold = f"the excess is in backwards alone and differs from a forward by less than {PER_LAYER:.0%}"
-        return (_named("recomputation", own, evidence, excess, threshold),)
+        return (_beyond("recomputation", own, evidence, more, threshold),)
     evidence = f"only the {kind}s of stage {stage} are slow: they take {compared}, its {other} take what they should"
-    return (_named(_NAMES[kind], own, evidence, excess, f"{other} hold less than {_ELSEWHERE:.0%} of the excess"),)
+    return (_beyond(_NAMES[kind], own, evidence, more, f"{other} hold less than {_ELSEWHERE:.0%} of the excess"),)
 
 
 def _in_one_chunk(own: Load, usual: Sequence[Load], weight: _Weight) -> int | None:
@@ -220,6 +223,11 @@ def _named(kind: str, own: Load, evidence: str, part: float, threshold: str) -> 
     return Cause(kind=kind, stage=own.stage.pp, evidence=evidence, threshold=threshold, excess_ms=part)
 
 
+def _beyond(kind: str, own: Load, evidence: str, more: float, threshold: str) -> Cause:
+    basis = "per microbatch, compared with what as much takes on the other stages"
+    return Cause(kind=kind, stage=own.stage.pp, evidence=evidence, threshold=threshold, excess_ms=more, basis=basis)
+
+
 def _beside(own: Load, evidence: str, part: float, mean: float) -> Cause:
     threshold = f"more than {EXCESS:.0%} of the average over stages ({number(mean)} ms)"
     return _named("embedding_or_loss", own, evidence, part, threshold)
@@ -252,9 +260,11 @@ def _layer_facts(own: Load, others: Sequence[Load]) -> str:
     times = _interval([_per_layer(load) for load in plain], number)
     per_layer = number(_per_layer(own))
     where = stages_in_words(load.stage.pp for load in plain)
+    against = _interval([_layers(load) for load in others], str)
+    elsewhere = f"the same per layer on {where}" if per_layer == times else f"{times} ms on {where}"
     return (
-        f"{_count(own)} against {_interval([_layers(load) for load in others], str)}: {per_layer} ms per layer in the "
-        "quickest microbatch, " + (f"the same per layer on {where}" if per_layer == times else f"{times} ms on {where}")
+        f"stage {own.stage.pp} holds {_count(own)} against {against}: {per_layer} ms per layer in the quickest "
+        f"microbatch, {elsewhere}"
     )
 
 

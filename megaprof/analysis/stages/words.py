@@ -81,8 +81,10 @@ def ranks(numbers: Sequence[int], most: int = 8) -> str:
 
 
 def steps(numbers: Sequence[int]) -> str:
-    """``step 3``, ``steps 2, 5``, ``steps 3-9``."""
-    return _plural("step", numbers, 8)
+    """``step 3``, ``steps 2, 5``, ``steps 3-9``; of more than three parts ``12 steps from 3 to 40``."""
+    if len(spans(numbers).split(", ")) > 3:
+        return f"{len(numbers)} steps from {min(numbers)} to {max(numbers)}"
+    return _plural("step", numbers)
 
 
 def _plural(noun: str, numbers: Sequence[int], most: int | None = None) -> str:
