@@ -144,7 +144,7 @@ def test_a_layout_that_was_predicted_stands_beside_what_came_of_it(tmp_path):
     assert only(compare(before, slower)).prediction.inside is False
     sink = io.StringIO()
     show_diff(compare(before, slower), Console(file=sink, width=200))
-    assert "4+4 layers: predicted 1.2" in sink.getvalue()
+    assert "4+4 layers: predicted 1.4" in sink.getvalue()
     assert "outside its uncertainty" in sink.getvalue()
 
 
