@@ -203,7 +203,7 @@ def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
         synchronisation = _synchronisation(groups, rows, buckets, floor)
         stragglers += [
             *slow_groups(ranks, groups, rows, buckets, floor),
-            *late_ranks(ranks, matrix_of(ranks, "finalize", buckets), step_ms, buckets, stragglers),
+            *late_ranks(ranks, matrix_of(ranks, "finalize", buckets), compute, step_ms, buckets, stragglers),
         ]
     return Fleet(
         key=key,

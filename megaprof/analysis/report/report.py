@@ -134,7 +134,7 @@ def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
                 evidence=evidence(fleet, each),
                 threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
                 f"{LASTING_STEPS} steps",
-                excess_ms=each.own_ms - each.peers_ms,
+                excess_ms=(each.own_ms - each.peers_ms) * (1.0 if each.share is None else each.share),
                 basis="per step, compared with its peers",
             )
 

@@ -143,14 +143,28 @@ def _computes_longer(fleet: Fleet, s: Straggler) -> str:
     others = f"the {counted(s.peers, 'other such group')} of the stage" if several else alone
     waiting = ", which wait for each other inside a microbatch," if several else ""
     slower = f"{percent(s.factor - 1)} slower than" if s.factor < 2 else f"{s.factor:.1f} times as slow as"
+    if s.share is not None:
+        return (
+            f"{ranks(s.ranks)} ({_where(s)}){waiting} {'are' if several else 'is'} slow again and again: {slower} "
+            f"{others} in {percent(s.share)} of the steps, first in step {s.from_step}, last in step {s.last_step}, "
+            f"computing {milliseconds(s.own_ms)} in such a step instead of {milliseconds(s.peers_ms)}"
+            f"{_unseen(fleet, s)}"
+        )
     grown = ""
     if not s.since_start:
         changes = (c for c in fleet.times.step_shifts if c.change > 0 and _together(fleet, c.step, s.from_step))
         grown = next((f"; the step takes {percent(c.change)} longer since then" for c in changes), "")
     return (
         f"{ranks(s.ranks)} ({_where(s)}){waiting} {verb} {slower} {others} {_when_slow(fleet, s)}, computing "
-        f"{milliseconds(s.own_ms)} per step instead of {milliseconds(s.peers_ms)}{grown}"
+        f"{milliseconds(s.own_ms)} per step instead of {milliseconds(s.peers_ms)}{grown}{_unseen(fleet, s)}"
     )
+
+
+def _unseen(fleet: Fleet, s: Straggler) -> str:
+    if not s.unseen:
+        return ""
+    axes = "- or ".join(axis for axis in ("tp", "cp", "ep") if getattr(fleet.key.sizes, axis) > 1)
+    return f"; it may as well be one of the {axes} peers {spans(s.unseen, _MOST)}, which have no timeline"
 
 
 def _slow_group(fleet: Fleet, s: Straggler) -> str:
@@ -165,20 +179,27 @@ def _slow_group(fleet: Fleet, s: Straggler) -> str:
 def _comes_last(fleet: Fleet, s: Straggler) -> str:
     several = len(s.ranks) > 1
     come = "came" if s.until is not None else "have come" if several else "has come"
-    they, none = ("they spend", "None of them") if several else ("it spends", "It was not found to compute longer")
-    none = f"{none} was found to compute longer" if several else none
+    they = "they spend" if several else "it spends"
+    lost = s.peers_ms - s.own_ms
+    if s.computing_ms is not None and s.computing_ms > lost / 2:
+        why = (
+            f"In these steps a stage of the same pipeline computes {milliseconds(s.computing_ms)} longer than its peers"
+        )
+    else:
+        none = "None of them computes" if several else "It does not compute"
+        why = f"{none} longer in these steps, so it may be exchanges, data loading or work between steps"
     return (
         f"{ranks(s.ranks)} {come} last to the gradient synchronisation {_when_slow(fleet, s)}: the others spend "
-        f"{milliseconds(s.peers_ms)} in it, {they} {milliseconds(s.own_ms)}. {none}, so it may be exchanges, data "
-        "loading or work between steps"
+        f"{milliseconds(s.peers_ms)} in it, {they} {milliseconds(s.own_ms)}. {why}"
     )
 
 
 def evidence(fleet: Fleet, s: Straggler) -> str:
     """That ranks compute longer than their peers in the whole run, as the evidence of a cause."""
+    when = _when_slow(fleet, s) if s.share is None else f"in {percent(s.share)} of the steps"
     return (
         f"{ranks(s.ranks)} of stage {s.stage} compute{'s' * (len(s.ranks) == 1)} {milliseconds(s.own_ms)} per step "
-        f"{_when_slow(fleet, s)}, other ranks of the stage compute {milliseconds(s.peers_ms)} for the same work"
+        f"{when}, other ranks of the stage compute {milliseconds(s.peers_ms)} for the same work"
     )
 
 

@@ -130,7 +130,7 @@ def test_a_pipeline_that_comes_late_without_computing_longer(tmp_path: Path) -> 
     assert (late.peers, late.peers_ms - late.own_ms) == (7, pytest.approx(100, abs=1))
     assert findings(fleet)[0] == (
         "Ranks 3, 11, 19, 27 have come last to the gradient synchronisation since step 70: the others spend 105 ms in "
-        "it, they spend 5.01 ms. None of them was found to compute longer, so it may be exchanges, data loading or "
+        "it, they spend 5.01 ms. None of them computes longer in these steps, so it may be exchanges, data loading or "
         "work between steps. A capture shows what it is: "
         "`megaprof trigger '/runs/one job' --target train_actor --steps 2 --select 3,11,19,27`"
     )
@@ -235,3 +235,39 @@ def test_a_rank_that_becomes_much_slower_has_two_beginnings(tmp_path: Path) -> N
     fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
     assert [(s.ranks, s.from_step, s.until) for s in fleet.stragglers] == [((19,), 70, None), ((19,), 20, 69)]
     assert "2.4 times as slow as its 7 peers since step 70" in findings(fleet)[0]
+
+
+def test_a_rank_that_is_slow_again_and_again(tmp_path: Path) -> None:
+    slow = [Slow(rank=19, from_step=step, until_step=step + 7, factor=1.5) for step in range(8, 120, 16)]
+    fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
+    (found,) = fleet.stragglers
+    assert (found.ranks, found.from_step, found.until, found.last_step) == ((19,), 8, None, 111)
+    assert found.share == pytest.approx(56 / 120)
+    assert findings(fleet)[0].startswith(
+        "Rank 19 (stage 2, node-0002) is slow again and again: 50% slower than its 7 peers in 47% of the steps, first "
+        "in step 8, last in step 111, computing "
+    )
+
+
+def test_peers_without_a_timeline_may_be_the_slow_ones(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(32, tp=4))
+    fleet = fleet_of(tmp_path, layout, slow=[Slow(rank=8, from_step=50, factor=1.4)], ranks=range(0, 32, 4))
+    (found,) = fleet.stragglers
+    assert (found.ranks, found.unseen) == ((8,), (9, 10, 11))
+    assert "; it may as well be one of the tp peers 9-11, which have no timeline." in findings(fleet)[0]
+
+
+def test_none_computes_longer_is_checked_on_the_very_stretch(tmp_path: Path) -> None:
+    write_timelines(tmp_path, PIPELINE, steps=120, microbatches=4, events=False)
+    reading = read_fleet(find_timelines(tmp_path))
+    (series,) = reading.series.values()
+    for rank in series.ranks:
+        if rank.coords.dp != 3:
+            rank.finalize[70:] += 22.5  # they wait for it
+        elif rank.coords.pp == 1:
+            rank.compute[70:] += 11.6  # too little to be called slow, and more than half of what they wait
+    (fleet,) = survey(reading, tmp_path)
+    (late,) = fleet.stragglers
+    assert late.what == "arrival"
+    assert late.computing_ms == pytest.approx(11, abs=2)
+    assert "In these steps a stage of the same pipeline computes 1" in findings(fleet)[0]
