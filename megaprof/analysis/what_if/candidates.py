@@ -19,6 +19,8 @@ __all__ = ["Fits", "Prediction", "balanced", "chunk_counts", "layouts", "microba
 
 _MOST_LAYOUTS = 3
 _CHUNK_COUNTS = (1, 2, 3, 4)
+#: No prediction is more certain than this, as a fraction of the step: no two runs of one layout agree better.
+_LEAST = 0.01
 #: What chunks of another number may cost beyond their layers, as a fraction of the step: a published pair of GPU runs
 #: had a last stage that became 3 % slower with two chunks.
 _OTHER_CHUNKS = 0.03
@@ -87,7 +89,7 @@ def _predicted(
     step_ms = baseline.lasting(after[0], before[0], changed, resize)
     speedup = baseline.measured_ms / step_ms if step_ms else 1.0
     noise = baseline.uncertainty(after[1], before[1], samples, changed, resize)
-    relative = math.hypot(beside, noise)
+    relative = math.hypot(_LEAST, beside, noise)
     return Prediction(kind, what, step_ms, speedup, step_ms * relative, speedup * relative, noise)
 
 

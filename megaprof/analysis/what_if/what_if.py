@@ -40,8 +40,9 @@ from megaprof.analysis.what_if.layout_search import Cost
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
 from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run
 from megaprof.formats import ranges
+from megaprof.formats.metadata import ModelChunk
 
-__all__ = ["MOST_ERROR", "Prediction", "WhatIf", "what_if"]
+__all__ = ["MOST_ERROR", "Prediction", "WhatIf", "layout_of", "what_if"]
 
 #: Above this replay error, as a fraction of the measured pipeline, nothing is predicted.
 MOST_ERROR = 0.10
@@ -154,6 +155,20 @@ def what_if(measured: TargetStages, calls: Sequence[Call]) -> WhatIf:
     return _predict(replayed, baseline, by_stage)
 
 
+def layout_of(measured: TargetStages) -> Layout | None:
+    """The layout of a captured target; None where its stages do not say what they hold."""
+    chunks = {len(stage.chunks) for stage in measured.stages}
+    if len(chunks) != 1 or len(measured.stages) < measured.sizes.pp:
+        return None
+    held = [stage.chunks[chunk].holds for chunk in range(chunks.pop()) for stage in measured.stages]
+    pieces = [_piece(each) for each in held if each is not None and each.layers is not None]
+    return tuple(pieces) if pieces and len(pieces) == len(held) else None
+
+
+def _piece(held: ModelChunk) -> str:
+    return "E" * bool(held.embedding) + "t" * (held.layers or 0) + "m" * (held.mtp or 0) + "L" * bool(held.loss)
+
+
 def _belongs(call: Call, measured: TargetStages) -> bool:
     whose = (call.label, call.metadata.role, call.metadata.sizes)
     return whose == (measured.target, measured.role, measured.sizes) and call.step in measured.steps
@@ -247,7 +262,7 @@ def _pieces(run: CapturedRun, calls: dict[int, list[Call]]) -> Layout:
                 raise Withheld(f"the traces say that stage {stage} holds {own.layers} layers")
             if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
                 raise Withheld(f"the traces of stage {stage} contradict themselves about its layers")
-            pieces.append("E" * own.embedding + "t" * own.layers + "m" * (own.mtp or 0) + "L" * own.loss)
+            pieces.append(_piece(own))
     flat = "".join(pieces)
     try:
         check_layout(pieces, run.stages, flat.count("t"), flat.count("m"))
