@@ -7,6 +7,9 @@ MATRIX ?= 0.12.3 0.14.0 0.15.3 0.19.2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
+# Tests of one file run in one process: they share what the file sets up.
+JOBS ?= 2
+SHARED := -n $(JOBS) --dist loadfile
 
 .PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys lint format dist bench bench-capture \
     bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
@@ -16,20 +19,22 @@ demo: .venv/ready
 
 # Under five minutes on two cores; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
-	$(PYTEST) -m "not slow and not hosts" $(ARGS)
+	$(PYTEST) $(SHARED) -m "not slow and not hosts and not alone" $(ARGS)
 
+# 5 is pytest's word for no tests: ARGS may choose none of one kind.
 test-slow: .venv/ready
-	$(PYTEST) -m "slow and not hosts" $(ARGS)
+	$(PYTEST) $(SHARED) -m "slow and not hosts and not alone" $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) -m "alone and not hosts" $(ARGS) || [ $$? = 5 ]
 
 # The quick tests of everything that touches megatron-core, on other versions of it. ONCE: what does not depend on its
 # version. `make test-mcore-0.14.0 QUICK=` runs the slow tests too.
 ONCE := analysis artifacts benchmarks cli config control formats integrations metrics recorders runtime viewers \
     test_docs.py test_packaging.py
-QUICK ?= -m "not slow"
+QUICK ?= -m "not slow and not alone"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
-	.venv/mcore-$*/bin/python -m pytest $(QUICK) $(ARGS) $(ONCE:%=--ignore=tests/%)
+	.venv/mcore-$*/bin/python -m pytest $(SHARED) $(QUICK) $(ARGS) $(ONCE:%=--ignore=tests/%)
 
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready

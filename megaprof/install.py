@@ -237,8 +237,9 @@ class _Process:
             handle.flush(min(left, handle.config.flush_seconds))
 
     def _unsaved(self) -> bool:
-        writers = (handle._writer for handle in self.handles)
-        return Session._holder is not None or any(writer is not None and writer.pending for writer in writers)
+        if Session._holder is not None:
+            return True
+        return any(handle._writer is not None and handle._writer.pending for handle in self.handles)
 
     def _save(self) -> None:
         """SIGTERM: what an open window has, and every file, within the shorter of two limits."""

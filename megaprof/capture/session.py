@@ -22,7 +22,7 @@ from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
-from megaprof.runtime.isolation import Contained, in_full
+from megaprof.runtime.isolation import Contained, contained, in_full
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -119,18 +119,22 @@ class Session:
         """A ``forward_backward_func`` call starts. Returns what ``end`` needs, or None: nothing is recorded."""
         call: RecordedCall | None = None
         if not self.disabled:
-            with Contained("opening a window", self.abandon):
+            try:
                 step = self.agenda.begin(facts.target, self._role_of_call())
                 begun = self.agenda.host_step(step)
-                self._settle_open_window(facts, step, begun)
-                if not self._open_demanded(facts, step, begun):
+                if self._open_window is not None:
+                    self._settle_open_window(self._open_window, facts, step, begun)
+                if self.demand is None or not self._open_demanded(self.demand, facts, step, begun):
                     self._open_due(facts, step, begun)
                 call = self._record(facts, step)
+            except BaseException as fault:
+                if not contained("opening a window", self.abandon, fault):
+                    raise
         return call
 
     def end(self, call: RecordedCall, *, failed: bool) -> None:
         """The call that ``begin`` answered with ``call`` returned, or raised an exception of the host's."""
-        with Contained("closing a window", self.abandon):
+        try:
             if call.line is not None and self.timeline is not None:
                 self.timeline.end(call.line, failed=failed)
             call.outermost.__exit__(None, None, None)
@@ -141,6 +145,9 @@ class Session:
                 self._close("the host raised an exception")
             elif opened.overall is None and not (opened.merges and self._goes_on(opened)):
                 self._close(None)
+        except BaseException as fault:
+            if not contained("closing a window", self.abandon, fault):
+                raise
 
     def begin_work(self, role: str) -> bool:
         """Annotated work of ``role`` starts, outside any other of that role. True: it has a window of its own, and
@@ -215,11 +222,8 @@ class Session:
             self._roles.add(role)
             check_role(self.config, str(role), self.coords)
 
-    def _settle_open_window(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
+    def _settle_open_window(self, opened: _OpenWindow, facts: CallFacts, step: Step, begun: Step | None) -> None:
         """Close the window that is open, where this call ends it, or take the step that begins into it."""
-        opened = self._open_window
-        if opened is None:
-            return
         if opened.window.target == ANNOTATED:
             if opened.call is None and (refusal := self._offloading.refusal(facts.chunks)) is not None:
                 logger.error("megaprof: annotated work of %s is not captured: %s", opened.last.role, refusal)
@@ -252,12 +256,9 @@ class Session:
     def _goes_on(self, opened: _OpenWindow) -> bool:
         return self.agenda.goes_on(opened.last) if opened.asked is None else self.agenda.owes(opened.last)
 
-    def _open_demanded(self, facts: CallFacts, step: Step, begun: Step | None) -> bool:
+    def _open_demanded(self, demand: Demand, facts: CallFacts, step: Step, begun: Step | None) -> bool:
         """Open the window that was asked for while the job runs, if it is this call's. A tool that fails ends the
         demand and nothing else: whoever asked is told, and can ask again."""
-        demand = self.demand
-        if demand is None:
-            return False
         own = (step.target, step.role) == (demand.counted, demand.role)
         upcoming = step.index if own else self.calls.get((demand.counted, demand.role), 0)
         if not demand.due(upcoming, own=own, begins=begun is not None):
@@ -285,7 +286,9 @@ class Session:
 
     def _open_due(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
         """Open the window that is due with this call, if any. What cannot be opened now takes a later call."""
-        steps = [each for each in (begun, step) if each is not None]
+        steps = [step] if begun is None else [begun, step]
+        if not any(map(self.agenda.concerns, steps)):
+            return
         due = [each for each in steps if self.agenda.action(each) is Action.CAPTURE]
         opened = Session._holder._open_window if Session._holder is not None else None
         # Nothing may be synchronised while a CUDA graph is captured.

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
 
 DESCRIPTION = """Train a small real Megatron-Core GPT over gloo on this machine's CPU, no GPU needed, with its layers
-split unevenly on purpose; capture one training step and one log-prob pass on one rank per pipeline stage; and report
-which stage is slow."""
+split unevenly on purpose; capture three training steps and three log-prob passes on one rank per pipeline stage; and
+report which stage is slow and which layout would be faster."""
+#: Steps of each target that are captured: one alone may be disturbed, and nothing would tell.
+_CAPTURED = 3
 _TIME_LIMIT = 600.0
 #: What Kineto and a CPU-only megatron-core say about themselves would bury the progress.
 _QUIET = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
@@ -40,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a step (default: 8)")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: 256)")
     parser.add_argument("--seq-length", type=int, default=128, help="tokens in a sequence (default: 128)")
-    parser.add_argument("--steps", type=int, default=4, help="training steps; the last one is captured (default: 4)")
+    parser.add_argument(
+        "--steps", type=int, default=6, help=f"training steps; the last {_CAPTURED} are captured (default: 6)"
+    )
     parser.add_argument("--out", type=Path, default=None, help="new directory for traces and report")
     parser.add_argument("--time-limit", type=float, default=_TIME_LIMIT, help="seconds until the ranks are killed")
 
@@ -121,7 +125,8 @@ def _new_directory(out: Path | None) -> Path:
 
 
 def profile_flags(out: Path, steps: int) -> list[str]:
-    """What a user would type behind their pretrain command."""
+    """What a user would type behind their pretrain command. The first step, which warms up, is captured only alone."""
+    captured = _captured(steps)
     return [
         "--profile-target",
         "train_actor",
@@ -131,8 +136,16 @@ def profile_flags(out: Path, steps: int) -> list[str]:
         "--profile-select",
         "per-stage",
         "--profile-steps",
-        f"train_actor={steps - 1};train_log_probs=0",
+        f"train_actor={_listed(captured)};train_log_probs={_listed(range(len(captured)))}",
     ]
+
+
+def _captured(steps: int) -> range:
+    return range(max(min(1, steps - 1), steps - _CAPTURED), steps)
+
+
+def _listed(steps: range) -> str:
+    return ",".join(map(str, steps))
 
 
 def run_rank(workload: GPTWorkload, flags: list[str], steps: int) -> dict[str, Any]:
@@ -152,8 +165,9 @@ def run_rank(workload: GPTWorkload, flags: list[str], steps: int) -> dict[str, A
             for step in range(steps):
                 losses.append(gpt.train_step(forward_backward))
                 print(f"training step {step + 1} of {steps}", flush=True)
-            gpt.log_probs_pass(forward_backward)
-            print("log-prob pass", flush=True)
+            for _ in _captured(steps):
+                gpt.log_probs_pass(forward_backward)
+            print("log-prob passes", flush=True)
             gpt.evaluate(forward_backward)
             print("evaluation pass", flush=True)
     return {"losses": losses, "parameters": gpt.parameter_digest()}

@@ -95,6 +95,10 @@ class Metadata:
     """Host name."""
     pid: int | None = None
     """Process number on the host."""
+    local_ranks: int | None = None
+    """Ranks on this host, in a run without a GPU whose launcher says it; else None."""
+    cores: int | None = None
+    """Physical cores that the process may run on, in a run without a GPU; else None."""
     megatron_core: str | None = None
     """Version of megatron-core."""
     torch: str | None = None
@@ -165,7 +169,7 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
     yield "microbatches", metadata.microbatches, MOST
     yield "microbatch_group_size", metadata.microbatch_group_size, MOST
     yield "chunks", len(metadata.chunks), MOST
-    for name in ("seq_length", "micro_batch_size", "pid"):
+    for name in ("seq_length", "micro_batch_size", "pid", "local_ranks", "cores"):
         yield name, getattr(metadata, name), _LARGEST
     for chunk in metadata.chunks:
         yield "layers", chunk.layers, MOST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -53,12 +53,15 @@ class Dispatcher:
         self._leaving: list[Callable[[], None]] = []
         self._dropped: list[Session] = []
         self._routes: list[tuple[Session, tuple[weakref.ref[Any], ...] | None]] = []
+        self._found: tuple[weakref.ref[Any], Session] | None = None  # the last call's model, if it is one chunk
 
     def add(self, session: Session, models: tuple[Any, ...] | None) -> None:
         """Route calls that run any of ``models`` to ``session``; None takes whatever no other session takes."""
+        self._found = None
         self._routes.append((session, None if models is None else tuple(weakref.ref(innermost(m)) for m in models)))
 
     def remove(self, session: Session) -> None:
+        self._found = None
         self._routes = [route for route in self._routes if route[0] is not session]
 
     @property
@@ -115,7 +118,7 @@ class Dispatcher:
     def end(self, *, failed: bool) -> None:
         """The call is over, recorded or not; ``failed``: by an exception of the host's."""
         self.call = None
-        if self._recording is not None or self._dropped:
+        if self.of_this_call or self.modules is not None:
             self._put_back()
         if self._dropped:
             self._abandon()
@@ -170,7 +173,7 @@ class Dispatcher:
     def forget(self) -> None:
         """In a forked child: the sessions are the parent's."""
         self.call = self._recording = self.inside = None
-        self._routes, self._leaving, self._dropped = [], [], []
+        self._routes, self._leaving, self._dropped, self._found = [], [], [], None
 
     def drop(self) -> None:
         """After a fault in a hook: the sessions that it may have touched record nothing more. Can be run twice.
@@ -196,6 +199,16 @@ class Dispatcher:
         self._recording, self._dropped = None, []
 
     def _session_of(self, chunks: tuple[Any, ...]) -> Session | None:
+        found = self._found
+        if found is not None and len(chunks) == 1 and found[0]() is chunks[0]:
+            return found[1]
+        session = self._look_up(chunks)
+        if session is not None and len(chunks) == 1 and chunks[0] is not None:
+            with suppress(TypeError):  # a model that cannot be referred to weakly is looked up every time
+                self._found = weakref.ref(chunks[0]), session
+        return session
+
+    def _look_up(self, chunks: tuple[Any, ...]) -> Session | None:
         models = [innermost(chunk) for chunk in chunks]
         fallback = None
         for session, owned in self._routes:

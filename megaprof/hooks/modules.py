@@ -176,7 +176,7 @@ def _close(stack: list[_Pass], this: _Pass) -> None:
 def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     """Range the modules of ``chunks`` for the call that is being recorded, as ``--profile-ranges`` wants."""
     call, level = dispatcher.call, dispatcher.level
-    if call is None or level not in ("layer", "module") or call.facts.graph is not None:
+    if call is None or call.facts.graph is not None:
         return
     dispatcher.modules = of_this_call = ModuleRanges(dispatcher, call)
     for chunk in chunks:

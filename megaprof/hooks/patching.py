@@ -19,6 +19,10 @@ class Patches:
     def __init__(self) -> None:
         self._applied: list[tuple[Any, str, Any, Any]] = []
 
+    def __bool__(self) -> bool:
+        """Whether anything is replaced."""
+        return bool(self._applied)
+
     def apply(self, owner: Any, name: str, wrap: Wrap) -> bool:
         """Replace ``owner.name`` by ``wrap(owner.name)``; False when ``owner`` has no such attribute."""
         original = vars(owner).get(name)

@@ -81,7 +81,8 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
                 facts = _facts(label, args[0] if label is None else None, kwargs)
                 if dispatcher.begin(facts):
                     patch_finalize(dispatcher, facts.chunks)
-                    patch_modules(dispatcher, facts.chunks)
+                    if dispatcher.level in ("layer", "module"):
+                        patch_modules(dispatcher, facts.chunks)
                 dispatcher.spent(time.perf_counter_ns() - entered)
             result = original(*args, **kwargs)
             failed = False

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
 
-def _unknown() -> None:
+def unknown() -> None:
     """What a host says that does not know."""
     return None
 
@@ -81,11 +81,11 @@ class Host:
     """As in ``patches/`` and ``docs/hosts/``."""
     hooks: tuple[Hook, ...]
     """Its functions that say more about the calls inside them."""
-    arguments: Callable[[], Any | None] = _unknown
+    arguments: Callable[[], Any | None] = unknown
     """Its parsed command line, for `megaprof.install_hooks` without a configuration; None before it is parsed."""
-    config: Callable[[], ProfileConfig | None] = _unknown
+    config: Callable[[], ProfileConfig | None] = unknown
     """What its own profiling settings ask of megaprof by name. Raises ValueError for what cannot be honoured."""
-    iteration: Callable[[], int | None] = _unknown
+    iteration: Callable[[], int | None] = unknown
     """The number of the running training step, where no hook around the call tells it."""
     writers: Callable[[], Writers] = Writers
     """Where it sends its scalars, now."""

@@ -20,6 +20,8 @@ HOSTS: tuple[Host, ...] = (
     megatron_bridge.HOST,
 )
 HOOKS = tuple(hook for host in HOSTS for hook in host.hooks)
+#: How the hosts number their steps, of those that do so outside of their hooks: every step asks them.
+_NUMBERS = tuple(host.iteration for host in HOSTS if host.iteration is not contract.unknown)
 MODULES = frozenset(hook.module for hook in HOOKS)
 
 
@@ -62,4 +64,7 @@ def writers() -> Writers:
 
 
 def _outside() -> int | None:
-    return next((number for host in HOSTS if (number := host.iteration()) is not None), None)
+    for number_of in _NUMBERS:
+        if (number := number_of()) is not None:
+            return number
+    return None

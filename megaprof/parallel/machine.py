@@ -1,4 +1,4 @@
-"""The machine that a rank stands on: how much memory it and the containers around this process have."""
+"""The machine that a rank stands on: its cores, and how much memory it and the containers around this process have."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ class Bound:
 
     name: str
     read: Callable[[], tuple[int, int]]
+
+
+def physical_cores(system: Path = Path("/sys/devices/system/cpu")) -> int | None:
+    """Physical cores that this process may run on, two hardware threads of one core counted once; None where the
+    operating system does not say. A virtual machine may call a hardware thread a core."""
+    found = set()
+    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        topology = system / f"cpu{cpu}" / "topology"
+        try:
+            found.add(((topology / "physical_package_id").read_text(), (topology / "core_id").read_text()))
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            return None
+    return len(found) or None
 
 
 def resident_bytes() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprof.config.windows import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.formats.metadata import WithoutRange
@@ -13,8 +13,7 @@ from megaprof.recorders.line import Line
 from megaprof.recorders.tape import Tape
 
 
-@dataclass(frozen=True)
-class CallFacts:
+class CallFacts(NamedTuple):
     """What the arguments of one ``forward_backward_func`` call say about it."""
 
     schedule: str | None

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
 from megaprof.formats.names import host
 from megaprof.parallel.chunks import describe_chunk, innermost
+from megaprof.parallel.machine import physical_cores
 from megaprof.version import __version__
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
     if facts.chunks:  # hooks that were installed without a model did not know
         coords = replace(coords, sizes=replace(coords.sizes, vpp=len(facts.chunks)))
     model_config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
+    local_ranks, cores = (None, None) if _on_gpu(facts.chunks) else _shared_machine()
     group = "microbatch_group_size_per_vp_stage" if facts.schedule == "interleaved" else ""
     return Metadata(
         target=window.target,
@@ -53,6 +56,8 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
         },
         host=socket.gethostname(),
         pid=os.getpid(),
+        local_ranks=local_ranks,
+        cores=cores,
         # A checkout on the path is not what is installed.
         megatron_core=getattr(sys.modules.get("megatron.core"), "__version__", None) or _version("megatron-core"),
         torch=_version("torch"),
@@ -60,6 +65,19 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
         truncated=truncated is not None,
         truncated_reason=truncated,
     ).as_dict()
+
+
+def _on_gpu(chunks: Iterable[Any]) -> bool:
+    parameters = getattr(next(iter(chunks), None), "parameters", None)
+    first = None if parameters is None else next(iter(parameters()), None)
+    return getattr(getattr(first, "device", None), "type", None) != "cpu"
+
+
+@functools.cache
+def _shared_machine() -> tuple[int | None, int | None]:
+    """How many ranks run on this host, as torchrun and other launchers say, and on how many physical cores."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(ranks) if ranks.isdecimal() else None, physical_cores()
 
 
 def run_id() -> str:

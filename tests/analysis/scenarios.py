@@ -12,9 +12,9 @@ import itertools
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from megaprof.analysis.what_if.simulation import simulate
+from megaprof.analysis.what_if.orders import PipelineSchedule, phase_order
 from tests.analysis.synthetic import MS, TraceBuilder, chunk
 
 GROUPS = {
@@ -36,6 +36,20 @@ AUTOGRAD = 99
 GAP = 0.004
 
 
+class Event(NamedTuple):
+    """A pass of a run, as the simulation has it."""
+
+    stage: int
+    chunk: int
+    microbatch: int
+    phase: str
+    start_ms: float
+    end_ms: float
+
+
+_Times = list[list[list[float]]]  # milliseconds, [stage][chunk][microbatch]
+
+
 @dataclass(frozen=True)
 class Scenario:
     """One run. ``expected``: the causes that must be named, as ``kind``, ``kind:stage`` or ``kind:group``; nothing else
@@ -46,6 +60,12 @@ class Scenario:
     that nothing hides, as a fraction of a pass, by group. ``idle``: of every pass the fraction in which the GPU waits
     for the host. ``transfer``: milliseconds between two stages. ``tail``: of gradient reduction behind the passes.
     ``apart``: every stage on a host of its own, with a clock of its own.
+
+    ``stretched``: factor by stage, kind of pass and chunk (None: all). ``spread``: by stage, as ``uneven``, of it
+    alone. ``link``: milliseconds that exchanges between a stage and the next take. ``late``: milliseconds by stage that
+    it enters a step late. ``data``: milliseconds that the first microbatch waits on the first stage. ``hiccups``: by
+    stage the step, kind and microbatch of a pass that takes 7 times as long. ``first_step``: factor of the whole first
+    step. ``counted``: False leaves the numbers of layers out. ``merged``: all steps in one file.
     """
 
     name: str
@@ -70,6 +90,15 @@ class Scenario:
     apart: bool = False
     steps: int = 1
     seed: int = 0
+    stretched: dict[tuple[int, str, int | None], float] = field(default_factory=dict)
+    spread: dict[int, float] = field(default_factory=dict)
+    link: dict[int, float] = field(default_factory=dict)
+    late: dict[int, float] = field(default_factory=dict)
+    data: float = 0.0
+    hiccups: dict[int, tuple[int, str, int]] = field(default_factory=dict)
+    first_step: float = 1.0
+    counted: bool = True
+    merged: bool = False
 
     @property
     def stages(self) -> int:
@@ -87,6 +116,7 @@ class Scenario:
 
 def write(scenario: Scenario, directory: Path) -> None:
     """The traces of every captured rank."""
+    files: dict[tuple[int, int], TraceBuilder] = {}
     for step in range(scenario.steps):
         rng = random.Random(f"{scenario.name} {scenario.seed} {step}")
         works = _work(scenario, rng)
@@ -95,14 +125,71 @@ def write(scenario: Scenario, directory: Path) -> None:
         whole = 1.0 - sum(scenario.exposed.values()) - scenario.idle
         forward = [[[ms / whole for ms in c] for c in stage] for stage in pace]
         backward = None if scenario.target != "train_actor" else [[[2 * ms for ms in c] for c in s] for s in forward]
-        run = simulate(forward, backward, scenario.microbatches, p2p_ms=scenario.transfer)
-        schedules = [[e for e in run.events if e.stage == pp] for pp in range(scenario.stages)]
+        _disturb(scenario, step, rng, forward, backward)
+        schedules = _replayed(scenario, forward, backward)
+        length = max(e.end_ms for own in schedules for e in own)
         for pp, peer in itertools.product(range(scenario.stages), range(scenario.peers)):
             share = [
                 [own / slowest for own, slowest in zip(works[pp][peer][c], pace[pp][c], strict=True)]
                 for c in range(scenario.chunks)
             ]
-            _rank(scenario, pp, peer, step, schedules, share, run.step_ms, rng).write(directory)
+            trace = _rank(scenario, pp, peer, step, schedules, share, length, rng)
+            if not scenario.merged:
+                trace.write(directory)
+            elif (first := files.setdefault((pp, peer), trace)) is not trace:
+                first.events += trace.events
+                first.metadata["steps"] = [first.step, trace.step]
+    for trace in files.values():
+        trace.write(directory)
+
+
+def _disturb(scenario: Scenario, step: int, rng: random.Random, forward: _Times, backward: _Times | None) -> None:
+    """What is wrong with single passes, in place."""
+    for kind, times in (("forward", forward), ("backward", backward or [])):
+        for (pp, which, part), factor in scenario.stretched.items():
+            for c in range(scenario.chunks) if which == kind else ():
+                if part in (None, c):
+                    times[pp][c] = [ms * factor for ms in times[pp][c]]
+        for pp, (at, which, microbatch) in scenario.hiccups.items():
+            if which == kind and at == step:
+                times[pp][0][microbatch] *= 7
+        if step == 0:
+            times[:] = [[[ms * scenario.first_step for ms in c] for c in stage] for stage in times]
+    for pp, width in scenario.spread.items():
+        for microbatch in range(scenario.microbatches):
+            factor = 1 + width * rng.uniform(-1, 1)
+            for times in (forward, backward) if backward else (forward,):
+                for part_times in times[pp]:
+                    part_times[microbatch] *= factor
+    forward[0][0][0] += scenario.data
+
+
+def _replayed(scenario: Scenario, forward: _Times, backward: _Times | None) -> list[list[Event]]:
+    """The passes of every stage, each as soon as its stage is free and its input is there."""
+    name = "no_pipelining" if scenario.stages == 1 else "interleaved" if scenario.chunks > 1 else "1f1b"
+    schedule = PipelineSchedule.checked(
+        scenario.stages, scenario.chunks, scenario.microbatches, name=name, forward_only=backward is None
+    )
+    orders = [list(phase_order(schedule, pp)) for pp in range(scenario.stages)]
+    done: dict[tuple[int, str, int, int], float] = {}
+    free = [scenario.late.get(pp, 0.0) for pp in range(scenario.stages)]
+    found: list[list[Event]] = [[] for _ in orders]
+    while any(orders):
+        for pp, order in enumerate(orders):
+            while order:
+                kind, chunk_, microbatch = order[0]
+                start = free[pp]
+                if (source := _producer(scenario, pp, kind, chunk_)) is not None:
+                    if (source[0], kind, source[1], microbatch) not in done:
+                        break
+                    lag = scenario.link.get(min(pp, source[0]), scenario.transfer)
+                    start = max(start, done[source[0], kind, source[1], microbatch] + lag)
+                times = forward if kind == "forward" else backward or []
+                free[pp] = start + times[pp][chunk_][microbatch]
+                done[pp, kind, chunk_, microbatch] = free[pp]
+                found[pp].append(Event(pp, chunk_, microbatch, kind, start, free[pp]))
+                order.pop(0)
+    return found
 
 
 def _work(scenario: Scenario, rng: random.Random) -> list[list[list[list[float]]]]:
@@ -160,9 +247,11 @@ def _rank(
         metadata={"host": host, "schedule": schedule, "microbatch_group_size": scenario.stages},
     )
     # The clock of every host is off by some seconds; nothing in a trace says by how many.
-    origin = 1000.0 * step + 10.0 + (1700.0 * pp if scenario.apart else 0.0)
+    origin = 4000.0 * step + 10.0 + (1700.0 * pp if scenario.apart else 0.0)
     rank = _Gpu(trace, origin) if scenario.gpu else _Cpu(trace, origin)
     end = 0.0
+    for each in held if not scenario.counted else ():
+        each |= {"layers": None, "kinds": None}
     for event in schedules[pp]:
         rank.phase(scenario, event, share[event.chunk][event.microbatch], rng)
         end = event.end_ms
@@ -170,7 +259,8 @@ def _rank(
         _exchanges(trace, origin, pp, schedules, scenario)
     if scenario.tail:
         rank.finalize(length, scenario.tail)
-    trace.call(origin - 0.5, length + scenario.tail + 1.0 if not scenario.gpu else max(end, length) + scenario.tail + 1)
+    late = scenario.late.get(pp, 0.0)
+    trace.call(origin + late - 0.5, (max(end, length) if scenario.gpu else length) + scenario.tail + 1.0 - late)
     return trace
 
 

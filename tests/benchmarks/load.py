@@ -45,7 +45,7 @@ STEP_SECONDS, MICROBATCHES, STAGES, TRACE_MB = 10.0, 32, 16, 10.0
 
 #: Operations of one rank that is not the lowest: at most those of its start; of each look at the control directory; at
 #: the end.
-START, LOOK, END = 16, 6, 3
+START, LOOK, END = 18, 6, 3
 _AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 
 

@@ -31,8 +31,8 @@ def test_no_directory_holds_100_000_files_at_any_number_of_ranks() -> None:
 def test_a_real_rank_does_as_many_file_operations_as_the_table_counts() -> None:
     _, other = load.measure()
     assert (other["look"], other["end"]) == (load.LOOK, load.END)
-    # A directory that the other rank has made already costs up to four less, depending on which.
-    assert load.START - 7 <= other["start"] <= load.START
+    # A directory that the other rank has made already costs less; a run record that it has not written yet, more.
+    assert load.START - 9 <= other["start"] <= load.START
 
 
 @pytest.mark.slow  # the report on 1,024 ranks twice

@@ -1,12 +1,12 @@
 """What it costs to leave the timeline on: real steps of a real job, in alternating blocks with and without it.
 
-    python -m tests.benchmarks.timeline [--microbatches 32] [--steps 6000] [--hidden 32]
+    python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100]
 
-A real Megatron-Core GPT at PP=2 over gloo. The recorder rests in every other block of a few steps, by the very means by
-which a job measures its own cost (`megaprof.recorders.timeline.cost`), but without pauses between the pairs. Wall time
-is the pipeline's; CPU time is that of the whole process, background thread included, of the rank that pays more. Steps
-are short, so that the noise of the machine is: what the recorder costs depends on the number of phases, not on how
-long they take.
+Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included. In place of layers each stage
+sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine, two ranks do not disturb each
+other, and hooks run in caches that have gone cold. The recorder rests in every other block of steps, by the very means
+by which a job measures its own cost (`megaprof.recorders.timeline.cost`), but without pauses between the pairs. Wall
+time is the pipeline's; CPU time is that of the whole process, background thread included, of the rank that pays more.
 
 The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more, as
 fractions of a step of 100 ms; ``_error``: the standard error. ``stall_ms``: the most CPU time that one round of the
@@ -17,47 +17,116 @@ interval is another one. ``bytes_per_rank_step``: what the busiest rank wrote.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.install import _process
 from megaprof.recorders import tape
 from megaprof.recorders.timeline import cost
-from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from megaprof.testing import cpu_megatron, init_distributed, run_ranks
 
 STEP_US = 100e3
-#: Blocks are as long as the machine is steady, and no shorter than a few steps.
-BLOCK_SECONDS = 0.2
+WIDTH = 16
 
 
 def _config(directory: str) -> ProfileConfig:
     return ProfileConfig(target=("train_actor",), tool=("timeline",), dir=directory)
 
 
-def job(workload: GPTWorkload, steps: int, directory: str) -> dict[str, Any]:
-    """The cost of the timeline in so many steps, bytes of a step, and the longest burst of the background thread."""
-    import torch
+class Wait(torch.autograd.Function):
+    """Sleeps for a forward, and twice as long for its backward."""
 
+    @staticmethod
+    def forward(ctx: Any, batch: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = 2 * seconds
+        time.sleep(seconds)
+        return batch.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Stage(torch.nn.Module):
+    """A pipeline stage that sleeps."""
+
+    def __init__(self, config: TransformerConfig, seconds: float) -> None:
+        super().__init__()
+        self.config = config
+        self.seconds = seconds
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.model_type = ModelType.encoder_or_decoder
+        self.received: torch.Tensor | None = None
+
+    def set_input_tensor(self, received: torch.Tensor | list[torch.Tensor | None] | None) -> None:
+        self.received = received[0] if isinstance(received, list) else received
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return Wait.apply(self.linear(batch if self.received is None else self.received), self.seconds)
+
+
+def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        return output.sum(), {}
+
+    return model(next(data)), loss
+
+
+def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[str, Any]:
+    """The cost of the timeline in so many steps of so many seconds, bytes of a step, and the longest burst of the
+    background thread."""
     torch.set_num_threads(1)
     init_distributed()
-    endless = {"EARLY": 5, "LATE": 5, "BLOCK_SECONDS": BLOCK_SECONDS, "PAIRS": steps, "_RATE_STEPS": 2}
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=WIDTH,
+        num_attention_heads=2,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.float32,
+        batch_p2p_comm=False,
+    )
+    # Two stages, so the last one's fill and drain make it one microbatch more.
+    model, batch = Stage(config, seconds / 3 / (microbatches + 1)), torch.randn(1, 1, WIDTH)
+
+    def step() -> None:
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=itertools.repeat(batch),
+            model=[model],
+            num_microbatches=microbatches,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+
+    endless = {"EARLY": 5, "LATE": 5, "PAIRS": steps, "_RATE_STEPS": 2}
     with cpu_megatron(), mock.patch.multiple(cost, **endless):
-        gpt = build(workload)
         for _ in range(5):
-            gpt.train_step()
-        with install_hooks(gpt.chunks, _config(directory)) as handle:
+            step()
+        with install_hooks([model], _config(directory)) as handle:
             timeline = handle._timeline
             if timeline is None:
                 raise RuntimeError("no timeline")
             for _ in range(20):
-                gpt.train_step()
+                step()
             _process.background.longest = 0.0
             for _ in range(steps):
-                gpt.train_step()
+                step()
             stall = _process.background.longest
         recorded = timeline._begun - timeline._pairs.rested
     found = timeline._pairs.cost()
@@ -69,13 +138,13 @@ def job(workload: GPTWorkload, steps: int, directory: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=6000)
-    parser.add_argument("--hidden", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--step-ms", type=float, default=100.0)
     args = parser.parse_args()
     quiet = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    workload = GPTWorkload(pp=2, layers=2, microbatches=args.microbatches, hidden=args.hidden, heads=2, seq_length=16)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(job, 2, workload, args.steps, str(Path(folder)), timeout=1800, env=quiet)
+        measured = args.microbatches, args.steps, args.step_ms / 1e3, str(Path(folder))
+        ranks = run_ranks(job, 2, *measured, timeout=1800, env=quiet)
     how = "C" if tape.IN_C else "Python"
     print(f"hooks in {how}; a step without the timeline: {ranks[0]['cost'].step_us / 1e3:.1f} ms")
     for number, rank in enumerate(ranks):

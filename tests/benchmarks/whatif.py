@@ -1,22 +1,28 @@
-"""Closing the loop: does a run with the suggested layout take what `megaprof report` predicted?
+"""Closing the loop: does a run with the suggested layout gain what `megaprof report` predicted?
 
-Real: megatron-core on this CPU, two stages. Layouts 6+2 and 2+6 are captured, the report suggests another, and that one
-was run and captured in the same processes, so that all of them met the same machine; repeated, since a shared machine's
-speed drifts. Captured steps are compared with captured steps. A barrier precedes every step: the optimizer before it,
-whose time depends on the layers too, is no part of the pipeline that is predicted.
+Real megatron-core on this CPU. Every captured layout is run once, the report suggests another, and then both run in
+alternation in the same processes, several times each, so that a machine whose speed drifts does it to both. Every run
+of the captured layout gives a prediction. What is predicted is the speedup. The truth is the median step of all runs
+of the captured layout over that of the suggested one. A barrier precedes every step: the optimizer before it, whose
+time depends on the layers too, is no part of the pipeline that is predicted.
 
-Paced: the same, real schedules and exchanges too, but of a tiny model whose layers and output layer wait for a given
-time in each pass, as a host waits for a GPU. Waiting needs no core, so this also holds on a machine that others use.
+Paced layers are the truth: real schedules and exchanges of a tiny model whose layers and output layer wait for a given
+time in each pass, as a host waits for a GPU. Waiting needs no core, so a layer costs the same in every layout. They run
+twice: as the machine is, and with one core kept busy.
+
+Real compute says less: two stages that compute at once may share a physical core, every layout shares it differently,
+and so a layer costs something else in each. Its errors have names of their own.
 
 Synthesised: four stages with known costs and noise, from the generator of the tests, for layouts that a small machine
 cannot run.
 
-    python -m tests.benchmarks.whatif [--repeats N] [--out DIR]
+    python -m tests.benchmarks.whatif [--repeats N] [--only paced|busy|compute|synthesised] [--out DIR]
 
-The last line is JSON. ``median_error`` is the median of |predicted / measured - 1| over the layouts that were
-suggested in real runs (wanted: 0.05), ``median_error_all`` also over those whose gain was within the uncertainty,
-``median_error_paced`` and ``median_error_synthesised`` that of the other runs; ``error_of_medians`` compares the median
-prediction with the median measurement of the real runs; ``load`` is the machine's at the start.
+The last line is JSON. ``median_error``: the median of |predicted / measured speedup - 1| over the suggestions of all
+paced runs (wanted: at most 0.03); ``within_uncertainty``: the part of their predictions whose error is within their
+stated uncertainty (wanted: at least 0.9); ``median_error_busy`` and ``within_uncertainty_busy``: the same with one core
+busy alone; ``median_error_compute``, ``within_uncertainty_compute``: of real compute. ``load`` is the machine's at the
+start.
 """
 
 from __future__ import annotations
@@ -26,9 +32,12 @@ import json
 import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,32 +52,39 @@ from tests.analysis.scenarios import Scenario, write
 Split = tuple[int, ...]
 
 CAPTURED: tuple[Split, ...] = ((6, 2), (2, 6))
-#: What may be suggested for them; a suggestion of anything else is counted as not run.
-SUGGESTED: tuple[Split, ...] = ((3, 5), (4, 4), (5, 3))
-WARM_UP, STEPS = 2, 3
+#: More stages than cores: only for layers that wait.
+DEEPER: tuple[Split, ...] = ((5, 1, 1, 1), (1, 2, 2, 3))
+WARM_UP, STEPS = 1, 3
 #: Milliseconds that a paced module waits in a forward and in a backward.
 PACED_LAYER, PACED_OUTPUT = (6.0, 12.0), (15.0, 10.0)
 REAL = GPTWorkload(pp=2, layers=8, microbatches=8)
 PACED = GPTWorkload(pp=2, layers=8, microbatches=8, hidden=32, seq_length=16)
-TIME_LIMIT = 900.0
+TIME_LIMIT = 1800.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One prediction and what came of it; ``uncertainty`` and ``error`` as fractions of the measured step.
+    """One prediction and what came of it: speedups of the suggested layout over the captured one.
 
-    ``gains``: the report suggested it, because it gains more than its uncertainty.
+    ``advised``: whether the report advised it, because it gains more than its uncertainty.
     """
 
     captured: str
-    suggested: str
-    gains: bool
+    layout: str
+    advised: bool
     replay_error: float
     captured_ms: float
-    predicted_ms: float
-    measured_ms: float
+    predicted: float
     uncertainty: float
-    error: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1.0
+
+    @property
+    def inside(self) -> bool:
+        return abs(self.predicted - self.measured) <= self.uncertainty
 
 
 def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: int, paced: bool) -> None:
@@ -130,26 +146,65 @@ def name(number: int, split: Split) -> str:
     return f"round{number}-{'-'.join(map(str, split))}"
 
 
-def real(repeats: int, out: Path, *, paced: bool) -> tuple[list[Outcome], list[str]]:
+def real(repeats: int, out: Path, splits: Sequence[Split], *, paced: bool) -> tuple[list[Outcome], list[str]]:
     """Outcomes of runs of megatron-core, and why a capture has none."""
-    env = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
-    arguments = (PACED if paced else REAL, (*CAPTURED, *SUGGESTED), out, repeats, paced)
-    run_ranks(run_rank, 2, *arguments, timeout=TIME_LIMIT, env=env, on_line=_only_first)
     outcomes, missed = [], []
-    for number in range(repeats):
-        for split in CAPTURED:
-            found = _what_if(out / name(number, split))
-            best = _suggestion(found)
-            label = f"round {number + 1}, {'+'.join(map(str, split))}"
-            if best is None or best.layout is None:
+    first = out / "first"
+    workload = replace(PACED if paced else REAL, pp=len(splits[0]))
+    _run(workload, splits, first, 1, paced)
+    pairs = {}
+    for split in splits:
+        found = _what_if(first / name(0, split))
+        best = _suggestion(found)
+        if best is None or best.layout is None:
+            missed.append(f"{_plus(split)}: {'; '.join(found.warnings) or found.advice}")
+        else:
+            pairs[split] = best.layout
+    turns = [each for split, layout in pairs.items() for each in (split, _split(layout, workload.pp))]
+    _run(workload, list(dict.fromkeys(turns)), out / "pairs", repeats, paced)
+    for split, layout in pairs.items():
+        captured = [_what_if(out / "pairs" / name(number, split)) for number in range(repeats)]
+        suggested = [_what_if(out / "pairs" / name(n, _split(layout, workload.pp))) for n in range(repeats)]
+        measured = _median_step(captured) / _median_step(suggested)
+        for number, found in enumerate((_what_if(first / name(0, split)), *captured)):
+            label = f"{_plus(split)}, {number}"
+            outcome = _outcome(label, found, layout, measured)
+            if outcome is None:
                 missed.append(f"{label}: {'; '.join(found.warnings) or found.advice}")
-                continue
-            suggested = layers_per_stage(parse_layout(best.layout, 2), 2)
-            if suggested not in SUGGESTED:
-                missed.append(f"{label}: {best.layout} was suggested and not run")
-                continue
-            outcomes.append(_outcome(label, found, best, _what_if(out / name(number, suggested))))
+            else:
+                outcomes.append(outcome)
     return outcomes, missed
+
+
+def _run(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: int, paced: bool) -> None:
+    env = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
+    if paced:  # what waits shares no core, and must not be less certain for it
+        env["LOCAL_WORLD_SIZE"] = "1"
+    arguments = (workload, splits, out, rounds, paced)
+    run_ranks(run_rank, workload.pp, *arguments, timeout=TIME_LIMIT, env=env, on_line=_only_first)
+
+
+def _plus(split: Split) -> str:
+    return "+".join(map(str, split))
+
+
+def _split(layout: str, stages: int) -> Split:
+    return layers_per_stage(parse_layout(layout, stages), stages)
+
+
+def _median_step(runs: Sequence[WhatIf]) -> float:
+    return statistics.median(run.measured_ms for run in runs if run.measured_ms is not None)
+
+
+@contextmanager
+def one_core_busy() -> Iterator[None]:
+    """Another process that computes all the time."""
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        other.kill()
+        other.wait()
 
 
 def synthesised(count: int) -> Iterator[Outcome]:
@@ -164,10 +219,11 @@ def synthesised(count: int) -> Iterator[Outcome]:
         best = _suggestion(found)
         if best is None or best.layout is None:
             continue
-        suggested = layers_per_stage(parse_layout(best.layout, 4), 4)
-        measured = _of_scenario(replace(scenario, layers=suggested, seed=1))
-        yield _outcome("+".join(map(str, layers)), found, best, measured)
-        count -= 1
+        after = _of_scenario(replace(scenario, layers=_split(best.layout, 4), seed=1))
+        outcome = _outcome(_plus(layers), found, best.layout, _median_step([found]) / _median_step([after]))
+        if outcome is not None:
+            yield outcome
+            count -= 1
 
 
 def _of_scenario(scenario: Scenario) -> WhatIf:
@@ -185,19 +241,20 @@ def _suggestion(found: WhatIf) -> Prediction | None:
     return found.best or next((each for each in found.candidates if each.kind == "layout"), None)
 
 
-def _outcome(label: str, found: WhatIf, best: Prediction, after: WhatIf) -> Outcome:
-    if found.replay_error is None or found.measured_ms is None or after.measured_ms is None or best.layout is None:
-        raise RuntimeError(f"{label}: nothing was measured: {found.warnings + after.warnings}")
+def _outcome(label: str, found: WhatIf, layout: str, measured: float) -> Outcome | None:
+    """None where this capture does not predict the layout."""
+    predicted = next((each for each in found.candidates if each.kind == "layout" and each.layout == layout), None)
+    if predicted is None or found.replay_error is None or found.measured_ms is None:
+        return None
     return Outcome(
         captured=label,
-        suggested=best.layout,
-        gains=found.best is not None,
+        layout=layout,
+        advised=found.best is not None,
         replay_error=found.replay_error.mean,
         captured_ms=found.measured_ms,
-        predicted_ms=best.step_ms,
-        measured_ms=after.measured_ms,
-        uncertainty=best.uncertainty_ms / after.measured_ms,
-        error=best.step_ms / after.measured_ms - 1.0,
+        predicted=predicted.speedup,
+        uncertainty=predicted.speedup_uncertainty,
+        measured=measured,
     )
 
 
@@ -210,65 +267,65 @@ def _show(title: str, outcomes: Sequence[Outcome]) -> None:
     print(title)
     for each in outcomes:
         print(
-            f"  {each.captured:18} {each.captured_ms:7.0f} ms, replay {each.replay_error:+6.1%} -> {each.suggested:22} "
-            f"predicted {each.predicted_ms:6.0f} ± {each.uncertainty:4.0%}, measured {each.measured_ms:6.0f}: "
-            f"{each.error:+6.1%}{'' if each.gains else ' (not suggested: within the uncertainty)'}"
+            f"  {each.captured:18} {each.captured_ms:7.0f} ms, replay {each.replay_error:+6.1%} -> {each.layout:22} "
+            f"predicted {each.predicted:.3f} ± {each.uncertainty:.3f}, measured {each.measured:.3f}: "
+            f"{each.error:+6.1%}{'' if each.inside else ' OUTSIDE'}{'' if each.advised else ' (not advised)'}"
         )
 
 
-def _median(outcomes: Sequence[Outcome], *, all_of_them: bool = False) -> float | None:
-    errors = [abs(each.error) for each in outcomes if each.gains or all_of_them]
+def _median_error(outcomes: Sequence[Outcome]) -> float | None:
+    errors = [abs(each.error) for each in outcomes]
     return statistics.median(errors) if errors else None
 
 
-def _error_of_medians(outcomes: Sequence[Outcome]) -> float | None:
-    """Median prediction against median measurement of every captured layout, the larger error of the two: what is left
-    when the machine's speed between one capture and the next is averaged out."""
-    errors = []
-    for split in CAPTURED:
-        own = [each for each in outcomes if each.captured.endswith("+".join(map(str, split)))]
-        # Rounds may suggest different layouts: the most frequent one counts.
-        layouts = [each.suggested for each in own]
-        same = [each for each in own if each.suggested == max(layouts, key=layouts.count)]
-        if same:
-            predicted, measured = (
-                statistics.median(getattr(o, n) for o in same) for n in ("predicted_ms", "measured_ms")
-            )
-            errors.append(abs(predicted / measured - 1.0))
-    return max(errors, default=None)
+def _within(outcomes: Sequence[Outcome]) -> float | None:
+    return statistics.fmean(each.inside for each in outcomes) if outcomes else None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds of real runs (default: 5)")
+    parser.add_argument("--repeats", type=int, default=4, help="runs of each layout (default: 4)")
     parser.add_argument("--synthesised", type=int, default=20, help="synthesised pipelines (default: 20)")
+    kinds = ("paced", "busy", "compute", "synthesised")
+    parser.add_argument("--only", choices=kinds, nargs="*", default=kinds, help="only these (default: all)")
     parser.add_argument("--out", type=Path, default=None, help="keep the traces there")
     options = parser.parse_args()
     load = os.getloadavg()[0]
+    outcomes: dict[str, list[Outcome]] = {kind: [] for kind in kinds}
+    missed: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
-        outcomes, missed = real(options.repeats, out / "real", paced=False)
-        paced, missed_paced = real(options.repeats, out / "paced", paced=True)
-    synthetic = list(synthesised(options.synthesised))
-    _show("real, PP=2:", outcomes)
-    _show("paced, PP=2:", paced)
-    for reason in (*missed, *missed_paced):
+        for kind in options.only:
+            if kind == "synthesised":
+                outcomes[kind] += synthesised(options.synthesised)
+            for splits in {"compute": (CAPTURED,), "synthesised": ()}.get(kind, (CAPTURED, DEEPER)):
+                place = out / kind / str(len(splits[0]))
+                if kind == "busy":
+                    with one_core_busy():
+                        found, reasons = real(options.repeats, place, splits, paced=True)
+                else:
+                    found, reasons = real(options.repeats, place, splits, paced=kind == "paced")
+                outcomes[kind] += found
+                missed += [f"{kind}, {reason}" for reason in reasons]
+    for kind, each in outcomes.items():
+        _show(f"{kind}:", each)
+    for reason in missed:
         print(f"  no prediction: {reason}")
-    _show("synthesised, PP=4:", synthetic)
-    inside = [abs(each.error) <= each.uncertainty for each in outcomes]
+    paced = [*outcomes["paced"], *outcomes["busy"]]
     result = {
         "benchmark": "whatif",
-        "median_error": _median(outcomes),
-        "median_error_all": _median(outcomes, all_of_them=True),
-        "error_of_medians": _error_of_medians(outcomes),
-        "median_error_paced": _median(paced),
-        "median_error_synthesised": _median(synthetic),
-        "within_uncertainty": statistics.fmean(inside) if inside else None,
+        "median_error": _median_error(paced),
+        "within_uncertainty": _within(paced),
+        "predictions": len(paced),
+        "median_error_busy": _median_error(outcomes["busy"]),
+        "within_uncertainty_busy": _within(outcomes["busy"]),
+        "median_error_compute": _median_error(outcomes["compute"]),
+        "within_uncertainty_compute": _within(outcomes["compute"]),
+        "median_error_synthesised": _median_error(outcomes["synthesised"]),
         "repeats": options.repeats,
-        "no_prediction": len(missed) + len(missed_paced),
+        "no_prediction": len(missed),
         "load": load,
-        "real": [asdict(each) for each in outcomes],
-        "paced": [asdict(each) for each in paced],
+        "outcomes": {kind: [asdict(each) for each in own] for kind, own in outcomes.items()},
     }
     print(json.dumps(result))
 

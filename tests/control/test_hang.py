@@ -13,7 +13,7 @@ from megaprof.control.job import find_job
 from tests.cli.running import megaprof
 from tests.control.control_jobs import Slow, running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.alone
 
 
 def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megaprof.control.job import find_job
 from tests.control.control_jobs import Slow, running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.alone
 
 #: From this step on the second stage sleeps for so many seconds in each step, which took a small part of it before.
 SLOW = Slow(rank=1, step=25, microbatch=1, seconds=0.4)

@@ -102,7 +102,7 @@ def began(step: int) -> bool:
     return abs(step - FROM) <= 3
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("fault", ["sleep", "burn"])
 def test_a_slow_rank_is_named_with_its_first_slow_step(tmp_path: Path, fault: str) -> None:
     fleet = run(tmp_path, fault)
@@ -113,7 +113,7 @@ def test_a_slow_rank_is_named_with_its_first_slow_step(tmp_path: Path, fault: st
     assert any(found.startswith(f"Rank {SLOW_RANK} (stage 1, ") for found in findings(fleet))
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_a_slow_tensor_parallel_all_reduce_is_its_groups(tmp_path: Path) -> None:
     fleet = run(tmp_path, "all-reduce", TENSOR)
     slow = next(each for each in lasting(fleet) if each.what == "compute" and SLOW_RANK in each.ranks)
@@ -123,7 +123,7 @@ def test_a_slow_tensor_parallel_all_reduce_is_its_groups(tmp_path: Path) -> None
     assert any(found.startswith("Ranks 2-3 (stage 0, ") and found.endswith(command) for found in findings(fleet))
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_a_slow_gradient_synchronisation_is_its_stages(tmp_path: Path) -> None:
     fleet = run(tmp_path, "gradients")
     shift = next(shift for pp, shift in fleet.synchronisation.stage_synchronisation if pp == 1 and shift.until is None)
@@ -136,7 +136,7 @@ def test_a_slow_gradient_synchronisation_is_its_stages(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_a_rank_that_comes_late_for_what_no_step_shows(tmp_path: Path) -> None:
     fleet = run(tmp_path, "outside")
     late = next(each for each in lasting(fleet) if each.what == "arrival")
@@ -145,7 +145,7 @@ def test_a_rank_that_comes_late_for_what_no_step_shows(tmp_path: Path) -> None:
     assert late.peers_ms - late.own_ms > 2 * SECONDS * 1e3
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("workload", [PIPELINE, TENSOR], ids=["pipeline", "tensor"])
 def test_a_healthy_job_raises_no_alarm(tmp_path: Path, workload: GPTWorkload) -> None:
     fleet = run(tmp_path, "none", workload, steps=150)

@@ -117,7 +117,7 @@ def assert_grandchild_is_gone(directory: Path) -> None:
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_hanging_rank_is_reported_with_its_stack_and_killed(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="rank 1 hung, killed at the time limit") as failure:
         run_ranks(one_hangs, 2, tmp_path, timeout=12)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megaprof.analysis.fleet.reading import Key, RankSeries
-from megaprof.analysis.fleet.stragglers import Buckets, Run, groups_of, layout_of, slow_rows
+from megaprof.analysis.fleet.stragglers import Buckets, Run, coupled, groups_of, layout_of, slow_rows
 from megaprof.analysis.fleet.trends import Floats, others_median
 from megaprof.parallel.selectors import Selector
 
@@ -44,6 +44,15 @@ class Straggler:
     """How many ranks, or groups of as many ranks, they were compared with."""
     capture: str | None
     """The selection of ranks that would show which of them it is; None for one rank."""
+    share: float | None = None
+    """Where it comes and goes, the fraction of all steps in which they are slow; None: in all since ``from_step``."""
+    last_step: int | None = None
+    """Where it comes and goes, the last slow step."""
+    unseen: tuple[int, ...] = ()
+    """Ranks that wait for them inside a microbatch and have no timeline: it may be one of these."""
+    computing_ms: float | None = None
+    """Of ranks that come last: milliseconds per step that their pipeline computes longer than the others, in the same
+    steps."""
 
 
 def matrix_of(ranks: Sequence[RankSeries], name: str, buckets: Buckets) -> Floats:
@@ -84,6 +93,8 @@ def slow_ranks(
             for run in slow_rows(own, buckets, against=against):
                 number, rank = members[run.row]
                 found.append(_straggler(ranks, (rank,), pp, run, buckets, len(groups[number]) - 1))
+    if layout is not None:
+        found = [replace(s, unseen=tuple(sorted(coupled(layout, s.ranks[0]) - places.keys()))) for s in found]
     return sorted(found, key=lambda s: (s.until is not None, -s.factor))
 
 
@@ -111,6 +122,8 @@ def _straggler(
         peers_ms=run.peers_ms,
         peers=peers,
         capture=str(Selector.of_ranks(members)) if len(members) > 1 else None,
+        share=run.share,
+        last_step=None if run.share is None else int(buckets.last[run.last]),
     )
 
 
@@ -129,12 +142,18 @@ def slow_groups(
 
 
 def late_ranks(
-    ranks: Sequence[RankSeries], finalize: Floats, step_ms: Floats, buckets: Buckets, slow: Sequence[Straggler]
+    ranks: Sequence[RankSeries],
+    finalize: Floats,
+    compute: Floats,
+    step_ms: Floats,
+    buckets: Buckets,
+    slow: Sequence[Straggler],
 ) -> list[Straggler]:
     """Ranks that the others wait for in the gradient synchronisation, whose pipeline holds none that computes longer:
     their exchanges, their data or what runs between the steps takes longer. Those of one time are one entry.
 
-    ``finalize``: milliseconds that each rank spends in it [rank, bucket]; ``slow``: ranks that compute longer.
+    ``finalize``: milliseconds that each rank spends in it [rank, bucket]; ``compute``: that it computes; ``slow``:
+    ranks that compute longer.
     """
     typical = float(np.nanmedian(step_ms))
     groups: dict[Group, list[int]] = {}
@@ -163,8 +182,28 @@ def late_ranks(
         late = [ranks[run.row].coords for run in runs]
         members = [place.rank for place in late]
         peers = len(groups[late[0].pp, late[0].tp]) - len({pipeline[rank] for rank in members})
-        found.append(_straggler(ranks, members, late[0].pp, runs[0], buckets, peers, "arrival"))
+        computing = _computing(ranks, members, compute, runs[0])
+        each = _straggler(ranks, members, late[0].pp, runs[0], buckets, peers, "arrival")
+        found.append(replace(each, computing_ms=computing))
     return found
+
+
+def _computing(ranks: Sequence[RankSeries], members: Sequence[int], compute: Floats, run: Run) -> float:
+    """Milliseconds by which the worst stage of the members' pipelines computes longer than its peers, in this very
+    stretch."""
+    pipelines = {(r.coords.dp, r.coords.cp) for r in ranks if r.coords.rank in members}
+    worst = 0.0
+    for pp in {r.coords.pp for r in ranks}:
+        rows = [n for n, r in enumerate(ranks) if r.coords.pp == pp]
+        part = compute[rows, run.first : run.last + 1]
+        if len(rows) < 2 or not np.isfinite(part).any():
+            continue
+        longer = part - others_median(part)
+        for row, values in zip(rows, longer, strict=True):
+            own = (ranks[row].coords.dp, ranks[row].coords.cp)
+            if own in pipelines and np.isfinite(values).any():
+                worst = max(worst, float(np.nanmedian(values)))
+    return worst
 
 
 def _late_rows(rows: Sequence[int], own: Floats, typical: float, buckets: Buckets) -> Iterator[Run]:

@@ -40,8 +40,13 @@ from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, Place, Worl
 #: Standard deviations between the ranks of a stage, where there are enough of them to know it.
 SPREAD = 6.0
 _ENOUGH = 5
+_FEWEST_SPELLS = 3
 #: Rows that are looked at closely, the worst first.
 _MOST = 256
+#: What comes and goes is slow in at least this part of the steps.
+RECURRING = 0.10
+#: A stretch in which less than this part is slow is several.
+_WHOLE = 0.85
 #: A rank that is a little slow and then far slower is two findings, so that the second has its own beginning: when the
 #: first excess is less than this part of the highest.
 _ALIKE = 0.5
@@ -93,6 +98,8 @@ class Run:
     """Whether it is so from the first step on that is known."""
     to_end: bool
     """Whether it is so until the last one."""
+    share: float | None = None
+    """Where it comes and goes, the fraction of all steps in which the row is slow; None: in all of the stretch."""
 
 
 def layout_of(places: Iterable[Place], sizes: ParallelSizes) -> WorldLayout | None:
@@ -162,7 +169,9 @@ def slow_rows(
     usual, noise = _usual(relative), noise_of(relative)
     least = max(EXCESS, SPREAD * usual if len(values) >= _ENOUGH else 0.0)
     found: list[Run] = []
-    for row in _suspects(relative, buckets, 1 + 0.9 * least):
+    suspects = _suspects(relative, buckets, 1 + 0.9 * least)
+    shares = _shares(relative, buckets, least)
+    for row in suspects:
         known = np.flatnonzero(np.isfinite(relative[row]))
         slow = [
             level
@@ -179,7 +188,68 @@ def slow_rows(
             factor = own_ms / max(peers_ms, 1e-3)
             ends = bool(first == known[0]), bool(last == known[-1])
             found.append(Run(row, first, last, factor, own_ms, peers_ms, *ends))
-    return found
+    return _with_recurring(found, values, peers, relative, least, shares, buckets)
+
+
+def _shares(relative: Floats, buckets: Buckets, least: float) -> Floats:
+    """[row, 2]: the fraction of a row's steps in which it is slower, and quicker, than the others by ``least``."""
+    weight = np.where(np.isfinite(relative), buckets.steps, 0)
+    every = np.maximum(weight.sum(axis=1), 1)
+    with np.errstate(invalid="ignore"):
+        counts = [(weight * (relative > 1 + least)).sum(axis=1), (weight * (relative < 1 / (1 + least))).sum(axis=1)]
+    shares: Floats = np.stack(counts, axis=1) / every[:, None]
+    return shares
+
+
+def _with_recurring(
+    found: list[Run],
+    values: Floats,
+    peers: Floats,
+    relative: Floats,
+    least: float,
+    shares: Floats,
+    buckets: Buckets,
+) -> list[Run]:
+    """With rows that are slow now and then, again and again, and more often than the others are."""
+    slow_in = relative > 1 + least
+    whole = [run for run in found if slow_in[run.row, run.first : run.last + 1].mean() >= _WHOLE]
+    for row in range(len(values)):
+        known = np.flatnonzero(np.isfinite(values[row]))
+        slow = slow_in[row] & np.isfinite(values[row])
+        for run in whole:
+            if run.row == row:
+                slow[run.first : run.last + 1] = False
+        often = int(buckets.steps[slow].sum())
+        total = int(buckets.steps[known].sum())
+        spells = int(np.count_nonzero(np.diff(slow[known].astype(np.int8)) > 0)) + int(slow[known[:1]].any())
+        usual = float(np.median(np.delete(shares[:, 0], row))) if len(shares) > 1 else 0.0
+        expected = total * max(usual, float(shares[row, 1]))
+        if often < max(LASTING_STEPS, RECURRING * total) or spells < _FEWEST_SPELLS:
+            continue
+        if often - expected <= SIGMAS * np.sqrt(expected + 1) or np.nansum(buckets.seconds[slow]) < LASTING_SECONDS:
+            continue
+        # A rank that is a little slow all the time is at times above the threshold by chance.
+        if _median(relative[row, slow]) - _median(relative[row, known[~slow_in[row, known]]]) < least:
+            continue
+        place = np.flatnonzero(slow)
+        own_ms, peers_ms = _median(values[row, slow]), _median(peers[row, slow])
+        longest = int(np.diff(place).max())
+        whole = [run for run in whole if run.row != row]
+        whole.append(
+            Run(
+                row,
+                int(place[0]),
+                int(place[-1]),
+                own_ms / max(peers_ms, 1e-3),
+                own_ms,
+                peers_ms,
+                bool(place[0] - known[0] <= longest),
+                bool(known[-1] - place[-1] <= longest),
+                often / total,
+            )
+        )
+    kept = {(run.row, run.first) for run in whole} | {(run.row, -1) for run in whole if run.share is not None}
+    return whole + [run for run in found if (run.row, run.first) not in kept and (run.row, -1) not in kept]
 
 
 def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> list[tuple[Shift, ...]]:

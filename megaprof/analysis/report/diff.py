@@ -3,6 +3,9 @@
 A change is *beyond the spread* when the means differ by more than `NOISE` standard errors of their difference (Welch).
 The samples are steps; where fewer than `FEWEST` were captured, they are microbatches, for what is known of each
 (forward, backward, and compute as their sum). Where neither is enough, that stays open: None.
+
+Where the second capture ran a layout that the first one's what-if predicted, the prediction stands beside what came of
+it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.what_if.layouts import format_layout
+from megaprof.analysis.what_if.what_if import layout_of
 
 NOISE = 2.0
 FEWEST = 3
@@ -55,6 +60,30 @@ class StageDiff:
 
 
 @dataclass(frozen=True)
+class Kept:
+    """A layout that was predicted from the first capture, and what the second one measured."""
+
+    what: str
+    """The layout in words."""
+    layout: str
+    """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
+    predicted_ms: float
+    """Milliseconds of the step that was predicted."""
+    measured_ms: float
+    """Milliseconds of the step that it took."""
+    predicted: float
+    """The predicted speedup."""
+    uncertainty: float
+    """Plus or minus, of the predicted speedup."""
+    measured: float
+    """The step before over the step after."""
+    error: float
+    """``predicted`` over ``measured``, minus 1."""
+    inside: bool
+    """Whether that is within the uncertainty."""
+
+
+@dataclass(frozen=True)
 class TargetDiff:
     """One target and role that both captures have."""
 
@@ -70,6 +99,8 @@ class TargetDiff:
     """The stage that is called slow, None where none is."""
     slowest_after: int | None
     """The same in the second capture."""
+    prediction: Kept | None
+    """What the first capture predicted of the second one's layout; None where it did not."""
     notes: tuple[str, ...]
     """What makes the captures differ besides the times, in sentences."""
 
@@ -128,8 +159,32 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys())),
         slowest_before=before.verdict.slowest_stage,
         slowest_after=after.verdict.slowest_stage,
+        prediction=_kept(before, after) if alike and first.sizes.pp == second.sizes.pp else None,
         notes=tuple(_notes(first, second)),
     )
+
+
+def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
+    pieces, old = layout_of(after.measured), before.measured.step_time_ms
+    new = after.measured.step_time_ms
+    if pieces is None or pieces == layout_of(before.measured) or old is None or new is None or not new.mean:
+        return None
+    layout = format_layout(pieces)
+    for each in before.what_if.candidates:
+        if each.layout == layout:
+            measured = old.mean / new.mean
+            return Kept(
+                what=each.what,
+                layout=layout,
+                predicted_ms=each.step_ms,
+                measured_ms=new.mean,
+                predicted=each.speedup,
+                uncertainty=each.speedup_uncertainty,
+                measured=measured,
+                error=each.speedup / measured - 1.0,
+                inside=abs(each.speedup - measured) <= each.speedup_uncertainty,
+            )
+    return None
 
 
 def _notes(before: TargetStages, after: TargetStages) -> list[str]:

@@ -6,6 +6,7 @@ traces do not allow is null, and a warning says why.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,11 +16,11 @@ import msgspec
 
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report import sentences
-from megaprof.analysis.stages.advice import Verdict
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS, Call
-from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.analysis.what_if.what_if import Prediction, WhatIf
 from megaprof.version import __version__
 
 #: What the JSON gives as the mean, and the spread of under ``spread``.
@@ -101,8 +102,8 @@ class Report:
 
     @classmethod
     def from_json(cls, document: object, source: Path) -> Report:
-        """What `to_json` wrote, as far as two reports are compared by it: the stages and which of them is slow. What-if
-        and the whole run are left out. Raises NotAReport."""
+        """What `to_json` wrote, as far as two reports are compared by it: the stages, which of them is slow, and what
+        was predicted. The whole run is left out. Raises NotAReport."""
         try:
             found = msgspec.convert(document, dict[str, Any])
             msgspec.convert(found["version"], str)
@@ -119,7 +120,19 @@ def _target_of(raw: Mapping[str, Any]) -> TargetReport:
     spread = raw["spread"]["step_time_ms"]
     measured = {**raw, "sizes": sizes, "stages": stages, "step_time_ms": spread, "unjudgeable": None}
     verdict = {name: raw[name] for name in ("imbalance", "slowest_stage")}
-    return TargetReport(msgspec.convert(measured, TargetStages), msgspec.convert(verdict, Verdict), WhatIf())
+    return TargetReport(msgspec.convert(measured, TargetStages), msgspec.convert(verdict, Verdict), _what_if_of(raw))
+
+
+def _what_if_of(raw: Mapping[str, Any]) -> WhatIf:
+    found = (raw.get("what_if") or {}).get("candidates") or []
+    return WhatIf(candidates=tuple(msgspec.convert(_prediction_of(each), Prediction) for each in found))
+
+
+def _prediction_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Older reports give no uncertainty of the speedup: it is as uncertain as the step."""
+    step_ms = raw["step_time_ms"]
+    uncertainty = raw["uncertainty_ms"] / step_ms * raw["speedup"] if step_ms else 0.0
+    return {"speedup_uncertainty": uncertainty, **raw, "step_ms": step_ms, "flags": shlex.split(raw["flags"])}
 
 
 def _stage_of(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,17 @@ from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.sentences import evidence
-from megaprof.analysis.stages.advice import judge
 from megaprof.analysis.stages.causes import OF_STEP
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
+from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys import REPORT, SQLITE, find_nsys, is_nsys
 from megaprof.analysis.trace.pool import Progress
 from megaprof.analysis.trace.reading import Source, read_all
 from megaprof.analysis.trace.traces import find_traces
+from megaprof.analysis.what_if.gains import with_gains
 from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.timeline import SUFFIX
 
@@ -106,10 +107,19 @@ def _target(measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet]) 
     key = measured.target, measured.role, measured.sizes
     fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
     verdict = judge(measured)
+    causes = verdict.causes
     if fleet is not None:
-        kept = tuple(c for c in verdict.causes if not _was_waiting(c, measured, fleet))
-        verdict = replace(verdict, causes=(*_slow_ranks(fleet, kept), *kept))
+        kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
+        causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
+    verdict = replace(verdict, causes=with_gains(measured, causes, calls))
     return TargetReport(measured, verdict, what_if(measured, calls), fleet)
+
+
+def _unless_explained(causes: tuple[Cause, ...], measured: TargetStages) -> tuple[Cause, ...]:
+    """Without a slow stage for no known reason whose captured rank is slower than its peers."""
+    captured = {rank for stage in measured.stages for rank in stage.ranks}
+    explained = {cause.stage for cause in causes if cause.kind == "slow_rank" and cause.rank in captured}
+    return tuple(c for c in causes if c.kind != "unexplained" or c.stage not in explained)
 
 
 def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
@@ -124,19 +134,17 @@ def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
                 evidence=evidence(fleet, each),
                 threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
                 f"{LASTING_STEPS} steps",
-                excess_ms=each.own_ms - each.peers_ms,
+                excess_ms=(each.own_ms - each.peers_ms) * (1.0 if each.share is None else each.share),
                 basis="per step, compared with its peers",
             )
 
 
 def _was_waiting(cause: Cause, measured: TargetStages, fleet: Fleet) -> bool:
-    """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: the
-    fleet knows what it takes the last of them."""
+    """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: it
+    takes no longer than on the rank that came last to it, of those that have a timeline."""
     steps = {step - step % fleet.width for step in measured.steps}
     alone = [
-        ms
-        for first, ms in zip(fleet.buckets, fleet.synchronisation.synchronisation_ms, strict=True)
-        if ms and first in steps
+        ms for first, ms in zip(fleet.buckets, fleet.synchronisation.at_most_ms, strict=False) if ms and first in steps
     ]
     return (
         cause.kind == "communication"

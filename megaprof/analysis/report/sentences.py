@@ -10,10 +10,10 @@ from typing import Literal
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
-from megaprof.analysis.stages.advice import Comparison, Verdict
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.verdict import Comparison, Verdict
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -53,7 +53,8 @@ def of_verdict(verdict: Verdict) -> Finding | None:
     if (found := verdict.comparison) is None:
         return None
     if found.outcome == "slow":
-        return Finding("slow_stage", "slow", f"Stage {found.stage} is slow: it {_compared(found)}.")
+        also = "".join(f" Stage {each.stage} is slow, too: it {_compared(each)}." for each in verdict.also_slow)
+        return Finding("slow_stage", "slow", f"Stage {found.stage} is slow: it {_compared(found)}.{also}")
     slowest = f"stage {found.stage} is the slowest and {_compared(found)}"
     if found.outcome == "within":
         text = f"No stage is slow: {slowest}; a stage is called slow when it is more than {EXCESS:.0%} above."
@@ -77,16 +78,20 @@ def _compared(found: Comparison) -> str:
 
 def of_cause(cause: Cause) -> Finding:
     """Why time is lost, and how much."""
-    costs = f"It costs {number(cause.excess_ms)} ms {cause.basis}."
+    if cause.gain_ms is None:
+        costs = f"It takes {number(cause.excess_ms)} ms {cause.basis}."
+    else:
+        costs = f"It costs {milliseconds(cause.gain_ms)} of the step."
     return Finding(cause.kind, "open", f"{sentence(cause.evidence)} {costs}")
 
 
 def of_what_if(found: WhatIf) -> Finding | None:
-    """Which layout to change to, with its flags, or that none is better."""
+    """Which rank to mend, which layout to change to, with its flags, or that none is better."""
     if found.advice is None:
         return None
-    flags = shlex.join(found.best.flags) if found.best else None
-    return Finding("layout", "fine" if found.best else "open", sentence(found.advice), flags)
+    if found.best is None or found.best.kind == "no_straggler":
+        return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice))
+    return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags))
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
@@ -114,8 +119,9 @@ def facts(measured: TargetStages) -> list[str]:
 def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
     """What is slow or gone in the whole run, the worst first; one finding that nothing is, where nothing is."""
     slow = (*_stragglers(fleet), *_slower_stages(fleet), *_synchronisation(fleet))
-    nothing = "No rank, stage or gradient synchronisation is lastingly slower than the others."
-    return (*(slow or (Finding("nothing_slow", "fine", nothing),)), *_steps(fleet), *_ended(fleet))
+    rest = (*_unequal(fleet), *_steps(fleet), *_ended(fleet))
+    nothing = "Over the run nothing became slower, and no rank is slower than its peers."
+    return (*(slow or (() if rest else (Finding("nothing_slow", "fine", nothing),))), *rest)
 
 
 def _stragglers(fleet: Fleet) -> Iterator[Finding]:
@@ -137,14 +143,28 @@ def _computes_longer(fleet: Fleet, s: Straggler) -> str:
     others = f"the {counted(s.peers, 'other such group')} of the stage" if several else alone
     waiting = ", which wait for each other inside a microbatch," if several else ""
     slower = f"{percent(s.factor - 1)} slower than" if s.factor < 2 else f"{s.factor:.1f} times as slow as"
+    if s.share is not None:
+        return (
+            f"{ranks(s.ranks)} ({_where(s)}){waiting} {'are' if several else 'is'} slow again and again: {slower} "
+            f"{others} in {percent(s.share)} of the steps, first in step {s.from_step}, last in step {s.last_step}, "
+            f"computing {milliseconds(s.own_ms)} in such a step instead of {milliseconds(s.peers_ms)}"
+            f"{_unseen(fleet, s)}"
+        )
     grown = ""
     if not s.since_start:
         changes = (c for c in fleet.times.step_shifts if c.change > 0 and _together(fleet, c.step, s.from_step))
         grown = next((f"; the step takes {percent(c.change)} longer since then" for c in changes), "")
     return (
         f"{ranks(s.ranks)} ({_where(s)}){waiting} {verb} {slower} {others} {_when_slow(fleet, s)}, computing "
-        f"{milliseconds(s.own_ms)} per step instead of {milliseconds(s.peers_ms)}{grown}"
+        f"{milliseconds(s.own_ms)} per step instead of {milliseconds(s.peers_ms)}{grown}{_unseen(fleet, s)}"
     )
+
+
+def _unseen(fleet: Fleet, s: Straggler) -> str:
+    if not s.unseen:
+        return ""
+    axes = "- or ".join(axis for axis in ("tp", "cp", "ep") if getattr(fleet.key.sizes, axis) > 1)
+    return f"; it may as well be one of the {axes} peers {spans(s.unseen, _MOST)}, which have no timeline"
 
 
 def _slow_group(fleet: Fleet, s: Straggler) -> str:
@@ -159,20 +179,27 @@ def _slow_group(fleet: Fleet, s: Straggler) -> str:
 def _comes_last(fleet: Fleet, s: Straggler) -> str:
     several = len(s.ranks) > 1
     come = "came" if s.until is not None else "have come" if several else "has come"
-    they, none = ("they spend", "None of them") if several else ("it spends", "It was not found to compute longer")
-    none = f"{none} was found to compute longer" if several else none
+    they = "they spend" if several else "it spends"
+    lost = s.peers_ms - s.own_ms
+    if s.computing_ms is not None and s.computing_ms > lost / 2:
+        why = (
+            f"In these steps a stage of the same pipeline computes {milliseconds(s.computing_ms)} longer than its peers"
+        )
+    else:
+        none = "None of them computes" if several else "It does not compute"
+        why = f"{none} longer in these steps, so it may be exchanges, data loading or work between steps"
     return (
         f"{ranks(s.ranks)} {come} last to the gradient synchronisation {_when_slow(fleet, s)}: the others spend "
-        f"{milliseconds(s.peers_ms)} in it, {they} {milliseconds(s.own_ms)}. {none}, so it may be exchanges, data "
-        "loading or work between steps"
+        f"{milliseconds(s.peers_ms)} in it, {they} {milliseconds(s.own_ms)}. {why}"
     )
 
 
 def evidence(fleet: Fleet, s: Straggler) -> str:
     """That ranks compute longer than their peers in the whole run, as the evidence of a cause."""
+    when = _when_slow(fleet, s) if s.share is None else f"in {percent(s.share)} of the steps"
     return (
         f"{ranks(s.ranks)} of stage {s.stage} compute{'s' * (len(s.ranks) == 1)} {milliseconds(s.own_ms)} per step "
-        f"{_when_slow(fleet, s)}, other ranks of the stage compute {milliseconds(s.peers_ms)} for the same work"
+        f"{when}, other ranks of the stage compute {milliseconds(s.peers_ms)} for the same work"
     )
 
 
@@ -209,12 +236,32 @@ def _synchronisation(fleet: Fleet) -> Iterator[Finding]:
 
 
 def _steps(fleet: Fleet) -> Iterator[Finding]:
+    told = [
+        *(s.from_step for s in fleet.stragglers if not s.since_start),
+        *(s.until + 1 for s in fleet.stragglers if s.until is not None),
+        *(shift.step for stage in fleet.stages for shift in stage.shifts),
+        *(shift.step for shift in fleet.synchronisation.synchronisation_shifts),
+        *(shift.step for _, shift in fleet.synchronisation.stage_synchronisation),
+    ]
     for shift in fleet.times.step_shifts:
-        if shift.change > EXCESS:
+        # What became slower at that time is named already, with its own onset.
+        if shift.change > EXCESS and not any(_together(fleet, shift.step, step) for step in told):
             yield Finding("slow_step", "slow", f"The step {_went(fleet, shift)}.")
     if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
         drifted = percent(fleet.times.drift, sign=True)
         yield Finding("drift", "slow", f"Step times drift: they change by {drifted} from the first step to the last.")
+
+
+def _unequal(fleet: Fleet) -> Iterator[Finding]:
+    if (found := fleet.unbalanced) is not None:
+        text = (
+            "The replicas get unequal work, another one the most in every step: the slowest computes "
+            f"{found.ratio:.2f} times as long as the average, and the others wait for it in the gradient "
+            "synchronisation. With the same work for all the step would take about "
+            f"{milliseconds(found.balanced_ms)} instead of {milliseconds(found.step_ms)}: spread long sequences evenly "
+            "over the replicas of a step."
+        )
+        yield Finding("unequal_replicas", "slow", text)
 
 
 def _ended(fleet: Fleet) -> Iterator[Finding]:
@@ -241,6 +288,13 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
         yield (
             f"{counted(single.count, 'single step')} took much longer than the steps around, as for checkpoints or "
             f"garbage collection{every}: {worst}."
+        )
+    if (stalls := fleet.stalls) is not None:
+        shown = ", ".join(f"rank {rank} in step {step}" for rank, step in stalls.examples)
+        yield (
+            f"Single stalls hit {len(stalls.ranks)} of {coverage.ranks} ranks, each in other steps: "
+            f"{counted(stalls.count, 'step')} of a rank took about {milliseconds(stalls.longer_ms)} longer ({shown}). "
+            "Python's garbage collection does this: try Megatron's --manual-gc, with which all ranks collect at once."
         )
     inside = [name for axis, name in _INSIDE.items() if getattr(sizes, axis) > 1]
     if inside:

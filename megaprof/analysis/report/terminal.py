@@ -97,7 +97,8 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
         number_columns(predicted, "step, ms", "speedup")
         for each in shown:
             step = with_error(each.step_ms, each.uncertainty_ms)
-            predicted.add_row(text(sentences.prediction(each)), step, f"{each.speedup:.2f}")
+            speedup = with_error(each.speedup, each.speedup_uncertainty)
+            predicted.add_row(text(sentences.prediction(each)), step, speedup)
         console.print(predicted)
     if (advice := sentences.of_what_if(found)) is not None:
         show_finding(console, advice)

@@ -1,5 +1,6 @@
-"""Why time is lost, apart from layers and what stands beside them: slow ranks, uneven microbatches, communication that
-nothing hides, a host that cannot keep up, and a pipeline that is too deep for its microbatches.
+"""Why time is lost, apart from stages that compute for long: slow ranks, uneven microbatches, communication that
+nothing hides, slow links, stages that enter late, a host that cannot keep up, and a pipeline that is too deep for its
+microbatches.
 
 Every cause has its threshold here, and its evidence says the numbers.
 """
@@ -9,12 +10,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from megaprof.analysis.stages.loads import NOISE, Cause, Load, load_of
+from megaprof.analysis.stages.between import Link
+from megaprof.analysis.stages.loads import FEWEST, MAD, NOISE, Cause, Load, Sizes, load_of
 from megaprof.analysis.stages.slow import EXCESS, exceeds
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import counted, number, percent
 from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP
+from megaprof.formats import ranges
 
 #: Exposed communication of one group, or time in which the GPU waits for the host, as a fraction of the step.
 OF_STEP = 0.10
@@ -23,6 +27,14 @@ UNEVEN = 0.15
 #: ... and how far the stages must agree which microbatches are long (correlation of each with the others).
 AGREE = 0.7
 _FEWEST_MICROBATCHES = 4
+#: From this spread on, by medians, the microbatches of one stage alone are uneven.
+UNEVEN_ALONE = 0.20
+#: A stage or rank that enters the step late, or waits for its data, costs more than this fraction of it ...
+OF_ENTRY = 0.05
+#: ... in at least this part of the steps.
+_MOST_OF = 2 / 3
+#: By how many times the exchanges of a link, or the spread of a stage, exceed the others'.
+_TIMES_AS_LONG = 2.0
 #: Part of the step for which a perfectly balanced pipeline of this depth waits to be filled and drained.
 FILLING = 0.20
 #: The measured bubble must be at least this part of it.
@@ -45,23 +57,25 @@ def slow_ranks(stages: Sequence[Stage]) -> list[Cause]:
         known = [load for load in loads if load is not None]
         if len(known) < 2 or len(known) < len(loads):
             continue
-        slow = max(known, key=lambda load: load.median)
-        peers = [load for load in known if load is not slow]
-        usual, quick = statistics.median(p.median for p in peers), statistics.median(p.quick for p in peers)
-        error = math.hypot(slow.error / slow.median, statistics.fmean(p.error for p in peers) / usual) if usual else 0.0
-        if not (exceeds(slow.median, usual, error=error, errors=NOISE) and exceeds(slow.quick, quick)):
-            continue
-        found.append(
-            Cause(
-                kind="slow_rank",
-                stage=stage.pp,
-                rank=slow.rank,
-                evidence=_slow_rank(stage.pp, slow, peers, usual),
-                threshold=f"more than {EXCESS:.0%} over its peers, in the median and in the quickest microbatch",
-                excess_ms=slow.median - usual,
-                basis="per microbatch, compared with its peers",
-            )
-        )
+        for slow in known:
+            peers = [load for load in known if load is not slow]
+            usual, quick = statistics.median(p.median for p in peers), statistics.median(p.quick for p in peers)
+            errors = (slow.error / slow.median, statistics.fmean(p.error for p in peers) / usual) if usual else (0.0,)
+            if not exceeds(slow.median, usual, error=math.hypot(*errors), errors=NOISE):
+                continue
+            if exceeds(slow.quick, quick):
+                found.append(
+                    Cause(
+                        kind="slow_rank",
+                        stage=stage.pp,
+                        rank=slow.rank,
+                        evidence=_slow_rank(stage.pp, slow, peers, usual),
+                        threshold=f"more than {EXCESS:.0%} over its peers, in the median and in the quickest "
+                        "microbatch",
+                        excess_ms=slow.median - usual,
+                        basis="per microbatch, compared with its peers",
+                    )
+                )
     return found
 
 
@@ -82,7 +96,16 @@ def pipeline_causes(target: TargetStages) -> list[Cause]:
     """Causes that no single stage or rank is to blame for."""
     if target.target == WHOLE_STEP:
         return []
-    return [*_communication(target), *_host_bound(target), *_uneven_microbatches(target), *_few_microbatches(target)]
+    links = list(_slow_links(target))
+    return [
+        *(cause for cause in _communication(target) if not links or cause.group != "pp"),
+        *links,
+        *_late_entry(target),
+        *_data_wait(target),
+        *_host_bound(target),
+        *_uneven_microbatches(target),
+        *_few_microbatches(target),
+    ]
 
 
 def _communication(target: TargetStages) -> Iterator[Cause]:
@@ -129,45 +152,197 @@ def _host_bound(target: TargetStages) -> Iterator[Cause]:
     )
 
 
-def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
-    if target.sizes.pp == 1 or len(target.stages) < 2:
-        return
-    common = set.intersection(*(set(stage.microbatch_ms) for stage in target.stages))
-    by_call: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for key in sorted(common):
-        by_call.setdefault(key[:2], []).append(key)
-    relative: list[list[float]] = [[] for _ in target.stages]
-    for keys in by_call.values():
-        if len(keys) < _FEWEST_MICROBATCHES:
+def _slow_links(target: TargetStages) -> Iterator[Cause]:
+    """Neighbouring stages whose exchanges take longer than those of the others."""
+    step, microbatches = target.step_time_ms.mean if target.step_time_ms else 0.0, target.microbatches or 0
+    known = [link for link in target.links if link.transfer_ms.count >= FEWEST]
+    pairs: dict[frozenset[int], list[Link]] = {}
+    for link in known:
+        pairs.setdefault(frozenset((link.sender, link.receiver)), []).append(link)
+    for pair, links in sorted(pairs.items(), key=lambda each: min(each[0])):
+        others = [link.transfer_ms.median for link in known if not pair & {link.sender} or not pair & {link.receiver}]
+        if not others and target.sizes.pp > 2:
             continue
-        for stage, own in zip(target.stages, relative, strict=True):
-            mean = statistics.fmean(stage.microbatch_ms[key] for key in keys)
-            own += [stage.microbatch_ms[key] / mean if mean > 0 else 1.0 for key in keys]
-    if len(relative[0]) < _FEWEST_MICROBATCHES:
+        usual = statistics.median(others) if others else 0.0
+        longer = sum(max(0.0, link.quick_ms - usual) for link in links)
+        lost = longer * microbatches * max(1, *(len(stage.chunks) for stage in target.stages))
+        worst = max(links, key=lambda link: (round(link.quick_ms / max(usual, 1e-6), 1), -link.sender))
+        if step <= 0 or lost <= OF_STEP * step or worst.quick_ms <= _TIMES_AS_LONG * usual:
+            continue
+        compared = f"on the other links {number(usual)} ms" if others else "it is the only link of this pipeline"
+        yield Cause(
+            kind="slow_link",
+            stage=worst.sender,
+            group="pp",
+            evidence=f"an exchange between stages {min(pair)} and {max(pair)} takes "
+            f"{number(worst.transfer_ms.median)} ms (median, from stage {worst.sender} to stage {worst.receiver}), "
+            f"{compared}; the receiver waits for it and has nothing else to do",
+            threshold=f"more than {OF_STEP:.0%} of the step over all microbatches, and {_TIMES_AS_LONG:.0f} times as "
+            "long as on the other links",
+            excess_ms=lost,
+            basis="per step",
+        )
+
+
+def _late_entry(target: TargetStages) -> Iterator[Cause]:
+    step = target.step_time_ms.mean if target.step_time_ms else 0.0
+    for stage in target.stages:
+        for rank, late in stage.late_ms.items():
+            usual = _in_most(late)
+            if usual is None or step <= 0 or usual <= OF_ENTRY * step:
+                continue
+            yield Cause(
+                kind="late_entry",
+                stage=stage.pp,
+                rank=rank,
+                evidence=f"rank {rank} of stage {stage.pp} enters the step {number(usual)} ms late and the pipeline "
+                "waits for it: between steps it is busy for longer than the other stages, for example with data "
+                "loading, garbage collection or other work of the host",
+                threshold=f"more than {OF_ENTRY:.0%} of the step, in most steps",
+                excess_ms=usual,
+                basis="per step",
+            )
+
+
+def _data_wait(target: TargetStages) -> Iterator[Cause]:
+    """Only the first microbatch is late, and only where the data comes in."""
+    step = target.step_time_ms.mean if target.step_time_ms else 0.0
+    first = next((stage for stage in target.stages if stage.pp == 0), None)
+    if first is None or step <= 0 or not first.chunks or (usual := first.chunks[0].forward_ms) is None:
         return
-    together = [statistics.fmean(each) for each in zip(*relative, strict=True)]
-    spread = statistics.pstdev(together)
-    agreement = min(_agreement(own, together, len(relative)) for own in relative)
-    if spread <= UNEVEN or agreement <= AGREE:
+    longer = _in_most([ms - usual.median for ms in first.first_input_ms])
+    if longer is None or longer <= OF_ENTRY * step:
         return
-    mean = statistics.fmean(statistics.fmean(stage.microbatch_ms[key] for key in common) for stage in target.stages)
+    elsewhere = [_first_longer(stage) for stage in target.stages if stage.pp != 0]
+    if any(ms > 0.5 * longer for ms in elsewhere):
+        return
     yield Cause(
-        kind="uneven_microbatches",
-        stage=None,
-        evidence=f"microbatches take from {min(together):.2f} to {max(together):.2f} times their average, alike on "
-        f"all stages (spread {percent(spread)}, correlation between stages at least {agreement:.2f}): they differ in "
-        "work, for example in sequence length, and no stage is to blame",
-        threshold=f"spread above {UNEVEN:.0%} and correlation above {AGREE}",
-        excess_ms=(max(together) - 1.0) * mean,
-        basis="per microbatch, the longest compared with the average",
+        kind="data_wait",
+        stage=0,
+        evidence=f"on stage 0 the first microbatch of a step takes {number(longer)} ms longer than the others "
+        f"({number(usual.median)} ms), on the other stages it does not: it seems to wait for its data",
+        threshold=f"more than {OF_ENTRY:.0%} of the step, in most steps",
+        excess_ms=longer,
+        basis="per step",
     )
 
 
-def _agreement(own: list[float], together: list[float], stages: int) -> float:
+def _first_longer(stage: Stage) -> float:
+    """Milliseconds by which the first microbatch's forward exceeds the usual one on this stage."""
+    if not stage.chunks or not stage.chunks[0].compute_ms:
+        return 0.0
+    forwards = stage.chunks[0].compute_ms[ranges.FORWARD]
+    first = [each.ms for each in forwards if each.key[2] == 0]
+    return statistics.median(first) - statistics.median(each.ms for each in forwards) if first else 0.0
+
+
+def _in_most(samples: Sequence[float]) -> float | None:
+    """What most of the samples agree on; None where they do not, or where there is one sample alone."""
+    if len(samples) < 2:
+        return None
+    middle = statistics.median_low(samples)
+    return middle if sum(each >= middle / 2 for each in samples) >= _MOST_OF * len(samples) else None
+
+
+def sizes_of(stages: Sequence[Stage]) -> Sizes:
+    """The work of each microbatch, where microbatches differ alike on all stages; empty where they do not."""
+    found = _variation(stages)
+    return {key: size for key, size in zip(found.keys, found.together, strict=True) if size > 0} if found.alike else {}
+
+
+@dataclass(frozen=True)
+class _Variation:
+    """How microbatches differ from the usual one."""
+
+    keys: list[tuple[int, int, int]]
+    """Step, call and microbatch."""
+    own: list[list[float]]
+    """By stage: time over the stage's median in this step."""
+    together: list[float]
+    """The median over stages."""
+
+    @property
+    def spread(self) -> float:
+        return statistics.pstdev(self.together) if self.keys else 0.0
+
+    @property
+    def agreement(self) -> float:
+        return min((_agreement(own, self.own) for own in self.own), default=0.0)
+
+    @property
+    def alike(self) -> bool:
+        least = min((statistics.pstdev(own) for own in self.own if own), default=0.0)
+        return len(self.own) > 1 and self.spread > UNEVEN and least > UNEVEN / 2 and self.agreement > AGREE
+
+
+def _variation(stages: Sequence[Stage]) -> _Variation:
+    common = set.intersection(*(set(stage.microbatch_ms) for stage in stages)) if stages else set()
+    by_call: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for key in sorted(common):
+        by_call.setdefault(key[:2], []).append(key)
+    keys: list[tuple[int, int, int]] = []
+    own: list[list[float]] = [[] for _ in stages]
+    for each in by_call.values():
+        if len(each) < _FEWEST_MICROBATCHES:
+            continue
+        keys += each
+        for stage, relative in zip(stages, own, strict=True):
+            usual = statistics.median(stage.microbatch_ms[key] for key in each)
+            relative += [stage.microbatch_ms[key] / usual if usual > 0 else 1.0 for key in each]
+    return _Variation(keys, own, [statistics.median(each) for each in zip(*own, strict=True)])
+
+
+def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
+    if target.sizes.pp == 1 or len(target.stages) < 2:
+        return
+    found = _variation(target.stages)
+    if not found.keys:
+        return
+    if found.alike:
+        low, high = min(found.together), max(found.together)
+        usual = statistics.fmean(statistics.median(s.microbatch_ms[key] for key in found.keys) for s in target.stages)
+        yield Cause(
+            kind="uneven_microbatches",
+            stage=None,
+            evidence=f"microbatches take from {low:.2f} to {high:.2f} times the usual time, alike on all stages "
+            f"(spread {percent(found.spread)}, correlation between stages at least {found.agreement:.2f}): they differ "
+            "in work, for example in sequence length, and no stage is to blame",
+            threshold=f"spread above {UNEVEN:.0%} and correlation above {AGREE}",
+            excess_ms=(high - statistics.fmean(found.together)) * usual,
+            basis="per microbatch, the longest compared with the average",
+        )
+    # What a stage has beyond what microbatches have in common.
+    alone = [[own / max(common, 1e-9) for own, common in zip(each, found.together, strict=True)] for each in found.own]
+    spreads = [_scatter(each) for each in (alone if found.alike else found.own)]
+    for place, stage in enumerate(target.stages):
+        others = statistics.median(spreads[:place] + spreads[place + 1 :])
+        if spreads[place] <= max(UNEVEN_ALONE, _TIMES_AS_LONG * others):
+            continue
+        times = [stage.microbatch_ms[key] for key in found.keys]
+        usual, long = statistics.median(times), sorted(times)[int(0.9 * (len(times) - 1))]
+        yield Cause(
+            kind="uneven_microbatches",
+            stage=stage.pp,
+            evidence=f"microbatches vary on stage {stage.pp} only: half of them differ from the usual "
+            f"{number(usual)} ms by more than {percent(spreads[place] / MAD)}, on the other stages by "
+            f"{percent(others / MAD)}; one in ten takes longer than {number(long)} ms",
+            threshold=f"spread above {UNEVEN_ALONE:.0%}, and {_TIMES_AS_LONG:.0f} times that of the other stages",
+            excess_ms=long - usual,
+            basis="per microbatch, the longest tenth compared with the usual one",
+        )
+
+
+def _scatter(values: Sequence[float]) -> float:
+    """Standard deviation by the median absolute deviation: a few disturbed microbatches do not count."""
+    middle = statistics.median(values)
+    return MAD * statistics.median(abs(value - middle) for value in values)
+
+
+def _agreement(own: Sequence[float], stages: Sequence[Sequence[float]]) -> float:
     """Correlation of one stage with the mean of the others."""
-    others = [(all_ * stages - one) / (stages - 1) for all_, one in zip(together, own, strict=True)]
+    others = [each for each in stages if each is not own]
     try:
-        return statistics.correlation(own, others)
+        return statistics.correlation(own, [statistics.fmean(each) for each in zip(*others, strict=True)])
     except statistics.StatisticsError:  # constant
         return 0.0
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megaprof.analysis.stages.stages import ChunkTimes, Stage
 from megaprof.formats import ranges
@@ -17,7 +18,11 @@ FEWEST = 3
 
 # Standard error of a median of n normal samples is 1.2533 sigma / sqrt(n), and sigma is 1.4826 times their median
 # absolute deviation (both asymptotic; Rousseeuw & Croux 1993).
-_MEDIAN_ERROR = 1.2533 * 1.4826
+MAD = 1.4826
+_MEDIAN_ERROR = 1.2533 * MAD
+
+Sizes = Mapping[tuple[int, int, int | None], float]
+"""The work of a microbatch as a multiple of the usual one, by step, call and microbatch."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,19 @@ class Cause:
     """Which rank it is; None where it is not a single rank."""
     group: str | None = None
     """The axis of a communication: ``tp``, ``ep``, ``cp``, ``pp`` or ``dp``."""
+    gain_ms: float | None = None
+    """Milliseconds by which the step would be shorter without it; None where that is not known."""
+
+
+class Typical(NamedTuple):
+    """One kind of pass through one chunk, in milliseconds."""
+
+    median: float
+    """The median microbatch's."""
+    error: float
+    """Standard error of that."""
+    quick: float
+    """The quickest microbatch's."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +68,28 @@ class Load:
     """The stage that the rank is on."""
     rank: int
     """Its global number."""
-    median: float
-    """Milliseconds of the median microbatch."""
-    error: float
-    """Standard error of ``median``, in milliseconds."""
-    quick_by_chunk: dict[int, float]
-    """Milliseconds of the quickest forward and backward, by model chunk."""
+    passes: dict[tuple[int, str], Typical]
+    """By model chunk and kind of pass."""
+
+    @property
+    def median(self) -> float:
+        """Milliseconds of the median microbatch."""
+        return sum(each.median for each in self.passes.values())
+
+    @property
+    def error(self) -> float:
+        """Standard error of ``median``, in milliseconds."""
+        return math.hypot(*(each.error for each in self.passes.values()))
 
     @property
     def quick(self) -> float:
         """Milliseconds of the quickest microbatch."""
-        return sum(self.quick_by_chunk.values())
+        return sum(each.quick for each in self.passes.values())
+
+    def quick_of(self, chunks: Iterable[int], kind: str | None = None) -> float:
+        """Milliseconds of the quickest microbatch on some chunks, in passes of one kind or in all."""
+        of = set(chunks)
+        return sum(each.quick for (chunk, own), each in self.passes.items() if chunk in of and kind in (None, own))
 
     @property
     def layers(self) -> int | None:
@@ -74,30 +103,30 @@ class Load:
         return [extra for chunk in self.stage.chunks for extra in extras_of(chunk)]
 
 
-def load_of(stage: Stage, rank: int, chunks: Sequence[ChunkTimes]) -> Load | None:
-    """None when there are too few samples of a pass, or passes whose chunk is unknown."""
-    quick: dict[int, float] = {}
-    median = squared_error = 0.0
+def load_of(stage: Stage, rank: int, chunks: Sequence[ChunkTimes], sizes: Sizes | None = None) -> Load | None:
+    """None when there are too few samples of a pass, or passes whose chunk is unknown. ``sizes``: every microbatch's
+    work as a multiple of the usual one; times are given for the usual one."""
+    found: dict[tuple[int, str], Typical] = {}
     for chunk in chunks:
         combined = chunk.compute_ms[ranges.COMBINED]
-        separate = [chunk.compute_ms[kind] for kind in (ranges.FORWARD, ranges.BACKWARD)]
+        separate = [kind for kind in (ranges.FORWARD, ranges.BACKWARD) if chunk.compute_ms[kind]]
         # A combined pass is a forward and a backward at once; the few separate ones beside it are its warm-up.
-        passes: list[Sequence[float]] = [combined] if combined else [each for each in separate if each]
-        if not passes or any(len(each) < FEWEST for each in passes):
+        kinds = [ranges.COMBINED] if combined else separate
+        if not kinds or any(len(chunk.compute_ms[kind]) < FEWEST for kind in kinds):
             return None
-        median += sum(statistics.median(each) for each in passes)
-        quick[chunk.chunk] = sum(min(each) for each in passes)
-        squared_error += sum(_error(each) ** 2 for each in passes)
-    if not quick or (chunks[0].holds is not None and None in {chunk.holds for chunk in chunks}):
+        for kind in kinds:
+            samples = [each.ms / (sizes or {}).get(each.key, 1.0) for each in chunk.compute_ms[kind]]
+            found[chunk.chunk, kind] = Typical(statistics.median(samples), _error(samples), min(samples))
+    if not found or (chunks[0].holds is not None and None in {chunk.holds for chunk in chunks}):
         return None
-    return Load(stage, rank, median, math.sqrt(squared_error), quick)
+    return Load(stage, rank, found)
 
 
-def slowest(stage: Stage, without: Iterable[int] = ()) -> Load | None:
+def slowest(stage: Stage, without: Iterable[int] = (), sizes: Sizes | None = None) -> Load | None:
     """The load of the stage's slowest rank, which is the stage's own: the others wait for it. None when a rank's is
-    not known; ``without``: ranks that are left aside, as long as others remain."""
+    not known; ``without``: ranks that are left aside, as long as others remain; ``sizes`` as for `load_of`."""
     chosen = {rank: chunks for rank, chunks in stage.by_rank.items() if rank not in set(without)} or stage.by_rank
-    loads = [load_of(stage, rank, chunks) for rank, chunks in chosen.items()]
+    loads = [load_of(stage, rank, chunks, sizes) for rank, chunks in chosen.items()]
     known = [load for load in loads if load is not None]
     return max(known, key=lambda load: load.median) if known and len(known) == len(loads) else None
 

@@ -5,12 +5,16 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from megaprof.analysis.stages.between import Link, first_input_ms, lateness, links_of
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
+from megaprof.analysis.stages.words import without_ranges
 from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call
 from megaprof.analysis.trace.intervals import total
 from megaprof.analysis.trace.passes import MeasuredPass
@@ -23,6 +27,17 @@ LONGEST = "the longest stage's own range"
 
 _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
 _StepKey = tuple[int, int]  # step, and which of its calls
+#: The first of several steps is left out when it takes this many times as long as the others: it warms up.
+WARM_UP = 1.25
+
+
+class Sample(NamedTuple):
+    """One pass of one rank."""
+
+    key: tuple[int, int, int | None]
+    """Step, which of its calls, and microbatch."""
+    ms: float
+    """Milliseconds that it computed."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +52,7 @@ class ChunkTimes:
     """Milliseconds of a whole forward; on a GPU, of what it computed for one."""
     backward_ms: Spread | None
     """The same of a backward."""
-    compute_ms: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    compute_ms: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
     """The samples by kind of pass (``forward``, ``backward``, ``combined``), without exposed communication."""
 
 
@@ -87,6 +102,10 @@ class Stage:
     """The chunks of each rank alone."""
     exposed_by_rank: dict[int, dict[str, float | None]] = field(default_factory=dict)
     """``exposed_ms`` of each rank alone: the mean by group."""
+    late_ms: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """By rank how many milliseconds it entered each step late, of the steps that tell it."""
+    first_input_ms: tuple[float, ...] = ()
+    """Milliseconds from the start of every call to the end of its first forward."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +136,8 @@ class TargetStages:
     """Why no stage may be called slow, a clause; None where one may."""
     warnings: tuple[str, ...]
     """What is missing, and why."""
+    links: tuple[Link, ...] = ()
+    """How long exchanges took, by pair of stages; none without a common clock."""
 
 
 def measure(calls: Iterable[Call]) -> list[TargetStages]:
@@ -132,12 +153,31 @@ def measure(calls: Iterable[Call]) -> list[TargetStages]:
                 findings.warn(
                     f"traces with other sizes ({other[2]}) are in the directory, too, and reported separately"
                 )
-        measured.append(_measure(sizes, examine(groups[label, role, sizes], sizes, findings), findings))
+        own = _without_warm_up(examine(groups[label, role, sizes], sizes, findings), findings)
+        measured.append(_measure(sizes, own, findings))
     return measured
 
 
 def _order(label: str) -> int:
     return _TARGET_ORDER.index(label) if label in _TARGET_ORDER else len(_TARGET_ORDER)
+
+
+def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
+    """Without the first step, where it is far longer than the others."""
+    lengths: dict[_StepKey, int] = {}
+    for call in calls:
+        begin, end = call.extent
+        lengths[call.step, call.index] = max(lengths.get((call.step, call.index), 0), end - begin)
+    first = min(call.step for call in calls)
+    own = [ns for (step, _), ns in lengths.items() if step == first]
+    others = [ns for (step, _), ns in lengths.items() if step != first]
+    if not others or max(own) <= WARM_UP * statistics.median(others):
+        return calls
+    times = max(own) / max(1.0, statistics.median(others))
+    findings.warn(
+        f"step {first} is left out: it took {times:.1f} times as long as the later ones, as a first step does"
+    )
+    return [call for call in calls if call.step != first]
 
 
 def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
@@ -147,8 +187,11 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         by_step.setdefault((call.step, call.index), []).append(call)
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
     steps = {key: lay_out(step, findings) for key, step in by_step.items()}
+    late = lateness(calls, steps)
     first = calls[0]
     counts = {call.metadata.microbatches for call in calls}
+    for message in without_ranges([each for call in calls for each in call.metadata.ranges.without]):
+        findings.warn(message)
     return TargetStages(
         target=first.label,
         role=first.metadata.role,
@@ -159,13 +202,16 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         steps=tuple(sorted({call.step for call in calls})),
         step_time_ms=Spread.of([step.ms for step in steps.values() if step.ms is not None]),
         step_time_basis=ONE_CLOCK if all(step.one_clock for step in steps.values()) else LONGEST,
-        stages=tuple(_stage(pp, by_stage[pp], steps, findings) for pp in sorted(by_stage)),
+        stages=tuple(_stage(pp, by_stage[pp], steps, late, findings) for pp in sorted(by_stage)),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
+        links=links_of(calls, steps),
     )
 
 
-def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Findings) -> Stage:
+def _stage(
+    pp: int, calls: list[Call], steps: dict[_StepKey, Step], late: dict[int, tuple[float, ...]], findings: Findings
+) -> Stage:
     for call in calls:
         _explain(call, pp, findings)
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
@@ -207,6 +253,12 @@ def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Fi
         modules_ms=_modules(calls),
         by_rank=_by_rank(of_one_pass),
         exposed_by_rank=_exposed_by_rank(whole, steps),
+        late_ms={
+            call.metadata.coords.rank: late[call.metadata.coords.rank]
+            for call in calls
+            if call.metadata.coords.rank in late
+        },
+        first_input_ms=first_input_ms(whole),
     )
 
 
@@ -296,23 +348,23 @@ def _modules(calls: list[Call]) -> dict[str, Spread]:
 
 def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
     holds = calls[0].metadata.chunks if calls else ()
-    by_chunk: dict[int, list[MeasuredPass]] = {chunk: [] for chunk in range(len(holds))}
+    by_chunk: dict[int, list[tuple[_StepKey, MeasuredPass]]] = {chunk: [] for chunk in range(len(holds))}
     for call in calls:
         for phase in call.phases:
             if phase.chunk is not None:
-                by_chunk.setdefault(phase.chunk, []).append(phase)
+                by_chunk.setdefault(phase.chunk, []).append(((call.step, call.index), phase))
     return tuple(
         ChunkTimes(
             chunk=chunk,
             holds=holds[chunk] if chunk < len(holds) else None,
-            forward_ms=Spread.of([p.pass_ns / 1e6 for p in phases if p.kind == ranges.FORWARD]),
-            backward_ms=Spread.of([p.pass_ns / 1e6 for p in phases if p.kind == ranges.BACKWARD]),
+            forward_ms=Spread.of([p.pass_ns / 1e6 for _, p in passes if p.kind == ranges.FORWARD]),
+            backward_ms=Spread.of([p.pass_ns / 1e6 for _, p in passes if p.kind == ranges.BACKWARD]),
             compute_ms={
-                kind: tuple(p.compute_ns / 1e6 for p in phases if p.kind == kind)
+                kind: tuple(Sample((*at, p.microbatch), p.compute_ns / 1e6) for at, p in passes if p.kind == kind)
                 for kind in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)
             },
         )
-        for chunk, phases in sorted(by_chunk.items())
+        for chunk, passes in sorted(by_chunk.items())
     )
 
 

@@ -1,4 +1,4 @@
-"""Changes of a captured run, each replayed with the run's own times: see `what_if`."""
+"""Changes of a captured run, each replayed with the run's own costs: see `what_if`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
-from megaprof.analysis.stages.slow import exceeds
+from megaprof.analysis.stages import words
+from megaprof.analysis.stages.loads import Cause
+from megaprof.analysis.what_if.baseline import Baseline, Sample, Typical
 from megaprof.analysis.what_if.cost_model import CostFit
 from megaprof.analysis.what_if.layout_search import Cost, search
 from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
-from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times, in_flight_layers
+from megaprof.analysis.what_if.replay import CapturedRun, Times, in_flight_layers
 
-__all__ = ["Baseline", "Prediction", "balanced", "chunk_counts", "layouts", "microbatch_counts", "without_straggler"]
+__all__ = ["Fits", "Prediction", "balanced", "chunk_counts", "layouts", "microbatch_counts", "without_straggler"]
 
-#: Uncertainties cover this many standard errors of the stages' times.
-ERRORS = 2.0
 _MOST_LAYOUTS = 3
 _CHUNK_COUNTS = (1, 2, 3, 4)
-# Standard error of a median, see megaprof.analysis.stages.advice.
-_MEDIAN_ERROR = 1.2533 * 1.4826
-
-_Typical = tuple[list[list[float]], list[list[float]]]
-"""Forward and backward milliseconds of one microbatch as ``[stage][chunk]``."""
+#: No prediction is more certain than this, as a fraction of the step: no two runs of one layout agree better.
+_LEAST = 0.01
+#: What chunks of another number may cost beyond their layers, as a fraction of the step: a published pair of GPU runs
+#: had a last stage that became 3 % slower with two chunks.
+_OTHER_CHUNKS = 0.03
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,12 @@ class Prediction:
     speedup: float
     """Measured step / predicted step."""
     uncertainty_ms: float
-    """Plus or minus milliseconds, from the spread of the measured times and steps, the cost model's residual and the
-    replay error."""
+    """Plus or minus milliseconds, as uncertain as the speedup."""
+    speedup_uncertainty: float = 0.0
+    """Plus or minus, of the speedup: from the spread over steps and microbatches, the cost model's residual, the replay
+    error, and what a change does to costs."""
+    noise: float = 0.0
+    """The part of that which more captured steps would make smaller, as a fraction of the speedup."""
     layout: str | None = None
     """As Megatron's ``--pipeline-model-parallel-layout`` writes it; None where the layout stays."""
     flags: tuple[str, ...] = ()
@@ -52,54 +55,63 @@ class Prediction:
     """What else it rests on, or None."""
 
 
-class Baseline:
-    """The run as it is: what every change is compared with.
+@dataclass(frozen=True)
+class Fits:
+    """What each kind of layer costs, as captured and in every draw of `Baseline.samples` that gives costs."""
 
-    ``typical``: the median forward and backward of every chunk over microbatches and steps.
-    """
+    best: CostFit
+    """From all that was captured."""
+    drawn: tuple[tuple[Sample, CostFit], ...]
+    """From each draw."""
+    shared: float = 0.0
+    """What stages that share cores do to each other's costs, as a fraction of the step."""
 
-    def __init__(self, run: CapturedRun, steps: Sequence[CapturedStep]) -> None:
-        self.run, self.steps = run, steps
-        self.typical: _Typical = (
-            _medians([step.forward_ms for step in steps]),
-            _medians([step.backward_ms or _zeros(step.forward_ms) for step in steps]),
-        )
-        self.measured_ms = statistics.fmean(step.pipeline_ms + step.outside_ms for step in steps)
-        self.microbatches = steps[0].microbatches
-        replay_error = statistics.fmean(abs(step.replay_error) for step in steps)
-        self._error = math.hypot(ERRORS * _noise(steps), ERRORS * _drift(steps), replay_error)
-
-    def replay(self, run: CapturedRun, typical: _Typical, step: CapturedStep) -> float:
-        """Milliseconds of one captured step's pipeline with other typical times, each varying over the microbatches as
-        the measured times of its stage (and chunk, where there are as many) do."""
-        forward = _varied(step.forward_ms, self.typical[0], typical[0])
-        backward = None if step.backward_ms is None else _varied(step.backward_ms, self.typical[1], typical[1])
-        return run.simulate(forward, backward).step_ms
-
-    def prediction(
-        self,
-        kind: str,
-        what: str,
-        change: Callable[[CapturedStep], float],
-        as_is: Callable[[CapturedStep], float] | None = None,
-        *,
-        residual: float = 0.0,
-    ) -> Prediction:
-        """``change`` and ``as_is`` replay one captured step's pipeline, with the change and without; ``as_is`` None is
-        the replay of the measured times. ``residual``: of the cost model that both rest on."""
-        step_ms = 0.0
-        for step in self.steps:
-            now = step.replay_ms if as_is is None else as_is(step)
-            step_ms += (step.outside_ms + step.pipeline_ms * (change(step) / now if now else 1.0)) / len(self.steps)
-        speedup = self.measured_ms / step_ms if step_ms else 1.0
-        return Prediction(kind, what, step_ms, speedup, step_ms * math.hypot(self._error, residual))
+    def times(self, pieces: Layout, stages: int) -> tuple[Typical, list[Typical]]:
+        """One microbatch in a layout: by the best fit, and by each draw."""
+        return typical_times(pieces, stages, self.best), [typical_times(pieces, stages, fit) for _, fit in self.drawn]
 
 
-def layouts(baseline: Baseline, pieces: Layout, costs: CostFit) -> list[Prediction]:
-    """Layouts with a shorter predicted step than the captured one (``pieces``), the shortest first."""
+def _predicted(
+    baseline: Baseline,
+    kind: str,
+    what: str,
+    after: tuple[Typical, Sequence[Typical]],
+    before: tuple[Typical, Sequence[Typical]],
+    samples: Sequence[Sample],
+    *,
+    run: CapturedRun | None = None,
+    resize: Callable[[Times], Times] | None = None,
+    beside: float = 0.0,
+) -> Prediction:
+    """``after`` and ``before``: the changed costs and those that stand for the run as it is, as captured and in every
+    one of ``samples``; ``beside``: what else makes it uncertain, as a fraction of the step."""
+    changed = run or baseline.run
+    step_ms = baseline.lasting(after[0], before[0], changed, resize)
+    speedup = baseline.measured_ms / step_ms if step_ms else 1.0
+    noise = baseline.uncertainty(after[1], before[1], samples, changed, resize)
+    relative = math.hypot(_LEAST, beside, noise)
+    return Prediction(kind, what, step_ms, speedup, step_ms * relative, speedup * relative, noise)
+
+
+def _resized(
+    baseline: Baseline,
+    kind: str,
+    what: str,
+    change: Callable[[Typical], Typical] | None = None,
+    resize: Callable[[Times], Times] | None = None,
+) -> Prediction:
+    """A change of the costs themselves, or of the microbatches."""
+    costs = [baseline.typical, *(sample.typical for sample in baseline.samples)]
+    changed = costs if change is None else [change(each) for each in costs]
+    before, after = (costs[0], costs[1:]), (changed[0], changed[1:])
+    return _predicted(baseline, kind, what, after, before, baseline.samples, resize=resize)
+
+
+def layouts(baseline: Baseline, pieces: Layout, fits: Fits) -> list[Prediction]:
+    """The quickest layouts other than the captured one (``pieces``), whether they gain anything or not."""
     run, flat = baseline.run, "".join(pieces)
     found = search(
-        costs.model(run.p2p_ms),
+        fits.best.model(run.p2p_ms),
         run.stages,
         run.chunks,
         flat.count("t"),
@@ -110,32 +122,34 @@ def layouts(baseline: Baseline, pieces: Layout, costs: CostFit) -> list[Predicti
         rendezvous=run.rendezvous,
         top=_MOST_LAYOUTS + 1,
     )
-    as_is = partial(baseline.replay, run, typical_times(pieces, run.stages, costs))
+    before = fits.times(pieces, run.stages)
     schedule = run.checked(baseline.microbatches)
     held = in_flight_layers(pieces, schedule)
-    predictions = []
-    for candidate in found:
-        if candidate.pieces == pieces:
-            continue
-        change = partial(baseline.replay, run, typical_times(candidate.pieces, run.stages, costs))
-        what = f"{'+'.join(map(str, candidate.layers))} layers"
-        predicted = baseline.prediction("layout", what, change, as_is, residual=costs.residual)
-        if predicted.step_ms < baseline.measured_ms:
-            predictions.append(
-                replace(
-                    predicted,
-                    layout=candidate.layout,
-                    flags=_said_aloud(candidate.pieces, run.stages, candidate.flags),
-                    memory=_memory(in_flight_layers(candidate.pieces, schedule), held),
-                )
-            )
+    predictions = [
+        replace(
+            _predicted(
+                baseline,
+                "layout",
+                f"{'+'.join(map(str, candidate.layers))} layers",
+                fits.times(candidate.pieces, run.stages),
+                before,
+                [sample for sample, _ in fits.drawn],
+                beside=math.hypot(fits.best.residual, fits.shared),
+            ),
+            layout=candidate.layout,
+            flags=_said_aloud(candidate.pieces, run.stages, candidate.flags),
+            memory=_memory(in_flight_layers(candidate.pieces, schedule), held),
+        )
+        for candidate in found
+        if candidate.pieces != pieces
+    ]
     return sorted(predictions, key=lambda each: each.step_ms)[:_MOST_LAYOUTS]
 
 
-def chunk_counts(baseline: Baseline, pieces: Layout, costs: CostFit) -> Iterator[Prediction]:
+def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits) -> Iterator[Prediction]:
     """Other numbers of model chunks per stage, in Megatron's even split."""
     run, flat = baseline.run, "".join(pieces)
-    as_is = partial(baseline.replay, run, typical_times(pieces, run.stages, costs))
+    before = fits.times(pieces, run.stages)
     held = in_flight_layers(pieces, run.checked(baseline.microbatches))
     for chunks in _CHUNK_COUNTS:
         layout = default_layout(run.stages, chunks, flat.count("t"), flat.count("m"))
@@ -148,12 +162,15 @@ def chunk_counts(baseline: Baseline, pieces: Layout, costs: CostFit) -> Iterator
             schedule = other.checked(baseline.microbatches)
         except ValueError:
             continue  # Megatron refuses this number of microbatches with so many chunks
-        predicted = baseline.prediction(
+        predicted = _predicted(
+            baseline,
             "chunks",
             f"{chunks} model chunk{'' if chunks == 1 else 's'} per stage, split evenly",
-            partial(baseline.replay, other, typical_times(layout, run.stages, costs)),
-            as_is,
-            residual=costs.residual,
+            fits.times(layout, run.stages),
+            before,
+            [sample for sample, _ in fits.drawn],
+            run=other,
+            beside=math.hypot(fits.best.residual, fits.shared, _OTHER_CHUNKS),
         )
         yield replace(
             predicted,
@@ -168,35 +185,36 @@ def chunk_counts(baseline: Baseline, pieces: Layout, costs: CostFit) -> Iterator
 def balanced(baseline: Baseline) -> Prediction:
     """The measured work spread evenly over all chunks, as if layers could be divided."""
 
-    def even(times: Times) -> Times:
-        mean = [statistics.fmean(same) for same in zip(*(row for stage in times for row in stage), strict=True)]
-        return [[mean] * baseline.run.chunks] * baseline.run.stages
+    def even(costs: Typical) -> Typical:
+        forward, backward = ([[statistics.fmean(ms for stage in kind for ms in stage)] for _ in kind] for kind in costs)
+        return [row * baseline.run.chunks for row in forward], [row * baseline.run.chunks for row in backward]
 
-    what = "the measured work spread evenly over the stages"
-    return baseline.prediction("balanced", what, partial(_changed, baseline.run, even))
+    return _resized(baseline, "balanced", "the measured work spread evenly over the stages", even)
 
 
-def without_straggler(baseline: Baseline) -> Prediction | None:
-    """Every rank as quick as the median of its stage's ranks; None where no peers were captured, or no rank is slow."""
-
-    def work(stage: int, *passes: Times | None) -> float:
-        return sum(sum(map(sum, times[stage])) for times in passes if times)
-
-    slow = set()
-    for step in baseline.steps:
-        if step.peers_forward_ms is None:
-            return None
-        for stage in range(baseline.run.stages):
-            own = work(stage, step.forward_ms, step.backward_ms)
-            if exceeds(own, work(stage, step.peers_forward_ms, step.peers_backward_ms)):
-                slow.add(stage)
-    if not slow:
+def without_straggler(baseline: Baseline, slow: Sequence[Cause]) -> Prediction | None:
+    """Every slow rank (``slow``: causes that name them) as quick as its peers; None where no peers were captured."""
+    if not slow or baseline.peers is None:
         return None
-    named = f"stage{'' if len(slow) == 1 else 's'} {', '.join(map(str, sorted(slow)))}"
-    return baseline.prediction(
+    stages = {cause.stage for cause in slow}
+    peers = baseline.peers
+
+    def fixed(costs: Typical) -> Typical:
+        forward, backward = (
+            [
+                [ms * share for ms, share in zip(row, shares, strict=True)] if stage in stages else row
+                for stage, (row, shares) in enumerate(zip(kind, factors, strict=True))
+            ]
+            for kind, factors in zip(costs, peers, strict=True)
+        )
+        return forward, backward
+
+    ranks = [cause.rank for cause in slow if cause.rank is not None]
+    return _resized(
+        baseline,
         "no_straggler",
-        f"every rank of {named} as quick as its peers",
-        lambda step: baseline.run.simulate(step.peers_forward_ms or step.forward_ms, step.peers_backward_ms).step_ms,
+        f"{words.ranks(ranks)} as quick as {'its' if len(ranks) == 1 else 'their'} peers",
+        fixed,
     )
 
 
@@ -204,22 +222,18 @@ def microbatch_counts(baseline: Baseline) -> Iterator[Prediction]:
     """Twice and half as many microbatches, of the same tokens in all."""
     many = baseline.microbatches
     assumes = "a microbatch's time is in proportion to its tokens"
-    for count, size, resized in ((2 * many, "half", _halved), (many // 2, "twice", _joined)):
+    for count, size, resize in ((2 * many, "half", _halved), (many // 2, "twice", _joined)):
         if count < 1 or (count < many and any(step.microbatches % 2 for step in baseline.steps)):
             continue
         try:
-            predicted = baseline.prediction(
-                "microbatches",
-                f"{count} microbatches of {size} the size",
-                partial(_changed, baseline.run, resized),
-            )
+            predicted = _resized(baseline, "microbatches", f"{count} microbatches of {size} the size", resize=resize)
         except ValueError:
             continue  # Megatron refuses this number of microbatches
         memory = "every microbatch holds twice the activations" if count < many else None
         yield replace(predicted, memory=None if baseline.run.forward_only else memory, assumes=assumes)
 
 
-def typical_times(pieces: Layout, stages: int, costs: CostFit) -> _Typical:
+def typical_times(pieces: Layout, stages: int, costs: CostFit) -> Typical:
     """One microbatch's forward and backward in a layout, by the cost model."""
     kinds, names = iter(costs.kinds), {"E": "embedding", "m": "mtp", "L": "loss"}
     placed = [
@@ -231,67 +245,12 @@ def typical_times(pieces: Layout, stages: int, costs: CostFit) -> _Typical:
     return [forward[stage::stages] for stage in range(stages)], [backward[stage::stages] for stage in range(stages)]
 
 
-def _changed(run: CapturedRun, change: Callable[[Times], Times], step: CapturedStep) -> float:
-    backward = None if step.backward_ms is None else change(step.backward_ms)
-    return run.simulate(change(step.forward_ms), backward).step_ms
-
-
 def _halved(times: Times) -> Times:
     return [[[ms / 2 for ms in row for _ in range(2)] for row in stage] for stage in times]
 
 
 def _joined(times: Times) -> Times:
     return [[[a + b for a, b in zip(row[::2], row[1::2], strict=True)] for row in stage] for stage in times]
-
-
-def _zeros(times: Times) -> Times:
-    return [[[0.0] * len(row) for row in stage] for stage in times]
-
-
-def _medians(steps: Sequence[Times]) -> list[list[float]]:
-    return [
-        [statistics.median(ms for step in steps for ms in step[stage][chunk]) for chunk in range(len(steps[0][stage]))]
-        for stage in range(len(steps[0]))
-    ]
-
-
-def _varied(measured: Times, typical: list[list[float]], other: list[list[float]]) -> Times:
-    """``other`` for every microbatch, in proportion to how ``measured`` lies around ``typical``."""
-    varied = []
-    for rows, usual, wanted in zip(measured, typical, other, strict=True):
-        shapes = [[ms / middle if middle > 0 else 1.0 for ms in row] for row, middle in zip(rows, usual, strict=True)]
-        if len(wanted) != len(shapes):
-            shapes = [[statistics.fmean(same) for same in zip(*shapes, strict=True)]] * len(wanted)
-        varied.append([[ms * share for share in shape] for ms, shape in zip(wanted, shapes, strict=True)])
-    return varied
-
-
-def _noise(steps: Sequence[CapturedStep]) -> float:
-    """Relative standard error of a stage's median share in a microbatch's work, of the least certain stage.
-
-    Shares, because what all stages have in common (the length of a microbatch's sequences) is no noise.
-    """
-    shares: list[list[float]] = [[] for _ in steps[0].forward_ms]
-    for step in steps:
-        passes = [step.forward_ms] if step.backward_ms is None else [step.forward_ms, step.backward_ms]
-        for microbatch in range(step.microbatches):
-            work = [sum(row[microbatch] for times in passes for row in times[stage]) for stage in range(len(shares))]
-            for own, each in zip(shares, work, strict=True):
-                own.append(each / sum(work) if sum(work) > 0 else 0.0)
-    worst = 0.0
-    for own in shares:
-        middle = statistics.median(own)
-        deviation = statistics.median(abs(share - middle) for share in own)
-        worst = max(worst, _MEDIAN_ERROR * deviation / math.sqrt(len(own)) / middle if middle > 0 else 0.0)
-    return worst
-
-
-def _drift(steps: Sequence[CapturedStep]) -> float:
-    """Relative standard error of the mean pipeline over the captured steps; 0 for one step, which cannot say."""
-    times = [step.pipeline_ms for step in steps]
-    if len(times) < 2:
-        return 0.0
-    return statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
 
 
 def _said_aloud(pieces: Layout, stages: int, flags: tuple[str, ...]) -> tuple[str, ...]:

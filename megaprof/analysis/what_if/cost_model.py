@@ -90,8 +90,10 @@ class CostFit:
         return CostModel(each[0] if len(set(each)) == 1 else each, embedding, loss, mtp, p2p_ms)
 
 
-def fit_costs(chunks: Sequence[ChunkCost]) -> CostFit:
+def fit_costs(chunks: Sequence[ChunkCost], error: float = 0.0) -> CostFit:
     """Costs per kind of layer from the model chunks of a run, given in the order in which a microbatch passes them.
+
+    ``error``: how uncertain a chunk's time is, as a fraction of it: a model that comes as near explains it.
 
     Raises:
         NoCostModel: no decoder layer, or no cost per kind explains the chunks' times.
@@ -108,9 +110,9 @@ def fit_costs(chunks: Sequence[ChunkCost]) -> CostFit:
     fits = [fit for grouping in _groupings(kinds) for fit in _fits(chunks, grouping)]
     if not fits:
         raise NoCostModel("the stages' times do not tell the cost of a layer from that of an embedding or a loss")
-    explaining = [fit for fit in fits if fit.residual <= EXPLAINED]
+    explaining = [fit for fit in fits if fit.residual <= max(EXPLAINED, error)]
     best = min(explaining, key=lambda fit: (fit.unknowns, fit.residual)) if explaining else min(fits, key=_residual)
-    if best.residual > MOST_RESIDUAL:
+    if best.residual > max(MOST_RESIDUAL, error):
         chunk, off = best.worst(chunks)
         raise NoCostModel(
             f"no cost per layer explains the stages: stage {chunk.stage} is {off:+.0%} off what fits all of them best"

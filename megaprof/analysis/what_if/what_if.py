@@ -1,10 +1,12 @@
 """What a run would take otherwise: other layouts, balanced stages, no straggler, other microbatches, other chunks.
 
 First the run's own schedule is replayed with its measured times. How far that is from the measured pipeline is the
-replay error; above `MOST_ERROR` nothing is predicted. A prediction is the measured pipeline times the ratio of two
-replays, with the change and without, both from the same costs, so that what every replay misses cancels out. What lies
-outside the pipeline (`replay`) is kept as measured. How a chunk's time varies over microbatches
-(sequence lengths, noise) stays with its stage, in proportion.
+replay error; above `MOST_ERROR` in the median step nothing is predicted. A prediction is the measured step less what
+the change gains: the pipeline times the ratio of two replays, with the change and without, both from the same robust
+costs (`baseline`), so that what every replay misses cancels out, and what single stalls cost is neither gained nor
+scaled. What lies outside the pipeline (`replay`) is kept as measured.
+
+Beside a rank that is slower than its peers nothing else is predicted: every stage waits for it, and it comes first.
 """
 
 from __future__ import annotations
@@ -12,15 +14,20 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megaprof.analysis.stages import words
+from megaprof.analysis.stages.causes import slow_ranks
 from megaprof.analysis.stages.consistency import Findings, examine
+from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.trace.calls import Call, ModuleKey
+from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
 from megaprof.analysis.what_if.candidates import (
-    Baseline,
+    Fits,
     Prediction,
     balanced,
     chunk_counts,
@@ -33,14 +40,24 @@ from megaprof.analysis.what_if.layout_search import Cost
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
 from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run
 from megaprof.formats import ranges
+from megaprof.formats.metadata import ModelChunk
 
-__all__ = ["MOST_ERROR", "Prediction", "WhatIf", "what_if"]
+__all__ = ["MOST_ERROR", "Prediction", "WhatIf", "layout_of", "what_if"]
 
 #: Above this replay error, as a fraction of the measured pipeline, nothing is predicted.
 MOST_ERROR = 0.10
 _MOST_LAYERS = 10_000
-# Predictions replay each of these for every candidate, and average over them.
-_MOST_STEPS = 8
+#: A pass that took so many times its median disturbs its step ...
+_DISTURBED = 2.0
+#: ... and as many steps as this tell a disturbance from a cost.
+ENOUGH_STEPS = 5
+#: An uncertainty above this, as a fraction of the step, is too much to call any layout as good as another.
+_TOO_NOISY = 0.05
+#: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
+#: threads of one core took up to 24 % longer than predicted.
+_SHARED_CORES = 0.2
+#: What gains less than this is no gain that a reader sees.
+_GAIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -104,30 +121,52 @@ def what_if(measured: TargetStages, calls: Sequence[Call]) -> WhatIf:
     if measured.unjudgeable:
         return WhatIf(warnings=(f"not replayed: {measured.unjudgeable}",))
     own = [call for call in calls if _belongs(call, measured)]
+    slow = slow_ranks(measured.stages)
     try:
         run, steps = captured_run(examine(own, measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
     except Withheld as reason:
         return WhatIf(warnings=(f"not replayed: {reason}",))
     error = Spread.of([step.replay_error for step in steps])
     outside = statistics.fmean(step.outside_ms for step in steps)
+    pipeline = statistics.fmean(step.pipeline_ms for step in steps)
+    measured_ms = measured.step_time_ms.mean if measured.step_time_ms else pipeline + outside
     replayed = WhatIf(
-        replay_ms=statistics.fmean(step.replay_ms for step in steps) + outside,
+        replay_ms=measured_ms + statistics.fmean(step.replay_ms for step in steps) - pipeline,
         replay_error=error,
-        measured_ms=statistics.fmean(step.pipeline_ms for step in steps) + outside,
+        measured_ms=measured_ms,
         outside_ms=outside,
         rendezvous=run.rendezvous,
         p2p_ms=run.p2p_ms,
     )
-    missed = statistics.fmean(abs(step.replay_error) for step in steps)
-    if missed > MOST_ERROR:
-        off = f"the replay is {missed:.1%} off the measured pipeline"
-        return replace(replayed, warnings=(f"nothing is predicted: {off}, and more than {MOST_ERROR:.0%} is too much",))
     if run.stages == 1:
         return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",))
+    baseline = Baseline(run, steps, measured_ms)
+    if baseline.replay_error > MOST_ERROR:
+        off = f"the replay is {baseline.replay_error:.1%} off the measured pipeline"
+        many = f"nothing is predicted: {off}, and more than {MOST_ERROR:.0%} is too much"
+        if len(steps) < ENOUGH_STEPS:
+            many += f"; {_more_steps(len(steps))}: the median step counts"
+        return replace(replayed, advice=_disturbed(baseline), warnings=(many,))
+    if (fixed := without_straggler(baseline, slow)) is not None:
+        return replace(replayed, candidates=(fixed,), best=fixed, advice=_fix(fixed, slow, measured_ms))
     by_stage: dict[int, list[Call]] = {}
     for call in own:
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
-    return _predict(replayed, Baseline(run, steps[:_MOST_STEPS]), by_stage)
+    return _predict(replayed, baseline, by_stage)
+
+
+def layout_of(measured: TargetStages) -> Layout | None:
+    """The layout of a captured target; None where its stages do not say what they hold."""
+    chunks = {len(stage.chunks) for stage in measured.stages}
+    if len(chunks) != 1 or len(measured.stages) < measured.sizes.pp:
+        return None
+    held = [stage.chunks[chunk].holds for chunk in range(chunks.pop()) for stage in measured.stages]
+    pieces = [_piece(each) for each in held if each is not None and each.layers is not None]
+    return tuple(pieces) if pieces and len(pieces) == len(held) else None
+
+
+def _piece(held: ModelChunk) -> str:
+    return "E" * bool(held.embedding) + "t" * (held.layers or 0) + "m" * (held.mtp or 0) + "L" * bool(held.loss)
 
 
 def _belongs(call: Call, measured: TargetStages) -> bool:
@@ -137,24 +176,77 @@ def _belongs(call: Call, measured: TargetStages) -> bool:
 
 def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]]) -> WhatIf:
     """``calls``: by stage."""
-    others = [balanced(baseline)]
-    if (straggler := without_straggler(baseline)) is not None:
-        others.append(straggler)
-    others += microbatch_counts(baseline)
+    others = [balanced(baseline), *microbatch_counts(baseline)]
     try:
         pieces = _pieces(baseline.run, calls)
-        costs = fit_costs(_chunk_costs(baseline, calls))
+        fits = _fits(baseline, calls)
     except (Withheld, NoCostModel) as reason:
-        return replace(replayed, candidates=tuple(others), warnings=(f"no other layout is predicted: {reason}",))
-    found = layouts(baseline, pieces, costs)
-    best = _best(found, baseline.measured_ms)
+        warning = f"no other layout is predicted: {reason}"
+        return replace(replayed, candidates=tuple(others), advice=_disturbed(baseline), warnings=(warning,))
+    compared = layouts(baseline, pieces, fits)
+    shorter = [each for each in compared if each.speedup > 1.0]
+    best = None if _disturbed(baseline) else _best(shorter)
+    shared = _shared_cores(calls)
     return replace(
         replayed,
+        warnings=() if shared is None else (shared,),
         layout=format_layout(pieces),
-        costs=costs,
-        candidates=(*found, *others, *chunk_counts(baseline, pieces, costs)),
+        costs=fits.best,
+        candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits)),
         best=best,
-        advice=_advice(found, best, baseline.measured_ms),
+        advice=_disturbed(baseline) or _advice(compared, best, baseline),
+    )
+
+
+def _fits(baseline: Baseline, calls: dict[int, list[Call]]) -> Fits:
+    """What layers cost by everything captured, and by every draw of it. Raises NoCostModel."""
+    error = ERRORS * baseline.cost_error
+    chunks = _chunk_costs(baseline, calls)
+    best = fit_costs(chunks, error)
+    drawn = []
+    for sample in baseline.samples:
+        # A draw that no model explains says nothing about layers.
+        with suppress(NoCostModel):
+            drawn.append(
+                (
+                    sample,
+                    fit_costs(
+                        [_drawn(chunk, place, sample.typical, baseline.run) for place, chunk in enumerate(chunks)],
+                        error,
+                    ),
+                )
+            )
+    if not drawn:
+        raise NoCostModel("the times of single passes differ too much to tell what a layer costs")
+    return Fits(best, tuple(drawn), 0.0 if _shared_cores(calls) is None else _SHARED_CORES)
+
+
+def _shared_cores(calls: dict[int, list[Call]]) -> str | None:
+    """That more ranks than a host has cores run on it, which every layout does in another way; None where they do not
+    or nothing says so."""
+    for own in calls.values():
+        ranks, cores = own[0].metadata.local_ranks, own[0].metadata.cores
+        if ranks is not None and cores is not None and ranks > cores:
+            return (
+                f"{ranks} ranks share the {words.counted(cores, 'physical core')} of a host: another layout changes "
+                f"what every stage costs, so its speedup is uncertain by {_SHARED_CORES:.0%} more"
+            )
+    return None
+
+
+def _drawn(chunk: ChunkCost, place: int, typical: Typical, run: CapturedRun) -> ChunkCost:
+    """A chunk with the costs of a draw; times of single layers go with them."""
+    cost = Cost(*(kind[chunk.stage][place // run.stages] for kind in typical))
+    share = sum(cost) / sum(chunk.cost) if sum(chunk.cost) > 0 else 1.0
+
+    def scaled(each: Cost) -> Cost:
+        return Cost(each.forward_ms * share, each.backward_ms * share)
+
+    return replace(
+        chunk,
+        cost=cost,
+        layers=None if chunk.layers is None else tuple(map(scaled, chunk.layers)),
+        mtp_layers=None if chunk.mtp_layers is None else scaled(chunk.mtp_layers),
     )
 
 
@@ -170,7 +262,7 @@ def _pieces(run: CapturedRun, calls: dict[int, list[Call]]) -> Layout:
                 raise Withheld(f"the traces say that stage {stage} holds {own.layers} layers")
             if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
                 raise Withheld(f"the traces of stage {stage} contradict themselves about its layers")
-            pieces.append("E" * own.embedding + "t" * own.layers + "m" * (own.mtp or 0) + "L" * own.loss)
+            pieces.append(_piece(own))
     flat = "".join(pieces)
     try:
         check_layout(pieces, run.stages, flat.count("t"), flat.count("m"))
@@ -221,10 +313,10 @@ def _module_costs(
     return tuple(costs)
 
 
-def _best(found: Sequence[Prediction], measured_ms: float) -> Prediction | None:
+def _best(shorter: Sequence[Prediction]) -> Prediction | None:
     """The quickest layout that gains more than its uncertainty; of those that cannot be told apart from it, one that
     fits into the memory that the stages were measured to use."""
-    gaining = [each for each in found if measured_ms - each.step_ms > each.uncertainty_ms]
+    gaining = [each for each in shorter if each.speedup - 1.0 > each.speedup_uncertainty]
     if not gaining:
         return None
     quickest = gaining[0]
@@ -238,28 +330,60 @@ def _best(found: Sequence[Prediction], measured_ms: float) -> Prediction | None:
     )
 
 
-def _advice(found: Sequence[Prediction], best: Prediction | None, measured_ms: float) -> str:
+def _disturbed(baseline: Baseline) -> str | None:
+    """That one captured step, and a disturbed one, is not enough to advise from; None where it is."""
+    if len(baseline.steps) > 1 or not baseline.stalls or baseline.stalls[0].factor < _DISTURBED:
+        return None
+    return f"too noisy to advise: {_stalled(baseline.stalls[0])}; {_more_steps(1)}"
+
+
+def _stalled(stall: Stall) -> str:
+    return f"one {stall.kind} of stage {stall.stage} took {stall.factor:.2g} times the median"
+
+
+def _more_steps(captured: int) -> str:
+    wanted = max(ENOUGH_STEPS, 2 * captured)
+    return f"capture {wanted} steps"
+
+
+def _fix(fixed: Prediction, slow: Sequence[Cause], measured_ms: float) -> str:
+    which = words.ranks([cause.rank for cause in slow if cause.rank is not None])
+    return (
+        f"fix {which} first: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
+        f"{_ms(measured_ms)} ms ({_times(fixed)}). Layouts are not compared while the pipeline waits for a slow rank"
+    )
+
+
+def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: Baseline) -> str:
+    """``compared``: layouts with the captured number of chunks, the shortest first."""
     if best is not None:
         return (
-            f"{best.what}: {_ms(best.step_ms)} ± {_uncertainty(best)} ms a step instead of {_ms(measured_ms)} ms "
-            f"({best.speedup:.2f} times as fast)"
+            f"{best.what}: {_times(best)}, {words.with_error(best.step_ms, best.uncertainty_ms)} ms a step instead of "
+            f"{_ms(baseline.measured_ms)} ms"
         )
-    if not found:
-        return "this layout is as good as any other: none has a shorter step in the replay"
-    first = found[0]
-    return (
-        f"no other layout is better by more than the uncertainty: {first.what} would take {_ms(first.step_ms)} ± "
-        f"{_uncertainty(first)} ms a step instead of {_ms(measured_ms)} ms"
-    )
+    if not compared:
+        return "no other layout of these layers exists with as many stages and chunks"
+    first = compared[0]
+    if first.noise > _TOO_NOISY:
+        why = (
+            _stalled(baseline.stalls[0])
+            if baseline.stalls and baseline.stalls[0].factor >= _DISTURBED
+            else "passes vary"
+        )
+        steps = len(baseline.steps)
+        return f"too noisy to advise: {why}, and {first.what} might be {_times(first)}; {_more_steps(steps)}"
+    if first.speedup - 1.0 >= _GAIN:
+        return f"no other layout is better by more than the uncertainty: {first.what} might be {_times(first)}"
+    return f"this split of the layers is as good as any other: {first.what} would be {_times(first)}"
+
+
+def _times(prediction: Prediction) -> str:
+    return f"{words.with_error(prediction.speedup, prediction.speedup_uncertainty)} times as fast"
 
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
     values = asdict(prediction)
     return {**values, "step_time_ms": values.pop("step_ms"), "flags": shlex.join(prediction.flags)}
-
-
-def _uncertainty(prediction: Prediction) -> str:
-    return f"{prediction.uncertainty_ms:.0f}" if prediction.step_ms >= 100 else _ms(prediction.uncertainty_ms)
 
 
 def _ms(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ EXPERTS = WorldLayout(ParallelSizes.of(64, tp=2, pp=2, ep=4))
 WARM_UP = Slow(from_step=0, until_step=4, factor=6)
 CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in range(49, 300, 50))
 
-NOTHING = "No rank, stage or gradient synchronisation is lastingly slower than the others."
+NOTHING = "Over the run nothing became slower, and no rank is slower than its peers."
 
 
 def fleet_of(directory: Path, layout: WorldLayout, **options: Any) -> Fleet:
@@ -130,7 +131,7 @@ def test_a_pipeline_that_comes_late_without_computing_longer(tmp_path: Path) -> 
     assert (late.peers, late.peers_ms - late.own_ms) == (7, pytest.approx(100, abs=1))
     assert findings(fleet)[0] == (
         "Ranks 3, 11, 19, 27 have come last to the gradient synchronisation since step 70: the others spend 105 ms in "
-        "it, they spend 5.01 ms. None of them was found to compute longer, so it may be exchanges, data loading or "
+        "it, they spend 5.01 ms. None of them computes longer in these steps, so it may be exchanges, data loading or "
         "work between steps. A capture shows what it is: "
         "`megaprof trigger '/runs/one job' --target train_actor --steps 2 --select 3,11,19,27`"
     )
@@ -235,3 +236,71 @@ def test_a_rank_that_becomes_much_slower_has_two_beginnings(tmp_path: Path) -> N
     fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
     assert [(s.ranks, s.from_step, s.until) for s in fleet.stragglers] == [((19,), 70, None), ((19,), 20, 69)]
     assert "2.4 times as slow as its 7 peers since step 70" in findings(fleet)[0]
+
+
+def test_a_rank_that_is_slow_again_and_again(tmp_path: Path) -> None:
+    slow = [Slow(rank=19, from_step=step, until_step=step + 7, factor=1.5) for step in range(8, 120, 16)]
+    fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
+    (found,) = fleet.stragglers
+    assert (found.ranks, found.from_step, found.until, found.last_step) == ((19,), 8, None, 111)
+    assert found.share == pytest.approx(56 / 120)
+    assert findings(fleet)[0].startswith(
+        "Rank 19 (stage 2, node-0002) is slow again and again: 50% slower than its 7 peers in 47% of the steps, first "
+        "in step 8, last in step 111, computing "
+    )
+
+
+def test_peers_without_a_timeline_may_be_the_slow_ones(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(32, tp=4))
+    fleet = fleet_of(tmp_path, layout, slow=[Slow(rank=8, from_step=50, factor=1.4)], ranks=range(0, 32, 4))
+    (found,) = fleet.stragglers
+    assert (found.ranks, found.unseen) == ((8,), (9, 10, 11))
+    assert "; it may as well be one of the tp peers 9-11, which have no timeline." in findings(fleet)[0]
+
+
+def test_none_computes_longer_is_checked_on_the_very_stretch(tmp_path: Path) -> None:
+    write_timelines(tmp_path, PIPELINE, steps=120, microbatches=4, events=False)
+    reading = read_fleet(find_timelines(tmp_path))
+    (series,) = reading.series.values()
+    for rank in series.ranks:
+        if rank.coords.dp != 3:
+            rank.finalize[70:] += 22.5  # they wait for it
+        elif rank.coords.pp == 1:
+            rank.compute[70:] += 11.6  # too little to be called slow, and more than half of what they wait
+    (fleet,) = survey(reading, tmp_path)
+    (late,) = fleet.stragglers
+    assert late.what == "arrival"
+    assert late.computing_ms == pytest.approx(11, abs=2)
+    assert "In these steps a stage of the same pipeline computes 1" in findings(fleet)[0]
+
+
+def test_replicas_that_differ_at_random_get_a_finding(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    slowest = [rng.randrange(8) for _ in range(120)]
+    slow = [
+        Slow(rank=pp * 8 + replica, from_step=step, until_step=step, factor=1.4)
+        for step, replica in enumerate(slowest)
+        for pp in range(4)
+    ]
+    fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
+    assert not fleet.stragglers
+    assert fleet.unbalanced is not None
+    assert fleet.unbalanced.ratio == pytest.approx(1.4 / (1 + 0.4 / 8), rel=0.03)
+    assert fleet.unbalanced.balanced_ms < fleet.unbalanced.step_ms - 30
+    (said,) = findings(fleet)
+    assert said.startswith(
+        "The replicas get unequal work, another one the most in every step: the slowest computes 1.3"
+    )
+
+
+def test_single_stalls_that_hit_ranks_in_turn_are_named(tmp_path: Path) -> None:
+    stalls = [Slow(rank=rank, from_step=20 + 9 * rank, until_step=20 + 9 * rank, factor=3) for rank in range(8)]
+    layout = WorldLayout(ParallelSizes.of(8, pp=2))
+    fleet = fleet_of(tmp_path, layout, slow=stalls)
+    assert fleet.stalls is not None
+    assert (fleet.stalls.ranks, fleet.stalls.count) == (tuple(range(8)), 8)
+    assert fleet.stalls.longer_ms == pytest.approx(240, rel=0.1)
+    (said,) = (note for note in notes(fleet) if "--manual-gc" in note)
+    assert said.startswith("Single stalls hit 8 of 8 ranks, each in other steps: 8 steps of a rank took about 2")
+    everywhere = fleet_of(tmp_path / "all", layout, slow=[Slow(from_step=s, until_step=s, factor=3) for s in (20, 50)])
+    assert everywhere.stalls is None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megaprof.analysis.report.diff import NothingToCompare, compare
+from megaprof.analysis.report.diff_terminal import show_diff
 from megaprof.analysis.report.document import NotAReport, Report
 from megaprof.analysis.report.report import analyze
 from tests.analysis.scenarios import Scenario, write
@@ -120,6 +124,44 @@ def test_a_saved_report_compares_as_the_report_itself(tmp_path):
     write(Scenario("cpu", layers=((2, 2), (2, 2)), gpu=False), tmp_path / "b")
     before, after = analyze(tmp_path / "a"), analyze(tmp_path / "b")
     assert compare(read(document(before)), read(document(after))) == compare(before, after)
+
+
+def test_a_layout_that_was_predicted_stands_beside_what_came_of_it(tmp_path):
+    job = Scenario("job", layers=(6, 2), gpu=False, noise=0.005, steps=2)
+    found = []
+    for number, run in enumerate((job, replace(job, layers=(4, 4), seed=1), replace(job, layers=(4, 4), layer=7.0))):
+        write(run, tmp_path / str(number))
+        found.append(analyze(tmp_path / str(number)))
+    before, after, slower = found
+    kept = only(compare(read(document(before)), after)).prediction
+    assert (kept.what, kept.layout, kept.inside) == ("4+4 layers", "Et*4|t*4L", True)
+    predicted = next(each for each in before.targets[0].what_if.candidates if each.layout == kept.layout)
+    assert (kept.predicted, kept.predicted_ms) == (predicted.speedup, predicted.step_ms)
+    times = [each.targets[0].measured.step_time_ms.mean for each in (before, after)]
+    assert (kept.measured, kept.measured_ms) == (times[0] / times[1], times[1])
+    assert kept.error == pytest.approx(kept.predicted / kept.measured - 1)
+    assert abs(kept.error) < 0.02
+    assert only(compare(before, slower)).prediction.inside is False
+    sink = io.StringIO()
+    show_diff(compare(before, slower), Console(file=sink, width=200))
+    assert "4+4 layers: predicted 1.4" in sink.getvalue()
+    assert "outside its uncertainty" in sink.getvalue()
+
+
+def test_nothing_was_predicted_of_the_same_layout_or_of_other_microbatches(tmp_path):
+    before = report(tmp_path / "a", [6, 2])
+    assert only(compare(before, report(tmp_path / "b", [6, 2], per_layer=11.0))).prediction is None
+    assert only(compare(before, report(tmp_path / "c", [4, 4], microbatches=8))).prediction is None
+    assert only(compare(before, report(tmp_path / "d", [1, 7]))).prediction is None
+
+
+def test_a_report_of_an_older_version_has_no_uncertainty_of_the_speedup(tmp_path):
+    old = document(report(tmp_path / "a", [6, 2]))
+    for candidate in old["targets"][0]["what_if"]["candidates"]:
+        del candidate["speedup_uncertainty"], candidate["noise"]
+    kept = only(compare(read(old), report(tmp_path / "b", [4, 4]))).prediction
+    new = next(each for each in old["targets"][0]["what_if"]["candidates"] if each["layout"] == kept.layout)
+    assert kept.uncertainty == pytest.approx(new["uncertainty_ms"] / new["step_time_ms"] * new["speedup"])
 
 
 def test_it_is_plain_data(tmp_path):

@@ -34,7 +34,9 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
 
 def test_the_keys_of_the_json_stay_what_they_are(tmp_path: Path) -> None:
     pipeline(tmp_path / "plain", [6, 2])
-    write(Scenario("gpu", layers=(4, 6, 4, 4), exposed={"tp": 0.15}, steps=3, tail=3.0, dp=2), tmp_path / "gpu")
+    pipeline(tmp_path / "single", [4])
+    gpu = Scenario("gpu", layers=(4, 6, 4, 4), loss=9.0, exposed={"tp": 0.15}, steps=3, tail=3.0, dp=2)
+    write(gpu, tmp_path / "gpu")
     write(Scenario("slow", layers=(4, 4), slow={1: 1.5}, peers=2), tmp_path / "slow")
     slow = [Slow(rank=19, from_step=70, factor=1.5), Slow(stage=1, from_step=30, factor=3, kind="finalize")]
     some = {"steps": 120, "microbatches": 4}

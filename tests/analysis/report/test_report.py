@@ -39,7 +39,7 @@ def test_json_has_the_shape_that_tools_rely_on(tmp_path):
     assert (target["schedule"], target["step_time_ms"]) == ("1f1b", 720)
     assert (target["imbalance"], target["slowest_stage"]) == (1.5, 0)
     assert {"replay_ms", "replay_error", "candidates"} <= target["what_if"].keys()
-    cause = {"kind", "stage", "rank", "group", "evidence", "threshold", "excess_ms", "basis"}
+    cause = {"kind", "stage", "rank", "group", "evidence", "threshold", "excess_ms", "basis", "gain_ms"}
     assert target["causes"][0].keys() == cause
     stage = target["stages"][1]
     assert (stage["pp"], stage["ranks"]) == (1, [1])

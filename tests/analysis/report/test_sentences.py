@@ -8,8 +8,8 @@ import pytest
 
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.sentences import Finding
-from megaprof.analysis.stages.advice import Comparison, Outcome, Verdict
 from megaprof.analysis.stages.loads import Cause
+from megaprof.analysis.stages.verdict import Comparison, Outcome, Verdict
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 
@@ -60,8 +60,19 @@ def test_a_verdict_that_is_withheld_says_why() -> None:
 
 def test_a_cause_says_what_it_costs() -> None:
     cause = Cause("layers", 0, "6 layers against 2", "", 26.04)
-    text = "6 layers against 2. It costs 26.0 ms per microbatch, compared with the average over stages."
+    text = "6 layers against 2. It takes 26.0 ms per microbatch, compared with the average over stages."
     assert sentences.of_cause(cause) == Finding("layers", "open", text)
+    text = "6 layers against 2. It costs 212 ms of the step."
+    assert sentences.of_cause(replace(cause, gain_ms=212.4)) == Finding("layers", "open", text)
+
+
+def test_two_slow_stages_are_both_named() -> None:
+    also = replace(COMPARISON, stage=2, median_ms=80.0)
+    said = sentences.of_verdict(Verdict(slowest_stage=0, comparison=COMPARISON, also_slow=(also,)))
+    assert said is not None
+    assert said.text.endswith(
+        "Stage 2 is slow, too: it computes 80 ms per microbatch (median), 30% above the average over stages (62 ms)."
+    )
 
 
 def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> None:

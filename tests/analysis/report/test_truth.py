@@ -13,6 +13,7 @@ from tests.analysis.scenarios import Scenario, write
 TABLE = Path(__file__).parents[3] / "docs" / "truth.md"
 EIGHT = (4,) * 8
 TWICE = ((2, 2), (2, 2), (2, 2), (2, 2))
+BOTH = ("forward", "backward")
 
 HEALTHY = [
     Scenario("healthy, pp=4"),
@@ -32,6 +33,13 @@ HEALTHY = [
     Scenario("healthy, microbatches differ a little", uneven=0.15),
     Scenario("healthy, CPU", gpu=False),
     Scenario("healthy, CPU, noise 8 %", gpu=False, noise=0.08),
+    Scenario("healthy, one hiccup", hiccups={1: (0, "forward", 5)}),
+    Scenario("healthy, one hiccup of three steps, CPU", gpu=False, steps=3, hiccups={0: (1, "forward", 0)}),
+    Scenario("healthy, a hiccup on every stage", hiccups={pp: (0, "forward", 3 + pp) for pp in range(4)}),
+    Scenario("healthy, noise 8 %, CPU, three steps", gpu=False, noise=0.08, steps=3, merged=True),
+    Scenario("healthy, a slow first step", steps=3, first_step=3.0),
+    Scenario("healthy, layers not counted", counted=False, loss=1.0),
+    Scenario("healthy, vpp=2, microbatches differ a little", layers=TWICE, uneven=0.15),
 ]
 SINGLE = [
     Scenario("more layers on the first stage", ("layers:0",), layers=(6, 4, 3, 3)),
@@ -74,6 +82,52 @@ SINGLE = [
     Scenario("too few microbatches", ("few_microbatches",), microbatches=4),
     Scenario("too few microbatches, pp=8", ("few_microbatches",), layers=EIGHT, microbatches=8),
     Scenario("too few microbatches, CPU", ("few_microbatches",), microbatches=4, gpu=False),
+    Scenario("two slow stages", ("layers:1", "layers:2"), layers=(4, 6, 6, 4)),
+    Scenario("two slow stages, CPU", ("layers:0", "layers:3"), layers=(6, 4, 4, 6), gpu=False),
+    Scenario("more layers, microbatches uneven", ("uneven_microbatches", "layers:1"), layers=(4, 5, 4, 4), uneven=0.9),
+    Scenario("a slow forward", ("slow_forward:1",), stretched={(1, "forward", None): 1.8}),
+    Scenario(
+        "a slow forward, pp=2, CPU",
+        ("slow_forward:0",),
+        layers=(4, 4),
+        stretched={(0, "forward", None): 2.0},
+        gpu=False,
+    ),
+    Scenario("a slow backward", ("slow_backward:2",), stretched={(2, "backward", None): 1.25}),
+    Scenario("recomputation on one stage", ("recomputation:2",), stretched={(2, "backward", None): 1.5}),
+    Scenario(
+        "recomputation on the first stage", ("recomputation:0",), stretched={(0, "backward", None): 1.5}, embedding=0.5
+    ),
+    Scenario("a slow chunk", ("slow_chunk:1",), layers=TWICE, stretched={(1, kind, 1): 1.6 for kind in BOTH}),
+    Scenario(
+        "a slow chunk, CPU", ("slow_chunk:2",), layers=TWICE, gpu=False, stretched={(2, kind, 0): 1.6 for kind in BOTH}
+    ),
+    Scenario("uneven microbatches on one stage", ("uneven_microbatches:2",), spread={2: 0.6}),
+    Scenario("uneven microbatches on one stage, CPU", ("uneven_microbatches:1",), spread={1: 0.6}, gpu=False),
+    Scenario("a slow link", ("slow_link:1",), link={1: 12.0}),
+    Scenario("a slow link, CPU", ("slow_link:2",), link={2: 12.0}, gpu=False),
+    Scenario("a slow link, pp=2, CPU", ("slow_link:0",), link={0: 12.0}, layers=(4, 4), gpu=False),
+    Scenario("late entry", ("late_entry:2",), late={2: 300.0}, steps=4, merged=True, gpu=False),
+    Scenario("late entry of the first stage", ("late_entry:0",), late={0: 200.0}, steps=4, merged=True, gpu=False),
+    Scenario("the first microbatch waits for data", ("data_wait:0",), data=150.0, steps=3, gpu=False),
+    Scenario("the first microbatch waits for data, GPU", ("data_wait:0",), data=150.0, steps=3),
+    Scenario("a heavy loss, layers not counted", ("embedding_or_loss:3",), loss=12.0, counted=False),
+    Scenario(
+        "a heavy loss, vpp=2, layers not counted",
+        ("embedding_or_loss:3",),
+        layers=TWICE,
+        loss=12.0,
+        counted=False,
+        gpu=False,
+    ),
+    Scenario(
+        "a slow rank, three steps, the first one slow",
+        ("slow_rank:1",),
+        peers=2,
+        slow={1: 1.4},
+        steps=3,
+        first_step=3.0,
+    ),
 ]
 PAIRS = [
     Scenario("layers and loss", ("layers:3", "embedding_or_loss:3"), layers=(4, 4, 4, 6), loss=10.0),
@@ -107,9 +161,8 @@ def named(scenario: Scenario, directory: Path) -> list[str]:
     (target,) = analyze(directory).targets
     found = []
     for cause in target.verdict.causes:
-        anywhere = {"host_bound", "uneven_microbatches", "few_microbatches"}
-        where = cause.group if cause.kind == "communication" else cause.stage
-        found.append(cause.kind if cause.kind in anywhere else f"{cause.kind}:{where}")
+        where = cause.group if cause.kind == "communication" else None if cause.kind == "host_bound" else cause.stage
+        found.append(cause.kind if where is None else f"{cause.kind}:{where}")
     if target.verdict.slowest_stage is not None and not any(":" in name for name in found):
         found.append(f"slow stage without a cause:{target.verdict.slowest_stage}")
     return sorted(found)

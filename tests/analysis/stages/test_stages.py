@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaprof.analysis.stages.advice import judge
 from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, measure
+from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace

@@ -6,7 +6,7 @@ import pytest
 
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
-from megaprof.formats.metadata import ModelChunk
+from megaprof.formats.metadata import ModelChunk, WithoutRange
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,7 @@ def test_plural_forms() -> None:
     assert words.counted(2, "microbatch") == "2 microbatches"
     assert [words.stages({3}), words.stages({4, 0, 2, 3})] == ["stage 3", "stages 0, 2-4"]
     assert [words.steps([3]), words.steps([5, 2]), words.ranks(range(9))] == ["step 3", "steps 2, 5", "ranks 0-8"]
+    assert words.steps([80, 82, *range(84, 90), 95, 99]) == "10 steps from 80 to 99"
     assert words.spans(range(0, 40, 2), most=3) == "0, 2, 4 and 17 more"
     assert words.some(range(5)) == "0, 1, 2, 3, ..."
 
@@ -73,3 +74,20 @@ def test_layers() -> None:
 def test_sentences() -> None:
     assert words.sentence("a rank is slow") == "A rank is slow."
     assert words.sentence("A capture shows why:") == "A capture shows why:"
+
+
+def test_modules_without_a_range_are_one_clause_for_each_reason() -> None:
+    graphed = "it runs in a CUDA graph of its layer"
+    modules = [
+        WithoutRange("mlp", (1, 2), graphed),
+        WithoutRange("router", (1, 2), graphed),
+        WithoutRange("embedding", (None,), "nothing called it in this step"),
+        WithoutRange("mlp", (3, 4, 7), graphed),  # another stage's
+        WithoutRange("router", (3, 4, 7), graphed),
+        WithoutRange("attention", (1,), graphed),
+    ]
+    assert words.without_ranges(modules) == [
+        f"no range for mlp, router (layers 1-4, 7), attention (layer 1): {graphed}",
+        "no range for embedding: nothing called it in this step",
+    ]
+    assert words.without_ranges([]) == []

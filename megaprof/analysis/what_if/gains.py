@@ -1,0 +1,174 @@
+"""What each cause of lost time costs: milliseconds by which the step would be shorter without it, by replay."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megaprof.analysis.stages.consistency import Findings, examine
+from megaprof.analysis.stages.loads import Cause
+from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.words import stages as stages_in_words
+from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times, Withheld, captured_run
+from megaprof.formats import ranges
+
+__all__ = ["with_gains"]
+
+#: Of a stage's computing: which passes they take longer in, None: in both.
+_COMPUTING: dict[str, str | None] = {
+    "layers": None,
+    "embedding_or_loss": None,
+    "slow_rank": None,
+    "slow_chunk": None,
+    "slow_forward": ranges.FORWARD,
+    "slow_backward": ranges.BACKWARD,
+    "recomputation": ranges.BACKWARD,
+    "unexplained": None,
+}
+#: What they lose is a part of the step itself.
+_OF_STEP = ("late_entry", "data_wait", "host_bound", "few_microbatches")
+#: A replay that misses more of the pipeline than this, as a fraction, says nothing about a part of it.
+_MOST_MISSED = 0.10
+#: Steps that are replayed, the last ones.
+_MOST_STEPS = 4
+
+_Change = Callable[[Times, str, CapturedStep], Times]
+
+
+def with_gains(measured: TargetStages, causes: Sequence[Cause], calls: Sequence[Call]) -> tuple[Cause, ...]:
+    """``causes`` with ``gain_ms``, what costs most first. ``calls``: everything that was read, of any target."""
+    if not causes:
+        return ()
+    steps = set(measured.steps[-_MOST_STEPS:])
+    own = [
+        call
+        for call in calls
+        if (call.label, call.metadata.role, call.metadata.sizes) == (measured.target, measured.role, measured.sizes)
+        and call.step in steps
+    ]
+    replayed: tuple[CapturedRun, list[CapturedStep]] | None = None
+    if own:
+        try:
+            replayed = captured_run(examine(own, measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
+        except Withheld:
+            replayed = None
+    found = [_with_gain(cause, causes, measured, replayed) for cause in causes]
+    return tuple(sorted(found, key=lambda cause: -1.0 if cause.gain_ms is None else cause.gain_ms, reverse=True))
+
+
+def _with_gain(
+    cause: Cause,
+    causes: Sequence[Cause],
+    measured: TargetStages,
+    replayed: tuple[CapturedRun, list[CapturedStep]] | None,
+) -> Cause:
+    if cause.kind in _OF_STEP or (cause.kind, cause.group) == ("communication", "dp"):
+        return replace(cause, gain_ms=cause.excess_ms)
+    if replayed is None:
+        return replace(cause, gain_ms=_estimated(cause, measured))
+    run, steps = replayed
+    if cause.kind == "slow_link":
+        return replace(cause, gain_ms=_of_link(cause, measured, run, steps))
+    if statistics.median(abs(step.replay_error) for step in steps) > _MOST_MISSED:
+        return replace(cause, gain_ms=_estimated(cause, measured))
+    if cause.kind in _COMPUTING:
+        # One of two slow stages gains nothing as long as the other holds the pipeline.
+        alike = [c for c in causes if c.kind == cause.kind and c.stage is not None and c.basis == cause.basis]
+        captured = {rank for stage in measured.stages for rank in stage.ranks}
+        outside = cause.kind == "slow_rank" and cause.basis.startswith("per step") and cause.rank not in captured
+        if outside:
+            return replace(cause, gain_ms=max(0.0, -_gained(run, steps, _computing([cause], measured, sign=-1.0))))
+        gain = max(0.0, _gained(run, steps, _computing(alike, measured)))
+        if len(stages := {c.stage for c in alike if c.stage is not None}) > 1:
+            told = f"{cause.evidence}; its cost is that of {stages_in_words(sorted(stages))} together"
+            return replace(cause, gain_ms=gain, evidence=told)
+        return replace(cause, gain_ms=gain)
+    if cause.kind == "uneven_microbatches":
+        return replace(cause, gain_ms=max(0.0, _gained(run, steps, _even(cause.stage))))
+    if cause.kind == "communication" and cause.group == "pp":
+        quick = replace(run, p2p_ms=0.0)
+        return replace(cause, gain_ms=max(0.0, _gained(run, steps, lambda times, kind, step: times, quick)))
+    if cause.kind == "communication":
+        return replace(cause, gain_ms=max(0.0, _gained(run, steps, _hidden(cause.group or "", measured))))
+    return cause
+
+
+def _gained(
+    run: CapturedRun, steps: Sequence[CapturedStep], change: _Change, other: CapturedRun | None = None
+) -> float:
+    """Milliseconds by which the mean step is shorter with changed times, or in another run."""
+    gains = []
+    for step in steps:
+        forward = change(step.forward_ms, ranges.FORWARD, step)
+        backward = None if step.backward_ms is None else change(step.backward_ms, ranges.BACKWARD, step)
+        changed = (other or run).simulate(forward, backward).step_ms
+        gains.append(step.pipeline_ms * (1.0 - changed / step.replay_ms) if step.replay_ms > 0 else 0.0)
+    return statistics.fmean(gains)
+
+
+def _computing(causes: Sequence[Cause], measured: TargetStages, sign: float = 1.0) -> _Change:
+    """Stages without what they compute too long; ``sign`` -1: with it."""
+
+    def change(times: Times, kind: str, step: CapturedStep) -> Times:
+        changed = list(times)
+        for cause in causes:
+            own = _COMPUTING[cause.kind]
+            if cause.stage is None or own not in (None, kind):
+                continue
+            every = [step.forward_ms] if step.backward_ms is None else [step.forward_ms, step.backward_ms]
+            counted = every if own is None else [times]
+            total = sum(sum(map(sum, each[cause.stage])) for each in counted)
+            if not cause.basis.startswith("per step"):
+                total /= step.microbatches
+            factor = max(0.0, 1.0 - sign * cause.excess_ms / total) if total > 0 else 1.0
+            changed[cause.stage] = [[ms * factor for ms in row] for row in changed[cause.stage]]
+        return changed
+
+    return change
+
+
+def _even(stage: int | None) -> _Change:
+    """Microbatches that all take the average."""
+
+    def change(times: Times, kind: str, step: CapturedStep) -> Times:
+        return [
+            [[statistics.fmean(row)] * len(row) for row in rows] if stage in (None, place) else rows
+            for place, rows in enumerate(times)
+        ]
+
+    return change
+
+
+def _hidden(group: str, measured: TargetStages) -> _Change:
+    """Passes without the exposed communication of a group."""
+    exposed = {s.pp: spread.mean for s in measured.stages if (spread := s.exposed_ms.get(group)) is not None}
+
+    def change(times: Times, kind: str, step: CapturedStep) -> Times:
+        changed = []
+        for place, rows in enumerate(times):
+            every = [step.forward_ms] if step.backward_ms is None else [step.forward_ms, step.backward_ms]
+            total = sum(sum(map(sum, each[place])) for each in every)
+            factor = max(0.0, 1.0 - exposed.get(place, 0.0) / total) if total > 0 else 1.0
+            changed.append([[ms * factor for ms in row] for row in rows])
+        return changed
+
+    return change
+
+
+def _of_link(cause: Cause, measured: TargetStages, run: CapturedRun, steps: Sequence[CapturedStep]) -> float:
+    """The residue: what the measured pipeline takes more than one whose links are all as quick as the others."""
+    others = [link.transfer_ms.median for link in measured.links if cause.stage not in (link.sender, link.receiver)]
+    usual = replace(run, p2p_ms=min([run.p2p_ms, *([statistics.median(others)] if others else [0.0])]))
+    missed = [step.pipeline_ms - usual.simulate(step.forward_ms, step.backward_ms).step_ms for step in steps]
+    return min(cause.excess_ms, max(0.0, statistics.median(missed)))
+
+
+def _estimated(cause: Cause, measured: TargetStages) -> float | None:
+    """Without a replay: the stage that is slow holds all others in every microbatch."""
+    if cause.basis.startswith("per step"):
+        return cause.excess_ms
+    if cause.kind in _COMPUTING and measured.microbatches:
+        return cause.excess_ms * measured.microbatches
+    return None
