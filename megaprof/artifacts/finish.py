@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -24,16 +25,22 @@ class FinishHook:
 
     The command finds in its environment ``PROFILED_FILES`` (complete files or their remote addresses, one a line),
     ``PROFILED_DIR`` (the save path) and ``PROFILED_WHEN`` (``window`` or ``end``). Not ``MEGAPROF_*``: those are
-    options. Every rank that captures runs it for its own files. Its output goes to the log, its failure too.
+    options. Every rank that captures runs it for its own files, in the working directory in which the hook was made, as
+    long as that exists. Its output goes to the log, its failure too.
     """
 
     command: str
     directory: str
     when: str = "window"
     seconds: float = COMMAND_SECONDS
+    _place: str = field(default="", init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _running: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     _stopped: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError):  # it was removed
+            self._place = os.getcwd()
 
     def run(self, files: Sequence[str]) -> None:
         """Run the command for ``files`` and wait for it, ``seconds`` at most. Raises OSError if it cannot start."""
@@ -55,6 +62,7 @@ class FinishHook:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
+                    cwd=self._place if os.path.isdir(self._place) else None,
                     start_new_session=True,
                 )
             try:

@@ -196,7 +196,7 @@ class ProfileConfig:
         None,
         "file for Prometheus' textfile collector: step time, imbalance, bubble, stragglers and megaprof's own cost, "
         "written by rank 0 as the job runs",
-        read.text,
+        read.file,
     )
 
     names: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)

@@ -35,12 +35,24 @@ def directory(name: str, value: Any) -> str:
     which the user typed it.
     """
     place = text(name, value)
-    if in_ray_worker() and not is_remote(place) and not os.path.isabs(place):
+    return place if is_remote(place) else _absolute(name, place, "an absolute path, or the URI of a remote directory")
+
+
+def file(name: str, value: Any) -> str:
+    """A file of this machine's, absolute from now on. Raises ValueError for a remote one, and as `directory` does."""
+    place = text(name, value)
+    if is_remote(place):
+        raise ValueError(f"{name}: {place!r} is not valid; valid: a path on this machine")
+    return _absolute(name, place, "an absolute path")
+
+
+def _absolute(name: str, place: str, valid: str) -> str:
+    if in_ray_worker() and not os.path.isabs(place):
         raise ValueError(
-            f"{name}: {place!r} is not valid in a worker of Ray's, which has a working directory of its own; valid: an "
-            "absolute path, or the URI of a remote directory"
+            f"{name}: {place!r} is not valid in a worker of Ray's, which has a working directory of its own; valid: "
+            f"{valid}"
         )
-    return place if is_remote(place) else os.path.abspath(place)
+    return os.path.abspath(place)
 
 
 def boolean(name: str, value: Any) -> bool:

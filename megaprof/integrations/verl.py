@@ -2,8 +2,8 @@
 
 Shortest way in, no edit: ``VERL_USE_EXTERNAL_MODULES=megaprof.autoload.plugin`` in the workers' environment and
 ``global_profiler.tool=megaprof``. verl takes a tool that it does not know for none, but its trainer still tells every
-worker when a step of ``global_profiler.steps`` starts and ends. Otherwise verl's workers are not told the trainer's
-step, and steps are counted per role; the SFT trainer's step is known where it calls its worker itself.
+worker when a step of ``global_profiler.steps`` starts and ends. Otherwise the trainer's step travels with the batches
+that its methods hand to the workers; the SFT trainer's is known where it calls its worker itself.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ _NO_STEP = 2**31 - 1
 _ANY_STEP = range(_NO_STEP)
 _UNNUMBERED = -1
 """A step that is profiled, and whose number the trainer does not tell: it is counted."""
+_SENT = "megaprof_step"
+"""What the trainer's step is called in a batch on its way to the workers."""
 
 
 def config_from(config: Any) -> ProfileConfig:
@@ -242,20 +244,41 @@ def _settings_of(worker: Any) -> tuple[Any, Callable[[], ProfileConfig]]:
     return _get(own, "profiler_config.tool"), lambda: _translated(_ANY_STEP, {path: own.profiler_config})
 
 
-def _facts(worker: Any, role: str | None) -> Facts:
-    _adopt(worker)
-    return Facts(role=role, iteration=_Asked.step)
+def _facts(arguments: Mapping[str, Any], role: str | None) -> Facts:
+    _adopt(arguments["self"])
+    sent = _sent_with(arguments.get("data")) if _Asked.step in (None, _UNNUMBERED) else None
+    return Facts(role=role, iteration=_Asked.step if sent is None else sent)
 
 
 def _as(role: str) -> Any:
-    return lambda arguments: _facts(arguments["self"], role)
+    return lambda arguments: _facts(arguments, role)
+
+
+def _send_step(arguments: Mapping[str, Any]) -> Facts:
+    """In the trainer's process: a batch that is about to go to the workers gets the trainer's step."""
+    batch = arguments["batch"]
+    carried = (
+        batch.meta_info if hasattr(batch, "meta_info") else batch.extra_info
+    )  # which goes through a transfer queue
+    carried[_SENT] = arguments["self"].global_steps
+    return Facts()
+
+
+def _sent_with(data: Any) -> int | None:
+    """The trainer's step that came with a batch, None where it did not."""
+    for carried in (getattr(data, "meta_info", None), getattr(data, "extra_info", None), data):
+        get = getattr(carried, "get", None)
+        step = None if get is None else get(_SENT, None)
+        if step is not None:
+            return int(getattr(step, "data", step))  # a tensordict wraps what is no tensor
+    return None
 
 
 def _worker(arguments: Mapping[str, Any]) -> Facts:
     """A TrainingWorker by itself: the critic, or the one model of an SFT run. Inside an actor's or a reference's worker
     the role is known from outside."""
     worker = arguments["self"]
-    facts = _facts(worker, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
+    facts = _facts(arguments, "critic" if getattr(worker.config, "model_type", None) == "value_model" else None)
     if _sft() and facts.iteration in (None, _UNNUMBERED):
         facts = replace(facts, iteration=_sft_step())
     return facts
@@ -307,6 +330,10 @@ _OLD_FUNCTIONS = {
     "RewardModelWorker.compute_rm_score": "reward",
 }
 
+#: Methods of both trainers of PPO that hand a batch to the workers; the second one's goes through a transfer queue.
+_TRAINERS = ("verl.trainer.ppo.ray_trainer:RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer")
+_SENDERS = ("_compute_old_log_prob", "_compute_ref_log_prob", "_compute_values", "_update_critic", "_update_actor")
+
 HOST = Host(
     name="verl",
     hooks=(
@@ -319,8 +346,14 @@ HOST = Host(
         Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
         Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop, ends="step"),
         # In the process that runs the job.
-        Hook("verl.trainer.ppo.ray_trainer", "RayPPOTrainer.fit", ends="job"),
-        Hook("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.fit", ends="job"),
+        *(
+            hook
+            for module, _, trainer in (name.partition(":") for name in _TRAINERS)
+            for hook in (
+                Hook(module, f"{trainer}.fit", ends="job"),
+                *(Hook(module, f"{trainer}.{sender}", _send_step) for sender in _SENDERS),
+            )
+        ),
         Hook("verl.trainer.sft_trainer_ray", "SFTTrainer.fit", ends="job"),
     ),
     config=_config,

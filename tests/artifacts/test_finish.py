@@ -53,6 +53,24 @@ def test_once_at_the_end_with_every_file(tmp_path: Path) -> None:
     assert out.read_text().splitlines() == [f"{tmp_path}/a.gz", f"{tmp_path}/b.gz"]
 
 
+def test_it_runs_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = tmp_path / "typed"
+    typed.mkdir()
+    monkeypatch.chdir(typed)
+    background = Writer(hook=FinishHook("pwd >> out", "/save"))
+    monkeypatch.chdir(tmp_path)
+    submit(background, tmp_path / "a.gz")
+    background.end_window()
+    assert background.flush(60)
+    assert (typed / "out").read_text() == f"{typed}\n"
+    (typed / "out").unlink()
+    typed.rmdir()  # then where the process is
+    submit(background, tmp_path / "b.gz")
+    background.end_window()
+    assert background.close(60)
+    assert (tmp_path / "out").read_text() == f"{tmp_path}\n"
+
+
 @pytest.mark.parametrize("when", ["window", "end"])
 def test_nothing_runs_without_a_file(when: str, tmp_path: Path) -> None:
     background = Writer(hook=FinishHook(f"touch {tmp_path}/ran", "/save", when=when))

@@ -78,6 +78,10 @@ def test_whole_environment() -> None:
         ({"dir": None}, ["--profile-dir", "not set"]),
         ({"dir": "  "}, ["--profile-dir", "non-empty"]),
         ({"dir": 5}, ["--profile-dir", "5"]),
+        (
+            {"on_demand": True, "prometheus": "memory://bucket/x.prom"},
+            ["--profile-prometheus", "'memory://bucket/x.prom'", "on this machine"],
+        ),
         ({"steps": "train_actor=3", "discrete": True}, ["--profile-steps", "no steps for annotated", "annotated=..."]),
         ({"steps": "3;annotated=3"}, ["--profile-steps", "annotated has steps", "--profile-discrete"]),
         ({"merge_steps": True, "discrete": True}, ["--profile-discrete", "--profile-merge-steps"]),
@@ -160,9 +164,10 @@ def test_annotated_work_has_steps_of_its_own() -> None:
 
 def test_a_relative_directory_is_the_one_where_it_was_typed(tmp_path: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    config = on(dir="traces")
+    config = on(dir="traces", on_demand=True, prometheus="megaprof.prom")
     monkeypatch.chdir("/")
     assert config.dir == str(tmp_path / "traces")
+    assert config.prometheus == str(tmp_path / "megaprof.prom")
     assert config.to_env()["MEGAPROF_DIR"] == str(tmp_path / "traces")
     assert on(dir="memory://bucket/traces").dir == "memory://bucket/traces"
 

@@ -155,14 +155,19 @@ COMBINED: dict[str, Any] = {"ep": 2, "combined_1f1b": True, "dtype": "bfloat16",
 )
 def test_combined_1f1b_names_both_microbatches(workload: GPTWorkload, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b", reason="megatron-core 0.14 brought it")
-    ranks = run_ranks(train, workload.world_size, workload, profile_flags(tmp_path, STEPS), timeout=180)
+    flags = [*profile_flags(tmp_path, STEPS), "--profile-ranges", "module"]
+    ranks = run_ranks(train, workload.world_size, workload, flags, timeout=180)
     chunks = workload.vpp or 1
     every = Counter((mb, chunk) for mb in range(workload.microbatches) for chunk in range(chunks))
     files = list(tmp_path.glob("train_actor.*.trace.json.gz"))
     assert len(files) == workload.pp
     assert {int(path.name.split("rank")[1][:5]) for path in files} <= {rank["coords"]["rank"] for rank in ranks}
     for path in files:
-        found = ours(read(path))
+        trace = read(path)
+        found = ours(trace)
+        without = {each["module"]: each["reason"] for each in trace["megaprof"]["ranges"]["without"]}
+        assert without == dict.fromkeys(("layer", "mlp"), "the combined 1F1B schedule calls its parts itself")
+        assert {"attention", "router"} <= {r.module for r in found}
         both = [r.fields for r in found if r.label == "combined"]
         assert both, "nothing was overlapped"
         forward = Counter((r.fields["mb"], r.fields["chunk"]) for r in found if r.label == "forward")

@@ -107,10 +107,10 @@ def train(slime: str, megatron_lm: str) -> None:
 def test_roles_and_steps(tmp_path: Path) -> None:
     slime, megatron_lm = checkout("SLIME_CHECKOUT"), checkout("MEGATRON_LM_CHECKOUT")
     config = ProfileConfig(
-        target=("train_actor", "train_log_probs"),
+        target=("train_overall", "train_actor", "train_log_probs"),
         dir=str(tmp_path),
         select="per-stage",
-        steps="train_actor=3;train_log_probs=2",
+        steps="train_overall=0;train_actor=3;train_log_probs=2",
         activities=("cpu",),
     )
     env = host_environment(Path(slime), config)
@@ -122,7 +122,15 @@ def test_roles_and_steps(tmp_path: Path) -> None:
     assert sorted(found) == [
         *(f"train_actor.actor.step000003.pp{pp}" for pp in (0, 1)),  # rollout 1, its second step: slime's train/step 3
         *(f"train_log_probs.{role}.step000002.pp{pp}" for role in ("actor", "ref", "teacher") for pp in (0, 1)),
+        *(f"train_overall.step000000.pp{pp}" for pp in (0, 1)),  # all of rollout 0
     ]
     for name, trace in found.items():
-        assert labels(trace).count("forward") == 4
-        assert labels(trace).count("backward") == (4 if name.startswith("train_actor") else 0)
+        counts = {
+            label: labels(trace).count(label) for label in ("train_log_probs", "train_actor", "forward", "backward")
+        }
+        if name.startswith("train_overall"):
+            assert not trace["megaprof"]["truncated"]
+            assert counts == {"train_log_probs": 3 * 2, "train_actor": 2, "forward": 8 * 4, "backward": 2 * 4}
+        else:
+            assert counts["forward"] == 4
+            assert counts["backward"] == (4 if name.startswith("train_actor") else 0)

@@ -1,11 +1,12 @@
 """verl's own workers, Megatron engines and SFT trainer, from its released wheel, on real megatron-core: roles in the
 traces, and what verl's own settings become.
 
-Real: ``ActorRolloutRefWorker``'s three methods, ``TrainingWorker.infer_batch``, ``train_mini_batch`` and
-``train_batch``, ``SFTTrainer.fit``; below them the engines for a language model and for a value model with its head, in
-verl's padded layout (``use_remove_padding=False``); the losses of the critic and of SFT. Replaced: how the workers are
-built (Ray, Hugging Face weights, the optimizer), the policy's loss, the attention mask (verl's is made for Transformer
-Engine), data sets and checkpoints.
+Real: the methods of ``RayPPOTrainer`` that hand batches to the workers; ``ActorRolloutRefWorker``'s three methods,
+``TrainingWorker.infer_batch``, ``train_mini_batch`` and ``train_batch``, ``SFTTrainer.fit``; below them the engines for
+a language model and for a value model with its head, in verl's padded layout (``use_remove_padding=False``); the losses
+of the critic and of SFT. Replaced: how the workers are built (Ray, Hugging Face weights, the optimizer) and the way of
+batches to them and back, the policy's loss, the attention mask (verl's is made for Transformer Engine), data sets and
+checkpoints.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ WORKLOAD = GPTWorkload(
 )
 RESPONSE = 8
 MINI_BATCHES = 2
-EDGES = ("megatron.bridge", "torchdata", "verl.utils.dataset.multiturn_sft_dataset")
+EDGES = ("cachetools", "megatron.bridge", "torchdata", "verl.utils.dataset.multiturn_sft_dataset")
 
 
 class Off(SimpleNamespace):
@@ -201,7 +202,6 @@ def train(host: str, options: dict[str, Any], *overrides: str) -> None:
     """A trainer's steps 4 and 5: with megaprof's ``options`` for the patch, or with ``overrides`` of verl's."""
     init_distributed()
     prepare_verl(host)
-    update = {"num_mini_batch": MINI_BATCHES, "global_batch_size": WORKLOAD.microbatches // MINI_BATCHES}
     with cpu_megatron():
         gpt = build(WORKLOAD)
         policy, steps, profiler = actor_and_reference(gpt, options), [], None
@@ -212,18 +212,60 @@ def train(host: str, options: dict[str, Any], *overrides: str) -> None:
             policy.config, steps = config.actor_rollout_ref, config.global_profiler.steps
             profiler = omega_conf_to_dataclass(config.critic.profiler)
         values = critic(gpt, options, profiler)
-        for step in (4, 5):
-            if step in steps:
-                policy.start_profile(role="train", profile_step=step)
-                values.start_profile(profile_step=step)
-            policy.compute_log_prob(batch(compute_loss=False))
-            policy.compute_ref_log_prob(batch(compute_loss=False))
-            values.infer_batch(batch(compute_loss=False))
-            values.train_mini_batch(batch(**update))
-            policy.update_actor(batch(**update))
-            if step in steps:
+        trainer = ppo_trainer(host, policy, values)
+        for trainer.global_steps in (4, 5):
+            if trainer.global_steps in steps:
+                policy.start_profile(role="train", profile_step=trainer.global_steps)
+                values.start_profile(profile_step=trainer.global_steps)
+            for method in ("compute_old_log_prob", "compute_ref_log_prob", "compute_values", "update_critic"):
+                getattr(trainer, f"_{method}")(padded())
+            trainer._update_actor(padded())
+            if trainer.global_steps in steps:
                 policy.stop_profile()
                 values.stop_profile()
+
+
+def padded() -> Any:
+    """The batch of a step, as PPO's trainer has it."""
+    import torch
+    from verl import DataProto
+
+    return DataProto.from_single_dict({"responses": torch.ones(WORKLOAD.microbatches, RESPONSE)})
+
+
+def ppo_trainer(host: str, policy: Any, values: Any) -> Any:
+    """verl's trainer over workers of this process: they get batches of their own with what is said of the trainer's."""
+    import torch
+    from verl.trainer.ppo import ray_trainer
+    from verl.utils import tensordict_utils as tu
+
+    columns = {name: torch.ones(WORKLOAD.microbatches, RESPONSE) for name in ("entropy", "log_probs", "values")}
+
+    def group(**methods: Any) -> Any:
+        def called(method: Any) -> Any:
+            def call(data: Any) -> Any:
+                said = {name: tu.get(data, name) for name, v in data.items() if not isinstance(v, torch.Tensor)}
+                method(batch(**said))
+                output = tu.get_tensordict(dict(columns), {"metrics": {"mfu": 0.0}})
+                return SimpleNamespace(get=lambda: output) if method.__self__ is values else output
+
+            return call
+
+        return SimpleNamespace(**{name: called(method) for name, method in methods.items()})
+
+    ray_trainer.left_right_2_no_padding = lambda data: data
+    ray_trainer.no_padding_2_padding = lambda column, data: column
+    trainer = ray_trainer.RayPPOTrainer.__new__(ray_trainer.RayPPOTrainer)
+    sizes = (
+        f"{of}.ppo_mini_batch_size={WORKLOAD.microbatches // MINI_BATCHES}"
+        for of in ("actor_rollout_ref.actor", "critic")
+    )
+    trainer.config = composed(host, "ppo_megatron_trainer", "actor_rollout_ref.rollout.n=1", *sizes)
+    trainer.ref_in_actor, trainer.distillation_config = False, None
+    trainer.actor_rollout_wg = group(compute_log_prob=policy.compute_log_prob, update_actor=policy.update_actor)
+    trainer.ref_policy_wg = group(compute_ref_log_prob=policy.compute_ref_log_prob)
+    trainer.critic_wg = group(infer_batch=values.infer_batch, train_mini_batch=values.train_mini_batch)
+    return trainer
 
 
 def fit(host: str, *overrides: str) -> None:
@@ -268,11 +310,12 @@ def fit(host: str, *overrides: str) -> None:
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_roles_of_colocated_workers(patched: bool, wheel: Callable[[str], Path], tmp_path: Path) -> None:
+    step = 1 if patched else 5  # the patch has no part in the trainer's process, so that steps are counted
     options: dict[str, Any] = {
         "target": ["train_actor", "train_log_probs"],
         "dir": str(tmp_path),
         "select": "per-stage",
-        "steps": "1",
+        "steps": str(step),
         "activities": ["cpu"],
     }
     host = wheel("verl")
@@ -284,7 +327,7 @@ def test_roles_of_colocated_workers(patched: bool, wheel: Callable[[str], Path],
 
     found = traces(tmp_path)
     kinds = ("train_actor.actor", "train_actor.critic", *(f"train_log_probs.{r}" for r in ("actor", "critic", "ref")))
-    assert sorted(found) == [f"{kind}.step000001.pp{pp}" for kind in kinds for pp in (0, 1)]
+    assert sorted(found) == [f"{kind}.step{step:06d}.pp{pp}" for kind in kinds for pp in (0, 1)]
     for name, trace in found.items():
         update = WORKLOAD.microbatches // MINI_BATCHES if name.startswith("train_actor") else 0
         assert labels(trace).count("forward") == update or WORKLOAD.microbatches

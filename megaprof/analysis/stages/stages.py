@@ -14,6 +14,7 @@ from megaprof.analysis.stages.between import Link, first_input_ms, lateness, lin
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
+from megaprof.analysis.stages.words import without_ranges
 from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call
 from megaprof.analysis.trace.intervals import total
 from megaprof.analysis.trace.passes import MeasuredPass
@@ -189,6 +190,8 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
     late = lateness(calls, steps)
     first = calls[0]
     counts = {call.metadata.microbatches for call in calls}
+    for message in without_ranges([each for call in calls for each in call.metadata.ranges.without]):
+        findings.warn(message)
     return TargetStages(
         target=first.label,
         role=first.metadata.role,
