@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 JOBS ?= 2
 SHARED := -n $(JOBS) --dist loadfile
 
-.PHONY: demo test test-slow test-matrix test-viewers test-hosts lint format dist bench bench-capture \
+.PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys lint format dist bench bench-capture \
     bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
 
 demo: .venv/ready
@@ -44,6 +44,11 @@ test-viewers: .venv/viewers/ready
 # is skipped, and says so.
 test-hosts: .venv/hosts/ready
 	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/integrations
+
+# The real Nsight Systems, which needs no GPU for NVTX ranges. Skips with a reason where Debian's package cannot be had.
+test-nsys: .venv/ready
+	[ -x .venv/nsys/bin/nsys ] || tests/nsys/install.sh .venv/nsys $(BIN)/python || true
+	$(PYTEST) -rs $(ARGS) tests/nsys
 
 lint: .venv/ready
 	$(BIN)/ruff check .

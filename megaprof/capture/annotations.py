@@ -7,7 +7,7 @@
 
 The range is written while a window is open; schedule calls inside count under the role. With ``--profile-discrete`` the
 outermost annotated work of a role opens a window of its own on captured steps. With no hooks installed an annotated
-function costs one call more than itself.
+function costs one call more than itself, unless Nsight Systems records the process: then its range is written always.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class annotate:
         role, look, sessions = self._role, self._look, roles.sessions
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not sessions:
+            if not sessions and not roles.traced:
                 return function(*args, **kwargs)
             with _Work(role, message, look):
                 return function(*args, **kwargs)
@@ -121,7 +121,7 @@ class annotate:
 
     def _coroutine(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
         async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with _Work(self._role, message, self._look, overlapping=True) if roles.sessions else nullcontext():
+            with _Work(self._role, message, self._look, overlapping=True) if _watched() else nullcontext():
                 return await function(*args, **kwargs)
 
         return wrapper
@@ -178,12 +178,16 @@ class annotate:
 
     def _life(self) -> AbstractContextManager[Any]:
         """A generator from its first step to its end: one piece of work, without a scope or a range between steps."""
-        return _RoleWindow(self._role) if roles.sessions else nullcontext()
+        return _RoleWindow(self._role) if _watched() else nullcontext()
 
     def _stretch(self, message: str, *, overlapping: bool = False) -> AbstractContextManager[Any]:
-        if not roles.sessions:
+        if not _watched():
             return nullcontext()
         return _Work(self._role, message, self._look, overlapping=overlapping, window=False)
+
+
+def _watched() -> bool:
+    return bool(roles.sessions) or roles.traced
 
 
 class _RoleWindow:

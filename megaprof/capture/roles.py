@@ -10,6 +10,7 @@ asynchronous rollout each keep their own role.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
@@ -21,6 +22,7 @@ from megaprof.capture.scope import current as current
 from megaprof.capture.scope import enter_block, in_task, leave_block, scope
 from megaprof.capture.scope import leave as leave
 from megaprof.config.per_role import checked_role
+from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.runtime.isolation import Contained, in_full
 from megaprof.runtime.logs import logger
 
@@ -28,8 +30,11 @@ if TYPE_CHECKING:
     from megaprof.capture.session import Session
     from megaprof.recorders.emit import Range
 
-#: The sessions whose hooks are in. Empty is the one thing that annotations look at while profiling is off.
+#: The sessions whose hooks are in. Annotations look at nothing but this and `traced` while profiling is off.
 sessions: list[Session] = []
+#: Whether Nsight Systems records this process from start to end: a controller, which has no windows, has ranges then
+#: without any hooks.
+traced = SESSION_VARIABLE in os.environ
 
 
 _held: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -50,7 +55,7 @@ class role:
     def __enter__(self) -> None:
         opened: Range | None = None
         window = _open_window() if sessions and self._name is not None else None
-        if window is not None:
+        if window is not None or (traced and not sessions and self._name is not None):
             with Contained("opening a role's range", abandon):
                 from megaprof.formats.ranges import role_range
                 from megaprof.recorders.emit import Range
@@ -121,8 +126,9 @@ def held() -> AbstractContextManager[None]:
 
 
 def recording() -> bool:
-    """True while a window is open in this process."""
-    return _open_window() is not None
+    """True while ranges have somebody to reach: a window is open in this process, or nsys records it and no hooks are
+    in that would open windows."""
+    return _open_window() is not None if sessions else traced
 
 
 def _open_window() -> object:

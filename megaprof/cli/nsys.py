@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from megaprof.autoload.ray import runtime_env
 from megaprof.config.arguments import add_profile_args, config_from_args
+from megaprof.recorders import nsys_command as nsys
+from megaprof.recorders.nsys_command import CAPTURES
+
+if TYPE_CHECKING:
+    from megaprof.config.options import ProfileConfig
 
 DESCRIPTION = """Print the 'nsys profile' command line for a configuration: the same --profile-... options (or
 MEGAPROF_ variables) as the training gets. In use:
@@ -19,32 +28,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.add_argument("-o", "--output", help="nsys's own --output (default: a file per rank in --profile-dir)")
     parser.add_argument(
-        "--shutdown", action="store_true", help="end nsys, not the training, after the last window of a process"
+        "--shutdown",
+        action="store_true",
+        help="end nsys, not the training, after the last window of a process (recommended: files appear as it runs)",
     )
     parser.add_argument("--models", type=int, default=1, help="models with hooks in a process, for --shutdown")
     parser.add_argument(
-        "--ray", choices=("worker", "controller"), help="print Ray's nsight options as JSON instead of a command line"
+        "--capture",
+        choices=CAPTURES,
+        default=CAPTURES[0],
+        help="what opens a window: cudaProfilerStart, or an NVTX range, which needs no CUDA [cudaProfilerApi]",
+    )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="all",
+        choices=("all", "worker", "controller"),
+        help="print Ray's runtime environments for workers and controller as JSON, ready to use, or the nsight options "
+        "of one of them alone",
     )
     add_profile_args(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    from megaprof.recorders import nsys_command as nsys
-
+    given = {"shutdown": args.shutdown, "models": args.models, "capture": args.capture}
     try:
         config = config_from_args(args)
-        if args.ray == "worker":
-            env = nsys.ray_runtime_env(config, output=args.output, shutdown=args.shutdown, models=args.models)
-            print(json.dumps(env, indent=2))
-        elif args.ray == "controller":
-            print(json.dumps(nsys.controller_options(config, output=args.output), indent=2))
+        if args.ray == "controller":
+            text = json.dumps(_accepted(nsys.controller_options(config, output=args.output)), indent=2)
+        elif args.ray == "worker":
+            text = json.dumps(_worker(config, args.output, given), indent=2)
+        elif args.ray:
+            if args.output is not None:
+                raise ValueError(
+                    "--output is one name, and --ray prints two environments: give --ray worker or controller"
+                )
+            controller = {"nsight": _accepted(nsys.controller_options(config)), "env_vars": config.to_env()}
+            both = {"worker": runtime_env(config, _worker(config, None, given)), "controller": controller}
+            text = json.dumps(both, indent=2)
         else:
-            command = nsys.command(config, output=args.output, shutdown=args.shutdown, models=args.models)
-            print(" ".join(map(_quoted, command)))
+            command = nsys.command(config, output=args.output, **given)
+            options = dict(each.removeprefix("--").split("=", 1) for each in command[2:])
+            left = _accepted(options)
+            text = " ".join(map(_quoted, [*command[:2], *(f"--{name}={value}" for name, value in left.items())]))
+            if "%q{RANK}" in left["output"] and "RANK" not in os.environ:
+                _note(
+                    "RANK is not set here: nsys needs it when it starts, so put this behind torchrun, or give --output"
+                )
     except ValueError as mistake:
         print(f"megaprof nsys: {mistake}", file=sys.stderr)
         return 2
+    print(text)
+    if not args.shutdown:
+        _note("without --shutdown, nsys writes most files when the process ends, and none if nsys is killed")
+    _make_directory(Path(args.output).parent if args.output else Path(str(config.dir)))
     return 0
+
+
+def _worker(config: ProfileConfig, output: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    return {"nsight": _accepted(nsys.ray_runtime_env(config, output=output, **given)["nsight"])}
+
+
+def _accepted(options: dict[str, str]) -> dict[str, str]:
+    """Those that the nsys of this machine knows; the others are said."""
+    unknown = nsys.refused(options)
+    if unknown is None:
+        _note("there is no nsys on PATH here, so nobody knows whether it takes all of these options")
+    for name in unknown or ():
+        _note(f"left out --{name}={options[name]}: the nsys here does not know it")
+    return {name: value for name, value in options.items() if name not in (unknown or ())}
+
+
+def _make_directory(directory: Path) -> None:
+    """nsys writes into the temporary directory when the one that it is told does not exist."""
+    if "%" in str(directory):
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as fault:
+        _note(f"make {directory} before the job starts, where it runs; here that fails: {fault.strerror or fault}")
+
+
+def _note(line: str) -> None:
+    print(f"megaprof nsys: {line}", file=sys.stderr)
 
 
 def _quoted(argument: str) -> str:

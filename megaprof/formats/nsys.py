@@ -18,6 +18,8 @@ from megaprof.formats.names import is_shard
 
 #: Of the file with a window's metadata.
 SUFFIX = ".nsys.json"
+#: nsys sets it in the processes that it profiles.
+SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
 #: The range, in our NVTX domain, that is open while a window is: what ``--capture-range=nvtx`` waits for.
 WINDOW = "megaprof/window"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import sys
 import threading
 import time
 from types import TracebackType
@@ -35,6 +37,32 @@ log: list[LoggedRange] | None = None
 _OURS: dict[str, Any] = {"domain": DOMAIN}
 
 
+def push(name: str) -> None:
+    """Open a range in NVTX alone, domain ``megaprof``, until `pop`."""
+    if nvtx is not None:
+        nvtx.push_range(name, **_OURS)
+
+
+def pop() -> None:
+    """Close what `push` opened."""
+    if nvtx is not None:
+        nvtx.pop_range(domain=DOMAIN)
+
+
+def reaches_nobody() -> bool:
+    """Whether NVTX has no tool attached as far as the nvtx package sees: nvtx 0.2.12 and later do not see an older
+    Nsight Systems, and drop every range."""
+    return nvtx is None or type(nvtx.get_domain(DOMAIN)).__name__ == "DummyDomain"
+
+
+def nvtx_version() -> str:
+    """Of the nvtx package."""
+    try:
+        return importlib.metadata.version("nvtx")
+    except importlib.metadata.PackageNotFoundError:
+        return "(none installed)"
+
+
 class Range:
     """``with Range("megaprof/forward mb=3 chunk=0"): ...``. Created only while a window is open.
 
@@ -51,10 +79,10 @@ class Range:
         self._handle: Any = None
         self._began = 0
         self._open = False
-        from torch.profiler import record_function  # here, because reading traces needs no torch
-
-        # A user annotation rather than the cheaper fast record: Kineto mirrors it on the GPU's timeline.
-        self._recorded = record_function(name)
+        # Where nobody has imported torch, no Kineto records. A user annotation rather than the cheaper fast record:
+        # Kineto mirrors it on the GPU's timeline.
+        profiler = sys.modules.get("torch.profiler")
+        self._recorded: Any = None if profiler is None else profiler.record_function(name)
 
     def __enter__(self) -> None:
         self._open = True
@@ -67,7 +95,8 @@ class Range:
                 self._handle = nvtx.start_range(self._name, **self._look)
             else:
                 nvtx.push_range(self._name, **self._look)
-            self._recorded.__enter__()  # type: ignore[no-untyped-call]
+            if self._recorded is not None:
+                self._recorded.__enter__()
         except BaseException:
             self.close()
             raise
@@ -81,7 +110,7 @@ class Range:
             return
         self._open = False
         try:
-            if self._recorded.record is not None:
+            if self._recorded is not None and self._recorded.record is not None:
                 self._recorded.__exit__(None, None, None)
         finally:
             if nvtx is None:

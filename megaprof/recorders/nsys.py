@@ -12,31 +12,35 @@ from typing import Any
 
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
-from megaprof.formats.nsys import SUFFIX, sidecar
-from megaprof.recorders import Window
+from megaprof.formats.nsys import SESSION_VARIABLE, SUFFIX, WINDOW, sidecar
+from megaprof.recorders import Window, emit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
-#: nsys sets it in the processes that it profiles.
-SESSION_VARIABLE = "NSYS_PROFILING_SESSION_ID"
+#: nsys sets one of them where it waits for an NVTX range, the other because `megaprof nsys` asks for it.
+NVTX_VARIABLES = ("NSYS_NVTX_PROFILER_RANGE", "NSYS_NVTX_PROFILER_REGISTER_ONLY")
 
 
 class NsysRecorder:
     """One capture range per window. Ranges reach nsys as NVTX, domain ``megaprof``, like all our ranges.
 
-    Raises ValueError in a process that does not use CUDA: cudaProfilerStart would reach nobody, and would initialise
-    CUDA where the host did not.
+    nsys waits for cudaProfilerStart, or for the range `megaprof.formats.nsys.WINDOW` where it was told so. Raises
+    ValueError in a process that does not use CUDA and whose nsys does not wait for the range: cudaProfilerStart would
+    reach nobody, and would initialise CUDA where the host did not.
     """
 
     _captures = 0  # capture ranges of this process so far: what nsys numbers its files by
+    _said = False
 
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
         if config.dir is None:
             raise ValueError("the nsys recorder needs a directory")
-        if not _cuda().is_initialized():
+        self._by_range = any(name in os.environ for name in NVTX_VARIABLES)
+        if not self._by_range and not _cuda().is_initialized():
             raise ValueError(
                 f"{flag('tool')} nsys: there is no CUDA device here, or this process does not use it yet; drop "
-                "it, or install the hooks where and when the model is on its GPU"
+                "it, install the hooks where and when the model is on its GPU, or start nsys as "
+                "'megaprof nsys --capture nvtx' prints it"
             )
         if SESSION_VARIABLE not in os.environ:
             logger.warning(
@@ -51,9 +55,13 @@ class NsysRecorder:
     def start(self, window: Window) -> None:
         if window.warmup:  # nsys would write a file for it
             return
+        self._say_once()
         self._running = True  # first: an exception from here on ends in `discard`
         try:
-            _call("cudaProfilerStart")
+            if not self._by_range:
+                _call("cudaProfilerStart")
+            # Always, since a process that is killed leaves it and what is in it with one end, which tells the reader.
+            emit.push(WINDOW)
         except RuntimeError as fault:
             self._running = from_host(fault)  # else it was refused, and there is nothing to stop
             raise
@@ -71,9 +79,23 @@ class NsysRecorder:
     def discard(self) -> None:
         if not self._running:
             return
-        _cuda().synchronize()  # kernels that still run would be cut off the end of the window
-        _call("cudaProfilerStop")
+        if not self._by_range or _cuda().is_initialized():
+            _cuda().synchronize()  # kernels that still run would be cut off the end of the window
+        emit.pop()
+        if not self._by_range:
+            _call("cudaProfilerStop")
         self._running = False
+
+    @classmethod
+    def _say_once(cls) -> None:
+        """Ranges that reach nobody leave no other sign than a file without them."""
+        if not cls._said and SESSION_VARIABLE in os.environ and emit.reaches_nobody():
+            cls._said = True
+            logger.error(
+                "megaprof: nsys will record no ranges: nvtx %s does not recognise this version of nsys. Install "
+                "'nvtx<0.2.12', or a newer nsys (docs/nsys.md lists the pairs)",
+                emit.nvtx_version(),
+            )
 
 
 def _call(function: str) -> None:

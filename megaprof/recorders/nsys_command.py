@@ -5,14 +5,23 @@ Option names and values are those of ``nsys profile`` (Nsight Systems user guide
 
 from __future__ import annotations
 
+import functools
 import re
+import shutil
+import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
+from megaprof.artifacts.remote import is_remote
 from megaprof.config.options import ProfileConfig, flag
+from megaprof.formats.nsys import WINDOW
+from megaprof.formats.ranges import DOMAIN
 
 #: What to trace. ``osrt`` is left out: operating system calls make the largest part of a report, and say little here.
 TRACE = "cuda,nvtx,cudnn,cublas"
 CONTROLLER_TRACE = "nvtx,osrt"
+#: What opens a capture range, as nsys calls it; the first is the default.
+CAPTURES = ("cudaProfilerApi", "nvtx")
 #: nsys replaces %q{NAME} by a variable, %h by the host's name and %p by the process id, and appends the number of the
 #: capture range. A variable that is not set is an error of nsys's.
 RANK_NAME = "nsys.rank%q{RANK}.%h.%p"
@@ -31,8 +40,17 @@ def windows(config: ProfileConfig) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def command(config: ProfileConfig, *, output: str | None = None, shutdown: bool = False, models: int = 1) -> list[str]:
+def command(
+    config: ProfileConfig,
+    *,
+    output: str | None = None,
+    shutdown: bool = False,
+    models: int = 1,
+    capture: str = CAPTURES[0],
+) -> list[str]:
     """The ``nsys profile ...`` arguments that go before the command of every rank.
+
+    ``capture``: what opens a capture range, of `CAPTURES`: cudaProfilerStart, or an NVTX range, which needs no CUDA.
 
     ``output`` is nsys's ``--output``; without one, a file name with rank, host and process in ``config.dir``.
     ``shutdown`` ends nsys in each process after its last window, instead of with the process; it needs to know the
@@ -41,21 +59,29 @@ def command(config: ProfileConfig, *, output: str | None = None, shutdown: bool 
     Raises ValueError for a configuration without windows, without the nsys tool, or of unknown length to shut down.
     """
     arguments = ["nsys", "profile"]
-    for name, value in {**_options(config, shutdown, models), "output": output or _output(config, RANK_NAME)}.items():
+    for name, value in {
+        **_options(config, shutdown, models, capture),
+        "output": _local(output) or _output(config, RANK_NAME),
+    }.items():
         arguments.append(f"--{name}={value}")
     return arguments
 
 
 def ray_runtime_env(
-    config: ProfileConfig, *, output: str | None = None, shutdown: bool = False, models: int = 1
+    config: ProfileConfig,
+    *,
+    output: str | None = None,
+    shutdown: bool = False,
+    models: int = 1,
+    capture: str = CAPTURES[0],
 ) -> dict[str, dict[str, str]]:
     """``runtime_env`` of a Ray actor: ``{"nsight": {option: value}}``. Arguments and errors as for `command`.
 
     Ray writes into its own log directory unless the output path is absolute, and starts the worker before anybody sets
     its ``RANK``, so the name has host and process only; the ``.nsys.json`` beside the reports says which rank it was.
     """
-    options = _options(config, shutdown, models)
-    return {"nsight": {**options, "o": _plain(output or _output(config, WORKER_NAME))}}
+    options = _options(config, shutdown, models, capture)
+    return {"nsight": {**options, "o": _plain(_local(output) or _output(config, WORKER_NAME))}}
 
 
 def controller_options(config: ProfileConfig, *, output: str | None = None) -> dict[str, str]:
@@ -66,8 +92,34 @@ def controller_options(config: ProfileConfig, *, output: str | None = None) -> d
         "sample": "none",
         "cpuctxsw": "none",
         "force-overwrite": "true",
-        "o": _plain(output or _output(config, CONTROLLER_NAME)),
+        "o": _plain(_local(output) or _output(config, CONTROLLER_NAME)),
     }
+
+
+def refused(names: Iterable[str]) -> list[str] | None:
+    """Which of these options the nsys of this machine does not know; None where there is none to be asked."""
+    known = _known()
+    return None if known is None else [name for name in names if len(name) > 1 and name not in known]
+
+
+@functools.cache
+def _known() -> frozenset[str] | None:
+    """The options in ``nsys profile --help``, which is asked once."""
+    nsys = shutil.which("nsys")
+    if nsys is None:
+        return None
+    try:
+        done = subprocess.run(
+            [nsys, "profile", "--help"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return frozenset(re.findall(r"--([a-z][a-z0-9-]*)", done.stdout)) if "--trace=" in done.stdout else None
 
 
 def _check(config: ProfileConfig) -> None:
@@ -77,8 +129,10 @@ def _check(config: ProfileConfig) -> None:
         raise ValueError(f"{flag('tool')} {' '.join(config.tool)} opens no capture range: use {flag('tool')} nsys")
 
 
-def _options(config: ProfileConfig, shutdown: bool, models: int) -> dict[str, str]:
+def _options(config: ProfileConfig, shutdown: bool, models: int, capture: str) -> dict[str, str]:
     _check(config)
+    if capture not in CAPTURES:
+        raise ValueError(f"capture={capture!r} is not valid; valid: {', '.join(CAPTURES)}")
     if models < 1:
         raise ValueError(f"models={models} is not valid; it must be at least 1")
     end = "repeat"
@@ -90,9 +144,12 @@ def _options(config: ProfileConfig, shutdown: bool, models: int) -> dict[str, st
                 f"{flag('discrete')}; set {flag('repeat')} or {flag('steps')} alone, or leave shutdown out"
             )
         end = f"repeat-shutdown:{count * models}"
+    by_range = capture == "nvtx"
     options = {
         "trace": TRACE,
-        "capture-range": "cudaProfilerApi",
+        "capture-range": capture,
+        # A range's name is exact for nsys, its domain stands behind it. It looks at registered names alone, or at all.
+        **({"nvtx-capture": f"{WINDOW}@{DOMAIN}", "env-var": "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"} if by_range else {}),
         "capture-range-end": end,
         # nsys ends the program that it profiles when it shuts down, unless told otherwise.
         **({"kill": "none"} if shutdown else {}),
@@ -108,7 +165,19 @@ def _options(config: ProfileConfig, shutdown: bool, models: int) -> dict[str, st
     return options
 
 
+def _local(output: str | None) -> str | None:
+    """nsys writes files and nothing else."""
+    if output is not None and is_remote(output):
+        raise ValueError(f"output {output!r} is remote, and nsys writes local files only: give a directory")
+    return output
+
+
 def _output(config: ProfileConfig, name: str) -> str:
+    if is_remote(str(config.dir)):
+        raise ValueError(
+            f"{flag('dir')} {config.dir} is remote, and nsys writes local files only: give a local --output, "
+            "e.g. /tmp/nsys/rank%q{RANK}.%p"
+        )
     return str(Path(str(config.dir)).absolute() / name)
 
 

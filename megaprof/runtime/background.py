@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from megaprof.runtime.logs import logger
 
+#: Long enough for the training thread to wake up and take the interpreter.
+_PAUSE_SECONDS = 0.001
+
 
 @dataclass
 class _Task:
@@ -46,7 +49,7 @@ class Background:
         self.seconds = 0.0
         """CPU time of the thread so far, in seconds."""
         self.longest = 0.0
-        """The most of it that one round of tasks took."""
+        """The most of it that the thread took in one go, without a pause."""
 
     def add(self, task: Callable[[], None], every: float, *, woken: bool = False) -> None:
         """Run ``task`` every so many seconds, and after each ``wake()`` too when ``woken``."""
@@ -62,6 +65,12 @@ class Background:
         with self._lock:
             self._tasks = [each for each in self._tasks if each.run != task]
         self._wakes.put(False)
+
+    def pause(self) -> None:
+        """In the middle of a long task, on the thread: let others have the interpreter. Whoever holds it while the
+        training thread waits for it is made to hand it over after 5 ms only, again and again."""
+        self._note()
+        time.sleep(_PAUSE_SECONDS)
 
     def wake(self) -> None:
         """Run the tasks that were added with ``woken`` now."""
@@ -82,8 +91,11 @@ class Background:
             for task in due:
                 task.due = now + task.every
                 self._do(task)
-            spent = time.thread_time()
-            self.seconds, self.longest = spent, max(self.longest, spent - self.seconds)
+            self._note()
+
+    def _note(self) -> None:
+        spent = time.thread_time()
+        self.seconds, self.longest = spent, max(self.longest, spent - self.seconds)
 
     def _do(self, task: _Task) -> None:
         try:

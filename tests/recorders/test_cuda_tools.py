@@ -13,10 +13,11 @@ import torch
 
 from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig
+from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.parallel.topology import ParallelSizes, RankCoords
-from megaprof.recorders import Window
+from megaprof.recorders import Window, emit
 from megaprof.recorders.memory import MAX_ENTRIES, MemoryRecorder
-from megaprof.recorders.nsys import SESSION_VARIABLE, NsysRecorder
+from megaprof.recorders.nsys import NsysRecorder
 
 COORDS = RankCoords(rank=3, pp=1, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes(pp=2))
 WINDOW = Window("train_actor", "ref", 7, COORDS)
@@ -125,6 +126,38 @@ def test_nsys_that_does_not_run_is_said_before_the_first_step(
         monkeypatch.setenv(SESSION_VARIABLE, "123")
         NsysRecorder(config(tmp_path, "nsys"), Writer())
         assert caplog.text == ""
+
+
+def test_where_nsys_waits_for_a_range_no_cuda_is_needed(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setenv("NSYS_NVTX_PROFILER_RANGE", "megaprof/window")
+    opened: list[str] = []
+    monkeypatch.setattr(emit, "push", opened.append)
+    monkeypatch.setattr(emit, "pop", lambda: opened.append("end"))
+    writer = Writer()
+    recorder = NsysRecorder(config(tmp_path, "nsys"), writer)
+    recorder.start(WINDOW)
+    recorder.stop(WINDOW, {"target": "train_actor"})
+    assert (opened, cuda.calls) == (["megaprof/window", "end"], [])
+    assert writer.close(60)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{STEM}.nsys.json"]
+
+
+def test_ranges_that_reach_nobody_are_said_once(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The nvtx package drops all ranges where it does not recognise the tool."""
+    monkeypatch.setenv(SESSION_VARIABLE, "123")
+    monkeypatch.setattr(NsysRecorder, "_said", False)
+    monkeypatch.setattr(emit, "reaches_nobody", lambda: True)
+    recorder = NsysRecorder(config(tmp_path, "nsys"), Writer())
+    for _ in range(2):
+        recorder.start(WINDOW)
+        recorder.discard()
+    assert caplog.text.count("nsys will record no ranges: nvtx") == 1
+    assert "Install 'nvtx<0.2.12'" in caplog.text
 
 
 def test_memory_history_is_bounded_on_in_the_window_and_off_again(cuda: Cuda, tmp_path: Path) -> None:

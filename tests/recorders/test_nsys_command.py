@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +131,9 @@ FLAGS = ["nsys", "--profile-target", "train_actor", "--profile-tool", "nsys"]
 
 
 def test_the_printed_line_is_one_a_shell_passes_on_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLAGS, "--profile-dir", "/traces", "--profile-steps", "1,2", "--shutdown"]) == 0
+    assert main([*FLAGS, "--profile-dir", "/tmp/traces", "--profile-steps", "1,2", "--shutdown"]) == 0
     printed = capsys.readouterr().out
-    expected = nsys.command(on(steps="1,2"), shutdown=True)
+    expected = nsys.command(on(dir="/tmp/traces", steps="1,2"), shutdown=True)
     assert shlex.split(printed) == expected
     echoed = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {printed.strip()}; printf '%s\\n' $(echo {shlex.quote(printed.strip())})"],
@@ -144,18 +145,77 @@ def test_the_printed_line_is_one_a_shell_passes_on_unchanged(capsys: pytest.Capt
 
 
 def test_a_path_that_needs_quotes_gets_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLAGS, "--profile-dir", "/my traces"]) == 0
-    assert shlex.split(capsys.readouterr().out)[-1] == "--output=/my traces/nsys.rank%q{RANK}.%h.%p"
+    assert main([*FLAGS, "--profile-dir", "/tmp/my traces"]) == 0
+    assert shlex.split(capsys.readouterr().out)[-1] == "--output=/tmp/my traces/nsys.rank%q{RANK}.%h.%p"
 
 
 def test_rays_options_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLAGS, "--profile-dir", "/traces", "--ray", "worker"]) == 0
-    assert json.loads(capsys.readouterr().out) == nsys.ray_runtime_env(on())
-    assert main([*FLAGS, "--profile-dir", "/traces", "--ray", "controller", "-o", "/x/y"]) == 0
-    assert json.loads(capsys.readouterr().out) == nsys.controller_options(on(), output="/x/y")
+    assert main([*FLAGS, "--profile-dir", "/tmp/traces", "--ray", "worker"]) == 0
+    assert json.loads(capsys.readouterr().out) == nsys.ray_runtime_env(on(dir="/tmp/traces"))
+    assert main([*FLAGS, "--profile-dir", "/tmp/traces", "--ray", "controller", "-o", "/tmp/x/y"]) == 0
+    assert json.loads(capsys.readouterr().out) == nsys.controller_options(on(), output="/tmp/x/y")
 
 
 @pytest.mark.parametrize("flags", [["--profile-tool", "torch"], ["--profile-steps", "5:2"], ["--profile-target", "x"]])
 def test_mistakes_are_exit_code_2(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*FLAGS, "--profile-dir", "/traces", *flags]) == 2
+    assert main([*FLAGS, "--profile-dir", "/tmp/traces", *flags]) == 2
     assert "megaprof nsys: --profile-" in capsys.readouterr().err
+
+
+def test_a_range_opens_the_windows_where_there_is_no_cuda() -> None:
+    command = nsys.command(on(), capture="nvtx")
+    assert {"--capture-range=nvtx", "--nvtx-capture=megaprof/window@megaprof"} <= set(command)
+    with pytest.raises(ValueError, match="capture='hotkey' is not valid; valid: cudaProfilerApi, nvtx"):
+        nsys.command(on(), capture="hotkey")
+
+
+@pytest.mark.parametrize("flags", [["--profile-dir", "memory://bucket"], ["--profile-dir", "/t", "-o", "memory://x/y"]])
+@pytest.mark.parametrize("ray", [[], ["--ray", "worker"], ["--ray", "controller"]])
+def test_nsys_writes_no_remote_files(flags: list[str], ray: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, *flags, *ray]) == 2
+    assert "is remote, and nsys writes local files only" in capsys.readouterr().err
+
+
+@pytest.fixture
+def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An nsys that knows no --python-sampling."""
+    tool = tmp_path / "bin" / "nsys"
+    tool.parent.mkdir()
+    known = [each.partition("=")[0] for each in nsys.command(on(dir="/t"), shutdown=True)[2:]]
+    tool.write_text("#!/bin/sh\ncat <<'E'\n" + "\n".join(f"\t-x, {name}=" for name in known) + "\nE\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    nsys._known.cache_clear()
+    yield
+    nsys._known.cache_clear()
+
+
+def test_what_the_nsys_here_does_not_know_is_left_out_and_said(
+    older: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*FLAGS, "--profile-dir", str(tmp_path / "new" / "out"), "--profile-with-stack"]
+    assert main(flags) == 0
+    printed = capsys.readouterr()
+    assert "python-sampling" not in printed.out
+    assert "left out --python-sampling=true: the nsys here does not know it" in printed.err
+    assert (tmp_path / "new" / "out").is_dir()
+    assert main([*flags, "--ray", "worker"]) == 0
+    assert "python-sampling" not in json.loads(capsys.readouterr().out)["nsight"]
+
+
+def test_a_missing_rank_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert main([*FLAGS, "--profile-dir", "/tmp"]) == 0
+    assert "RANK is not set here" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    assert main([*FLAGS, "--profile-dir", "/tmp"]) == 0
+    assert "RANK is not set here" not in capsys.readouterr().err
+
+
+def test_ray_gets_whole_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--profile-dir", str(tmp_path), "--ray"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["worker"]["worker_process_setup_hook"] == "megaprof.autoload.ray.setup"
+    for env in found.values():
+        assert ProfileConfig.from_env(env["env_vars"]).tool == ("nsys",)
+        assert env["nsight"]["o"].startswith(str(tmp_path))

@@ -191,6 +191,35 @@ def test_a_writer_that_fails_leaves_training_and_the_other_hooks_alone(
         monkeypatch.undo()
 
 
+def test_many_steps_are_written_with_pauses_between(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a file server that did not answer: the training thread waits for no more than a few steps' writing."""
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        timeline, written, between = recorded(handle), 0, []
+        append = timeline._files.append
+
+        def counted(*arguments: Any) -> None:
+            nonlocal written
+            written += 1
+            append(*arguments)
+
+        def pause() -> None:
+            nonlocal written
+            between.append(written)
+            written = 0
+
+        with timeline._writing:  # the background thread waits
+            for _ in range(20):
+                one_rank.train_step()
+            monkeypatch.setattr(timeline._files, "append", counted)
+            monkeypatch.setattr(timeline._background, "pause", pause)
+            timeline._drain(pause)
+        assert between == [8, 8]
+        assert written == 4
+    assert [step for step, _ in steps(tmp_path)] == list(range(20))
+
+
 def test_steps_of_ever_new_lengths_do_not_grow_the_metadata(one_rank: Any, tmp_path: Path) -> None:
     """RL trains on sequences of another length every time."""
     from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -47,6 +47,24 @@ def test_only_tasks_that_want_it_are_woken() -> None:
     assert wait_for(lambda: not threads())
 
 
+def test_a_long_task_with_pauses_is_measured_by_its_longest_stretch() -> None:
+    background, done = Background(), threading.Event()
+
+    def long() -> None:
+        for _ in range(8):
+            stretch = time.thread_time() + 0.02
+            while time.thread_time() < stretch:
+                pass
+            background.pause()
+        background.remove(long)
+        done.set()
+
+    background.add(long, 0.0)
+    assert done.wait(30)
+    assert wait_for(lambda: background.seconds >= 8 * 0.02)
+    assert 0.02 <= background.longest < background.seconds / 2
+
+
 def test_a_fault_drops_its_task_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     background, ran = Background(), []
 

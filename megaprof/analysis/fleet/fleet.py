@@ -7,8 +7,8 @@ communication inside a microbatch (tensor-, expert- and context-parallel), which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from megaprof.analysis.fleet.reading import (
 from megaprof.analysis.fleet.slow import Group, Straggler, late_ranks, matrix_of, slow_groups, slow_ranks
 from megaprof.analysis.fleet.stragglers import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.trends import (
+    LASTING_STEPS,
     Floats,
     Percentiles,
     Shift,
@@ -41,6 +42,14 @@ from megaprof.formats.timeline import Cost
 
 #: A gradient synchronisation is compared with this part of the step added, so that what is told takes 1 % of it.
 OF_STEP = 0.1
+#: Replicas get unequal work when the slowest one computes for longer than the average by more than this fraction, ...
+UNBALANCED = 0.15
+#: ... is the same one in at most this part of the steps, and the same on all stages in at least that part.
+_MOST_OFTEN = 0.75
+_AGREED = 0.6
+#: Stalls are single ones when they hit a rank in at most this part of its steps; this part of them take about as long.
+RARE = 0.06
+_ALIKE = 0.7
 #: A rank's data ends early when it lacks this many steps, and the last of them were this many step times ago.
 LACKS_STEPS = 3
 LACKS_TIME = 10
@@ -122,12 +131,40 @@ class Synchronisation:
     """When that became slower on all stages."""
     stage_synchronisation: tuple[tuple[int, Shift], ...] = ()
     """When that became slower on a single stage, with its pipeline rank."""
+    at_most_ms: tuple[float | None, ...] = ()
+    """Milliseconds per step that it takes at most, by bucket: of the quickest rank that has a timeline."""
 
     @property
     def median_ms(self) -> float | None:
         """Milliseconds per step in the median bucket."""
         known = sorted(ms for ms in self.synchronisation_ms if ms is not None)
         return known[len(known) // 2] if known else None
+
+
+@dataclass(frozen=True)
+class Unbalanced:
+    """Replicas of which another one is the slowest in every step: they get unequal work."""
+
+    ratio: float
+    """Compute of the slowest replica over the average, in the median step."""
+    step_ms: float
+    """Milliseconds that the median step takes."""
+    balanced_ms: float
+    """Milliseconds that it would take if all replicas had the average work."""
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Single steps in which one rank or another computes for longer, in turn."""
+
+    ranks: tuple[int, ...]
+    """Those that it hits."""
+    count: int
+    """How many such steps of a rank there are."""
+    longer_ms: float
+    """Milliseconds by which the median one is longer."""
+    examples: tuple[tuple[int, int], ...]
+    """Some of them: rank and step."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +211,10 @@ class Fleet:
     """Ranks that hold the others up, those first that compute longer until the end."""
     recording: Recording
     """What recording cost."""
+    unbalanced: Unbalanced | None = None
+    """Replicas that get unequal work from step to step; None where they do not."""
+    stalls: Stalls | None = None
+    """Single stalls that hit many ranks in turn; None where there are none."""
 
 
 def survey(reading: FleetReading, directory: Path) -> list[Fleet]:
@@ -198,13 +239,16 @@ def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
     stragglers = slow_ranks(key, ranks, at_stage, compute, buckets)
     synchronisation = Synchronisation((None,) * len(step_ms))
     if key.sizes.dp * key.sizes.cp > 1 and series.synchronising:
-        groups, rows = _by_group(series, buckets)
+        groups, rows = _by_group(series.synchronising, buckets)
         floor = OF_STEP * times.step.p50 if times.step else 0.0
         synchronisation = _synchronisation(groups, rows, buckets, floor)
         stragglers += [
             *slow_groups(ranks, groups, rows, buckets, floor),
             *late_ranks(ranks, matrix_of(ranks, "finalize", buckets), compute, step_ms, buckets, stragglers),
         ]
+    if series.at_most:
+        at_most = _plain(low_median(_by_group(series.at_most, buckets)[1]))
+        synchronisation = replace(synchronisation, at_most_ms=at_most)
     return Fleet(
         key=key,
         directory=directory,
@@ -220,7 +264,47 @@ def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
         synchronisation=synchronisation,
         stragglers=tuple(stragglers),
         recording=_recording(ranks),
+        unbalanced=_unbalanced(series, times, stragglers),
+        stalls=_stalls(ranks, len(series.steps)),
     )
+
+
+def _unbalanced(series: Series, times: StepTimes, stragglers: Iterable[Straggler]) -> Unbalanced | None:
+    """Where another replica is the slowest in every step, the same one on all stages, by enough to matter."""
+    found = [each for each in series.replicas.values() if each.steps >= LASTING_STEPS]
+    if not found or times.step is None or any(s.what == "compute" and s.until is None for s in stragglers):
+        return None
+    ratio, often = (float(np.median(each)) for each in zip(*((one.ratio, one.often) for one in found), strict=True))
+    if ratio <= 1 + UNBALANCED or often > _MOST_OFTEN:
+        return None
+    # By chance the stages of one pipeline are not the slowest together.
+    by_stage = [series.replicas[group].slowest for group in sorted(series.replicas) if group[1] == 0]
+    if len(by_stage) > 1:
+        common = set(by_stage[0]).intersection(*by_stage[1:])
+        agreed = [sum(own[step] == by_stage[0][step] for own in by_stage[1:]) for step in common]
+        if not agreed or float(np.mean(agreed)) / (len(by_stage) - 1) < _AGREED:
+            return None
+    lost = max(each.lost_ms for each in found)
+    return Unbalanced(ratio, times.step.p50, times.step.p50 - lost)
+
+
+def _stalls(ranks: Sequence[RankSeries], steps: int) -> Stalls | None:
+    """Without the steps that stall on many ranks at once, as for an evaluation or a longer sequence."""
+    by_step: dict[int, list[tuple[int, float]]] = {}
+    for rank in ranks:
+        for step, longer in rank.stalls:
+            by_step.setdefault(step, []).append((rank.coords.rank, longer))
+    most = max(1, len(ranks) // 4)
+    alone = [(rank, step, ms) for step, each in sorted(by_step.items()) if len(each) <= most for rank, ms in each]
+    hit = tuple(sorted({rank for rank, _, _ in alone}))
+    if len(hit) < max(3, len(ranks) / 4) or len(alone) > RARE * steps * len(ranks):
+        return None
+    longer = float(np.median([ms for _, _, ms in alone]))
+    alike = sum(longer / 2 <= ms <= 2 * longer for _, _, ms in alone)
+    if alike < _ALIKE * len(alone):
+        return None
+    first = {rank: (rank, step) for rank, step, _ in reversed(alone)}
+    return Stalls(hit, len(alone), longer, tuple(sorted(first.values()))[:3])
 
 
 def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[Floats, Buckets]:
@@ -293,12 +377,12 @@ def _recording(ranks: Sequence[RankSeries]) -> Recording:
     )
 
 
-def _by_group(series: Series, buckets: Buckets) -> tuple[list[Group], Floats]:
+def _by_group(times: Mapping[Group, tuple[int, Floats]], buckets: Buckets) -> tuple[list[Group], Floats]:
     """Every group of ranks that synchronise gradients with each other, and [row, bucket] of what it took."""
-    groups = sorted(series.synchronising)
+    groups = sorted(times)
     rows = np.full((len(groups), len(buckets.first)), np.nan)
     for row, group in zip(rows, groups, strict=True):
-        first, values = series.synchronising[group]
+        first, values = times[group]
         part = row[first - buckets.begin :]
         fits = values[: len(part)]
         part[: len(fits)] = fits

@@ -140,13 +140,11 @@ def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
 
 
 def _was_waiting(cause: Cause, measured: TargetStages, fleet: Fleet) -> bool:
-    """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: the
-    fleet knows what it takes the last of them."""
+    """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: it
+    takes no longer than on the rank that came last to it, of those that have a timeline."""
     steps = {step - step % fleet.width for step in measured.steps}
     alone = [
-        ms
-        for first, ms in zip(fleet.buckets, fleet.synchronisation.synchronisation_ms, strict=True)
-        if ms and first in steps
+        ms for first, ms in zip(fleet.buckets, fleet.synchronisation.at_most_ms, strict=False) if ms and first in steps
     ]
     return (
         cause.kind == "communication"

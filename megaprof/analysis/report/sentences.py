@@ -119,7 +119,7 @@ def facts(measured: TargetStages) -> list[str]:
 def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
     """What is slow or gone in the whole run, the worst first; one finding that nothing is, where nothing is."""
     slow = (*_stragglers(fleet), *_slower_stages(fleet), *_synchronisation(fleet))
-    rest = (*_steps(fleet), *_ended(fleet))
+    rest = (*_unequal(fleet), *_steps(fleet), *_ended(fleet))
     nothing = "Over the run nothing became slower, and no rank is slower than its peers."
     return (*(slow or (() if rest else (Finding("nothing_slow", "fine", nothing),))), *rest)
 
@@ -252,6 +252,18 @@ def _steps(fleet: Fleet) -> Iterator[Finding]:
         yield Finding("drift", "slow", f"Step times drift: they change by {drifted} from the first step to the last.")
 
 
+def _unequal(fleet: Fleet) -> Iterator[Finding]:
+    if (found := fleet.unbalanced) is not None:
+        text = (
+            "The replicas get unequal work, another one the most in every step: the slowest computes "
+            f"{found.ratio:.2f} times as long as the average, and the others wait for it in the gradient "
+            "synchronisation. With the same work for all the step would take about "
+            f"{milliseconds(found.balanced_ms)} instead of {milliseconds(found.step_ms)}: spread long sequences evenly "
+            "over the replicas of a step."
+        )
+        yield Finding("unequal_replicas", "slow", text)
+
+
 def _ended(fleet: Fleet) -> Iterator[Finding]:
     if ended := fleet.coverage.ended:
         listed = ", ".join(map(_end, ended[:_MOST]))
@@ -276,6 +288,13 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
         yield (
             f"{counted(single.count, 'single step')} took much longer than the steps around, as for checkpoints or "
             f"garbage collection{every}: {worst}."
+        )
+    if (stalls := fleet.stalls) is not None:
+        shown = ", ".join(f"rank {rank} in step {step}" for rank, step in stalls.examples)
+        yield (
+            f"Single stalls hit {len(stalls.ranks)} of {coverage.ranks} ranks, each in other steps: "
+            f"{counted(stalls.count, 'step')} of a rank took about {milliseconds(stalls.longer_ms)} longer ({shown}). "
+            "Python's garbage collection does this: try Megatron's --manual-gc, with which all ranks collect at once."
         )
     inside = [name for axis, name in _INSIDE.items() if getattr(sizes, axis) > 1]
     if inside:

@@ -149,9 +149,10 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
     if len({call.has_kernels for call in calls}) > 1:
         findings.warn("some traces hold GPU kernels and some do not: their times are not comparable")
         findings.block("some traces hold GPU kernels and some do not")
-    counts: dict[tuple[int, int], set[int | None]] = {}
+    counts: dict[tuple[int, int], set[int]] = {}
     for call in calls:
-        counts.setdefault((call.step, call.index), set()).add(call.metadata.microbatches)
+        if call.metadata.microbatches is not None:
+            counts.setdefault((call.step, call.index), set()).add(call.metadata.microbatches)
     if any(len(each) > 1 for each in counts.values()):
         findings.warn("within one step the stages report different numbers of microbatches")
         findings.block("the stages report different numbers of microbatches")

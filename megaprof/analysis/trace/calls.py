@@ -168,7 +168,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         exchanges=tuple(Exchange(r.name.label, r.start, r.end, r.start, r.end) for r in exchanges),
         busy=busy,
         exposed_ns=split,
-        incomplete=_incomplete(label, metadata, phases),
+        incomplete=_incomplete(label, step, metadata, phases),
         has_kernels=trace.has_kernels,
         reasons=tuple(reasons),
         finalize=finalize,
@@ -324,10 +324,10 @@ def _overlaps(collectives: tuple[Collective, ...], passes: Intervals) -> list[in
     return times
 
 
-def _incomplete(label: str, metadata: Metadata, phases: tuple[MeasuredPass, ...]) -> str | None:
+def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[MeasuredPass, ...]) -> str | None:
     if label != metadata.target or label == WHOLE_STEP:
         return None  # the metadata count the microbatches of another call
-    if metadata.truncated:
+    if metadata.truncated and step >= metadata.steps[1]:  # earlier steps of the window had ended
         return f"the window was closed early ({metadata.truncated_reason or 'no reason given'})"
     if metadata.microbatches is None or not metadata.chunks or not phases:
         return None

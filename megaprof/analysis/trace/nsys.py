@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -248,15 +249,19 @@ class _Reader:
             elif (derived := self._derived(row, step, rows, alone)) is not None:
                 found.append((None, derived, [row]))
             last = path
+        cut = _cut(rows)
+        bare = sorted({metadata.steps[0] for path, metadata, _ in found if path is None})
         for path, metadata, tops in found:
-            within = _within(rows, tops[0].start, tops[-1].end)
-            if not metadata.truncated and _was_killed(tops, within):
+            if not metadata.truncated and tops[-1].end in cut:
                 metadata = replace(metadata, truncated=True, truncated_reason="the process ended inside it")
-            said = (
-                f"{self._file.path.name}: no .nsys.json of process {tops[0].pid} lies beside it for step "
-                f"{metadata.steps[0]}: its microbatches, layers and sizes are what its ranges show"
-            )
-            yield metadata, tops, () if path else (said,)
+            warnings: tuple[str, ...] = ()
+            if path is None and metadata.steps[0] == bare[0]:
+                warnings = (
+                    f"{self._file.path.name}: no .nsys.json of process {tops[0].pid} lies beside it for "
+                    f"step{'s' if len(bare) > 1 else ''} {', '.join(map(str, bare[:8]))}: microbatches, layers and "
+                    "sizes are what its ranges show",
+                )
+            yield metadata, tops, warnings
 
     def _sidecar(self, row: _Row, step: int) -> Path | None:
         """The ``.nsys.json`` of the window that holds a step's range: of this host and process."""
@@ -287,6 +292,13 @@ class _Reader:
                     self._said.append(said)
         return self._metadata.get(path)
 
+    def _neighbours(self) -> ParallelSizes | None:
+        """The sizes of a job whose metadata lie beside the file, if not this process's."""
+        for path in sidecars(self._file.path.parent):
+            if (metadata := self._read_sidecar(path)) is not None:
+                return metadata.sizes
+        return None
+
     def _derived(self, top: _Row, step: int, rows: list[_Row], alone: bool) -> Metadata | None:
         """What the ranges alone say; None where they have no coordinates."""
         place = {axis: top.name.fields.get(axis) for axis in AXES}
@@ -296,7 +308,8 @@ class _Reader:
         known = {axis: number for axis, number in place.items() if number is not None and number < MOST}
         if len(known) < len(AXES) or chunks > MOST:
             return None
-        least = {axis: max(number + 1, getattr(self._file.sizes, axis, 1)) for axis, number in known.items()}
+        job = self._file.sizes or self._neighbours()
+        least = {axis: max(number + 1, getattr(job, axis, 1)) for axis, number in known.items()}
         sizes = ParallelSizes(**least, vpp=chunks)
         named = _IN_NAME.search(self._file.path.name) if alone else None
         rank = int(named[1]) if named else _rank(known, sizes)
@@ -347,10 +360,10 @@ def _rank(place: dict[str, int], sizes: ParallelSizes) -> int:
     return place["tp"] + sizes.tp * (place["cp"] + sizes.cp * inner)
 
 
-def _was_killed(tops: Sequence[_Row], within: Sequence[_Row]) -> bool:
-    """Whether its ranges were still open when its process ended: they have no end, or all one end, that of the kill."""
-    last = tops[-1]
-    return any(r.open for r in within) or any(r.end == last.end for r in within if r is not last)
+def _cut(rows: Sequence[_Row]) -> set[int]:
+    """When a process ended with open ranges: these have no end, or all of them one, that of the process."""
+    ends = Counter(row.end for row in rows)
+    return {row.end for row in rows if row.open or ends[row.end] > 1}
 
 
 class _Gpu:

@@ -40,6 +40,8 @@ Int64s = npt.NDArray[np.int64]
 WAITING_STEPS = 256
 #: After so many, the background thread is woken before its second is over.
 WAKING_STEPS = 64
+#: How many the background thread writes in one go: it holds the interpreter's lock for about a millisecond then.
+STEPS_AT_ONCE = 8
 #: How long the GPU may take to finish a step before it is written without times.
 GIVE_UP_SECONDS = 300.0
 #: How long the end waits for a write that is under way.
@@ -197,12 +199,14 @@ class TimelineRecorder:
     def drain(self) -> None:
         """Write every finished step whose times are known, in order."""
         with self._writing:
-            self._drain()
+            self._drain(self._background.pause)
 
-    def _drain(self) -> None:
+    def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
         while lines := self._ready():
             for alike in _alike(lines):
                 self._write(alike)
+            if self._finished:
+                pause()
         if self._pairs.taken > self._noted and (cost := self._pairs.cost()) is not None:
             self._noted = self._pairs.taken
             self._files.note(cost)
@@ -210,7 +214,7 @@ class TimelineRecorder:
     def _ready(self) -> list[Line]:
         """The next finished steps whose times are known, in order."""
         lines: list[Line] = []
-        while self._finished and len(lines) < WAKING_STEPS:
+        while self._finished and len(lines) < STEPS_AT_ONCE:
             try:
                 line = self._finished.popleft()
             except IndexError:  # the training thread dropped it meanwhile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,35 @@ def test_none_computes_longer_is_checked_on_the_very_stretch(tmp_path: Path) -> 
     assert late.what == "arrival"
     assert late.computing_ms == pytest.approx(11, abs=2)
     assert "In these steps a stage of the same pipeline computes 1" in findings(fleet)[0]
+
+
+def test_replicas_that_differ_at_random_get_a_finding(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    slowest = [rng.randrange(8) for _ in range(120)]
+    slow = [
+        Slow(rank=pp * 8 + replica, from_step=step, until_step=step, factor=1.4)
+        for step, replica in enumerate(slowest)
+        for pp in range(4)
+    ]
+    fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
+    assert not fleet.stragglers
+    assert fleet.unbalanced is not None
+    assert fleet.unbalanced.ratio == pytest.approx(1.4 / (1 + 0.4 / 8), rel=0.03)
+    assert fleet.unbalanced.balanced_ms < fleet.unbalanced.step_ms - 30
+    (said,) = findings(fleet)
+    assert said.startswith(
+        "The replicas get unequal work, another one the most in every step: the slowest computes 1.3"
+    )
+
+
+def test_single_stalls_that_hit_ranks_in_turn_are_named(tmp_path: Path) -> None:
+    stalls = [Slow(rank=rank, from_step=20 + 9 * rank, until_step=20 + 9 * rank, factor=3) for rank in range(8)]
+    layout = WorldLayout(ParallelSizes.of(8, pp=2))
+    fleet = fleet_of(tmp_path, layout, slow=stalls)
+    assert fleet.stalls is not None
+    assert (fleet.stalls.ranks, fleet.stalls.count) == (tuple(range(8)), 8)
+    assert fleet.stalls.longer_ms == pytest.approx(240, rel=0.1)
+    (said,) = (note for note in notes(fleet) if "--manual-gc" in note)
+    assert said.startswith("Single stalls hit 8 of 8 ranks, each in other steps: 8 steps of a rank took about 2")
+    everywhere = fleet_of(tmp_path / "all", layout, slow=[Slow(from_step=s, until_step=s, factor=3) for s in (20, 50)])
+    assert everywhere.stalls is None

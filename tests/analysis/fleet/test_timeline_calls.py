@@ -165,3 +165,15 @@ def test_steps_that_the_gpu_began_late_are_aligned_by_their_phases(tmp_path: Pat
         assert one.bubble_ms is not None
         assert other.bubble_ms is not None
         assert one.bubble_ms.mean == pytest.approx(other.bubble_ms.mean, rel=0.02)
+
+
+def test_waiting_is_no_communication_where_peers_have_no_timeline_either(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(16, tp=2, pp=2))
+    seen = [rank for rank in range(16) if layout.coords(rank).tp == 0 and layout.coords(rank).dp != 2]
+    slow = [Slow(rank=layout.rank_of(tp=0, cp=0, dp=1, pp=0), factor=1.8)]
+    write_timelines(tmp_path, layout, steps=40, microbatches=8, slow=slow, ranks=seen)
+    (target,) = analyze(tmp_path).targets
+    assert not any(ms for ms in target.fleet.synchronisation.synchronisation_ms)
+    step = target.measured.step_time_ms.mean
+    assert any(stage.exposed_ms["dp"].mean > 0.1 * step for stage in target.measured.stages)
+    assert "communication" not in {cause.kind for cause in target.verdict.causes}
