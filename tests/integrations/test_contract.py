@@ -210,6 +210,18 @@ def test_verl_workers_up_to_0_6() -> None:
         assert facts(verl, function, self=worker) == Facts(role=role)
 
 
+def test_verls_trainers_give_their_step_to_the_batches() -> None:
+    trainer, worker = SimpleNamespace(global_steps=7), SimpleNamespace(config=None)
+    for name, batch in (
+        ("RayPPOTrainer", SimpleNamespace(meta_info={"temperature": 1.0})),
+        ("PPOTrainer", SimpleNamespace(extra_info={})),
+    ):
+        assert facts(verl, "ActorRolloutRefWorker.compute_log_prob", self=worker, data=batch).iteration is None
+        assert facts(verl, f"{name}._compute_old_log_prob", self=trainer, batch=batch) == Facts()
+        told = facts(verl, "ActorRolloutRefWorker.compute_log_prob", self=worker, data=batch)
+        assert told == Facts(role="actor", iteration=7)
+
+
 def test_verl_sft_infers_only_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     language = SimpleNamespace(config=SimpleNamespace(model_type="language_model"))
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="verl.trainer.sft_trainer"))
