@@ -238,9 +238,9 @@ def _short(ranks: Sequence[int]) -> str:
 
 def _rank(said: object, name: str) -> tuple[int | None, str]:
     if (rank := _count(said)) is not None:
-        return rank, "distributedInfo"
+        return rank, "the trace"
     if (found := _RANK_IN_NAME.search(name)) is not None and int(found[1]) < _MOST_RANKS:
-        return int(found[1]), "the file's name"
+        return int(found[1]), "file name"
     return None, "nothing"
 
 
