@@ -194,8 +194,9 @@ class _Process:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
-        if self._step_ended not in contract.when_over["step"]:
-            contract.when_over["step"].append(self._step_ended)
+        for what, task in (("step", self._step_ended), ("capture", self._capture_ended)):
+            if task not in contract.when_over[what]:
+                contract.when_over[what].append(task)
         if not self.handles:
             self._dispatcher = Dispatcher(self.termination.held)
         if pipeline and not self._patched:
@@ -228,11 +229,22 @@ class _Process:
 
     def _step_ended(self) -> None:
         """A step of the host is over, and the host may end this process before it calls anything again (Ray does)."""
-        deadline = time.monotonic() + STEP_END_SECONDS
         for handle in list(self.handles):
             if handle._session is not None:
                 with self.termination.held():
                     handle._session.step_ended()
+        self._flush()
+
+    def _capture_ended(self) -> None:
+        """The host says that nothing more is to be captured: what runs at the end runs now."""
+        for handle in self.handles:
+            if handle._writer is not None:
+                handle._writer.end_capture()
+        self._flush()
+
+    def _flush(self) -> None:
+        deadline = time.monotonic() + STEP_END_SECONDS
+        for handle in list(self.handles):
             left = max(0.0, deadline - time.monotonic())
             handle.flush(min(left, handle.config.flush_seconds))
 
@@ -331,7 +343,7 @@ def _install(
     store = _store(settled, here.coords) if here.records(settled) else None
     if store is None:
         return handle
-    session = _assemble(handle, here, store, iteration or registry.iteration, iteration or registry.host_step)
+    session = _assemble(handle, here, store, iteration or registry.iteration, iteration or contract.host_step)
     with Contained("installing the hooks", lambda: _undo(handle)):
         _process.acquire(handle, session, models, pipeline=pipeline)
         handle._session = session

@@ -146,6 +146,12 @@ class Writer:
         if self._hook is not None and self._hook.when == "window":
             self._put(self._announce)
 
+    def end_capture(self) -> None:
+        """Nothing more is going to be captured: the finish hook of the end may run once every file is complete. What is
+        captured after all is announced by ``close``."""
+        if self._hook is not None and self._hook.when == "end":
+            self._put(self._announce)
+
     def flush(self, timeout: float = FLUSH_SECONDS) -> bool:
         """Wait for every queued file; False, and a log line that names what is missing, after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout

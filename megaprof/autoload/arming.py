@@ -139,8 +139,13 @@ def _loaded(name: str) -> None:
 def _finish_job() -> None:
     """A job is over that this process runs: wait for the files of its other processes."""
     from megaprof.autoload.job_end import wait
+    from megaprof.integrations import registry
 
-    wait(_settled, _armed)
+    try:
+        config = _settled or registry.config()
+    except ValueError:  # the workers say it
+        return
+    wait(config, _armed)
 
 
 def _before_ray_ends(worker: ModuleType) -> None:

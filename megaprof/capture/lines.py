@@ -16,6 +16,7 @@ from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Window
 from megaprof.runtime.logs import logger
+from megaprof.runtime.ray import in_ray_worker
 
 
 def selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLayout | None) -> list[int] | None:
@@ -46,6 +47,12 @@ def say_start(config: ProfileConfig, coords: RankCoords, ranks: list[int] | None
     if stages is not None and stages < coords.sizes.pp and config.windowed:
         parts.append(f"sees {stages} of {coords.sizes.pp} stages: add {flag('select')} per-stage for the stage report")
     logger.info("megaprof %s", "; ".join([*parts, f"writes to {config.dir}"]))
+    if config.on_finish is not None and config.on_finish_when == "end" and in_ray_worker():
+        logger.warning(
+            "megaprof: %s end: Ray may kill this worker when the job ends, and then the command does not run, unless "
+            "verl says which profiled step is the last one; %s window runs it for each window",
+            *(flag("on_finish_when"),) * 2,
+        )
 
 
 def _steps(config: ProfileConfig) -> str:

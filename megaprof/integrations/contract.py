@@ -93,9 +93,10 @@ class Host:
 
 #: Called when a host's own settings turned up that ask for megaprof: whoever can install the hooks registers here.
 when_settled: list[Callable[[], object]] = []
-#: Called at the end of a host's step in this process, and at the end of a job in the process that runs it: whoever has
-#: windows and files, or waits for those of others, registers here. They take the time that they need.
-when_over: dict[str, list[Callable[[], object]]] = {"step": [], "job": []}
+#: Called at the end of a host's step in this process, when the host says that nothing more will be captured, and at the
+#: end of a job in the process that runs it: whoever has windows and files, or waits for those of others, registers
+#: here. They take the time that they need.
+when_over: dict[str, list[Callable[[], object]]] = {"step": [], "capture": [], "job": []}
 
 _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)
 _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=None)
@@ -108,7 +109,7 @@ def settled() -> None:
 
 
 def over(what: str) -> None:
-    """A ``step`` or a ``job`` is over. What fails is logged and reaches nobody."""
+    """A ``step``, the ``capture`` or a ``job`` is over. What fails is logged and reaches nobody."""
     for task in list(when_over[what]):
         try:
             task()
@@ -124,10 +125,9 @@ def iteration() -> int | None:
     return found() if callable(found) else found
 
 
-def host_step() -> int | None:
-    """The step of the host's own loop, as the innermost hook around the caller has it, or None."""
-    step = _host_step.get()
-    return iteration() if step is None else step
+#: Returns the step of the host's own loop, as the innermost hook around the caller has it, or None: then training, log-
+#: probs, evaluation and annotated work belong to the step of their number.
+host_step: Callable[[], int | None] = _host_step.get
 
 
 def apply(hooks: tuple[Hook, ...], patches: Patches) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from megaprof.capture import roles
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
-from megaprof.integrations.contract import Facts, Hook, Host, settled
+from megaprof.integrations.contract import Facts, Hook, Host, over, settled
 
 _WORKERS = "verl.workers.engine_workers"
 _OLD_WORKERS = "verl.workers.megatron_workers"
@@ -314,8 +314,24 @@ def _start(arguments: Mapping[str, Any]) -> Facts:
 
 
 def _stop(arguments: Mapping[str, Any]) -> Facts:
+    """The step is over. With ``run_command`` it is the last one, and verl runs its ``finish_hook_cmd``. So do we, since
+    Ray may kill this worker before it gets to its end."""
+    over("step")
     if _Asked.step is not None:
         _Asked.step = _NO_STEP
+        if arguments.get("kwargs", {}).get("run_command", arguments.get("run_command", True)):
+            over("capture")
+    return Facts()
+
+
+def _run_job(arguments: Mapping[str, Any]) -> Facts:
+    """In the trainer's process, which waits for the workers' files at the end: verl's settings say where they are."""
+    whole = getattr(arguments["self"], "config", None) or {}
+    if _Asked.config is None and "MEGAPROF_TARGET" not in os.environ:
+        if _get(whole, "global_profiler.tool") == TOOL:
+            _Asked.config = config_from(whole)
+        elif _get(whole, "profiler.tool") == TOOL:  # SFT
+            _Asked.config = _translated(_ANY_STEP, {"profiler": whole["profiler"]})
     return Facts()
 
 
@@ -344,17 +360,17 @@ HOST = Host(
         Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
         *(Hook(_OLD_WORKERS, function, _as(role)) for function, role in _OLD_FUNCTIONS.items()),
         Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
-        Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop, ends="step"),
+        Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
         # In the process that runs the job.
         *(
             hook
             for module, _, trainer in (name.partition(":") for name in _TRAINERS)
             for hook in (
-                Hook(module, f"{trainer}.fit", ends="job"),
+                Hook(module, f"{trainer}.fit", _run_job, ends="job"),
                 *(Hook(module, f"{trainer}.{sender}", _send_step) for sender in _SENDERS),
             )
         ),
-        Hook("verl.trainer.sft_trainer_ray", "SFTTrainer.fit", ends="job"),
+        Hook("verl.trainer.sft_trainer_ray", "SFTTrainer.fit", _run_job, ends="job"),
     ),
     config=_config,
 )

@@ -71,6 +71,19 @@ def test_it_runs_where_it_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "out").read_text() == f"{tmp_path}\n"
 
 
+def test_the_end_may_be_said_before_the_process_ends(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    background = Writer(hook=FinishHook(f'echo "$PROFILED_WHEN" $PROFILED_FILES >> {out}', "/save", when="end"))
+    submit(background, tmp_path / "a.gz")
+    background.end_window()
+    background.end_capture()
+    assert background.flush(60)
+    assert out.read_text() == f"end {tmp_path}/a.gz\n"
+    background.end_capture()
+    assert background.close(60)
+    assert out.read_text() == f"end {tmp_path}/a.gz\n", "once for each file"
+
+
 @pytest.mark.parametrize("when", ["window", "end"])
 def test_nothing_runs_without_a_file(when: str, tmp_path: Path) -> None:
     background = Writer(hook=FinishHook(f"touch {tmp_path}/ran", "/save", when=when))

@@ -54,7 +54,7 @@ Split = tuple[int, ...]
 CAPTURED: tuple[Split, ...] = ((6, 2), (2, 6))
 #: More stages than cores: only for layers that wait.
 DEEPER: tuple[Split, ...] = ((5, 1, 1, 1), (1, 2, 2, 3))
-WARM_UP, STEPS = 1, 3
+WARM_UP, STEPS = 2, 3
 #: Milliseconds that a paced module waits in a forward and in a backward.
 PACED_LAYER, PACED_OUTPUT = (6.0, 12.0), (15.0, 10.0)
 REAL = GPTWorkload(pp=2, layers=8, microbatches=8)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megaprof.analysis.trace.traces import read_trace
 from megaprof.control.job import find_job
 from megaprof.control.requester import Outcome, Requester
 from megaprof.formats.requests import Refused, Request
@@ -49,6 +50,24 @@ def test_trigger_captures_the_same_steps_on_every_stage(job: Running) -> None:
     found = places(job.directory, files)
     first = min(step for _, step in found)
     assert found == {(pp, step) for pp in (0, 1) for step in (first, first + 1)}
+
+
+def test_trigger_captures_whole_steps_of_the_host(tmp_path: Path) -> None:
+    flags = ["--profile-target", "train_overall", "--profile-steps", "none", "--profile-on-demand"]
+    with running(tmp_path / "traces", flags) as job:
+        asked = megaprof("trigger", job.directory, "--target", "train_overall", "--steps", 2, "--timeout", 90)
+        assert asked.returncode == 0, asked.stderr
+        files = [Path(line) for line in asked.stdout.splitlines()]
+    assert sorted(files) == sorted(job.directory.glob("train_overall.*.pt.trace.json.gz"))
+    found = places(job.directory, files)
+    first = min(step for _, step in found)
+    assert found == {(pp, step) for pp in (0, 1) for step in (first, first + 1)}
+    for file in files:  # each is one step with the pipeline's work in it, and whole
+        trace = read_trace(file)
+        assert (trace.metadata.target, trace.metadata.truncated) == ("train_overall", False)
+        labels = [each.name.label for each in trace.ranges]
+        assert (labels.count("train_overall"), labels.count("train_actor")) == (1, 1)
+        assert labels.count("forward") == labels.count("backward") == SMALL.microbatches
 
 
 def test_fifty_requests_and_fifty_malformed_ones_at_once(job: Running) -> None:

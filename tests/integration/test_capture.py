@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megaprof.cli.demo import profile_flags
 from megaprof.formats.ranges import P2P_OPERATIONS, parse
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
@@ -27,6 +26,13 @@ WORKLOADS = {
 EVERY = [pytest.param(n, marks=pytest.mark.slow) if w.world_size > 2 else n for n, w in WORKLOADS.items()]
 SCHEDULES = {"pp1": "no_pipelining", "pp2-vpp2": "interleaved", "pp2-vpp2-overlap": "interleaved"}
 STEPS = 3
+
+
+def profile_flags(out: Path) -> list[str]:
+    """One training step and one log-prob pass on one rank of each stage."""
+    steps = f"train_actor={STEPS - 1};train_log_probs=0"
+    targets = ["--profile-target", "train_actor", "train_log_probs"]
+    return [*targets, "--profile-dir", str(out), "--profile-select", "per-stage", "--profile-steps", steps]
 
 
 def train(workload: GPTWorkload, flags: list[str]) -> dict[str, Any]:
@@ -78,7 +84,7 @@ def ours(trace: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("name", EVERY)
 def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path) -> None:
     workload = WORKLOADS[name]
-    flags = [*profile_flags(tmp_path, STEPS), "--profile-all-ranks"]
+    flags = [*profile_flags(tmp_path), "--profile-all-ranks"]
     flags = [flag for flag in flags if flag not in ("--profile-select", "per-stage")]
     ranks = run_ranks(train, workload.world_size, workload, flags, timeout=180)
 
@@ -127,7 +133,7 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path)
 
 def test_capture_changes_no_bit(tmp_path: Path) -> None:
     workload = WORKLOADS["pp2"]
-    captured = run_ranks(train, 2, workload, profile_flags(tmp_path, STEPS), timeout=180)
+    captured = run_ranks(train, 2, workload, profile_flags(tmp_path), timeout=180)
     plain = run_ranks(train, 2, workload, [], timeout=180)
     assert len(list(tmp_path.iterdir())) == 4
     assert [rank["numbers"] for rank in captured] == [rank["numbers"] for rank in plain]
@@ -137,7 +143,7 @@ def test_capture_changes_no_bit(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_one_rank_per_stage(tmp_path: Path) -> None:
     workload = WORKLOADS["tp2-pp2"]
-    ranks = run_ranks(train, 4, workload, profile_flags(tmp_path, STEPS), timeout=180)
+    ranks = run_ranks(train, 4, workload, profile_flags(tmp_path), timeout=180)
     expected = {rank["coords"]["rank"] for rank in ranks if rank["coords"]["tp"] == 0}
     assert {int(path.name.split("rank")[1][:5]) for path in tmp_path.iterdir()} == expected
     assert len(expected) == 2
@@ -155,7 +161,7 @@ COMBINED: dict[str, Any] = {"ep": 2, "combined_1f1b": True, "dtype": "bfloat16",
 )
 def test_combined_1f1b_names_both_microbatches(workload: GPTWorkload, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b", reason="megatron-core 0.14 brought it")
-    flags = [*profile_flags(tmp_path, STEPS), "--profile-ranges", "module"]
+    flags = [*profile_flags(tmp_path), "--profile-ranges", "module"]
     ranks = run_ranks(train, workload.world_size, workload, flags, timeout=180)
     chunks = workload.vpp or 1
     every = Counter((mb, chunk) for mb in range(workload.microbatches) for chunk in range(chunks))

@@ -1,10 +1,10 @@
-"""The run as it is, which every change is compared with: robust costs, what varied around them, and what stalled.
+"""The run as it is, which every change is compared with: robust costs, and what came on top of them.
 
-A cost is the median of one pass (a stage's chunk, forward or backward) over steps and microbatches. Around it a pass
-varies with its microbatch, on all stages alike (sequence lengths), and by noise. Both go with the cost: a stage that
-gets half as many layers varies half as much. Two things do not: a pass that took far longer than its microbatch
-explains (a stall), and a stage that was slower in one step than in the others. A step that lost time to them would have
-lost it with any layout, so this time is added to a prediction, not scaled.
+A cost is what one pass (a stage's chunk, forward or backward) takes when nothing disturbs it: the lower quartile over
+all steps and microbatches. A microbatch takes a multiple of it, on all stages alike, for its sequences are longer or
+shorter: that goes with the cost, so a stage that gets half as many layers varies half as much. Whatever else a pass
+took (a stall, a step in which one stage was slow, other load on the machine) is no cost. A step that lost time to it
+would have lost it with any layout, so this time is added to a prediction where it was, not scaled.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times
 
 __all__ = ["Baseline", "Sample", "Stall", "Typical"]
 
-#: Uncertainties cover this many standard errors.
+#: Uncertainties cover this many standard errors, ...
 ERRORS = 2.0
+#: ... and more of the mean of few steps: 9 means of so many in 10 are within this many of their own (Student's t).
+_OF_FEW_STEPS = {2: 6.3, 3: 2.9, 4: 2.4, 5: 2.1}
 #: A pass is a stall when it takes this much longer than its microbatch explains, as a fraction ...
 _STALL = 0.5
 #: ... and this many standard deviations of what such passes vary by.
 _STALL_SIGMAS = 5.0
+#: Disturbances only add time, so of many passes the quicker ones say what one costs.
+_COST = 0.25
 _SIGMA = 1.4826  # the standard deviation over the median absolute deviation, of normal samples
+#: However quick a disturbed pass was: what is left of it with other costs is at least this part of them.
+_LEAST = 0.5
 #: Bootstrap samples: so many, fewer where they would simulate more passes than this, ...
 _SAMPLES, _MOST_PASSES = 40, 2_000_000
 #: ... and never fewer than this.
@@ -72,27 +78,46 @@ class Baseline:
         self.run, self.steps, self.measured_ms = run, steps, measured_ms
         self.microbatches = steps[0].microbatches
         self._times = [_array(step) for step in steps]
-        self._typical = np.median(np.concatenate(self._times, axis=-1), axis=-1)
-        self.typical: Typical = _as_typical(self._typical)
-        #: Of every step and pass, [kind, stage, chunk, microbatch]: how many times the cost it took, without stalls.
-        self._shapes, self.stalls = self._shaped()
-        replays = [self.replay(at, self.typical, run) for at in range(len(steps))]
+        self._costs = _costs(self._times)
+        self.typical: Typical = _as_typical(self._costs)
+        #: Of every step and microbatch: how many times the usual work it has.
+        self._sizes = [_lower_median(_relative(each, self._costs)) for each in self._times]
+        #: Of every step and pass, [kind, stage, chunk, microbatch]: milliseconds beyond its work.
+        self._beyond = [t - self._costs[..., None] * size for t, size in zip(self._times, self._sizes, strict=True)]
         # What every replay misses scales with the pipeline; what single steps lost does not.
-        error = statistics.median((s.pipeline_ms - s.replay_ms) / r for s, r in zip(steps, replays, strict=True))
-        self._scaled_ms = [(1.0 + error) * replay for replay in replays]
+        error = statistics.median(step.pipeline_ms / step.replay_ms - 1.0 for step in steps)
+        self._scaled_ms = [(1.0 + error) * step.replay_ms for step in steps]
         self.replay_error = statistics.median(abs(step.replay_error) for step in steps)
         self.peers = self._peers()
 
     def replay(self, at: int, typical: Typical, run: CapturedRun, resize: Any = None) -> float:
-        """Milliseconds of the pipeline of the captured step number ``at`` with other costs, varying as its own did.
+        """Milliseconds of the pipeline of the captured step number ``at`` with other costs, disturbed as its own was.
 
         ``run`` may have another number of chunks; ``resize`` changes the microbatches of `Times`.
         """
-        wanted = np.array(typical[: 1 if run.forward_only else 2])
-        shape = self._shapes[at]
-        if wanted.shape[2] != shape.shape[2]:
-            shape = shape.mean(axis=2, keepdims=True)
-        return _simulated(run, wanted[..., None] * shape, resize)
+        wanted = np.array(typical[: 1 if run.forward_only else 2])[..., None] * self._sizes[at]
+        beyond = self._beyond[at]
+        if wanted.shape[2] != beyond.shape[2]:
+            beyond = beyond.sum(axis=2, keepdims=True) / wanted.shape[2]
+        return _simulated(run, np.maximum(wanted + beyond, _LEAST * wanted), resize)
+
+    @cached_property
+    def stalls(self) -> list[Stall]:
+        """Passes that took far longer than others of their kind, the worst first."""
+        every = np.concatenate(
+            [_relative(t, self._costs) / size for t, size in zip(self._times, self._sizes, strict=True)], axis=-1
+        )
+        middle = np.median(every, axis=-1)[..., None]
+        sigma = _SIGMA * np.median(np.abs(every - middle), axis=-1)[..., None]
+        limit = middle + np.maximum(_STALL * middle, _STALL_SIGMAS * sigma)
+        found, first = [], 0
+        for step in self.steps:
+            own = every[..., first : first + step.microbatches]
+            first += step.microbatches
+            for kind, stage, chunk, microbatch in np.argwhere(own > limit).tolist():
+                factor = float(own[kind, stage, chunk, microbatch] / middle[kind, stage, chunk, 0])
+                found.append(Stall(("forward", "backward")[kind], stage, step.step, factor))
+        return sorted(found, key=lambda stall: -stall.factor)
 
     def lasting(self, after: Typical, before: Typical, run: CapturedRun, resize: Any = None) -> float:
         """Milliseconds of the mean step with other costs: ``before`` are those that stand for the run as it is."""
@@ -107,7 +132,7 @@ class Baseline:
         """Draws with replacement: first of steps, then of the microbatches in each; a microbatch is drawn on all stages
         at once, because what they have in common cancels out."""
         rng = random.Random(0)
-        passes = self._typical.size * self.microbatches
+        passes = self._costs.size * self.microbatches
         count = max(_FEWEST_SAMPLES, min(_SAMPLES, _MOST_PASSES // max(1, passes)))
         mean_ms = statistics.fmean(step.pipeline_ms + step.outside_ms for step in self.steps)
         samples = []
@@ -115,7 +140,7 @@ class Baseline:
             chosen = _drawn(rng, len(self.steps))
             times = [each[..., _drawn(rng, each.shape[-1])] for each in (self._times[at] for at in chosen)]
             drawn = statistics.fmean(self.steps[at].pipeline_ms + self.steps[at].outside_ms for at in chosen)
-            typical = _as_typical(np.median(np.concatenate(times, axis=-1), axis=-1))
+            typical = _as_typical(_costs(times))
             samples.append(Sample(typical, self.measured_ms * drawn / mean_ms))
         return samples
 
@@ -146,7 +171,7 @@ class Baseline:
             speedups.append(sample.measured_ms / left if left > 0 else 1.0)
         own = self._few * statistics.pstdev(speedups) / statistics.fmean(speedups) if speedups else 0.0
         changed = abs(1.0 - statistics.fmean(ratios)) if ratios else 0.0
-        return math.hypot(ERRORS * own, ERRORS * self._step_error, self.replay_error * changed)
+        return math.hypot(ERRORS * own, self._step_error, self.replay_error * changed)
 
     def _peers(self) -> tuple[list[list[float]], list[list[float]]] | None:
         """What a stage's ranks have in common over what the replayed ones cost, at most 1, as ``[stage][chunk]``
@@ -157,8 +182,7 @@ class Baseline:
         ]
         if any(len(peers) != len(own) for peers, own in zip(each, self._times, strict=True)):
             return None
-        usual = np.median(np.concatenate(each, axis=-1), axis=-1)
-        return _as_typical(np.minimum(np.where(self._typical > 0, usual / np.maximum(self._typical, 1e-9), 1.0), 1.0))
+        return _as_typical(np.minimum(_relative(_costs(each)[..., None], self._costs)[..., 0], 1.0))
 
     def _flat(self, run: CapturedRun, typical: Typical, resize: Any) -> float:
         wanted = np.array(typical[: 1 if run.forward_only else 2])
@@ -172,36 +196,12 @@ class Baseline:
 
     @property
     def _step_error(self) -> float:
-        """Relative standard error of the mean step; 0 for one step, which cannot say."""
+        """Plus or minus of the mean step, as a fraction of it; 0 for one step, which cannot say."""
         times = [step.pipeline_ms + step.outside_ms for step in self.steps]
         if len(times) < 2:
             return 0.0
-        return statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
-
-    def _shaped(self) -> tuple[list[_Array], list[Stall]]:
-        usual = self._typical[..., None]
-        factors = [np.where(usual > 0, each / np.where(usual > 0, usual, 1.0), 1.0) for each in self._times]
-        common = [_lower_median(each) for each in factors]
-        levels = np.array(
-            [np.median(each, axis=-1) / max(np.median(c), 1e-9) for each, c in zip(factors, common, strict=True)]
-        )
-        middle = np.median(levels, axis=0)
-        levels = np.where(levels > 0, levels / np.where(middle > 0, middle, 1.0), 1.0)
-        clean = [each / level[..., None] for each, level in zip(factors, levels, strict=True)]
-        beyond = [each / np.maximum(c, 1e-9) for each, c in zip(clean, common, strict=True)]
-        every = np.concatenate(beyond, axis=-1)
-        center = np.median(every, axis=-1)[..., None]
-        center = np.where(center > 0, center, 1.0)
-        sigma = _SIGMA * np.median(np.abs(every / center - 1.0), axis=-1)[..., None]
-        limit = 1.0 + np.maximum(_STALL, _STALL_SIGMAS * sigma)
-        shapes, stalls = [], []
-        for at, (own, excess, shared) in enumerate(zip(clean, beyond, common, strict=True)):
-            stalled = excess / center > limit
-            shapes.append(np.where(stalled, shared * center, own))
-            for kind, stage, chunk, microbatch in np.argwhere(stalled).tolist():
-                factor = float(factors[at][kind, stage, chunk, microbatch])
-                stalls.append(Stall(("forward", "backward")[kind], stage, self.steps[at].step, factor))
-        return shapes, sorted(stalls, key=lambda stall: -stall.factor)
+        error = statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
+        return _OF_FEW_STEPS.get(len(times), ERRORS) * error
 
 
 def _drawn(rng: random.Random, count: int) -> list[int]:
@@ -211,6 +211,19 @@ def _drawn(rng: random.Random, count: int) -> list[int]:
 def _array(step: CapturedStep) -> _Array:
     """A step's passes as [kind, stage, chunk, microbatch]."""
     return np.array([step.forward_ms] if step.backward_ms is None else [step.forward_ms, step.backward_ms])
+
+
+def _costs(times: Sequence[_Array]) -> _Array:
+    """Milliseconds by [kind, stage, chunk], of several steps."""
+    found: _Array = np.quantile(np.concatenate(times, axis=-1), _COST, axis=-1)
+    return found
+
+
+def _relative(times: _Array, costs: _Array) -> _Array:
+    """Every pass over its cost; 1 where there is none."""
+    usual = costs[..., None]
+    found: _Array = np.where(usual > 0, times / np.where(usual > 0, usual, 1.0), 1.0)
+    return found
 
 
 def _as_typical(costs: _Array) -> Typical:

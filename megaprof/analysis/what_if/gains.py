@@ -31,6 +31,8 @@ _COMPUTING: dict[str, str | None] = {
 _OF_STEP = ("late_entry", "data_wait", "host_bound", "few_microbatches")
 #: A replay that misses more of the pipeline than this, as a fraction, says nothing about a part of it.
 _MOST_MISSED = 0.10
+#: What the microbatches of one stage must cost to be called uneven, as a fraction of the step.
+LEAST = 0.03
 #: Steps that are replayed, the last ones.
 _MOST_STEPS = 4
 
@@ -55,7 +57,15 @@ def with_gains(measured: TargetStages, causes: Sequence[Cause], calls: Sequence[
         except Withheld:
             replayed = None
     found = [_with_gain(cause, causes, measured, replayed) for cause in causes]
+    step = measured.step_time_ms.mean if measured.step_time_ms else 0.0
+    found = [cause for cause in found if not _harmless(cause, step)]
     return tuple(sorted(found, key=lambda cause: -1.0 if cause.gain_ms is None else cause.gain_ms, reverse=True))
+
+
+def _harmless(cause: Cause, step_ms: float) -> bool:
+    """Whether the microbatches of one stage vary, as on a busy machine, and the pipeline hardly notices."""
+    alone = cause.kind == "uneven_microbatches" and cause.stage is not None
+    return alone and cause.gain_ms is not None and cause.gain_ms < LEAST * step_ms
 
 
 def _with_gain(

@@ -53,7 +53,8 @@ def test_a_stage_that_was_slow_in_one_step_only_is_not_gained():
     assert found.typical == COSTS
     quiet = baseline(step(0))
     gains = [each.measured_ms - each.lasting(EVEN, COSTS, RUN) for each in (found, quiet)]
-    assert gains[0] == pytest.approx(gains[1])
+    # Scaled with its step it would be 1.67 times as much.
+    assert gains[0] == pytest.approx(gains[1], rel=0.15)
 
 
 def test_sequence_lengths_go_with_the_cost():

@@ -130,11 +130,13 @@ def test_balanced_stages_are_left_alone():
 
 
 def test_a_gain_within_the_uncertainty_is_no_suggestion():
-    what_if = found(Scenario("noisy", layers=(9, 7), noise=0.3, steps=3, gpu=False, microbatches=8))
+    what_if = found(Scenario("noisy", layers=(17, 15), noise=0.1, steps=3, gpu=False, microbatches=8))
     (first, *_) = [each for each in what_if.candidates if each.kind == "layout"]
     assert 0 < first.speedup - 1 < first.speedup_uncertainty
     assert what_if.best is None
-    assert what_if.advice.startswith("no other layout is better by more than the uncertainty: 8+8 layers might be 1.0")
+    assert what_if.advice.startswith(
+        "no other layout is better by more than the uncertainty: 16+16 layers might be 1.0"
+    )
 
 
 def test_no_layout_is_called_as_good_as_any_where_nobody_can_know():
