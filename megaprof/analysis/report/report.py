@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import FleetReading, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
 from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
@@ -25,7 +25,7 @@ from megaprof.analysis.trace.pool import Progress
 from megaprof.analysis.trace.reading import Source, read_all
 from megaprof.analysis.trace.traces import find_traces
 from megaprof.analysis.what_if.gains import with_gains
-from megaprof.analysis.what_if.what_if import what_if
+from megaprof.analysis.what_if.what_if import SlowPipeline, what_if
 from megaprof.formats.timeline import SUFFIX
 
 #: A directory without files of ours is searched for renamed ones, up to this many.
@@ -64,7 +64,8 @@ def analyze(
     calls += _details(fleet, fleets, tuple(calls))
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
-    targets = tuple(_target(measured, calls, fleets) for measured in measure(calls))
+    slow = {each.key: found for each in fleets if (found := _slow_pipeline(fleet, each)) is not None}
+    targets = tuple(_target(measured, calls, fleets, slow) for measured in measure(calls))
     return Report(path, tuple(read), targets, tuple(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
 
 
@@ -98,12 +99,27 @@ def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call
         yield from detail_of(each.key, places, fleet.files[each.key], suspects)
 
 
+def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
+    """The last calls of the pipeline that holds the slowest rank of the run; None where no rank is slow to the end."""
+    lasting = [s for s in survey.stragglers if s.what == "compute" and s.until is None and s.share is None]
+    if not lasting or survey.key.sizes.pp == 1:
+        return None
+    worst = max(lasting, key=lambda s: s.own_ms - s.peers_ms)
+    places = [rank.coords for rank in fleet.series[survey.key].ranks]
+    own = next(place for place in places if place.rank == worst.ranks[0])
+    beside = [place for place in places if (place.dp, place.cp, place.tp) == (own.dp, own.cp, own.tp)]
+    calls = detail_of(survey.key, beside, fleet.files[survey.key])
+    return SlowPipeline(worst.ranks, worst.stage, worst.peers_ms / worst.own_ms, calls) if calls else None
+
+
 def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
     latest = {target.key: target.measured.steps[-1] for target in targets if target.measured.steps}
     return (call for call in calls if latest.get((call.label, call.metadata.role)) == call.step)
 
 
-def _target(measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet]) -> TargetReport:
+def _target(
+    measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet], slow: Mapping[Key, SlowPipeline]
+) -> TargetReport:
     key = measured.target, measured.role, measured.sizes
     fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
     verdict = judge(measured)
@@ -112,7 +128,8 @@ def _target(measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet]) 
         kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
         causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
     verdict = replace(verdict, causes=with_gains(measured, causes, calls))
-    return TargetReport(measured, verdict, what_if(measured, calls), fleet)
+    beside = slow.get(fleet.key) if fleet is not None else None
+    return TargetReport(measured, verdict, what_if(measured, calls, beside), fleet)
 
 
 def _unless_explained(causes: tuple[Cause, ...], measured: TargetStages) -> tuple[Cause, ...]:

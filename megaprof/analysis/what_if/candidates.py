@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from megaprof.analysis.stages import words
-from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.what_if.baseline import Baseline, Sample, Typical
 from megaprof.analysis.what_if.cost_model import CostFit
 from megaprof.analysis.what_if.layout_search import Cost, search
@@ -192,30 +192,37 @@ def balanced(baseline: Baseline) -> Prediction:
     return _resized(baseline, "balanced", "the measured work spread evenly over the stages", even)
 
 
-def without_straggler(baseline: Baseline, slow: Sequence[Cause]) -> Prediction | None:
-    """Every slow rank (``slow``: causes that name them) as quick as its peers; None where no peers were captured."""
-    if not slow or baseline.peers is None:
+def without_straggler(
+    baseline: Baseline,
+    ranks: Sequence[int],
+    stages: AbstractSet[int],
+    peers: Sequence[list[list[float]]] | None = None,
+    least_ms: float = 0.0,
+) -> Prediction | None:
+    """The slow ``ranks`` of ``stages`` as quick as their peers; None where their times are not known.
+
+    ``peers``: what these take over what the slow ranks take, ``[forward or backward][stage][chunk]``, where other ranks
+    of the stage were not captured; ``least_ms``: what the step takes at least, because other pipelines do.
+    """
+    shares = peers or baseline.peers
+    if shares is None:
         return None
-    stages = {cause.stage for cause in slow}
-    peers = baseline.peers
 
     def fixed(costs: Typical) -> Typical:
         forward, backward = (
             [
-                [ms * share for ms, share in zip(row, shares, strict=True)] if stage in stages else row
-                for stage, (row, shares) in enumerate(zip(kind, factors, strict=True))
+                [ms * share for ms, share in zip(row, own, strict=True)] if stage in stages else row
+                for stage, (row, own) in enumerate(zip(kind, factors, strict=True))
             ]
-            for kind, factors in zip(costs, peers, strict=True)
+            for kind, factors in zip(costs, shares, strict=True)
         )
         return forward, backward
 
-    ranks = [cause.rank for cause in slow if cause.rank is not None]
-    return _resized(
-        baseline,
-        "no_straggler",
-        f"{words.ranks(ranks)} as quick as {'its' if len(ranks) == 1 else 'their'} peers",
-        fixed,
-    )
+    which = f"{words.ranks(sorted(ranks))} as quick as {'its' if len(ranks) == 1 else 'their'} peers"
+    predicted = _resized(baseline, "no_straggler", which, fixed)
+    if predicted.step_ms >= least_ms:
+        return predicted
+    return replace(predicted, step_ms=least_ms, speedup=baseline.measured_ms / least_ms)
 
 
 def microbatch_counts(baseline: Baseline) -> Iterator[Prediction]:

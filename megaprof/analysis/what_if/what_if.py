@@ -21,7 +21,6 @@ from typing import Any
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.causes import slow_ranks
 from megaprof.analysis.stages.consistency import Findings, examine
-from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.trace.calls import Call, ModuleKey
@@ -42,7 +41,7 @@ from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
-__all__ = ["MOST_ERROR", "Prediction", "WhatIf", "layout_of", "what_if"]
+__all__ = ["MOST_ERROR", "Prediction", "SlowPipeline", "WhatIf", "layout_of", "what_if"]
 
 #: Above this replay error, as a fraction of the measured pipeline, nothing is predicted.
 MOST_ERROR = 0.10
@@ -116,12 +115,27 @@ class WhatIf:
         }
 
 
-def what_if(measured: TargetStages, calls: Sequence[Call]) -> WhatIf:
-    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target."""
+@dataclass(frozen=True)
+class SlowPipeline:
+    """The pipeline of ranks that are slower than their peers in the whole run; every other pipeline waits for it."""
+
+    ranks: tuple[int, ...]
+    """The slow ranks; several where they wait for each other."""
+    stage: int
+    """Their pipeline rank."""
+    share: float
+    """What their peers compute in a step over what they compute."""
+    calls: tuple[Call, ...]
+    """The last steps of one rank per stage of it."""
+
+
+def what_if(measured: TargetStages, calls: Sequence[Call], slow_pipeline: SlowPipeline | None = None) -> WhatIf:
+    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target;
+    ``slow_pipeline``: where timelines tell of a rank that is slower than its peers."""
     if measured.unjudgeable:
         return WhatIf(warnings=(f"not replayed: {measured.unjudgeable}",))
     own = [call for call in calls if _belongs(call, measured)]
-    slow = slow_ranks(measured.stages)
+    slow = [cause.rank for cause in slow_ranks(measured.stages) if cause.rank is not None]
     try:
         run, steps = captured_run(examine(own, measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
     except Withheld as reason:
@@ -140,6 +154,8 @@ def what_if(measured: TargetStages, calls: Sequence[Call]) -> WhatIf:
     )
     if run.stages == 1:
         return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",))
+    if slow_pipeline is not None:
+        return _mended(replayed, slow_pipeline, measured, least_ms=pipeline)
     baseline = Baseline(run, steps, measured_ms)
     if baseline.replay_error > MOST_ERROR:
         off = f"the replay is {baseline.replay_error:.1%} off the measured pipeline"
@@ -147,12 +163,14 @@ def what_if(measured: TargetStages, calls: Sequence[Call]) -> WhatIf:
         if len(steps) < ENOUGH_STEPS:
             many += f"; {_more_steps(len(steps))}: the median step counts"
         return replace(replayed, advice=_disturbed(baseline), warnings=(many,))
-    if (fixed := without_straggler(baseline, slow)) is not None:
-        return replace(replayed, candidates=(fixed,), best=fixed, advice=_fix(fixed, slow, measured_ms))
+    if slow:
+        stages = {stage.pp for stage in measured.stages if set(slow) & set(stage.ranks)}
+        return _fixed(replayed, without_straggler(baseline, slow, stages), slow)
     by_stage: dict[int, list[Call]] = {}
     for call in own:
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
-    return _predict(replayed, baseline, by_stage)
+    found = _predict(replayed, baseline, by_stage)
+    return found if run.refit is None else replace(found, warnings=(*found.warnings, run.refit))
 
 
 def layout_of(measured: TargetStages) -> Layout | None:
@@ -172,6 +190,35 @@ def _piece(held: ModelChunk) -> str:
 def _belongs(call: Call, measured: TargetStages) -> bool:
     whose = (call.label, call.metadata.role, call.metadata.sizes)
     return whose == (measured.target, measured.role, measured.sizes) and call.step in measured.steps
+
+
+def _mended(replayed: WhatIf, slow: SlowPipeline, measured: TargetStages, least_ms: float) -> WhatIf:
+    """The run without its slow rank, from the pipeline of that rank. ``least_ms``: what another pipeline takes."""
+    try:
+        run, steps = captured_run(
+            examine(list(slow.calls), measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp
+        )
+    except Withheld:
+        return _fixed(replayed, None, slow.ranks)
+    baseline = Baseline(run, steps, replayed.measured_ms or 0.0)
+    if baseline.replay_error > MOST_ERROR:
+        return _fixed(replayed, None, slow.ranks)
+    shares = [[[slow.share if stage == slow.stage else 1.0] * run.chunks for stage in range(run.stages)]] * 2
+    least_ms += statistics.fmean(step.outside_ms for step in steps)
+    return _fixed(replayed, without_straggler(baseline, slow.ranks, {slow.stage}, shares, least_ms), slow.ranks)
+
+
+def _fixed(replayed: WhatIf, fixed: Prediction | None, ranks: Sequence[int]) -> WhatIf:
+    """Nothing but ``fixed``: what the run takes without its slow ranks, None where that is not known."""
+    which = words.ranks(sorted(ranks))
+    waits = "layouts are not compared while the pipeline waits for a slow rank"
+    if fixed is None:
+        return replace(replayed, warnings=(f"nothing is predicted: fix {which} first; {waits}",))
+    advice = (
+        f"fix {which} first: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
+        f"{_ms(replayed.measured_ms or 0.0)} ms ({_times(fixed)}); {waits}"
+    )
+    return replace(replayed, candidates=(fixed,), best=fixed, advice=advice)
 
 
 def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]]) -> WhatIf:
@@ -344,14 +391,6 @@ def _stalled(stall: Stall) -> str:
 def _more_steps(captured: int) -> str:
     wanted = max(ENOUGH_STEPS, 2 * captured)
     return f"capture {wanted} steps"
-
-
-def _fix(fixed: Prediction, slow: Sequence[Cause], measured_ms: float) -> str:
-    which = words.ranks([cause.rank for cause in slow if cause.rank is not None])
-    return (
-        f"fix {which} first: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
-        f"{_ms(measured_ms)} ms ({_times(fixed)}). Layouts are not compared while the pipeline waits for a slow rank"
-    )
 
 
 def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: Baseline) -> str:

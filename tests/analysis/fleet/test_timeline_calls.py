@@ -177,3 +177,23 @@ def test_waiting_is_no_communication_where_peers_have_no_timeline_either(tmp_pat
     step = target.measured.step_time_ms.mean
     assert any(stage.exposed_ms["dp"].mean > 0.1 * step for stage in target.measured.stages)
     assert "communication" not in {cause.kind for cause in target.verdict.causes}
+
+
+def test_beside_a_straggler_the_advice_is_what_the_step_takes_without_it(tmp_path: Path) -> None:
+    """From its own pipeline and its peers' times; the stages are those of a pipeline without it."""
+    layout = WorldLayout(ParallelSizes.of(16, pp=4))
+    rank = layout.rank_of(tp=0, cp=0, dp=2, pp=1)
+    job: dict[str, Any] = {"steps": 60, "noise": 0.01}
+    slow = report_of(tmp_path / "slow", layout, slow=[Slow(rank=rank, from_step=20, factor=1.6)], **job)
+    healthy = report_of(tmp_path / "healthy", layout, **job)
+    assert all(rank not in stage.ranks for stage in slow.measured.stages)
+    (fixed,) = slow.what_if.candidates
+    assert (fixed.kind, fixed.what) == ("no_straggler", f"rank {rank} as quick as its peers")
+    assert slow.what_if.measured_ms is not None
+    assert healthy.what_if.measured_ms is not None
+    assert slow.what_if.measured_ms > 1.3 * healthy.what_if.measured_ms
+    assert fixed.step_ms == pytest.approx(healthy.what_if.measured_ms, rel=0.04)
+    assert slow.what_if.advice is not None
+    assert slow.what_if.advice.startswith(f"fix rank {rank} first: {fixed.step_ms:.0f}")
+    assert healthy.what_if.advice is not None
+    assert "fix" not in healthy.what_if.advice
