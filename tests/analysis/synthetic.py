@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaprof.analysis.what_if.orders import PipelineSchedule, phase_order
+
 BASE = 1_790_000_000_000_000_000
 MS = 1000.0  # Kineto's microseconds
 
@@ -90,15 +92,16 @@ class TraceBuilder:
 def plain_stage(
     pp: int, pp_size: int, forward: float, backward: float, *, start: float = 0.0, jitter: float = 0.0, **options: Any
 ) -> TraceBuilder:
-    """A stage whose passes follow each other without a gap from ``start``; microbatch i is ``i * jitter`` longer."""
+    """A stage whose passes follow each other in Megatron's order without a gap from ``start``; microbatch i is
+    ``i * jitter`` longer."""
     trace = TraceBuilder(pp=pp, pp_size=pp_size, **options)
+    name = "1f1b" if pp_size > 1 else "no_pipelining"
+    schedule = PipelineSchedule.checked(pp_size, 1, trace.microbatches, name=name, forward_only=not backward)
     now = start
-    for mb in range(trace.microbatches):
-        trace.forward(mb, now, forward + mb * jitter)
-        now += forward + mb * jitter
-    for mb in range(trace.microbatches if backward else 0):
-        trace.backward(mb, now, backward + mb * jitter)
-        now += backward + mb * jitter
+    for kind, _, mb in phase_order(schedule, pp):
+        add, length = (trace.forward, forward) if kind == "forward" else (trace.backward, backward)
+        add(mb, now, length + mb * jitter)
+        now += length + mb * jitter
     trace.call(start, now - start)
     return trace
 

@@ -98,7 +98,7 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
         if fault == "one hiccup" and stage == 1 and gpt.step == CAPTURED[0] + 1 and passes % PIPELINE.microbatches == 5:
             forward *= 7
         if fault == "one-stage spread" and stage == 1:
-            forward, backward = (ms * rng.choice((0.4, 0.7, 1.0, 1.3, 1.6)) for ms in (forward, backward))
+            forward, backward = (ms * rng.choice((0.1, 0.5, 1.0, 1.5, 1.9)) for ms in (forward, backward))
         return forward + (DATA if fault == "waiting for data" and stage == 0 and first else 0.0), backward
 
     exchange = torch.distributed.batch_isend_irecv

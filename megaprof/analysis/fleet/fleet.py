@@ -244,7 +244,15 @@ def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
         synchronisation = _synchronisation(groups, rows, buckets, floor)
         stragglers += [
             *slow_groups(ranks, groups, rows, buckets, floor),
-            *late_ranks(ranks, matrix_of(ranks, "finalize", buckets), compute, step_ms, buckets, stragglers),
+            *late_ranks(
+                ranks,
+                matrix_of(ranks, "finalize", buckets),
+                compute,
+                matrix_of(ranks, "between", buckets),
+                step_ms,
+                buckets,
+                stragglers,
+            ),
         ]
     if series.at_most:
         at_most = _plain(low_median(_by_group(series.at_most, buckets)[1]))

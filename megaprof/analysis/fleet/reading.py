@@ -82,6 +82,8 @@ class RankSeries:
     """Forward, backward and combined passes of a step, by bucket."""
     finalize: npt.NDArray[np.float32]
     """Its gradient synchronisation with waiting, by bucket."""
+    between: npt.NDArray[np.float32]
+    """From the end of the step before to its start, by bucket."""
     counts: npt.NDArray[np.int32]
     """Steps, by bucket."""
     left_out: int
@@ -396,6 +398,7 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
             first=first,
             compute=medians.astype(np.float32),
             finalize=finalize.astype(np.float32),
+            between=_between(usable, first, width, len(counts)),
             counts=counts.astype(np.int32),
             left_out=len(calls) - len(usable),
             again=again,
@@ -411,6 +414,19 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
     longest = usable["duration"] / 1e3
     series.steps, series.longest = _merge(series.steps, series.longest, _numbers(usable), longest, np.maximum)
     return usable
+
+
+def _between(calls: npt.NDArray[Any], first: int, width: int, size: int) -> npt.NDArray[np.float32]:
+    """Milliseconds between a call and the one before, medians by bucket; NaN where none follows another."""
+    found = np.full(size, np.nan, dtype=np.float32)
+    following = np.flatnonzero((np.diff(calls["step"]) <= 1) & (calls["index"][1:] == 0)) + 1
+    if len(following):
+        before = calls[following - 1]
+        gaps = (calls["start_ns"][following] - before["start_ns"]) / 1e6 - before["duration"] / 1e3
+        begin, medians, _ = bucketed(calls["step"][following], gaps, width)
+        part = found[begin - first : begin - first + len(medians)]
+        part[:] = medians[: len(part)]
+    return found
 
 
 def _stalls(steps: Integers, compute: Floats) -> tuple[tuple[int, float], ...]:

@@ -53,6 +53,8 @@ class Straggler:
     computing_ms: float | None = None
     """Of ranks that come last: milliseconds per step that their pipeline computes longer than the others, in the same
     steps."""
+    entering_ms: float | None = None
+    """The same: milliseconds that they are away between steps for longer than the others, and so enter a step late."""
 
 
 def matrix_of(ranks: Sequence[RankSeries], name: str, buckets: Buckets) -> Floats:
@@ -145,6 +147,7 @@ def late_ranks(
     ranks: Sequence[RankSeries],
     finalize: Floats,
     compute: Floats,
+    between: Floats,
     step_ms: Floats,
     buckets: Buckets,
     slow: Sequence[Straggler],
@@ -152,8 +155,8 @@ def late_ranks(
     """Ranks that the others wait for in the gradient synchronisation, whose pipeline holds none that computes longer:
     their exchanges, their data or what runs between the steps takes longer. Those of one time are one entry.
 
-    ``finalize``: milliseconds that each rank spends in it [rank, bucket]; ``compute``: that it computes; ``slow``:
-    ranks that compute longer.
+    ``finalize``: milliseconds that each rank spends in it [rank, bucket]; ``compute``: that it computes;
+    ``between``: from step to step; ``slow``: ranks that compute longer.
     """
     typical = float(np.nanmedian(step_ms))
     groups: dict[Group, list[int]] = {}
@@ -182,20 +185,21 @@ def late_ranks(
         late = [ranks[run.row].coords for run in runs]
         members = [place.rank for place in late]
         peers = len(groups[late[0].pp, late[0].tp]) - len({pipeline[rank] for rank in members})
-        computing = _computing(ranks, members, compute, runs[0])
+        computing = _longer(ranks, members, compute, runs[0])
+        entering = _longer(ranks, members, between, runs[0])
         each = _straggler(ranks, members, late[0].pp, runs[0], buckets, peers, "arrival")
-        found.append(replace(each, computing_ms=computing))
+        found.append(replace(each, computing_ms=computing, entering_ms=entering))
     return found
 
 
-def _computing(ranks: Sequence[RankSeries], members: Sequence[int], compute: Floats, run: Run) -> float:
-    """Milliseconds by which the worst stage of the members' pipelines computes longer than its peers, in this very
+def _longer(ranks: Sequence[RankSeries], members: Sequence[int], times: Floats, run: Run) -> float:
+    """Milliseconds by which the worst stage of the members' pipelines takes longer than its peers, in this very
     stretch."""
     pipelines = {(r.coords.dp, r.coords.cp) for r in ranks if r.coords.rank in members}
     worst = 0.0
     for pp in {r.coords.pp for r in ranks}:
         rows = [n for n, r in enumerate(ranks) if r.coords.pp == pp]
-        part = compute[rows, run.first : run.last + 1]
+        part = times[rows, run.first : run.last + 1]
         if len(rows) < 2 or not np.isfinite(part).any():
             continue
         longer = part - others_median(part)

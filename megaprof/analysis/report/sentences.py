@@ -185,6 +185,12 @@ def _comes_last(fleet: Fleet, s: Straggler) -> str:
         why = (
             f"In these steps a stage of the same pipeline computes {milliseconds(s.computing_ms)} longer than its peers"
         )
+    elif s.entering_ms is not None and s.entering_ms > lost / 2:
+        enter = "They enter" if several else "It enters"
+        why = (
+            f"{enter} the step {milliseconds(s.entering_ms)} late, since something between the steps takes longer than "
+            "on the others: data loading or other work of the host"
+        )
     else:
         none = "None of them computes" if several else "It does not compute"
         why = f"{none} longer in these steps, so it may be exchanges, data loading or work between steps"

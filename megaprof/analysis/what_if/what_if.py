@@ -169,7 +169,8 @@ def what_if(measured: TargetStages, calls: Sequence[Call], slow_pipeline: SlowPi
     by_stage: dict[int, list[Call]] = {}
     for call in own:
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
-    return _predict(replayed, baseline, by_stage)
+    found = _predict(replayed, baseline, by_stage)
+    return found if run.refit is None else replace(found, warnings=(*found.warnings, run.refit))
 
 
 def layout_of(measured: TargetStages) -> Layout | None:

@@ -304,3 +304,20 @@ def test_single_stalls_that_hit_ranks_in_turn_are_named(tmp_path: Path) -> None:
     assert said.startswith("Single stalls hit 8 of 8 ranks, each in other steps: 8 steps of a rank took about 2")
     everywhere = fleet_of(tmp_path / "all", layout, slow=[Slow(from_step=s, until_step=s, factor=3) for s in (20, 50)])
     assert everywhere.stalls is None
+
+
+def test_a_rank_that_enters_the_step_late_says_by_how_much(tmp_path: Path) -> None:
+    write_timelines(tmp_path, PIPELINE, steps=120, microbatches=4, events=False)
+    reading = read_fleet(find_timelines(tmp_path))
+    (series,) = reading.series.values()
+    for rank in series.ranks:
+        if rank.coords.dp == 3 and rank.coords.pp == 0:
+            rank.between[70:] += 100
+        elif rank.coords.dp != 3:
+            rank.finalize[70:] += 100  # they wait for it
+    (fleet,) = survey(reading, tmp_path)
+    (late,) = fleet.stragglers
+    assert (late.what, late.entering_ms) == ("arrival", pytest.approx(100, abs=2))
+    assert re.search(
+        r"They enter the step (99\.\d|100|101) ms late, since something between the steps", findings(fleet)[0]
+    )

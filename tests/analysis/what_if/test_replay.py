@@ -1,0 +1,50 @@
+"""What cannot be replayed, or only otherwise than the metadata say, is said in a sentence of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.what_if.simulation import simulate
+from tests.analysis.synthetic import TraceBuilder, chunk
+
+
+def test_another_order_than_megatrons_is_not_replayed(tmp_path: Path) -> None:
+    for pp in range(2):
+        trace = TraceBuilder(pp=pp, pp_size=2, microbatches=8)
+        for mb in range(8):
+            trace.forward(mb, 10 * mb, 10)
+            trace.backward(mb, 80 + 20 * mb, 20)
+        trace.call(0, 240)
+        trace.write(tmp_path)
+    found = analyze(tmp_path).targets[0].what_if
+    assert found.replay_error is None
+    assert found.best is None
+    assert found.warnings == (
+        "not replayed: on stage 0 the forward of microbatch 2 ran where Megatron's 1f1b schedule has the backward of "
+        "microbatch 0, so another schedule ran",
+    )
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_exchanges_are_replayed_as_they_fit(tmp_path: Path, waits: bool) -> None:
+    times = [[10.0, 10.0], [14.0, 6.0], [10.0, 10.0], [6.0, 14.0]]
+    run = simulate(times, [[2 * ms for ms in each] for each in times], 8, p2p_ms=8.0, rendezvous=waits)
+    for pp in range(4):
+        metadata = {"schedule": "interleaved", "microbatch_group_size": 4, "p2p": {"overlap_p2p_comm": True}}
+        held = [chunk(2, embedding=pp == 0), chunk(2, loss=pp == 3)]
+        trace = TraceBuilder(pp=pp, pp_size=4, microbatches=8, chunks=held, metadata=metadata)
+        for event in run.events:
+            if event.stage == pp:
+                add = trace.forward if event.phase == "forward" else trace.backward
+                add(event.microbatch, event.start_ms, event.end_ms - event.start_ms, event.chunk)
+        trace.call(0, run.step_ms)
+        trace.write(tmp_path)
+    found = analyze(tmp_path).targets[0].what_if
+    assert found.rendezvous is waits
+    assert found.replay_error is not None
+    assert abs(found.replay_error.mean) < 0.05
+    refit = [each for each in found.warnings if each.startswith("exchanges fit better as waiting for their receiver")]
+    assert len(refit) == waits
