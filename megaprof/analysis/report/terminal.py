@@ -24,7 +24,17 @@ from megaprof.analysis.report.printing import (
 )
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
-from megaprof.analysis.stages.words import layers, mean, number, percent, reach, title, with_error, with_spread
+from megaprof.analysis.stages.words import (
+    layers,
+    mean,
+    number,
+    percent,
+    reach,
+    sentence,
+    title,
+    with_error,
+    with_spread,
+)
 from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.what_if.what_if import WhatIf
 
@@ -105,6 +115,8 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
         console.print(predicted)
     if (advice := sentences.of_what_if(found)) is not None:
         show_finding(console, advice)
+        if found.best and found.best.activations:
+            console.print(text(sentence(found.best.activations)))
         if found.best and found.best.memory:
             show_warnings(console, [found.best.memory])
     if found.costs:
