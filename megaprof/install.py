@@ -343,7 +343,7 @@ def _install(
     store = _store(settled, here.coords) if here.records(settled) else None
     if store is None:
         return handle
-    session = _assemble(handle, here, store, iteration or registry.iteration, iteration or registry.host_step)
+    session = _assemble(handle, here, store, iteration or registry.iteration, iteration or contract.host_step)
     with Contained("installing the hooks", lambda: _undo(handle)):
         _process.acquire(handle, session, models, pipeline=pipeline)
         handle._session = session

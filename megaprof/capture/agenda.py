@@ -81,7 +81,7 @@ class Agenda:
         host_step: Number | None = None,
     ) -> None:
         """``iteration`` numbers training steps and annotated work, ``pass_iteration`` log-prob passes, ``host_step``
-        the step of the host's own loop, which all of them share."""
+        the step of the host's own loop, which all of them share; without an answer it is that of ``iteration``."""
         self._config = config
         self._coords = coords
         self._role = role
@@ -121,6 +121,8 @@ class Agenda:
         number = None if self._number_of_host is None else self._number_of_host()
         if number is None and step.hosts:
             number = step.number
+        elif number is None and step.target not in (TRAIN_ACTOR, ANNOTATED) and self._iteration is not None:
+            number = self._iteration()  # of those two it has been asked, and had no answer
         if number is not None and number >= 0:
             if number == self._host_step:
                 return None

@@ -125,10 +125,9 @@ def iteration() -> int | None:
     return found() if callable(found) else found
 
 
-def host_step() -> int | None:
-    """The step of the host's own loop, as the innermost hook around the caller has it, or None."""
-    step = _host_step.get()
-    return iteration() if step is None else step
+#: Returns the step of the host's own loop, as the innermost hook around the caller has it, or None: then training, log-
+#: probs, evaluation and annotated work belong to the step of their number.
+host_step: Callable[[], int | None] = _host_step.get
 
 
 def apply(hooks: tuple[Hook, ...], patches: Patches) -> None:

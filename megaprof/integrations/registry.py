@@ -46,13 +46,6 @@ def iteration() -> int | None:
     return _outside() if number is None else number
 
 
-def host_step() -> int | None:
-    """The step of the host's own loop that the caller is in, for every kind of call: training, log-probs, evaluation
-    and annotated work of one step share it. None where the host does not tell it in this process."""
-    step = contract.host_step()
-    return _outside() if step is None else step
-
-
 def writers() -> Writers:
     """Where the host that is loaded sends scalars on this rank."""
     found = [host.writers() for host in HOSTS]

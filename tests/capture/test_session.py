@@ -284,6 +284,18 @@ def test_one_line_at_the_start_one_for_each_window_one_at_the_end(
     ]
 
 
+def test_a_command_for_the_end_of_a_worker_of_rays_may_not_run(
+    one_rank: Any, tmp_path: Path, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = on(tmp_path, "train_actor", steps="1", on_finish="true", on_finish_when="end")
+    install_hooks(one_rank.chunks, config).remove()
+    assert not any("Ray" in line for line in lines())
+    monkeypatch.setattr("megaprof.capture.lines.in_ray_worker", lambda: True)
+    install_hooks(one_rank.chunks, config).remove()
+    (said,) = [line for line in lines() if "Ray" in line]
+    assert said.startswith("megaprof: --profile-on-finish-when end: Ray may kill this worker")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

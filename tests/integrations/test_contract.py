@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from megaprof import ProfileConfig
 from megaprof.autoload import slime as slime_entry
 from megaprof.capture import roles
+from megaprof.capture.agenda import Agenda
 from megaprof.capture.evaluation import evaluating
 from megaprof.hooks.patching import Patches
 from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
 from megaprof.integrations.contract import Facts, Hook
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 
 def seen() -> tuple[str | None, int | None, bool]:
@@ -100,14 +103,23 @@ def test_facts_hold_inside_a_context_manager(adapted: Any) -> None:
 
 
 def test_all_calls_of_a_hosts_step_know_its_number() -> None:
-    assert registry.host_step() is None
+    config = ProfileConfig(target=("train_overall",), steps="none", dir="traces")
+    coords = WorldLayout(ParallelSizes()).coords(0)
+    agenda = Agenda(config, coords, iteration=registry.iteration, host_step=contract.host_step)
+
+    def begun(target: str) -> int | None:
+        step = agenda.host_step(agenda.begin(target, None))
+        return None if step is None else step.number
+
+    assert begun("evaluate") is None
     with contract.inside(Facts(iteration=12), "mini-batch"):
-        assert registry.host_step() == 12  # without one of its own, a call belongs to the step of its number
+        assert begun("evaluate") == 12  # without one of its own, a call belongs to the step of its number
+        assert begun("train_actor") is None
         with contract.inside(Facts(host_step=3, evaluation=True), "evaluate"):
-            assert (registry.host_step(), registry.iteration()) == (3, 12)
-    with contract.inside(Facts(host_step=3), "log_probs"):
-        assert (registry.host_step(), registry.iteration()) == (3, None)
-    assert registry.host_step() is None
+            assert (begun("evaluate"), registry.iteration()) == (3, 12)
+    with contract.inside(Facts(host_step=4), "log_probs"):
+        assert (begun("train_log_probs"), registry.iteration()) == (4, None)
+        assert begun("train_log_probs") is None
 
 
 def test_the_end_of_a_hosts_step_is_told_and_what_fails_there_is_ours(

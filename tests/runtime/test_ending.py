@@ -63,6 +63,11 @@ def test_the_end_of_the_program_finishes_the_files(what: str, directory: Path) -
     (trace,) = traces(directory)
     assert trace["megaprof"]["truncated"] is False
     assert hidden(directory) == []
+    # The job configures no logging, and is told all the same.
+    said = [line.split(" train")[0] for line in job.stderr.splitlines() if line.startswith("megaprof")]
+    assert said[0] == "megaprof captures", job.stderr
+    assert said[1] == "megaprof captured", job.stderr
+    assert said[-1].startswith("megaprof ends: 1 window captured"), job.stderr
 
 
 def test_an_exception_of_the_host_closes_the_window_and_stays_its_own(directory: Path) -> None:
