@@ -11,6 +11,7 @@ from rich.text import Text
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.fleet_terminal import show_fleet
+from megaprof.analysis.report.foreign_terminal import show_foreign
 from megaprof.analysis.report.printing import (
     heading,
     number_columns,
@@ -23,7 +24,17 @@ from megaprof.analysis.report.printing import (
 )
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
-from megaprof.analysis.stages.words import layers, mean, number, percent, reach, title, with_error, with_spread
+from megaprof.analysis.stages.words import (
+    layers,
+    mean,
+    number,
+    percent,
+    reach,
+    sentence,
+    title,
+    with_error,
+    with_spread,
+)
 from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.what_if.what_if import WhatIf
 
@@ -34,6 +45,8 @@ def show(report: Report, console: Console) -> None:
     """Print the whole report."""
     for target in report.targets:
         _show_target(target, console)
+    if report.foreign is not None:
+        show_foreign(report.foreign, console)
     if report.warnings:
         heading(console, "Files")
         show_warnings(console, report.warnings)
@@ -102,6 +115,8 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
         console.print(predicted)
     if (advice := sentences.of_what_if(found)) is not None:
         show_finding(console, advice)
+        if found.best and found.best.activations:
+            console.print(text(sentence(found.best.activations)))
         if found.best and found.best.memory:
             show_warnings(console, [found.best.memory])
     if found.costs:

@@ -18,6 +18,8 @@ from megaprof.analysis.what_if.replay import CapturedRun, Times, in_flight_layer
 __all__ = ["Fits", "Prediction", "balanced", "chunk_counts", "layouts", "microbatch_counts", "without_straggler"]
 
 _MOST_LAYOUTS = 3
+#: Of more stages only the two whose activations change most are told.
+_MOST_STAGES = 4
 _CHUNK_COUNTS = (1, 2, 3, 4)
 #: No prediction is more certain than this, as a fraction of the step: no two runs of one layout agree better.
 _LEAST = 0.01
@@ -53,6 +55,8 @@ class Prediction:
     """Why some stage may need more activation memory than any was measured to hold, or None."""
     assumes: str | None = None
     """What else it rests on, or None."""
+    activations: str | None = None
+    """What it does to the activations that stages hold, in words; None where nothing changes."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,7 @@ def layouts(baseline: Baseline, pieces: Layout, fits: Fits) -> list[Prediction]:
             layout=candidate.layout,
             flags=_said_aloud(candidate.pieces, run.stages, candidate.flags),
             memory=_memory(in_flight_layers(candidate.pieces, schedule), held),
+            activations=_activations(in_flight_layers(candidate.pieces, schedule), held),
         )
         for candidate in found
         if candidate.pieces != pieces
@@ -177,6 +182,7 @@ def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits) -> Iterator[Pre
             layout=format_layout(layout),
             flags=_said_aloud(layout, run.stages, to_flags(layout, run.stages)),
             memory=_memory(in_flight_layers(layout, schedule), held),
+            activations=_activations(in_flight_layers(layout, schedule), held),
             assumes="a chunk costs what its layers cost"
             + ("" if chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"),
         )
@@ -265,6 +271,21 @@ def _said_aloud(pieces: Layout, stages: int, flags: tuple[str, ...]) -> tuple[st
     if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
         return flags
     return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, stages)[0]), *flags)
+
+
+def _activations(needs: Sequence[int], held: Sequence[int]) -> str | None:
+    """Of the stages whose activations change most, first those that need more."""
+    changed = sorted((s for s in range(len(needs)) if needs[s] != held[s]), key=lambda s: held[s] - needs[s])
+    if not changed:
+        return None
+    shown = changed if len(changed) <= _MOST_STAGES else [changed[0], changed[-1]]
+    each = [
+        f"stage {stage} {words.percent(needs[stage] / held[stage] - 1, sign=True)} ({held[stage]} -> {needs[stage]})"
+        for stage in shown
+        if held[stage]
+    ]
+    more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
+    return f"activations at their peak, in layers x microbatches in flight: {', '.join(each)}{more}"
 
 
 def _memory(needs: Sequence[int], held: Sequence[int]) -> str | None:

@@ -175,6 +175,9 @@ def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
     what_if = found(Scenario("memory", layers=(2, 6), **CPU))
     best = next(each for each in what_if.candidates if each.layout == "Et*4|t*4L")
     assert best.memory == "more layers x in-flight microbatches on stage 0 than any stage held (8 against 6)"
+    assert best.activations == (
+        "activations at their peak, in layers x microbatches in flight: stage 0 +100% (4 -> 8), stage 1 -33% (6 -> 4)"
+    )
     other = found(Scenario("memory", layers=(6, 2), **CPU))
     assert next(each for each in other.candidates if each.layout == "Et*4|t*4L").memory is None
     assert found(Scenario("log-probs", layers=(2, 6), target="train_log_probs", **CPU)).best.memory is None
