@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
 
 
+_AXES = ("tp", "pp", "cp", "ep")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dir", metavar="DIR", type=Path, help="directory of traces, files of nsys and timelines, or one of them"
@@ -40,6 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="report on the N-th run where DIR holds timelines of several; 1 is the oldest [the newest]",
     )
+    for axis in _AXES:
+        parser.add_argument(
+            f"--{axis}",
+            metavar="N",
+            type=int,
+            help=f"size along {axis}, to name the groups of recordings that megaprof did not make",
+        )
     add_input_option(parser)
 
 
@@ -47,16 +57,23 @@ def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     if arguments.json == "-":
         _refuse_to_lose("--html", arguments.html, _is_html_report)
-        report = _analyze(arguments.dir, arguments.run)
+        report = _analyze(arguments.dir, arguments.run, _sizes(arguments))
         sys.stdout.write(_json(report))
         _write("--html", arguments.html, lambda: _html(report))
         return 0
     json_file = Path(arguments.json) if arguments.json else None
-    return report_directory(arguments.dir, json_file=json_file, html_file=arguments.html, number=arguments.run)
+    return report_directory(
+        arguments.dir, json_file=json_file, html_file=arguments.html, number=arguments.run, sizes=_sizes(arguments)
+    )
 
 
 def report_directory(
-    directory: Path, *, json_file: Path | None = None, html_file: Path | None = None, number: int | None = None
+    directory: Path,
+    *,
+    json_file: Path | None = None,
+    html_file: Path | None = None,
+    number: int | None = None,
+    sizes: dict[str, int] | None = None,
 ) -> int:
     """Print the report on ``directory`` (the run with this ``number``, from 1), and write it to ``json_file`` and
     ``html_file``; returns the exit code 0.
@@ -69,7 +86,7 @@ def report_directory(
 
     _refuse_to_lose("--json", json_file, _is_json_report)
     _refuse_to_lose("--html", html_file, _is_html_report)
-    report = _analyze(directory, number)
+    report = _analyze(directory, number, sizes)
     show(report, Console(highlight=False))
     if _write("--json", json_file, lambda: _json(report)):
         print(f"The same as JSON: {json_file}")
@@ -78,7 +95,15 @@ def report_directory(
     return 0
 
 
-def _analyze(directory: Path, number: int | None) -> Report:
+def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
+    given = {axis: getattr(arguments, axis) for axis in _AXES if getattr(arguments, axis) is not None}
+    for axis, size in given.items():
+        if size < 1:
+            raise UsageError(f"--{axis} {size} is not a number of ranks from 1 on")
+    return given
+
+
+def _analyze(directory: Path, number: int | None, sizes: dict[str, int] | None = None) -> Report:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -95,6 +120,7 @@ def _analyze(directory: Path, number: int | None) -> Report:
                 workers=workers,
                 progress=lambda done, of: progress.update(bar, completed=done, total=of),
                 run=number,
+                sizes=sizes,
             )
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None

@@ -8,6 +8,7 @@ import io
 import json
 import random
 import resource
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.exchanging import exchanging
 from tests.analysis.job_timelines import write_timelines
+from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
+from tests.analysis.synthetic import TraceBuilder
 
 #: Values that stand where others belong.
 HOSTILE: tuple[Any, ...] = (
@@ -83,6 +86,71 @@ def write_mutated_traces(healthy: list[tuple[str, Any]], directory: Path, random
             else:
                 document = mutated(document, random, 20)
         (directory / name.removesuffix(".gz")).write_text(json.dumps(document))
+
+
+def nsys_files(directory: Path) -> list[Path]:
+    """Healthy files of nsys's with their metadata: two stages of a GPU job, two steps in each file."""
+    for step in (0, 1):
+        for trace in traced(Scenario("gpu", layers=(2, 1), microbatches=2, steps=2), directory / "traces", step):
+            write_nsys(trace, directory)
+    return sorted(path for path in directory.iterdir() if path.is_file())
+
+
+def traced(scenario: Scenario, directory: Path, step: int) -> list[TraceBuilder]:
+    """The traces of one step of a scenario."""
+    write(scenario, directory)
+    found = []
+    for path in sorted(directory.glob(f"*step{5 + step:06d}*")):
+        document = json.loads(_text(path))
+        described = document["megaprof"]
+        place = {"pp": described["coords"]["pp"], "coords": described["coords"], "metadata": described}
+        found.append(TraceBuilder(step=5 + step, events=document["traceEvents"][1:], **place))
+    return found
+
+
+def write_mutated_nsys(healthy: list[Path], directory: Path, random: random.Random) -> None:
+    """All of them, one or two changed: their values, their schema, or their bytes."""
+    changed = set(random.sample(range(len(healthy)), random.randint(1, 2)))
+    for number, path in enumerate(healthy):
+        data = path.read_bytes()
+        copy = directory / path.name
+        if number in changed and path.suffix == ".json":
+            data = json.dumps(mutated(json.loads(data), random)).encode()
+        elif number in changed and random.random() < 0.3:
+            for _ in range(random.randint(1, 40)):
+                data = _patched(data, random)
+            data = data[: random.randrange(len(data))] if random.random() < 0.2 else data
+        copy.write_bytes(data)
+        if number in changed and path.suffix != ".json":
+            with contextlib.suppress(sqlite3.Error, OverflowError, UnicodeError):
+                _mutate_tables(copy, random)
+
+
+def _mutate_tables(path: Path, random: random.Random) -> None:
+    endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS start, i AS end FROM n"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        for _ in range(random.randint(1, 6)):
+            table = random.choice(tables or ["gone"])
+            columns = [row[1] for row in database.execute(f"PRAGMA table_info({table})")]
+            column, what = random.choice(columns or ["gone"]), random.random()
+            if what < 0.7:
+                value = random.choice((*(v for v in HOSTILE if not isinstance(v, list | dict)), b"\xff\0", *_INTEGERS))
+                some = f"rowid % {random.randint(1, 9)} = 0"
+                with contextlib.suppress(sqlite3.IntegrityError):
+                    database.execute(f"UPDATE {table} SET {column} = ? WHERE {some}", (value,))
+            elif what < 0.8:
+                database.execute(f"DELETE FROM {table} WHERE rowid % 2 = 0")
+            elif what < 0.85:
+                database.execute(f"ALTER TABLE {table} DROP COLUMN {column}")
+            elif what < 0.9:
+                database.execute(f"DROP TABLE {table}")
+            elif what < 0.95:
+                database.execute(f"ALTER TABLE {table} RENAME TO was_{random.randrange(1 << 30)}")
+                database.execute(f"CREATE VIEW {table} AS {endless}")
+            else:
+                database.execute(f"ALTER TABLE {table} RENAME TO was_{random.randrange(1 << 30)}")
+                database.execute(f"CREATE TABLE {table} (start, end AS (hex(zeroblob(900000000))))")
 
 
 def timelines(directory: Path) -> list[tuple[Path, list[tuple[int, bytes]]]]:

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from megaprof.cli import main
 from tests.analysis.fuzzing import (
+    nsys_files,
     refused_in_one_line_or_read,
     timelines,
     traces,
+    write_mutated_nsys,
     write_mutated_timelines,
     write_mutated_traces,
 )
@@ -45,6 +48,25 @@ def fuzz_timelines(directory: Path, seeds: range) -> None:
         shutil.rmtree(case)
 
 
+def fuzz_nsys(directory: Path, seeds: range) -> None:
+    directory.joinpath("healthy").mkdir()
+    healthy = nsys_files(directory / "healthy")
+    assert main(["merge", str(directory / "healthy"), "-o", str(directory / "m.json")]) == 0
+    for seed in seeds:
+        case = directory / f"case{seed}"
+        (case / "job").mkdir(parents=True)
+        write_mutated_nsys(healthy, case / "job", random.Random(seed))
+        try:
+            refused_in_one_line_or_read(case / "job", case, ("report", "merge"))
+        except BaseException as fault:
+            raise AssertionError(f"seed {seed}: {fault!r}") from fault
+        shutil.rmtree(case)
+
+
+def test_changed_files_of_nsys_are_read_or_refused(tmp_path: Path) -> None:
+    fuzz_nsys(tmp_path, range(20))
+
+
 def test_changed_traces_are_read_or_refused(tmp_path: Path) -> None:
     fuzz_traces(tmp_path, range(20))
 
@@ -63,3 +85,8 @@ def test_thousands_of_changed_traces_are_read_or_refused(tmp_path: Path, part: i
 @pytest.mark.parametrize("part", range(4))
 def test_thousands_of_changed_timelines_are_read_or_refused(tmp_path: Path, part: int) -> None:
     fuzz_timelines(tmp_path, range(1000 + 250 * part, 1000 + 250 * (part + 1)))
+
+
+@pytest.mark.slow
+def test_hundreds_of_changed_files_of_nsys_are_read_or_refused(tmp_path: Path) -> None:
+    fuzz_nsys(tmp_path, range(1000, 1400))

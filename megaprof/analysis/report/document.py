@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from megaprof.analysis.fleet.fleet import Fleet
+from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report import sentences
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
@@ -91,6 +92,8 @@ class Report:
     """The timelines that were read."""
     drawn: tuple[Call, ...] = ()
     """The calls of the last step of every target, to be drawn."""
+    foreign: Foreign | None = None
+    """What recordings tell that hold no ranges of ours; None where there are ranges."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``: strings, finite numbers, lists, dicts and None."""
@@ -98,6 +101,7 @@ class Report:
             "version": __version__,
             "targets": [target.to_json() for target in self.targets],
             "warnings": list(self.warnings),
+            **({"foreign": _foreign(self.foreign)} if self.foreign else {}),
         }
 
     @classmethod
@@ -112,6 +116,14 @@ class Report:
             raise NotAReport(f"it has no {fault}") from None
         except (msgspec.ValidationError, AttributeError, TypeError, ValueError, RecursionError) as fault:
             raise NotAReport(str(fault)) from None
+
+
+def _foreign(foreign: Foreign) -> dict[str, Any]:
+    """Plain data: files by their names."""
+    plain = asdict(foreign)
+    for rank in plain["ranks"]:
+        rank["file"] = rank.pop("path").name
+    return plain | {"advice": sentences.FOREIGN}
 
 
 def _target_of(raw: Mapping[str, Any]) -> TargetReport:

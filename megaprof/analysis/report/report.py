@@ -12,6 +12,8 @@ from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, r
 from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
+from megaprof.analysis.foreign.facts import facts_of
+from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.sentences import evidence
 from megaprof.analysis.stages.causes import OF_STEP
@@ -23,13 +25,15 @@ from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys import REPORT, SQLITE, find_nsys, is_nsys
 from megaprof.analysis.trace.pool import Progress
 from megaprof.analysis.trace.reading import Source, read_all
-from megaprof.analysis.trace.traces import find_traces
+from megaprof.analysis.trace.traces import UnreadableTrace, find_traces
 from megaprof.analysis.what_if.gains import with_gains
 from megaprof.analysis.what_if.what_if import SlowPipeline, what_if
 from megaprof.formats.timeline import SUFFIX
 
 #: A directory without files of ours is searched for renamed ones, up to this many.
 _MOST_OTHERS = 64
+#: Refusals for one reason that each have a line.
+_FEW = 3
 
 
 class NothingToReport(Exception):
@@ -37,7 +41,12 @@ class NothingToReport(Exception):
 
 
 def analyze(
-    source: str | os.PathLike[str], *, workers: int = 1, progress: Progress | None = None, run: int | None = None
+    source: str | os.PathLike[str],
+    *,
+    workers: int = 1,
+    progress: Progress | None = None,
+    run: int | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Report:
     """Report on every trace and timeline under a directory (or on one file).
 
@@ -45,6 +54,9 @@ def analyze(
     the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`);
     ``progress(done, files)`` is called as they are done; ``run``: which run's timelines, where those of several lie
     there, from 1, the newest by default. A file that cannot be used becomes a warning of the report.
+
+    Where no file holds ranges of ours, the report is what `foreign` recordings tell; ``sizes`` (``tp``, ``pp``, ``cp``,
+    ``ep``) names their process groups.
     Raises NothingToReport when no file can be, and NoSuchRun.
     """
     path = Path(source)
@@ -62,11 +74,13 @@ def analyze(
     warnings += fleet.warnings_of_files()
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
     calls += _details(fleet, fleets, tuple(calls))
+    if not calls and (foreign := _foreign(path, traces, sizes or {})) is not None:
+        return foreign
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
     slow = {each.key: found for each in fleets if (found := _slow_pipeline(fleet, each)) is not None}
     targets = tuple(_target(measured, calls, fleets, slow) for measured in measure(calls))
-    return Report(path, tuple(read), targets, tuple(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
+    return Report(path, tuple(read), targets, together(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
 
 
 def _files(path: Path) -> tuple[list[Source], list[Path]]:
@@ -85,6 +99,36 @@ def _files(path: Path) -> tuple[list[Source], list[Path]]:
         kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE} or *{REPORT}, and no timeline (*{SUFFIX})"
         raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}")
     return traces, timelines
+
+
+def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int]) -> Report | None:
+    """What recordings without ranges of ours tell; None where there are none."""
+    recordings, warnings = [], []
+    others = _others(path) if path.is_dir() else []
+    for source in dict.fromkeys((*traces, *others)):
+        try:
+            recordings += read_recording(source)
+        except UnreadableTrace as fault:
+            warnings.append(f"{fault.path.name} was skipped: {fault.reason}")
+    if not recordings:
+        return None
+    files = dict.fromkeys(recording.path for recording in recordings)
+    return Report(path, tuple(files), (), together(warnings), foreign=facts_of(recordings, dict(sizes)))
+
+
+def together(warnings: Iterable[str]) -> tuple[str, ...]:
+    """Many refusals of one kind become one line with their number."""
+    by_reason: dict[str, list[str]] = {}
+    for warning in dict.fromkeys(warnings):
+        name, skipped, reason = warning.partition(" was skipped: ")
+        by_reason.setdefault(reason if skipped else warning, []).append(name if skipped else "")
+    lines = []
+    for reason, names in by_reason.items():
+        if len(names) > _FEW and all(names):
+            lines.append(f"{len(names)} files were skipped ({', '.join(names[:2])}, ...): {reason}")
+        else:
+            lines += (f"{name} was skipped: {reason}" if name else reason for name in names)
+    return tuple(lines)
 
 
 def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call]) -> Iterator[Call]:

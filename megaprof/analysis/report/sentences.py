@@ -10,6 +10,7 @@ from typing import Literal
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
+from megaprof.analysis.foreign.facts import Late
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
@@ -22,6 +23,11 @@ from megaprof.parallel.selectors import Selector
 _MOST = 8
 #: Predictions that gain less than this are in the JSON only.
 _WORTH_SHOWING = 1.01
+#: What recordings without our ranges lack, and how to have it next time.
+FOREIGN = (
+    "These recordings hold no ranges of megaprof's: no stages, microbatches or bubbles can be told from them, and no "
+    "layout can be predicted. To see them, record with --profile-target train_actor --profile-select per-stage"
+)
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
@@ -361,3 +367,12 @@ def _trigger(fleet: Fleet, selection: str) -> str:
 
 def _together(fleet: Fleet, one: int, other: int) -> bool:
     return abs(one - other) <= 2 * fleet.width + LASTING_BUCKETS
+
+
+def of_late(late: Late) -> str:
+    """Who comes last to a group's collectives."""
+    often = f"{late.times} of {late.matched} times"
+    return (
+        f"rank {late.rank} came last to {late.operation} of {late.group} {often}: there the others' kernels took "
+        f"{number(late.waited_ms)} ms longer (median)"
+    )

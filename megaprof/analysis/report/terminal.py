@@ -11,6 +11,7 @@ from rich.text import Text
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.fleet_terminal import show_fleet
+from megaprof.analysis.report.foreign_terminal import show_foreign
 from megaprof.analysis.report.printing import (
     heading,
     number_columns,
@@ -44,6 +45,8 @@ def show(report: Report, console: Console) -> None:
     """Print the whole report."""
     for target in report.targets:
         _show_target(target, console)
+    if report.foreign is not None:
+        show_foreign(report.foreign, console)
     if report.warnings:
         heading(console, "Files")
         show_warnings(console, report.warnings)

@@ -26,6 +26,7 @@ OF_STEP = 0.10
 UNEVEN = 0.15
 #: ... and how far the stages must agree which microbatches are long (correlation of each with the others).
 AGREE = 0.7
+_CHANCE = 2.5
 _FEWEST_MICROBATCHES = 4
 #: From this spread on, by medians, the microbatches of one stage alone are uneven.
 UNEVEN_ALONE = 0.20
@@ -272,7 +273,9 @@ class _Variation:
     @property
     def alike(self) -> bool:
         least = min((statistics.pstdev(own) for own in self.own if own), default=0.0)
-        return len(self.own) > 1 and self.spread > UNEVEN and least > UNEVEN / 2 and self.agreement > AGREE
+        # Of few microbatches any two series seem to agree.
+        agree = max(AGREE, _CHANCE / math.sqrt(max(1, len(self.keys))))
+        return len(self.own) > 1 and self.spread > UNEVEN and least > UNEVEN / 2 and self.agreement > agree
 
 
 def _variation(stages: Sequence[Stage]) -> _Variation:

@@ -171,7 +171,7 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
     first = min(call.step for call in calls)
     own = [ns for (step, _), ns in lengths.items() if step == first]
     others = [ns for (step, _), ns in lengths.items() if step != first]
-    if not others or max(own) <= WARM_UP * statistics.median(others):
+    if len(others) < 2 or max(own) <= WARM_UP * statistics.median(others):
         return calls
     times = max(own) / max(1.0, statistics.median(others))
     findings.warn(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megaprof.analysis.stages.causes import pipeline_causes, sizes_of, slow_ranks
@@ -80,6 +80,10 @@ def judge(target: TargetStages) -> Verdict:
     sizes = sizes_of(target.stages)
     loads = _loads(target.stages, sizes)
     compared = _compare(loads) if len(loads) == target.sizes.pp else []
+    if sizes and compared:
+        # Whatever microbatches have in common may be a busy machine: as they are, the quickest must be slow, too.
+        slow = {each.stage for each in _compare(_loads(target.stages, {})) if exceeds(*_quickest(each))}
+        compared = [each if each.stage in slow else _in_some(each) for each in compared]
     if not compared:
         few = f"a stage has fewer than {FEWEST} passes of a known chunk, too few to tell a slow stage from noise"
         withheld = few if len(loads) < target.sizes.pp else "nothing was computed"
@@ -90,6 +94,8 @@ def judge(target: TargetStages) -> Verdict:
     if not aside or len(others) < len(loads):
         others = loads
     rest = compared if others is loads else _compare(others)
+    doubted = {each.stage for each in compared if each.outcome == "some_microbatches"}
+    rest = [_in_some(each) if each.stage in doubted else each for each in rest]
     slow = {each.stage for each in rest if each.outcome == "slow"}
     of_stages = [cause for each in rest if each.stage in slow for cause in explain(each.stage, slow, others)]
     first, *also = compared
@@ -100,6 +106,14 @@ def judge(target: TargetStages) -> Verdict:
         comparison=first,
         also_slow=tuple(each for each in also if each.outcome == "slow"),
     )
+
+
+def _quickest(each: Comparison) -> tuple[float, float]:
+    return each.quickest_ms, each.average_quickest_ms
+
+
+def _in_some(each: Comparison) -> Comparison:
+    return replace(each, outcome="some_microbatches") if each.outcome == "slow" else each
 
 
 def _imbalance(target: TargetStages) -> float | None:

@@ -157,6 +157,12 @@ class ByName(dict[str, int]):
         return index
 
 
+def axis_of(description: str) -> str | None:
+    """The first axis of the process group that Megatron describes so; None for another's."""
+    known = [name for name in _GROUPS if description.startswith(name)]
+    return _GROUPS[max(known, key=len)][0] if known else None
+
+
 def _axis(description: str | None, sizes: object) -> str:
     axes: tuple[str, ...] = ()
     for known in sorted(_GROUPS, key=len):

@@ -98,6 +98,33 @@ def read_nsys(file: NsysFile) -> list[Trace]:
         raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
 
 
+@dataclass(frozen=True)
+class Process:
+    """What the GPU did for one process, whoever made the file."""
+
+    pid: int
+    """Its number on its host."""
+    gpu: Activities
+    """Its activities in order of their start; nothing says what each is for."""
+    names: tuple[str, ...]
+    """Of every activity: its kernel's; empty for copies and memsets."""
+
+
+def processes(file: NsysFile) -> list[Process]:
+    """Every process with GPU activities. Raises Undecodable and OSError."""
+    with opened(exported(file.path)) as tables:
+        base, found = _epoch(tables), []
+        pids: set[int] = set()
+        for table in _ACTIVITIES:
+            if tables.has(table, *_COLUMNS):
+                query = f"SELECT DISTINCT (globalPid >> 24) & {_PROCESS} FROM {table} LIMIT 1024"
+                pids |= {pid for (pid,) in tables.rows(query) if isinstance(pid, int)}
+        for pid in sorted(pids):
+            gpu = _Gpu.read(tables, base, pid)
+            found.append(Process(pid, gpu.all, gpu.names))
+        return found
+
+
 def events_of(path: Path, part: Part) -> tuple[int, Iterator[dict[str, Any]]]:
     """The session's start and all events of one process in one window, as Chrome's format has them, read one after the
     other. Raises Undecodable and OSError."""
@@ -369,8 +396,15 @@ def _cut(rows: Sequence[_Row]) -> set[int]:
 class _Gpu:
     """All GPU activities of one process."""
 
-    def __init__(self, activities: Activities, unnamed: npt.NDArray[np.bool_], send: npt.NDArray[np.bool_]) -> None:
-        self._all = activities
+    def __init__(
+        self,
+        activities: Activities,
+        unnamed: npt.NDArray[np.bool_],
+        send: npt.NDArray[np.bool_],
+        names: tuple[str, ...],
+    ) -> None:
+        self.all = activities
+        self.names = names
         self._unnamed = unnamed
         self._send = send
 
@@ -397,19 +431,20 @@ class _Gpu:
         order = np.argsort(rows[:, 0], kind="stable")
         kernel = np.arange(len(rows)) < count
         found = arranged(base + rows[:, :2], use, kernel, rows[:, 2], launches[:, 1], base + launches[:, 0])
-        return cls(found, unnamed[order], send[order])
+        called = [names.get(number, "") for number in rows[:count, 3].tolist()] + [""] * (len(rows) - count)
+        return cls(found, unnamed[order], send[order], tuple(called[place] for place in order.tolist()))
 
     def between(self, begin: int, end: int, metadata: Metadata, inside: Sequence[TracedRange]) -> Activities | None:
         """What was launched from ``begin`` to ``end``, with its use; None where no kernel was."""
-        rows = (self._all.launched >= begin) & (self._all.launched < end)
-        if not (rows & self._all.kernel).any():
+        rows = (self.all.launched >= begin) & (self.all.launched < end)
+        if not (rows & self.all.kernel).any():
             return None
         found = Activities(
-            self._all.spans[rows],
-            self._all.launched[rows],
-            self._all.known[rows],
-            self._all.use[rows],
-            self._all.kernel[rows],
+            self.all.spans[rows],
+            self.all.launched[rows],
+            self.all.known[rows],
+            self.all.use[rows],
+            self.all.kernel[rows],
         )
         use = _by_elimination(found, self._unnamed[rows], self._send[rows], metadata, inside)
         return replace(found, use=use)

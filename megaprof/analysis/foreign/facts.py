@@ -1,0 +1,190 @@
+"""What the recordings of a job say of every rank, and who comes last to collectives."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megaprof.analysis.foreign.recordings import SEND_RECEIVE, Group, Recording
+from megaprof.analysis.trace.gpu import axis_of
+from megaprof.analysis.trace.intervals import difference, intervals, total, union
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+
+_NAMED = ("tp", "pp", "cp", "dp")
+
+
+@dataclass(frozen=True)
+class Exposed:
+    """Communication of one kind while nothing computed."""
+
+    operation: str
+    """For instance ``allreduce``."""
+    group: str
+    """Its process group; ``?`` where the recording does not say it."""
+    axis: str | None
+    """``tp``, ``pp``, ``cp``, ``ep`` or ``dp``, where its description or its ranks say so."""
+    calls: int
+    """How many kernels."""
+    ms: float
+    """Milliseconds in which nothing computed beside it."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank, from the first activity of its GPU to the last."""
+
+    path: Path
+    """Its file."""
+    rank: int | None
+    """Global rank; None where nothing says it."""
+    rank_from: str
+    """What says it, or how else the process is called."""
+    span_ms: float
+    """From the first activity of the GPU to the last."""
+    steps: int
+    """Steps that the profiler marked (``ProfilerStep#n``)."""
+    step_ms: float | None
+    """Their median, on the host; None without any."""
+    compute_ms: float
+    """How long something else than communication ran."""
+    exposed: tuple[Exposed, ...]
+    """Communication while nothing computed, the longest first."""
+    idle_ms: float
+    """How long nothing ran."""
+    host_bound_ms: float
+    """The part of that at whose beginning nothing that had been launched was left to run."""
+
+
+@dataclass(frozen=True)
+class Late:
+    """Who comes last to the collectives of one group."""
+
+    group: str
+    """The process group."""
+    operation: str
+    """Its operation."""
+    matched: int
+    """Collectives that all recorded ranks of the group have."""
+    rank: int
+    """The rank that came last most often: its kernel was the shortest, since all end together."""
+    times: int
+    """How often."""
+    waited_ms: float
+    """Median of what the others' kernels took longer, in milliseconds."""
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """Everything in some recordings without ranges of ours."""
+
+    ranks: tuple[RankFacts, ...]
+    """In order of rank."""
+    late: tuple[Late, ...]
+    """Of groups that several recordings share."""
+    warnings: tuple[str, ...]
+    """What cannot be told, and why."""
+
+
+def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = None) -> Foreign:
+    """``sizes``: ranks along ``tp``, ``pp``, ``cp`` and ``ep``, as the user says; groups are named by them where their
+    ranks fit."""
+    axes = _Axes(sizes, max((r.world or 0 for r in recordings), default=0))
+    ordered = sorted(recordings, key=lambda r: (r.rank is None, r.rank or 0, str(r.path), r.rank_from))
+    warnings = list(axes.warnings)
+    if any(each == SEND_RECEIVE for r in recordings for each in r.operation):
+        warnings.append("send-receive kernels without an annotation of torch's are not told from all-to-all")
+    if any(group is not None and group.name == "?" for r in recordings for group in r.group):
+        warnings.append("some communication names no process group")
+    if unreadable := sum(r.unreadable for r in recordings):
+        warnings.append(f"{unreadable} events with impossible times or types were left out")
+    return Foreign(tuple(_facts(r, axes) for r in ordered), tuple(_late(ordered)), tuple(warnings))
+
+
+class _Axes:
+    """Which axis a group is of: by its description, or by its ranks where the sizes are given."""
+
+    def __init__(self, sizes: dict[str, int] | None, world: int) -> None:
+        self.warnings: list[str] = []
+        self._by_ranks: dict[frozenset[int], str] = {}
+        if not sizes:
+            return
+        try:
+            layout = WorldLayout(ParallelSizes.of(world, **sizes))
+        except ValueError as mistake:
+            self.warnings.append(f"the given sizes do not fit the {world} ranks that the recordings tell of: {mistake}")
+            return
+        for axis in _NAMED:
+            if (size := getattr(layout.sizes, axis)) > 1:
+                stride = layout.strides[axis]
+                for coords in layout:
+                    first = coords.rank - getattr(coords, axis) * stride
+                    self._by_ranks[frozenset(first + n * stride for n in range(size))] = axis
+
+    def of(self, group: Group) -> str | None:
+        if group.description and (axis := axis_of(group.description)) is not None:
+            return axis
+        return self._by_ranks.get(frozenset(group.ranks)) if group.ranks else None
+
+
+def _facts(recording: Recording, axes: _Axes) -> RankFacts:
+    gpu = recording.gpu
+    communicates = np.array([each is not None for each in recording.operation], dtype=np.bool_)
+    computing, everything = union(gpu.spans[~communicates]), union(gpu.spans)
+    start, end = int(gpu.spans[:, 0].min()), int(gpu.spans[:, 1].max())
+    idle = difference(intervals([(start, end)] if end > start else []), everything)
+    launched = np.searchsorted(np.sort(gpu.launched), idle[:, 0], side="right")
+    begun = np.searchsorted(gpu.spans[:, 0], idle[:, 0], side="left")
+    rows: defaultdict[tuple[str, str, str | None], list[int]] = defaultdict(list)
+    for place, (operation, group) in enumerate(zip(recording.operation, recording.group, strict=True)):
+        if operation is not None and group is not None:
+            rows[operation, group.name, axes.of(group)].append(place)
+    exposed = [
+        Exposed(*key, len(places), total(difference(union(gpu.spans[places]), computing)) / 1e6)
+        for key, places in rows.items()
+    ]
+    lengths = (recording.steps[:, 1] - recording.steps[:, 0]).tolist()
+    return RankFacts(
+        path=recording.path,
+        rank=recording.rank,
+        rank_from=recording.rank_from,
+        span_ms=(end - start) / 1e6,
+        steps=len(lengths),
+        step_ms=statistics.median(lengths) / 1e6 if lengths else None,
+        compute_ms=total(computing) / 1e6,
+        exposed=tuple(sorted(exposed, key=lambda each: -each.ms)),
+        idle_ms=total(idle) / 1e6,
+        host_bound_ms=total(idle[launched <= begun]) / 1e6 if gpu.known.any() else 0.0,
+    )
+
+
+def _late(recordings: Sequence[Recording]) -> list[Late]:
+    """Collectives of one group are matched by their number in it, which all of its ranks count alike."""
+    lengths: defaultdict[tuple[str, str], dict[int, list[int]]] = defaultdict(dict)
+    for recording in recordings:
+        if recording.rank is None:
+            continue
+        own: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        for span, operation, group in zip(
+            recording.gpu.spans.tolist(), recording.operation, recording.group, strict=True
+        ):
+            if operation is not None and group is not None and group.ranks and recording.rank in group.ranks:
+                own[f"{group.name} {group.ranks}", operation].append(span[1] - span[0])
+        for key, each in own.items():
+            lengths[key][recording.rank] = each
+    found = []
+    for (group_key, operation), by_rank in lengths.items():
+        # A recording that begins later lacks the first ones: only equal counts are surely the same collectives.
+        if len(by_rank) < 2 or len({len(each) for each in by_rank.values()}) != 1:
+            continue
+        calls = [dict(zip(by_rank, each, strict=True)) for each in zip(*by_rank.values(), strict=True)]
+        last = Counter(min(call, key=lambda rank: call[rank]) for call in calls)
+        rank, times = last.most_common(1)[0]
+        waits = [(statistics.median(call.values()) - min(call.values())) / 1e6 for call in calls]
+        name = group_key.rpartition(" (")[0]
+        found.append(Late(name, operation, len(calls), rank, times, statistics.median(waits)))
+    return sorted(found, key=lambda each: -each.waited_ms * each.matched)

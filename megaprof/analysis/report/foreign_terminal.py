@@ -1,0 +1,52 @@
+"""Recordings without ranges of ours, on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from megaprof.analysis.foreign.facts import Foreign, RankFacts
+from megaprof.analysis.report import sentences
+from megaprof.analysis.report.printing import heading, number_columns, show_warnings, table, text
+from megaprof.analysis.stages.words import number, percent
+
+_MOST_ROWS = 16
+
+
+def show_foreign(foreign: Foreign, console: Console) -> None:
+    """Print the facts of every rank, and what cannot be told."""
+    heading(console, "Recordings without ranges of megaprof's")
+    made = table("per rank, ms", left=["rank", "from"])
+    number_columns(made, "steps", "a step", "recorded", "compute", "exposed", "idle", "host bound")
+    for rank in foreign.ranks[:_MOST_ROWS]:
+        step = "-" if rank.step_ms is None else number(rank.step_ms)
+        lost = sum(each.ms for each in rank.exposed)
+        times = (rank.span_ms, rank.compute_ms, lost, rank.idle_ms, rank.host_bound_ms)
+        made.add_row(called(rank), text(rank.rank_from), str(rank.steps), step, *map(number, times))
+    console.print(made)
+    if len(foreign.ranks) > _MOST_ROWS:
+        console.print(f"and {len(foreign.ranks) - _MOST_ROWS} more ranks")
+    _show_exposed(foreign, console)
+    for late in foreign.late[:4]:
+        console.print(text(sentences.of_late(late)[:1].upper() + sentences.of_late(late)[1:] + "."))
+    console.print(text(sentences.FOREIGN + "."))
+    show_warnings(console, foreign.warnings)
+
+
+def called(rank: RankFacts) -> str:
+    """A rank's number, or a question mark."""
+    return "?" if rank.rank is None else str(rank.rank)
+
+
+def _show_exposed(foreign: Foreign, console: Console) -> None:
+    """Of the rank that loses most by it: one is enough to see which communication it is."""
+    lost = {rank: sum(each.ms for each in rank.exposed) for rank in foreign.ranks}
+    worst = max(foreign.ranks, key=lambda rank: lost[rank], default=None)
+    if worst is None or not worst.exposed:
+        return
+    made = table(f"exposed communication of rank {called(worst)}", left=["operation", "group"])
+    number_columns(made, "kernels", "ms", "of recorded")
+    for each in worst.exposed[:_MOST_ROWS]:
+        group = f"{each.axis}: {each.group}" if each.axis else each.group
+        share = percent(each.ms / worst.span_ms) if worst.span_ms else "-"
+        made.add_row(text(each.operation), text(group), str(each.calls), number(each.ms), share)
+    console.print(made)

@@ -1,0 +1,222 @@
+"""Recordings that megaprof did not make: every number is in them, and nothing else is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.analysis.foreign.facts import Foreign
+from megaprof.analysis.report.report import NothingToReport, analyze, together
+from megaprof.cli import main
+from tests.analysis.nsys_files import write_nsys
+from tests.analysis.scenarios import Scenario, write
+from tests.analysis.synthetic import TraceBuilder
+
+ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+SEND_RECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+TP = "TENSOR_MODEL_PARALLEL_GROUP"
+
+
+class Job:
+    """A trace by the torch profiler; times in milliseconds."""
+
+    def __init__(self, rank: int | None = 0, world: int = 4) -> None:
+        self.events: list[Any] = []
+        self.about: dict[str, Any] = {} if rank is None else {"distributedInfo": {"rank": rank, "world_size": world}}
+
+    def event(self, cat: str, name: str, start: float, length: float, **args: Any) -> None:
+        self.events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 7, "ts": start * 1e3, "dur": length * 1e3}
+        )
+        self.events[-1]["args"] = args
+
+    def kernel(self, name: str, start: float, length: float, *, launch: float | None = None, **args: Any) -> None:
+        number = len(self.events) + 1
+        self.event(
+            "cuda_runtime", "cudaLaunchKernel", start - 0.1 if launch is None else launch, 0.01, correlation=number
+        )
+        self.event("kernel", name, start, length, correlation=number, **args)
+
+    def reduce(self, start: float, length: float, ranks: list[int], description: str = "undefined") -> None:
+        self.kernel(
+            ALL_REDUCE, start, length,
+            **{"Process Group Ranks": str(ranks), "Process Group Description": description,
+               "Process Group Name": "3", "Collective name": "allreduce"},
+        )  # fmt: skip
+
+    def write(self, path: Path, *, bare: bool = False) -> Path:
+        path.write_text(json.dumps(self.events if bare else {**self.about, "traceEvents": self.events}))
+        return path
+
+
+def foreign(path: Path, **sizes: int) -> Foreign:
+    report = analyze(path, sizes=sizes)
+    assert report.targets == ()
+    assert report.foreign is not None
+    return report.foreign
+
+
+@pytest.fixture
+def job() -> Job:
+    """Computes from 0 to 10 and from 12 to 20; reduces from 8 to 12, half of it beside computation."""
+    job = Job()
+    job.kernel("gemm", 0, 10)
+    job.reduce(8, 4, [0, 1])
+    job.kernel("gemm", 12, 8, launch=0.5)
+    return job
+
+
+def test_times_of_a_rank(job: Job, tmp_path: Path) -> None:
+    job.kernel("gemm", 25, 5, launch=24)
+    job.kernel("gemm", 34, 6, launch=29)
+    job.event("user_annotation", "ProfilerStep#7", 0, 40)
+    (rank,) = foreign(job.write(tmp_path / "a.json")).ranks
+    assert (rank.rank, rank.rank_from, rank.steps, rank.step_ms) == (0, "the trace", 1, 40)
+    assert (rank.span_ms, rank.compute_ms, rank.idle_ms) == (40, 29, 9)
+    assert rank.host_bound_ms == 5, "the other gap had its kernel launched before it began"
+    (lost,) = rank.exposed
+    assert (lost.operation, lost.group, lost.axis, lost.calls, lost.ms) == ("allreduce", "ranks 0,1", None, 1, 2)
+
+
+def test_a_bare_list_of_events_is_a_trace(job: Job, tmp_path: Path) -> None:
+    (rank,) = foreign(job.write(tmp_path / "rank3.json", bare=True)).ranks
+    assert (rank.rank, rank.rank_from, rank.compute_ms) == (3, "file name", 18)
+
+
+@pytest.mark.parametrize(
+    ("description", "ranks", "sizes", "axis"),
+    [
+        (TP, [0, 1], {}, "tp"),
+        ("undefined", [0, 1], {}, None),
+        ("undefined", [0, 1], {"tp": 2, "pp": 2}, "tp"),
+        ("undefined", [0, 2], {"tp": 2, "pp": 2}, "pp"),
+        ("undefined", [0, 3], {"tp": 2, "pp": 2}, None),
+        ("mine", [0, 2], {"pp": 2}, "pp"),
+    ],
+)
+def test_a_group_has_a_name_by_its_description_or_by_sizes_that_are_given(
+    description: str, ranks: list[int], sizes: dict[str, int], axis: str | None, tmp_path: Path
+) -> None:
+    job = Job()
+    job.kernel("gemm", 0, 1)
+    job.reduce(2, 1, ranks, description)
+    (rank,) = foreign(job.write(tmp_path / "a.json"), **sizes).ranks
+    assert rank.exposed[0].axis == axis
+
+
+def test_sizes_that_do_not_fit_are_said(job: Job, tmp_path: Path) -> None:
+    said = foreign(job.write(tmp_path / "a.json"), tp=3).warnings
+    assert any("the given sizes do not fit the 4 ranks" in each for each in said)
+
+
+def test_send_receive_is_told_from_all_to_all_by_annotations_only(tmp_path: Path) -> None:
+    job = Job()
+    job.kernel(SEND_RECV, 0, 1, launch=-1)
+    job.event("user_annotation", "nccl:all_to_all", 4.5, 1)
+    job.kernel(SEND_RECV, 6, 1, launch=5)
+    job.event("user_annotation", "nccl:send 0->1", 9.5, 1)
+    job.kernel(SEND_RECV, 11, 1, launch=10)
+    found = foreign(job.write(tmp_path / "a.json"))
+    assert {e.operation for e in found.ranks[0].exposed} == {"send-receive or all-to-all", "alltoall", "send-receive"}
+    assert any("not told from all-to-all" in each for each in found.warnings)
+    assert any("names no process group" in each for each in found.warnings)
+
+
+def test_rccl_kernels_take_the_group_of_their_operator(tmp_path: Path) -> None:
+    job = Job()
+    job.event("cpu_op", "record_param_comms", 0, 1, **{"External id": 5, "Process Group Ranks": "[0, 1]"})
+    job.events[-1]["args"] |= {"Collective name": "allreduce", "Process Group Name": "2"}
+    job.kernel("ncclDevKernel_Generic(ncclDevComm*)", 2, 1, **{"External id": 5})
+    (rank,) = foreign(job.write(tmp_path / "a.json")).ranks
+    assert (rank.exposed[0].operation, rank.exposed[0].group) == ("allreduce", "ranks 0,1")
+
+
+def test_who_comes_last(tmp_path: Path) -> None:
+    """Rank 1's kernels are the shortest: it comes when the others wait already. Clocks do not matter."""
+    for rank in range(3):
+        job = Job(rank, 3)
+        for number in range(5):
+            length = 1 if rank == 1 else 5
+            job.reduce(1000 * rank + 10 * number + 5 - length, length, [0, 1, 2])
+        job.write(tmp_path / f"{rank}.pt.trace.json")
+    (late,) = foreign(tmp_path).late
+    assert (late.rank, late.times, late.matched, late.waited_ms, late.group) == (1, 5, 5, 4, "ranks 0-2")
+
+
+def test_collectives_that_one_rank_lacks_are_not_matched(tmp_path: Path) -> None:
+    for rank in range(2):
+        job = Job(rank, 2)
+        for number in range(5 - rank):
+            job.reduce(10 * number, 2, [0, 1])
+        job.write(tmp_path / f"{rank}.pt.trace.json")
+    assert foreign(tmp_path).late == ()
+
+
+def test_a_file_of_nsys_without_our_ranges(tmp_path: Path) -> None:
+    write(Scenario("gpu", layers=(2, 2), microbatches=2), tmp_path / "kineto")
+    from tests.analysis.trace.test_nsys import as_nsys, edit
+
+    as_nsys(tmp_path / "kineto", tmp_path / "nsys")
+    (tmp_path / "nsys").joinpath("x").mkdir()
+    for path in (tmp_path / "nsys").glob("*.json"):
+        path.unlink()
+    for path in (tmp_path / "nsys").glob("*.sqlite"):
+        edit(path, "DELETE FROM NVTX_EVENTS")
+    ours = analyze(tmp_path / "kineto").to_json()["targets"][0]["stages"]
+    found = foreign(tmp_path / "nsys")
+    assert [(rank.rank, rank.rank_from) for rank in found.ranks] == [(0, "file name"), (1, "file name")]
+    for rank, stage in zip(found.ranks, ours, strict=True):
+        assert rank.compute_ms == pytest.approx(stage["compute_ms"], rel=1e-3)
+        assert {each.operation for each in rank.exposed} == {"send-receive or all-to-all"}
+
+
+def test_the_report_says_what_to_record(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = job.write(tmp_path / "a.json")
+    assert main(["report", str(path), "--html", str(tmp_path / "r.html"), "--json", str(tmp_path / "r.json")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--profile-target train_actor --profile-select per-stage" in shown
+    assert "ranks 0,1" in shown
+    plain = json.loads((tmp_path / "r.json").read_text())
+    assert (plain["targets"], plain["foreign"]["ranks"][0]["file"]) == ([], "a.json")
+    assert "ranks 0,1" in (tmp_path / "r.html").read_text()
+    assert main(["report", str(path), "--tp", "0"]) == 2
+
+
+def test_a_trace_without_a_gpu_is_refused_as_before(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.event("aten::mm", 0, 1, cat="cpu_op")
+    document = trace.document()
+    del document["megaprof"]
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    with pytest.raises(NothingToReport, match="it was not written by megaprof"):
+        analyze(tmp_path / "a.json")
+
+
+def test_ours_beside_foreign_ones_stay_a_stage_report(job: Job, tmp_path: Path) -> None:
+    trace = TraceBuilder(microbatches=1)
+    trace.call(0, 40)
+    trace.forward(0, 0, 10)
+    trace.backward(0, 10, 20)
+    write_nsys(trace, tmp_path)
+    for number in range(5):
+        job.write(tmp_path / f"{number}.pt.trace.json")
+    report = analyze(tmp_path)
+    assert report.foreign is None
+    assert len(report.targets) == 1
+    (line,) = report.warnings
+    assert line.startswith(
+        "5 files were skipped (0.pt.trace.json, 1.pt.trace.json, ...): it was not written by megaprof"
+    )
+
+
+def test_refusals_of_one_kind_are_one_line() -> None:
+    lines = [f"{name} was skipped: it is empty" for name in "abcd"]
+    assert together([*lines, "x was skipped: y", "other"]) == (
+        "4 files were skipped (a, b, ...): it is empty",
+        "x was skipped: y",
+        "other",
+    )
+    assert together(lines[:3]) == tuple(lines[:3])
