@@ -2,9 +2,9 @@
 
 Real megatron-core on this CPU. Every captured layout is run once, the report suggests another, and then both run in
 alternation in the same processes, several times each, so that a machine whose speed drifts does it to both. Every run
-of the captured layout gives a prediction. What is predicted is the speedup. The truth is the median step of all runs
-of the captured layout over that of the suggested one. A barrier precedes every step: the optimizer before it, whose
-time depends on the layers too, is no part of the pipeline that is predicted.
+of the captured layout gives a prediction. What is predicted is the speedup. The truth is the median, over all turns,
+of the captured layout's step over that of the suggested one. A barrier precedes every step: the optimizer before it,
+whose time depends on the layers too, is no part of the pipeline that is predicted.
 
 Paced layers are the truth: real schedules and exchanges of a tiny model whose layers and output layer wait for a given
 time in each pass, as a host waits for a GPU. Waiting needs no core, so a layer costs the same in every layout. They run
@@ -66,7 +66,8 @@ TIME_LIMIT = 1800.0
 class Outcome:
     """One prediction and what came of it: speedups of the suggested layout over the captured one.
 
-    ``advised``: whether the report advised it, because it gains more than its uncertainty.
+    ``advised``: whether the report advised it, because it gains more than its uncertainty; ``scatter``: plus or minus
+    of ``measured``, by how the runs differ: more than the uncertainty says that the machine was too busy to tell.
     """
 
     captured: str
@@ -77,6 +78,7 @@ class Outcome:
     predicted: float
     uncertainty: float
     measured: float
+    scatter: float
 
     @property
     def error(self) -> float:
@@ -165,10 +167,10 @@ def real(repeats: int, out: Path, splits: Sequence[Split], *, paced: bool) -> tu
     for split, layout in pairs.items():
         captured = [_what_if(out / "pairs" / name(number, split)) for number in range(repeats)]
         suggested = [_what_if(out / "pairs" / name(n, _split(layout, workload.pp))) for n in range(repeats)]
-        measured = _median_step(captured) / _median_step(suggested)
+        measured, scatter = _ratio(captured, suggested)
         for number, found in enumerate((_what_if(first / name(0, split)), *captured)):
             label = f"{_plus(split)}, {number}"
-            outcome = _outcome(label, found, layout, measured)
+            outcome = _outcome(label, found, layout, measured, scatter)
             if outcome is None:
                 missed.append(f"{label}: {'; '.join(found.warnings) or found.advice}")
             else:
@@ -192,8 +194,13 @@ def _split(layout: str, stages: int) -> Split:
     return layers_per_stage(parse_layout(layout, stages), stages)
 
 
-def _median_step(runs: Sequence[WhatIf]) -> float:
-    return statistics.median(run.measured_ms for run in runs if run.measured_ms is not None)
+def _ratio(before: Sequence[WhatIf], after: Sequence[WhatIf]) -> tuple[float, float]:
+    """The median speedup over pairs of runs that followed each other, and how far it may be off by their scatter."""
+    ratios = [
+        a.measured_ms / b.measured_ms for a, b in zip(before, after, strict=True) if a.measured_ms and b.measured_ms
+    ]
+    scatter = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    return statistics.median(ratios), 2 * scatter
 
 
 @contextmanager
@@ -220,7 +227,7 @@ def synthesised(count: int) -> Iterator[Outcome]:
         if best is None or best.layout is None:
             continue
         after = _of_scenario(replace(scenario, layers=_split(best.layout, 4), seed=1))
-        outcome = _outcome(_plus(layers), found, best.layout, _median_step([found]) / _median_step([after]))
+        outcome = _outcome(_plus(layers), found, best.layout, *_ratio([found], [after]))
         if outcome is not None:
             yield outcome
             count -= 1
@@ -241,7 +248,7 @@ def _suggestion(found: WhatIf) -> Prediction | None:
     return found.best or next((each for each in found.candidates if each.kind == "layout"), None)
 
 
-def _outcome(label: str, found: WhatIf, layout: str, measured: float) -> Outcome | None:
+def _outcome(label: str, found: WhatIf, layout: str, measured: float, scatter: float) -> Outcome | None:
     """None where this capture does not predict the layout."""
     predicted = next((each for each in found.candidates if each.kind == "layout" and each.layout == layout), None)
     if predicted is None or found.replay_error is None or found.measured_ms is None:
@@ -255,6 +262,7 @@ def _outcome(label: str, found: WhatIf, layout: str, measured: float) -> Outcome
         predicted=predicted.speedup,
         uncertainty=predicted.speedup_uncertainty,
         measured=measured,
+        scatter=scatter,
     )
 
 
@@ -266,9 +274,10 @@ def _only_first(rank: int, line: str) -> None:
 def _show(title: str, outcomes: Sequence[Outcome]) -> None:
     print(title)
     for each in outcomes:
+        measured = f"{each.measured:.3f} ± {each.scatter:.3f}"
         print(
             f"  {each.captured:18} {each.captured_ms:7.0f} ms, replay {each.replay_error:+6.1%} -> {each.layout:22} "
-            f"predicted {each.predicted:.3f} ± {each.uncertainty:.3f}, measured {each.measured:.3f}: "
+            f"predicted {each.predicted:.3f} ± {each.uncertainty:.3f}, measured {measured}: "
             f"{each.error:+6.1%}{'' if each.inside else ' OUTSIDE'}{'' if each.advised else ' (not advised)'}"
         )
 

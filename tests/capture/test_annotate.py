@@ -295,3 +295,25 @@ def test_annotating_loads_neither_torch_nor_megatron() -> None:
         "assert not {'torch', 'megatron', 'nvtx', 'numpy'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_process_that_nsys_records_has_ranges_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller never calls a schedule, and opens no window."""
+    from megaprof.recorders import emit
+
+    @annotate(role="rollout", message="generate")
+    def generate() -> str:
+        return "done"
+
+    ended: list[emit.LoggedRange] = []
+    monkeypatch.setattr(emit, "log", ended)
+    generate()
+    assert ended == []
+    monkeypatch.setattr(roles, "traced", True)
+    with role("critic"), annotate(message="block"):
+        assert generate() == "done"
+    assert [each.name.removeprefix("megaprof/role/") for each in ended] == [
+        "rollout/generate",
+        "critic/block",
+        "critic",
+    ]

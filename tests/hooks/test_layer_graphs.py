@@ -56,6 +56,8 @@ def gpt(one_rank: Any, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         "set_stream": lambda stream: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool"):  # 0.19 calls them itself
+        monkeypatch.setattr(torch._C, name, lambda *_: None, raising=False)
     monkeypatch.setattr(cuda_graphs, "get_all_rng_states", dict)
     monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "cudagraph_created", False)
     monkeypatch.setattr(cuda_graphs._CudagraphGlobalRecord, "cudagraph_record", [])

@@ -16,7 +16,7 @@ from megaprof.formats.ranges import LAYER_PARTS
 ROOT = Path(__file__).parents[2]
 #: Prints, by the name of what makes a spec, the parts of every kind of layer in it that are modules with parts.
 MAKE = """
-import dataclasses, importlib, inspect, json, pkgutil, sys
+import functools, importlib, inspect, json, pkgutil
 from tests.integrations.edges import replace, replace_missing
 replace_missing("triton", "einops")
 replace("transformer_engine", "mamba_ssm", "causal_conv1d", "flash_attn", "apex")
@@ -25,6 +25,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 found = {}
 
+def kind(value):
+    if isinstance(value, ModuleSpec):
+        return value.module
+    if isinstance(value, functools.partial):  # 0.19
+        return getattr(value.func, "__self__", value.func)
+
 def walk(name, spec):
     parts = spec.submodules
     if parts is None:
@@ -32,7 +38,8 @@ def walk(name, spec):
     fields = vars(parts) if not isinstance(parts, dict) else parts
     inner = {k: v for k, v in fields.items() if isinstance(v, ModuleSpec)}
     if {"self_attention", "mixer"} & fields.keys():
-        found.setdefault(name, []).append({k: v.module.__name__ for k, v in inner.items()})
+        kinds = {k: kind(v) for k, v in fields.items()}
+        found.setdefault(name, []).append({k: v.__name__ for k, v in kinds.items() if inspect.isclass(v)})
     else:
         for each in inner.values():
             walk(name, each)
