@@ -41,7 +41,7 @@ EXPECTED = {
     "waiting for data": {"data_wait:0"},
 }
 FLAGS = ["--profile-target", "train_actor", "--profile-tool", "timeline", "torch", "--profile-select", "per-stage"]
-COMES_AND_GOES, PERIOD = 70, 10
+COMES_AND_GOES, PERIOD = 50, 10
 
 
 def at_stage(fault: str, stage: int) -> tuple[float, float]:
@@ -170,7 +170,7 @@ def run_replicas(directory: str) -> None:
 
     def times() -> tuple[float, float]:
         slow = 2.0 if rank == 1 and gpt.step % PERIOD >= PERIOD // 2 else 1.0
-        return slow * FORWARD, slow * BACKWARD
+        return slow * 2 * FORWARD, slow * 2 * BACKWARD
 
     args = add_profile_args(argparse.ArgumentParser()).parse_args([*FLAGS[:4], "--profile-dir", directory])
     with cpu_megatron():
