@@ -141,7 +141,7 @@ def test_every_fault_is_named_from_trace_and_timeline(tmp_path: Path) -> None:
     wrong: dict[str, Any] = dict(EXPECTED)
     for attempt in ("first", "second"):
         out = tmp_path / attempt
-        run_ranks(run_faults, PIPELINE.world_size, str(out), tuple(wrong), timeout=150)
+        run_ranks(run_faults, PIPELINE.world_size, str(out), tuple(wrong), timeout=400)
         found = {fault: (named(out / fault), named(timelines_of(out / fault))) for fault in wrong}
         wrong = {fault: each for fault, each in found.items() if each != (EXPECTED[fault], EXPECTED[fault])}
         if not wrong:
@@ -184,7 +184,7 @@ def run_replicas(directory: str) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_slow_again_and_again(tmp_path: Path) -> None:
-    run_ranks(run_replicas, REPLICAS.world_size, str(tmp_path), timeout=100)
+    run_ranks(run_replicas, REPLICAS.world_size, str(tmp_path), timeout=300)
     (target,) = analyze(tmp_path).targets
     assert target.fleet is not None
     (slow,) = (s for s in target.fleet.stragglers if s.until is None)
