@@ -7,9 +7,8 @@ MATRIX ?= 0.12.3 0.14.0 0.15.3 0.19.2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
-# Tests of one file run in one process: they share what the file sets up.
-JOBS ?= 2
-SHARED := -n $(JOBS) --dist loadfile
+# JOBS=4 runs four files of tests at once, on a machine with cores to spare: most tests start two ranks of their own.
+SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
 .PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys lint format dist bench bench-capture \
     bench-overhead bench-report bench-scale bench-timeline bench-whatif clean

@@ -12,6 +12,8 @@ import pytest
 
 # Before torch is imported: Kineto's own log lines on stderr are not what is tested.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+# Ranks share a few cores: threads that wait for work by spinning take them from each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell without job control starts what runs in the background with SIGINT ignored; children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

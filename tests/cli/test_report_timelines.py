@@ -82,7 +82,7 @@ def test_one_run_of_several(timelines: Path) -> None:
     write_timelines(timelines / "again", LAYOUT, steps=40, microbatches=4, start_ns=2 * 10**18)
     newest, first = megaprof("report", timelines), megaprof("report", timelines, "--run", 1)
     assert (newest.returncode, first.returncode) == (0, 0)
-    assert "all timelines: 8 ranks, steps 0-39\nNo rank" in newest.stdout
+    assert "all timelines: 8 ranks, steps 0-39\nOver the run nothing became slower" in newest.stdout
     assert "there are timelines of 2 runs; this report is about the newest" in " ".join(newest.stdout.split())
     assert "all timelines: 8 ranks, steps 0-59\nRank 5" in first.stdout
     wrong = megaprof("report", timelines, "--run", 3)

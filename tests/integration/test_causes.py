@@ -135,7 +135,7 @@ def named(directory: Path) -> set[str]:
     return {f"{c.kind}:{c.group if c.kind == 'communication' else c.stage}" for c in target.verdict.causes}
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_every_fault_is_named_from_trace_and_timeline(tmp_path: Path) -> None:
     # Another process may hold a stage back for most of a capture: what was disturbed is run once more.
     wrong: dict[str, Any] = dict(EXPECTED)
@@ -182,7 +182,7 @@ def run_replicas(directory: str) -> None:
                 gpt.train_step(forward_backward)
 
 
-@pytest.mark.slow
+@pytest.mark.alone
 def test_a_rank_that_is_slow_again_and_again(tmp_path: Path) -> None:
     run_ranks(run_replicas, REPLICAS.world_size, str(tmp_path), timeout=300)
     (target,) = analyze(tmp_path).targets
