@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("configuration", "kind", "stride"),
-    [("torch", "timeout", 61), ("overall", "interrupt", 23), ("timeline", "timeout", 7), ("annotated", "stop", 23)],
+    [("torch", "timeout", 61), ("overall", "interrupt", 47), ("timeline", "timeout", 7), ("annotated", "stop", 47)],
 )
 def test_what_a_signal_handler_raises_reaches_the_host(
     configuration: str, kind: str, stride: int, tmp_path: Path
