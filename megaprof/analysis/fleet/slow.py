@@ -12,6 +12,10 @@ from megaprof.analysis.fleet.stragglers import Buckets, Run, coupled, groups_of,
 from megaprof.analysis.fleet.trends import Floats, others_median
 from megaprof.parallel.selectors import Selector
 
+#: A rank that computes longer is why its pipeline comes late if that is at least this part of what the others wait: a
+#: few milliseconds by chance do not explain hundreds.
+EXPLAINS = 0.25
+
 Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with each other
 
 
@@ -167,8 +171,10 @@ def late_ranks(
     def explained(run: Run) -> bool:
         begin, end = buckets.first[run.first], buckets.last[run.last]
         own = pipeline[ranks[run.row].coords.rank]
+        waiting = abs(run.peers_ms - run.own_ms)
         at_that_time = (s for s in slow if s.from_step <= end and begin <= (s.until or end))
-        return any(own in {pipeline[rank] for rank in s.ranks} for s in at_that_time)
+        enough = (s for s in at_that_time if s.own_ms - s.peers_ms >= EXPLAINS * waiting)
+        return any(own in {pipeline[rank] for rank in s.ranks} for s in enough)
 
     together: list[list[Run]] = []
     for rows in groups.values():
