@@ -16,7 +16,7 @@ SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
 
-# Under five minutes on two cores; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
+# Minutes; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
 	$(PYTEST) $(SHARED) -m "not slow and not hosts and not alone" $(ARGS)
 
