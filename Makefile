@@ -2,8 +2,8 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 MEGATRON_CORE ?= megatron-core==0.16.1
-# The versions that the suite runs on besides MEGATRON_CORE.
-MATRIX ?= 0.12.3 0.14.0 0.15.3 0.19.2
+# The versions that the suite runs on besides MEGATRON_CORE: the oldest and the newest. 0.14.0 and 0.15.3 work as well.
+MATRIX ?= 0.12.3 0.19.2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
