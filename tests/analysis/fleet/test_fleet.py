@@ -143,6 +143,26 @@ def test_a_pipeline_that_is_waited_for_because_it_computes_is_one_finding(tmp_pa
     assert [slow.what for slow in fleet.stragglers] == ["compute"]
 
 
+def test_a_rank_that_computes_a_little_longer_does_not_explain_that_its_pipeline_comes_far_later(
+    tmp_path: Path,
+) -> None:
+    named = {}
+    for late in (100, 400):
+        directory = tmp_path / str(late)
+        write_timelines(directory, PIPELINE, steps=120, microbatches=4, events=False)
+        reading = read_fleet(find_timelines(directory))
+        (series,) = reading.series.values()
+        for rank in series.ranks:
+            if rank.coords.rank == 19:
+                rank.compute[70:] += 50
+            if rank.coords.dp != 3:
+                rank.finalize[70:] += late  # they wait for it
+        (fleet,) = survey(reading, directory)
+        named[late] = [(s.what, s.ranks) for s in fleet.stragglers]
+    computes = ("compute", (19,))
+    assert named == {100: [computes], 400: [computes, ("arrival", (3, 11, 19, 27))]}
+
+
 def test_what_lasts_for_seconds_is_nothing(tmp_path: Path) -> None:
     short = {"forward_ms": 1.0, "backward_ms": 2.0, "finalize_ms": 0.0, "steps": 200}
     fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, until_step=110, factor=3.0)], **short)
