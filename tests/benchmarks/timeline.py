@@ -5,10 +5,10 @@
 Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included. In place of layers each stage
 sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine, two ranks do not disturb each
 other, and hooks run in caches that have gone cold. The recorder rests in every other block of steps, by the very means
-by which a job measures its own cost (`megaprof.recorders.timeline.cost`), but in short blocks and without pauses between
-the pairs. Ranks run at real-time priority where that is permitted (as root), background thread included: 200 sleeps
-make a step, and the ordinary scheduler wakes each of them a little too late, which is noise. Wall time is the
-pipeline's; CPU time is that of the whole process, background thread included, of the rank that pays more.
+by which a job measures its own cost (`megaprof.recorders.timeline.cost`), but in short blocks without pauses. Ranks run
+at real-time priority where that is permitted (as root), background thread included: 200 sleeps make a step, and the
+ordinary scheduler wakes each of them a little too late, which is noise. Wall time is that of the pipeline; CPU time is
+that of the whole process, background thread included, of the rank that pays more.
 
 The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more, as
 fractions of a step of 100 ms; ``_error``: the standard error. ``stall_ms``: the most CPU time that one round of the
