@@ -14,6 +14,11 @@ from megaprof.cli.inputs import add_input_option, heed_input_option
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
 
+EXAMPLES = (
+    "megaprof diff traces-before traces-after",
+    "megaprof diff before.json traces-after --json",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "directory of captured traces, one of them, or the JSON file of a report"

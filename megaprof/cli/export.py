@@ -10,6 +10,7 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
 
 _MOST_WARNINGS = 20
+EXAMPLES = ("megaprof export traces --parquet history --run llama-70b",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,11 @@ from pathlib import Path
 from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
 
+EXAMPLES = (
+    "megaprof merge traces -o step.json.gz",
+    "megaprof merge traces -o step.json.gz --target train_actor --step 20 --ranks dp=0",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="directory of captured traces (of nsys, too), or one")

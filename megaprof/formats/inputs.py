@@ -14,11 +14,18 @@ SMALL = 64 << 20
 #: ... and a larger one only up to this share of the memory that is left, since decoding takes several times as much.
 _SHARE = 0.25
 
+#: So many other files are looked at before the first of ours: home directories have more.
+MOST_OTHERS = 100_000
+
 _allowed: int | None = None
 
 
 class UnusableInput(OSError):
     """A file that is not read, whatever it holds; the message says why."""
+
+
+class TooMuch(Exception):
+    """A directory in which a search for our files would take for ever; the message says so."""
 
 
 def allow(most: int | None) -> None:
@@ -71,3 +78,20 @@ def read_input(path: Path) -> bytes:
     if len(data) > most:
         raise UnusableInput(f"it grows beyond {most:,} bytes while it is read")
     return data
+
+
+def files_below(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Every file under ``directory`` whose name ends so and is not hidden, in no order. Raises TooMuch for the root of
+    the file system, and after `MOST_OTHERS` files none of which is ours."""
+    hint = "name the directory that the job got as --profile-dir"
+    if os.path.realpath(directory) == os.path.abspath(os.sep):
+        raise TooMuch(f"{directory} is the whole file system; {hint}")
+    found: list[Path] = []
+    others = 0
+    for folder, _, names in os.walk(directory):
+        found += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
+        if not found:
+            others += sum(".rank" not in name for name in names)  # each file of ours names its rank
+        if others > MOST_OTHERS:
+            raise TooMuch(f"{directory} holds more than {MOST_OTHERS:,} files, none of them by megaprof so far; {hint}")
+    return found

@@ -7,7 +7,6 @@ is says its ``.nsys.json``, found by host, process and step; without one, what i
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -28,6 +27,7 @@ from megaprof.analysis.trace.nsys_export import exported
 from megaprof.analysis.trace.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, UnreadableTrace
 from megaprof.formats import ranges
+from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.formats.nsys import read_sidecar, sidecars
@@ -70,15 +70,7 @@ def find_nsys(source: Path) -> list[NsysFile]:
 
     Files without any ``.nsys.json`` beside them are looked into, for the sizes that all of them show together.
     """
-    if source.is_file():
-        found = [source]
-    else:
-        found = [
-            Path(folder, name)
-            for folder, _, names in os.walk(source)
-            for name in names
-            if name.endswith((SQLITE, REPORT)) and not name.startswith(".")
-        ]
+    found = [source] if source.is_file() else files_below(source, (SQLITE, REPORT))
     there = set(found)
     paths = sorted(p for p in found if p.suffix == SQLITE or p.with_suffix(SQLITE) not in there or source.is_file())
     bare = {folder for folder in {path.parent for path in paths} if next(sidecars(folder), None) is None}

@@ -7,7 +7,6 @@ microseconds), comparable between the ranks of one host. A file's name is only a
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from megaprof.analysis.trace.decoding import Document, Event, Undecodable, load
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, activities_of, spans_of
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.formats import ranges
+from megaprof.formats.inputs import files_below
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
 from megaprof.parallel.topology import RankCoords
@@ -107,12 +107,7 @@ class Trace:
 
 def find_traces(directory: Path) -> list[Path]:
     """Every file under ``directory`` whose name ends like a trace of ours, sorted. Hidden files are unfinished ones."""
-    return sorted(
-        Path(folder, name)
-        for folder, _, names in os.walk(directory)
-        for name in names
-        if name.endswith(TRACE_SUFFIXES) and not name.startswith(".")
-    )
+    return sorted(files_below(directory, TRACE_SUFFIXES))
 
 
 def read_trace(path: Path) -> Trace:
