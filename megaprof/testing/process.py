@@ -43,9 +43,9 @@ def cpu_process(gpus: int = 1) -> None:
 
     Beyond `megaprof.testing.cpu_megatron`: ``torch.cuda.is_available()`` is True, ``current_device()`` is 0, and
     ``device_count()`` follows ``CUDA_VISIBLE_DEVICES`` where that is set; every thread is covered; ``Tensor.type()``
-    names CUDA types, by which Megatron-Core's optimizers tell bf16 parameters apart; pinned memory is plain memory;
-    process groups of NCCL are gloo's, which computes averages as sums. Idempotent. Call it before the trainer is
-    imported: what that took from torch by name beforehand stays as it was.
+    names CUDA types, by which Megatron-Core's optimizers tell bf16 parameters apart; TorchScript runs eagerly; pinned
+    memory is plain memory; process groups of NCCL are gloo's, which computes averages as sums. Idempotent. Call it
+    before the trainer is imported: what that took from torch by name beforehand stays as it was.
 
     Raises:
         ValueError: ``gpus`` is not at least 1.
@@ -58,6 +58,7 @@ def cpu_process(gpus: int = 1) -> None:
         return
     _cpu_already = True
     torch.compiler.set_stance("force_eager")
+    torch.jit._state.disable()  # as PYTORCH_JIT=0 does: a script cannot call what stands for torch's functions
     for patches in (cpu_patches, lambda: _gpu(gpus), _devices, _types, _groups):
         for patch in patches():
             setattr(patch.target, patch.name, patch.replacement)
