@@ -133,7 +133,7 @@ def together(warnings: Iterable[str]) -> tuple[str, ...]:
 
 def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call]) -> Iterator[Call]:
     """The last calls of targets that no trace shows."""
-    known = {(call.label, call.metadata.role) for call in traced}
+    known = {(call.label, call.role) for call in traced}
     for each in fleets:
         if (each.key.target, each.key.role) in known:
             continue
@@ -158,7 +158,7 @@ def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
 
 def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
     latest = {target.key: target.measured.steps[-1] for target in targets if target.measured.steps}
-    return (call for call in calls if latest.get((call.label, call.metadata.role)) == call.step)
+    return (call for call in calls if latest.get((call.label, call.role)) == call.step)
 
 
 def _target(

@@ -52,7 +52,7 @@ def with_gains(
     own = [
         call
         for call in calls
-        if (call.label, call.metadata.role, call.metadata.sizes) == (measured.target, measured.role, measured.sizes)
+        if (call.label, call.role, call.metadata.sizes) == (measured.target, measured.role, measured.sizes)
         and call.step in steps
     ]
     replayed: tuple[CapturedRun, list[CapturedStep]] | None = None

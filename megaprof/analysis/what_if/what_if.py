@@ -215,7 +215,7 @@ def _piece(held: ModelChunk) -> str:
 
 
 def _belongs(call: Call, measured: TargetStages) -> bool:
-    whose = (call.label, call.metadata.role, call.metadata.sizes)
+    whose = (call.label, call.role, call.metadata.sizes)
     return whose == (measured.target, measured.role, measured.sizes) and call.step in measured.steps
 
 
