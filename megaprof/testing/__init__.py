@@ -22,12 +22,14 @@ A test of a hook on Megatron's schedules needs no GPU, and no more than this::
             assert calls == 5
 
 `run_ranks` raises `RanksFailed` with every rank's traceback, signal or stack, and leaves no process
-behind. `cpu_megatron` alone is enough where a model of your own is to run.
+behind. `cpu_megatron` alone is enough where a model of your own is to run, and `cpu_process` puts the whole process of
+a trainer on the CPU that is not yours to change.
 """
 
 from megaprof.testing.cpu import Patch, cpu_megatron, cpu_patches
 from megaprof.testing.gpt import BuiltGPT, build
 from megaprof.testing.launcher import RankReport, RanksFailed, init_distributed, run_ranks
+from megaprof.testing.process import cpu_process
 from megaprof.testing.workload import GPTWorkload
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "build",
     "cpu_megatron",
     "cpu_patches",
+    "cpu_process",
     "init_distributed",
     "run_ranks",
 ]

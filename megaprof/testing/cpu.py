@@ -101,9 +101,12 @@ class _Streams(threading.local):
             self.current = before
 
 
-def _is_cuda(device: object) -> bool:
+def is_cuda(device: object) -> bool:
+    """Whether ``device``, as torch's functions take it, is one of CUDA's; a bare index is one of the accelerator's."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
+    if isinstance(device, int):
+        return not isinstance(device, bool)
     return isinstance(device, str) and device.startswith("cuda")
 
 
@@ -114,12 +117,10 @@ class _OnCpu(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        # A bare index means the accelerator wherever torch takes a device by keyword.
-        if _is_cuda(device) or (isinstance(device, int) and not isinstance(device, bool)):
+        if is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         if func is torch.Tensor.to:
-            args = tuple(_CPU if _is_cuda(argument) else argument for argument in args)
+            args = tuple(_CPU if is_cuda(argument) else argument for argument in args)
         return func(*args, **kwargs)
 
 
@@ -164,7 +165,7 @@ def _torch_patches() -> list[Patch]:
     on_cuda: dict[str, Any] = {
         "is_available": _constant(False),
         "device_count": _constant(0),
-        "current_device": _constant(_CPU),
+        "current_device": _constant(0),
         "set_device": _nothing(),
         "device": _constant(contextlib.nullcontext()),
         "synchronize": _nothing(),
@@ -246,6 +247,12 @@ def _megatron_patches() -> list[Patch]:
 def cpu_patches() -> list[Patch]:
     """Everything that `cpu_megatron` replaces in this process, for the megatron-core that is installed."""
     return _torch_patches() + _megatron_patches()
+
+
+def process_wide() -> None:
+    """Redirect devices in this thread for good."""
+    mode: Any = _OnCpu()
+    mode.__enter__()
 
 
 def _restore(target: Any, name: str, saved: object) -> None:

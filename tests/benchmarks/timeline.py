@@ -1,17 +1,20 @@
 """What it costs to leave the timeline on: real steps of a real job, in alternating blocks with and without it.
 
-    python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100]
+    python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100] [--busy]
 
 Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included. In place of layers each stage
 sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine, two ranks do not disturb each
 other, and hooks run in caches that have gone cold. The recorder rests in every other block of steps, by the very means
-by which a job measures its own cost (`megaprof.recorders.timeline.cost`), but without pauses between the pairs. Wall
-time is the pipeline's; CPU time is that of the whole process, background thread included, of the rank that pays more.
+by which a job measures its own cost (`megaprof.recorders.timeline.cost`), but in short blocks without pauses. Ranks run
+at real-time priority where that is permitted (as root), background thread included: 200 sleeps make a step, and the
+ordinary scheduler wakes each of them a little too late, which is noise. Wall time is that of the pipeline; CPU time is
+that of the whole process, background thread included, of the rank that pays more.
 
 The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more, as
 fractions of a step of 100 ms; ``_error``: the standard error. ``stall_ms``: the most CPU time that one round of the
 background thread took, an upper bound of how long the training thread waits for the interpreter's lock; Python's switch
-interval is another one. ``bytes_per_rank_step``: what the busiest rank wrote.
+interval is another one. ``bytes_per_rank_step``: what the busiest rank wrote. ``realtime``: whether the ranks ran at
+real-time priority. ``--busy`` keeps one core busy with something else meanwhile, at ordinary priority.
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -86,10 +93,32 @@ def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[
     return model(next(data)), loss
 
 
+def _real_time() -> bool:
+    """Threads that start later inherit it."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+@contextmanager
+def _busy(wanted: bool) -> Iterator[None]:
+    if not wanted:
+        yield
+        return
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[str, Any]:
     """The cost of the timeline in so many steps of so many seconds, bytes of a step, and the longest burst of the
     background thread."""
     torch.set_num_threads(1)
+    realtime = _real_time()
     init_distributed()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     config = TransformerConfig(
@@ -114,7 +143,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[s
             forward_only=False,
         )
 
-    endless = {"EARLY": 5, "LATE": 5, "PAIRS": steps, "_RATE_STEPS": 2}
+    endless = {"BLOCK_SECONDS": 0.8, "EARLY": 3, "LATE": 3, "PAIRS": steps, "_RATE_STEPS": 2}
     with cpu_megatron(), mock.patch.multiple(cost, **endless):
         for _ in range(5):
             step()
@@ -132,7 +161,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[s
     found = timeline._pairs.cost()
     if found is None:
         raise RuntimeError("no pairs")
-    return {"cost": found, "bytes": timeline.bytes_written / recorded, "stall": 1e3 * stall}
+    return {"cost": found, "bytes": timeline.bytes_written / recorded, "stall": 1e3 * stall, "realtime": realtime}
 
 
 def main() -> None:
@@ -140,9 +169,10 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--step-ms", type=float, default=100.0)
+    parser.add_argument("--busy", action="store_true")
     args = parser.parse_args()
     quiet = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _busy(args.busy):
         measured = args.microbatches, args.steps, args.step_ms / 1e3, str(Path(folder))
         ranks = run_ranks(job, 2, *measured, timeout=1800, env=quiet)
     how = "C" if tape.IN_C else "Python"
@@ -164,6 +194,9 @@ def main() -> None:
                 "overhead_cpu_error": round(cpu.cpu_error_us / STEP_US, 5),
                 "stall_ms": round(max(rank["stall"] for rank in ranks), 3),
                 "bytes_per_rank_step": round(max(rank["bytes"] for rank in ranks)),
+                "pairs": wall.pairs,
+                "busy": args.busy,
+                "realtime": all(rank["realtime"] for rank in ranks),
             }
         )
     )

@@ -59,6 +59,16 @@ class Straggler:
     steps."""
     entering_ms: float | None = None
     """The same: milliseconds that they are away between steps for longer than the others, and so enter a step late."""
+    gain_ms: float | None = None
+    """Milliseconds by which the step would be shorter without it, by replay; None where none was made."""
+
+    @property
+    def cost_ms(self) -> float:
+        """Milliseconds by which the step would be shorter without it: by replay, or by what it takes longer."""
+        if self.gain_ms is not None:
+            return self.gain_ms
+        longer = self.peers_ms - self.own_ms if self.what == "arrival" else self.own_ms - self.peers_ms
+        return longer * (1.0 if self.share is None else self.share)
 
 
 def matrix_of(ranks: Sequence[RankSeries], name: str, buckets: Buckets) -> Floats:
@@ -101,7 +111,7 @@ def slow_ranks(
                 found.append(_straggler(ranks, (rank,), pp, run, buckets, len(groups[number]) - 1))
     if layout is not None:
         found = [replace(s, unseen=tuple(sorted(coupled(layout, s.ranks[0]) - places.keys()))) for s in found]
-    return sorted(found, key=lambda s: (s.until is not None, -s.factor))
+    return sorted(found, key=lambda s: (s.until is not None, -s.cost_ms))
 
 
 def _straggler(

@@ -45,6 +45,11 @@ _FEWEST_SPELLS = 3
 _MOST = 256
 #: What comes and goes is slow in at least this part of the steps.
 RECURRING = 0.10
+#: Of two rows alone, the one that comes and goes does so this many times more often than the other, in standard errors,
+#: and its slow steps are this many standard deviations from the rest: noise makes one of two slower in half of all
+#: steps, and never in two separate heaps.
+TWO_SIGMAS = 3.0
+TWO_HEAPS = 4.0
 #: A stretch in which less than this part is slow is several.
 _WHOLE = 0.85
 #: A rank that is a little slow and then far slower is two findings, so that the second has its own beginning: when the
@@ -229,7 +234,11 @@ def _with_recurring(
         if often - expected <= SIGMAS * np.sqrt(expected + 1) or np.nansum(buckets.seconds[slow]) < LASTING_SECONDS:
             continue
         # A rank that is a little slow all the time is at times above the threshold by chance.
-        if _median(relative[row, slow]) - _median(relative[row, known[~slow_in[row, known]]]) < least:
+        rest = known[~slow_in[row, known]]
+        if _median(relative[row, slow]) - _median(relative[row, rest]) < least:
+            continue
+        own = relative[row]
+        if len(values) == 2 and not _unlike(own[known], own[slow], own[rest], least, spells):
             continue
         place = np.flatnonzero(slow)
         own_ms, peers_ms = _median(values[row, slow]), _median(peers[row, slow])
@@ -250,6 +259,19 @@ def _with_recurring(
         )
     kept = {(run.row, run.first) for run in whole} | {(run.row, -1) for run in whole if run.share is not None}
     return whole + [run for run in found if (run.row, run.first) not in kept and (run.row, -1) not in kept]
+
+
+def _unlike(all_steps: Floats, slow: Floats, rest: Floats, least: float, spells: int) -> bool:
+    """Whether one of two rows has slow steps that noise does not explain: it may last, so that its spells count."""
+    others = np.count_nonzero(all_steps < 1 / (1 + least)) * spells / len(slow)
+    gap = float(np.median(logarithms(slow)) - np.median(logarithms(rest))) if len(rest) else np.inf
+    spread = max(_scatter(logarithms(each)) for each in (slow, rest) if len(each))
+    return spells - others > TWO_SIGMAS * np.sqrt(others + 1) and gap > TWO_HEAPS * spread
+
+
+def _scatter(x: Floats) -> float:
+    """Standard deviation by the median absolute deviation."""
+    return MAD * float(np.median(np.abs(x - np.median(x))))
 
 
 def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> list[tuple[Shift, ...]]:

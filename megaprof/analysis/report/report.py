@@ -133,7 +133,7 @@ def together(warnings: Iterable[str]) -> tuple[str, ...]:
 
 def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call]) -> Iterator[Call]:
     """The last calls of targets that no trace shows."""
-    known = {(call.label, call.metadata.role) for call in traced}
+    known = {(call.label, call.role) for call in traced}
     for each in fleets:
         if (each.key.target, each.key.role) in known:
             continue
@@ -158,7 +158,7 @@ def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
 
 def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
     latest = {target.key: target.measured.steps[-1] for target in targets if target.measured.steps}
-    return (call for call in calls if latest.get((call.label, call.metadata.role)) == call.step)
+    return (call for call in calls if latest.get((call.label, call.role)) == call.step)
 
 
 def _target(
@@ -171,9 +171,18 @@ def _target(
     if fleet is not None:
         kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
         causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
-    verdict = replace(verdict, causes=with_gains(measured, causes, calls))
-    beside = slow.get(fleet.key) if fleet is not None else None
-    return TargetReport(measured, verdict, what_if(measured, calls, beside), fleet)
+    verdict = replace(verdict, causes=causes)
+    found = what_if(measured, calls, verdict, slow.get(fleet.key) if fleet is not None else None)
+    verdict = replace(verdict, causes=with_gains(measured, causes, calls, found))
+    return TargetReport(measured, verdict, found, fleet and _with_gains(fleet, verdict.causes))
+
+
+def _with_gains(fleet: Fleet, causes: Sequence[Cause]) -> Fleet:
+    """Stragglers that are causes, too, with what these cost."""
+    gains = {cause.ranks or (cause.rank,): cause.gain_ms for cause in causes if cause.kind == "slow_rank"}
+    lasting = [s.what == "compute" and s.until is None for s in fleet.stragglers]
+    told = zip(fleet.stragglers, lasting, strict=True)
+    return replace(fleet, stragglers=tuple(replace(s, gain_ms=gains.get(s.ranks)) if lasts else s for s, lasts in told))
 
 
 def _unless_explained(causes: tuple[Cause, ...], measured: TargetStages) -> tuple[Cause, ...]:
@@ -192,6 +201,7 @@ def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
                 kind="slow_rank",
                 stage=each.stage,
                 rank=each.ranks[0] if len(each.ranks) == 1 else None,
+                ranks=each.ranks if len(each.ranks) > 1 else (),
                 evidence=evidence(fleet, each),
                 threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
                 f"{LASTING_STEPS} steps",

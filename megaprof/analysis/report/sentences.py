@@ -122,24 +122,38 @@ def facts(measured: TargetStages) -> list[str]:
     ]
 
 
+@dataclass(frozen=True)
+class _Told:
+    """A finding on the whole run, with what orders it."""
+
+    finding: Finding
+    """What is said."""
+    cost_ms: float
+    """Milliseconds by which the step would be shorter without it."""
+    over: bool = False
+    """Whether it has ended."""
+
+
 def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
-    """What is slow or gone in the whole run, the worst first; one finding that nothing is, where nothing is."""
-    slow = (*_stragglers(fleet), *_slower_stages(fleet), *_synchronisation(fleet))
-    rest = (*_unequal(fleet), *_steps(fleet), *_ended(fleet))
+    """What is slow or gone in the whole run: what costs the step most comes first, and what is over behind what is not;
+    one finding that nothing is, where nothing is."""
+    of_a_place = (*_stragglers(fleet), *_slower_stages(fleet), *_synchronisation(fleet))
+    told = (*of_a_place, *_unequal(fleet), *_steps(fleet))
+    found = [each.finding for each in sorted(told, key=lambda each: (each.over, -each.cost_ms))]
+    found += _ended(fleet)
     nothing = "Over the run nothing became slower, and no rank is slower than its peers."
-    return (*(slow or (() if rest else (Finding("nothing_slow", "fine", nothing),))), *rest)
+    return tuple(found) or (Finding("nothing_slow", "fine", nothing),)
 
 
-def _stragglers(fleet: Fleet) -> Iterator[Finding]:
+def _stragglers(fleet: Fleet) -> Iterator[_Told]:
     texts = {"compute": _computes_longer, "synchronisation": _slow_group, "arrival": _comes_last}
     for each in fleet.stragglers:
         which = each.capture or (str(Selector.of_ranks(each.ranks)) if each.what == "arrival" else None)
-        text = sentence(texts[each.what](fleet, each))
-        if which is None:
-            yield Finding("slow_rank", "slow", text)
-        else:
-            shows = "what it is" if each.what == "arrival" else "which of them it is"
-            yield Finding("slow_rank", "slow", f"{text} A capture shows {shows}:", _trigger(fleet, which))
+        text, command = sentence(texts[each.what](fleet, each)), None
+        if which is not None:
+            text += f" A capture shows {'what it is' if each.what == 'arrival' else 'which of them it is'}:"
+            command = _trigger(fleet, which)
+        yield _Told(Finding("slow_rank", "slow", text, command), each.cost_ms, each.until is not None)
 
 
 def _computes_longer(fleet: Fleet, s: Straggler) -> str:
@@ -215,13 +229,17 @@ def evidence(fleet: Fleet, s: Straggler) -> str:
     )
 
 
-def _slower_stages(fleet: Fleet) -> Iterator[Finding]:
+def _shifted(shift: Shift, kind: str, text: str, command: str | None = None) -> _Told:
+    return _Told(Finding(kind, "slow", text, command), shift.after_ms - shift.before_ms, shift.until is not None)
+
+
+def _slower_stages(fleet: Fleet) -> Iterator[_Told]:
     for stage in fleet.stages:
         for shift in stage.shifts:
             if shift.change <= EXCESS:
                 continue
             if fleet.key.sizes.pp == 1:
-                yield Finding("slow_run", "slow", f"The compute of a step {_went(fleet, shift)}, on all ranks alike.")
+                yield _shifted(shift, "slow_run", f"The compute of a step {_went(fleet, shift)}, on all ranks alike.")
                 continue
             text = (
                 f"Stage {stage.pp} {'was' if shift.until is not None else 'has been'} {percent(shift.change)} slower "
@@ -229,25 +247,25 @@ def _slower_stages(fleet: Fleet) -> Iterator[Finding]:
                 f"{milliseconds(shift.after_ms)} per step instead of {milliseconds(shift.before_ms)}. A capture shows "
                 "why:"
             )
-            yield Finding("slow_stage", "slow", text, _trigger(fleet, f"pp={stage.pp}"))
+            yield _shifted(shift, "slow_stage", text, _trigger(fleet, f"pp={stage.pp}"))
 
 
-def _synchronisation(fleet: Fleet) -> Iterator[Finding]:
+def _synchronisation(fleet: Fleet) -> Iterator[_Told]:
     for shift in fleet.synchronisation.synchronisation_shifts:
         text = (
             f"Gradient synchronisation {_went(fleet, shift)}, even for the rank that comes last to it: {_COLLECTIVE}."
         )
-        yield Finding("slow_synchronisation", "slow", text)
+        yield _shifted(shift, "slow_synchronisation", text)
     for pp, shift in fleet.synchronisation.stage_synchronisation:
         tied = _TIED if pp in (0, fleet.key.sizes.pp - 1) else ""
         text = (
             f"Gradient synchronisation of stage {pp} {_went(fleet, shift)}, compared with that of the other stages: "
             f"{_COLLECTIVE}{tied}. A capture shows whether one of its ranks is slow:"
         )
-        yield Finding("slow_synchronisation", "slow", text, _trigger(fleet, f"pp={pp}"))
+        yield _shifted(shift, "slow_synchronisation", text, _trigger(fleet, f"pp={pp}"))
 
 
-def _steps(fleet: Fleet) -> Iterator[Finding]:
+def _steps(fleet: Fleet) -> Iterator[_Told]:
     told = [
         *(s.from_step for s in fleet.stragglers if not s.since_start),
         *(s.until + 1 for s in fleet.stragglers if s.until is not None),
@@ -258,13 +276,15 @@ def _steps(fleet: Fleet) -> Iterator[Finding]:
     for shift in fleet.times.step_shifts:
         # What became slower at that time is named already, with its own onset.
         if shift.change > EXCESS and not any(_together(fleet, shift.step, step) for step in told):
-            yield Finding("slow_step", "slow", f"The step {_went(fleet, shift)}.")
+            yield _shifted(shift, "slow_step", f"The step {_went(fleet, shift)}.")
     if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
         drifted = percent(fleet.times.drift, sign=True)
-        yield Finding("drift", "slow", f"Step times drift: they change by {drifted} from the first step to the last.")
+        text = f"Step times drift: they change by {drifted} from the first step to the last."
+        typical = fleet.times.step.p50 if fleet.times.step else 0.0
+        yield _Told(Finding("drift", "slow", text), fleet.times.drift * typical)
 
 
-def _unequal(fleet: Fleet) -> Iterator[Finding]:
+def _unequal(fleet: Fleet) -> Iterator[_Told]:
     if (found := fleet.unbalanced) is not None:
         text = (
             "The replicas get unequal work, another one the most in every step: the slowest computes "
@@ -273,7 +293,7 @@ def _unequal(fleet: Fleet) -> Iterator[Finding]:
             f"{milliseconds(found.balanced_ms)} instead of {milliseconds(found.step_ms)}: spread long sequences evenly "
             "over the replicas of a step."
         )
-        yield Finding("unequal_replicas", "slow", text)
+        yield _Told(Finding("unequal_replicas", "slow", text), found.step_ms - found.balanced_ms)
 
 
 def _ended(fleet: Fleet) -> Iterator[Finding]:

@@ -85,6 +85,8 @@ class Call:
     """Nanoseconds of every pass through a module."""
     gpu: Attribution | None = field(compare=False, default=None)
     """What ran on the GPU; None where that was not captured."""
+    role: str | None = None
+    """Whose work it is, where that was said: in a whole step, each call inside has its own."""
     after_opening: bool = False
     """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
 
@@ -109,6 +111,8 @@ class Call:
 
     @property
     def forward_only(self) -> bool:
+        if self.label == WHOLE_STEP:  # the metadata are those of the first call in it
+            return all(each.kind == ranges.FORWARD for each in self.phases)
         if self.label == self.metadata.target:
             return self.metadata.forward_only
         return self.label in _FORWARD_ONLY
@@ -118,6 +122,7 @@ def calls_of(trace: Trace) -> list[Call]:
     """Every schedule call in ``trace``, in order of time."""
     exposed = difference(_collective_times(trace.collectives), trace.compute)
     outermost = [r for r in trace.ranges if r.name.fields.get("step") is not None]
+    of_roles = [r for r in trace.ranges if r.name.role is not None]
     seen: Counter[tuple[str, int]] = Counter()
     calls = []
     for outer in outermost:
@@ -125,7 +130,9 @@ def calls_of(trace: Trace) -> list[Call]:
         if step is None:
             continue
         call = _call(trace, outer, step, seen[label, step], exposed)
-        calls.append(replace(call, after_opening=trace.after_opening and outer.start <= outermost[0].end))
+        around = [r for r in of_roles if r.start <= outer.start and outer.end <= r.end]
+        role = max(around, key=lambda r: (r.start, -r.end)).name.role if around else trace.metadata.role
+        calls.append(replace(call, role=role, after_opening=trace.after_opening and outer.start <= outermost[0].end))
         seen[label, step] += 1
     return calls
 

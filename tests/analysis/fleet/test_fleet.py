@@ -19,6 +19,7 @@ from tests.analysis.telling import findings, notes
 
 PIPELINE = WorldLayout(ParallelSizes.of(32, pp=4))
 EXPERTS = WorldLayout(ParallelSizes.of(64, tp=2, pp=2, ep=4))
+TWO_REPLICAS = WorldLayout(ParallelSizes.of(4, pp=2))
 WARM_UP = Slow(from_step=0, until_step=4, factor=6)
 CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in range(49, 300, 50))
 
@@ -142,6 +143,26 @@ def test_a_pipeline_that_is_waited_for_because_it_computes_is_one_finding(tmp_pa
     assert [slow.what for slow in fleet.stragglers] == ["compute"]
 
 
+def test_a_rank_that_computes_a_little_longer_does_not_explain_that_its_pipeline_comes_far_later(
+    tmp_path: Path,
+) -> None:
+    named = {}
+    for late in (100, 400):
+        directory = tmp_path / str(late)
+        write_timelines(directory, PIPELINE, steps=120, microbatches=4, events=False)
+        reading = read_fleet(find_timelines(directory))
+        (series,) = reading.series.values()
+        for rank in series.ranks:
+            if rank.coords.rank == 19:
+                rank.compute[70:] += 50
+            if rank.coords.dp != 3:
+                rank.finalize[70:] += late  # they wait for it
+        (fleet,) = survey(reading, directory)
+        named[late] = [(s.what, s.ranks) for s in fleet.stragglers]
+    computes = ("compute", (19,))
+    assert named == {100: [computes], 400: [computes, ("arrival", (3, 11, 19, 27))]}
+
+
 def test_what_lasts_for_seconds_is_nothing(tmp_path: Path) -> None:
     short = {"forward_ms": 1.0, "backward_ms": 2.0, "finalize_ms": 0.0, "steps": 200}
     fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, until_step=110, factor=3.0)], **short)
@@ -180,6 +201,24 @@ def test_healthy_runs_raise_no_alarm(
         slow=[WARM_UP, *CHECKPOINTS],
     )
     assert findings(fleet) == (NOTHING,)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_two_replicas_noise_makes_none_slow_again_and_again(tmp_path: Path, seed: int) -> None:
+    # A rank that always computes a little longer is far slower than its only peer in many steps of a busy machine.
+    noisy = {"steps": 200, "noise": 0.2, "tails": 0.05, "seed": seed, "events": False}
+    fleet = fleet_of(tmp_path, TWO_REPLICAS, slow=[Slow(rank=1, factor=1.07), Slow(rank=2, factor=1.07)], **noisy)
+    assert findings(fleet) == (NOTHING,)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_of_two_replicas_one_is_slow_again_and_again(tmp_path: Path, seed: int) -> None:
+    slow = [Slow(rank=1, from_step=step, until_step=step + 5, factor=1.6) for step in range(10, 200, 19)]
+    fleet = fleet_of(tmp_path, TWO_REPLICAS, slow=slow, steps=200, noise=0.05, tails=0.05, seed=seed, events=False)
+    (found,) = fleet.stragglers
+    assert (found.ranks, found.until) == ((1,), None)
+    assert found.share == pytest.approx(0.3, abs=0.1)
+    assert "is slow again and again" in findings(fleet)[0]
 
 
 def test_ranks_that_ended_early_and_ranks_that_are_missing(tmp_path: Path) -> None:
@@ -321,3 +360,20 @@ def test_a_rank_that_enters_the_step_late_says_by_how_much(tmp_path: Path) -> No
     assert re.search(
         r"They enter the step (99\.\d|100|101) ms late, since something between the steps", findings(fleet)[0]
     )
+
+
+def test_what_costs_the_step_most_comes_first(tmp_path: Path) -> None:
+    slow = [Slow(rank=17, from_step=60, factor=1.5), Slow(rank=10, from_step=20, until_step=50, factor=9.0)]
+    write_timelines(tmp_path, PIPELINE, steps=120, microbatches=4, events=False, slow=slow)
+    reading = read_fleet(find_timelines(tmp_path))
+    (series,) = reading.series.values()
+    for rank in series.ranks:
+        if rank.coords.dp == 3 and rank.coords.pp == 0:
+            rank.between[70:] += 400
+        elif rank.coords.dp != 3:
+            rank.finalize[70:] += 400  # they wait for it
+    (fleet,) = survey(reading, tmp_path)
+    said = findings(fleet)
+    costs = {s.ranks[0]: round(s.cost_ms, -1) for s in fleet.stragglers}
+    assert costs == {17: 60, 10: 960, 3: 400}
+    assert [text.split(" (")[0].split(" have")[0] for text in said] == ["Ranks 3, 11, 19, 27", "Rank 17", "Rank 10"]

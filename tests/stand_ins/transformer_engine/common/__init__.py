@@ -1,0 +1,5 @@
+"""Recipes alone."""
+
+from . import recipe
+
+__all__ = ["recipe"]

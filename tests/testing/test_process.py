@@ -1,0 +1,91 @@
+"""A process that is on the CPU for good, as a trainer sees it: each test is a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+from megaprof.testing import cpu_process
+
+
+def run(code: str) -> list[str]:
+    """What ``code`` prints in a process that calls `cpu_process` first; it ends without a traceback."""
+    program = "from megaprof.testing import cpu_process\ncpu_process(gpus=2)\nimport torch\n" + code
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, [line for line in done.stderr.splitlines() if "Traceback" in line]) == (
+        0,
+        [],
+    ), done.stderr
+    return done.stdout.splitlines()
+
+
+def test_it_ends_without_a_traceback_and_has_a_device() -> None:
+    lines = run(
+        "cpu_process(gpus=2)\n"
+        "print(int(torch.cuda.current_device()), torch.cuda.is_available(), torch.cuda.device_count())\n"
+        "device = torch.device('cuda', torch.cuda.current_device())\n"
+        "print(torch.ones(2, device=device).to(torch.cuda.current_device()).sum().item())\n"
+        "@torch.jit.script\n"
+        "def scripted(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return x + torch.ones(2)\n"
+        "print(scripted(torch.ones(2)).sum().item())\n"
+    )
+    assert lines == ["0 True 2", "2.0", "4.0"]
+
+
+def test_other_threads_are_on_the_cpu() -> None:
+    lines = run("""
+import threading
+from concurrent.futures import ThreadPoolExecutor
+def made():
+    first = torch.zeros(1, device="cuda", pin_memory=True)
+    return {t.device.type for t in (first, first.to("cuda:1"), first.new_ones(2, device="cuda"),
+                                    torch.empty_like(first, device=0), torch.nn.Linear(1, 1, device="cuda").weight)}
+print(ThreadPoolExecutor().submit(made).result())
+found = []
+thread = threading.Thread(target=lambda: found.append(made())); thread.start(); thread.join()
+print(*found)
+""")
+    assert lines == ["{'cpu'}", "{'cpu'}"]
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+def test_megatrons_own_bf16_optimizer_trains_over_what_it_takes_for_nccl(distributed_optimizer: bool) -> None:
+    if distributed_optimizer and version("megatron-core").startswith("0.12."):
+        pytest.skip("the distributed optimizer of megatron-core 0.12 needs Transformer Engine for bf16")
+    lines = run(f"""
+import tempfile
+import torch.distributed as dist
+dist.init_process_group("nccl", init_method="file://" + tempfile.mkdtemp() + "/s", rank=0, world_size=1,
+                        device_id=torch.device("cuda:0"))
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megaprof.testing import GPTWorkload, build
+gpt = build(GPTWorkload(layers=2, hidden=32, seq_length=16, heads=2, dtype="bfloat16"))
+ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer={distributed_optimizer})
+gpt.chunks = [DistributedDataParallel(gpt.config, ddp, chunk.module) for chunk in gpt.chunks]
+options = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16,
+                          use_distributed_optimizer={distributed_optimizer})
+optimizer = get_megatron_optimizer(options, gpt.chunks)
+print(dist.get_backend(), next(gpt.chunks[0].parameters()).type())
+average = torch.tensor([3.0], device="cuda")
+dist.all_reduce(average, op=dist.ReduceOp.AVG)
+losses = []
+for _ in range(4):
+    for chunk in gpt.chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses.append(sum(loss["lm loss"].item() for loss in gpt._run(None, 0, forward_only=False)))
+    assert optimizer.step()[0]
+print(average.item(), losses[-1] < losses[0])
+dist.destroy_process_group()
+""")
+    assert lines == ["gloo torch.cuda.BFloat16Tensor", "3.0 True"]
+
+
+def test_a_number_of_gpus_that_is_none() -> None:
+    with pytest.raises(ValueError, match="gpus=0: must be at least 1"):
+        cpu_process(gpus=0)
