@@ -53,8 +53,11 @@ ALL_OURS = (
     "assert __name__ == '__main__'\nanalyze(path, workers=os.cpu_count())",
 )
 FLOOR = (
-    "from pathlib import Path\nfrom isal import igzip\nfrom megaprof.analysis.trace import decoding",
-    "for f in Path(path).iterdir(): assert decoding._decode(igzip.decompress(f.read_bytes())).traceEvents",
+    "import msgspec\nfrom pathlib import Path\nfrom isal import igzip\n"
+    "from megaprof.analysis.trace.decoding import Event\n"
+    "class Document(msgspec.Struct):\n    traceEvents: list[Event]\n    baseTimeNanoseconds: int = 0\n",
+    "decode = msgspec.json.Decoder(Document).decode\n"
+    "for f in Path(path).iterdir(): assert decode(igzip.decompress(f.read_bytes())).traceEvents",
 )
 HTA = (
     "from hta.trace_analysis import TraceAnalysis",
