@@ -22,7 +22,7 @@ from megaprof.analysis.stages import words
 from megaprof.analysis.stages.causes import slow_ranks
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.stages import LONGEST, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import Call, ModuleKey
 from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
@@ -62,6 +62,7 @@ _BEYOND = {
     "late_entry": "a stage enters the step late",
     "slow_link": "exchanges take long on one link",
 }
+_NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
 #: What gains less than this is no gain that a reader sees.
 _GAIN = 0.01
 
@@ -175,6 +176,8 @@ def what_if(
         beyond = next((_BEYOND[cause.kind] for cause in verdict.causes if cause.kind in _BEYOND), None)
         if beyond is not None:
             many += f"; it is off because it knows only the passes, and here {beyond}"
+        elif measured.step_time_basis == LONGEST:
+            many += f"; {_NO_CLOCK}"
         elif len(steps) < ENOUGH_STEPS:
             many += f"; {_more_steps(len(steps))}: the median step counts"
         return replace(replayed, advice=_disturbed(baseline), warnings=(many,))
@@ -185,7 +188,10 @@ def what_if(
     for call in own:
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
     found = _agreeing(_predict(replayed, baseline, by_stage), verdict, len(steps))
-    return found if run.refit is None else replace(found, warnings=(*found.warnings, run.refit))
+    told = [] if run.refit is None else [run.refit]
+    if measured.step_time_basis == LONGEST:
+        told.append(f"no exchange takes time in the replay: {_NO_CLOCK}")
+    return replace(found, warnings=(*found.warnings, *told))
 
 
 def _agreeing(found: WhatIf, verdict: Verdict, steps: int) -> WhatIf:

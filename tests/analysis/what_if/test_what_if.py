@@ -228,6 +228,19 @@ def test_what_a_replay_cannot_know_is_said_instead_of_more_steps():
         assert "capture" not in warning
 
 
+def test_an_absent_clock_ends_in_its_own_sentence():
+    unknown = "without a common clock of the stages nothing says how long exchanges take"
+    apart = found(Scenario("apart", layers=(6, 4, 4, 4), apart=True, **CPU))
+    assert apart.best is not None
+    assert apart.warnings == (f"no exchange takes time in the replay: {unknown}",)
+    assert found(Scenario("apart", layers=(6, 4, 4, 4), **CPU)).warnings == ()
+    link = found(Scenario("link", link={1: 12.0}, apart=True, **CPU))
+    assert link.candidates == ()
+    (warning,) = link.warnings
+    assert warning.startswith("nothing is predicted: the replay is 1")
+    assert warning.endswith(f"10% is too much; {unknown}")
+
+
 def test_other_microbatches_and_chunks_say_what_they_assume():
     what_if = found(Scenario("others", layers=(4, 4), microbatches=8, **CPU))
     by_what = {each.what: each for each in what_if.candidates}
