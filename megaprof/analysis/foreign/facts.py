@@ -102,6 +102,7 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
         warnings.append("some communication names no process group")
     if unreadable := sum(r.unreadable for r in recordings):
         warnings.append(f"{unreadable} events with impossible times or types were left out")
+    warnings += (f"{r.path.name} is read as far as it goes: {r.cut}" for r in recordings if r.cut is not None)
     return Foreign(tuple(_facts(r, axes) for r in ordered), tuple(_late(ordered)), tuple(warnings))
 
 
@@ -169,11 +170,10 @@ def _late(recordings: Sequence[Recording]) -> list[Late]:
         if recording.rank is None:
             continue
         own: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-        for span, operation, group in zip(
-            recording.gpu.spans.tolist(), recording.operation, recording.group, strict=True
-        ):
+        for place, (operation, group) in enumerate(zip(recording.operation, recording.group, strict=True)):
             if operation is not None and group is not None and group.ranks and recording.rank in group.ranks:
-                own[f"{group.name} {group.ranks}", operation].append(span[1] - span[0])
+                start, end = recording.gpu.spans[place].tolist()
+                own[f"{group.name} {group.ranks}", operation].append(end - start)
         for key, each in own.items():
             lengths[key][recording.rank] = each
     found = []

@@ -69,7 +69,7 @@ class TargetReport:
             "stages": [_stage(stage) for stage in measured.stages],
             "imbalance": verdict.imbalance,
             "slowest_stage": verdict.slowest_stage,
-            "causes": [asdict(cause) for cause in verdict.causes],
+            "causes": [_without(asdict(cause), "ranks") for cause in verdict.causes],
             "notes": [said.text] if said else [],
             "framework": measured.framework,
             "what_if": self.what_if.to_json() | {"host_options": self._host_options()},
@@ -199,10 +199,14 @@ def _fleet(fleet: Fleet) -> dict[str, Any]:
     plain = asdict(fleet)
     parts = {name: plain.pop(name) for name in ("coverage", "times", "synchronisation", "recording")}
     found = plain | {name: value for part in parts.values() for name, value in part.items()}
-    for name in ("key", "directory", "again"):
-        del found[name]
+    found = _without(found, "key", "directory", "again")
+    found["stragglers"] = [_without(each, "gain_ms") for each in found["stragglers"]]
     findings = [finding.plain for finding in sentences.of_fleet(fleet)]
     return {**found, "findings": findings, "notes": list(sentences.notes_of(fleet))}
+
+
+def _without(plain: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in plain.items() if name not in names}
 
 
 def _mean(spread: Spread | None) -> float | None:

@@ -175,7 +175,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         exchanges=tuple(Exchange(r.name.label, r.start, r.end, r.start, r.end) for r in exchanges),
         busy=busy,
         exposed_ns=split,
-        incomplete=_incomplete(label, step, metadata, phases),
+        incomplete=trace.cut or _incomplete(label, step, metadata, phases),
         has_kernels=trace.has_kernels,
         reasons=tuple(reasons),
         finalize=finalize,

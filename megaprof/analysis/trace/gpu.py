@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +56,12 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 _NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "userbuffers": "tp"}
 BY_GROUP = -1
 _LONGEST = 1 << 61
-_NAME, _START, _DURATION = attrgetter("name"), attrgetter("ts"), attrgetter("dur")
+_START, _DURATION = attrgetter("ts"), attrgetter("dur")
 _CORRELATION = attrgetter("args.correlation")
+_Numbers = npt.NDArray[np.int64]
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE)
+_NO_LAUNCHES = (_NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,14 @@ class Activities:
     """Whether it is a kernel, no copy or memset."""
 
 
-def spans_of(base: int, events: Sequence[Event]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
+class Timed(Protocol):
+    """An event with a time, in microseconds."""
+
+    ts: float
+    dur: float
+
+
+def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
     """Times in nanoseconds of those events whose times are possible, and which ones these are."""
     with np.errstate(over="ignore", invalid="ignore"):
         start = np.array(list(map(_START, events)), dtype=np.float64) * 1000
@@ -86,19 +98,55 @@ def spans_of(base: int, events: Sequence[Event]) -> tuple[Intervals, npt.NDArray
     return np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64))), usable
 
 
-def activities_of(
-    base: int, kernels: Sequence[Event], copies: Sequence[Event], launches: Sequence[Event], sizes: object
-) -> Activities:
-    """Read GPU activities and the calls that launched them; ``sizes`` has the number of ranks of every axis."""
-    events = [*kernels, *copies]
-    spans, usable = spans_of(base, events)
-    use = np.zeros(len(events), dtype=np.int8)
-    use[: len(kernels)] = _uses(kernels, sizes)
-    kernel = np.arange(len(events)) < len(kernels)
-    correlations = _numbers(list(map(_CORRELATION, events)))[usable]
-    launch_spans, launch_usable = spans_of(base, launches)
-    numbers = _numbers(list(map(_CORRELATION, launches)))[launch_usable]
-    return arranged(spans, use[usable], kernel[usable], correlations, numbers, launch_spans[:, 0])
+class Gathered:
+    """GPU activities and the calls that launched them, taken up a piece of the trace at a time."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        """How many of both there are."""
+        self.kernels = False
+        """Whether there are kernels, impossible times included."""
+        self._by_name = ByName()
+        self._groups: dict[str | None, int] = {}
+        self._activities: list[tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers]] = []
+        self._launches: list[tuple[_Numbers, _Numbers]] = []
+
+    def add(self, kernels: Sequence[Event], copies: Sequence[Event], launches: Sequence[Event]) -> None:
+        """Take up some more of the trace."""
+        self.kernels |= bool(kernels)
+        if events := [*kernels, *copies]:
+            spans, usable = spans_of(0, events)
+            uses = np.zeros(len(events), dtype=np.int32)
+            uses[: len(kernels)] = [self._use(event) for event in kernels]
+            kernel = np.arange(len(events)) < len(kernels)
+            correlations = _numbers(list(map(_CORRELATION, events)))
+            self._activities.append((spans, uses[usable], kernel[usable], correlations[usable]))
+        if launches:
+            spans, usable = spans_of(0, launches)
+            self._launches.append((_numbers(list(map(_CORRELATION, launches)))[usable], spans[:, 0].copy()))
+        self.rows += len(events) + len(launches)
+
+    def activities(self, base: int, sizes: object) -> Activities:
+        """All of them; ``base``: nanoseconds that their times count from; ``sizes`` has the number of ranks of every
+        axis. What was gathered is gone then."""
+        spans, uses, kernel, correlations = (
+            np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
+        )
+        self._activities.clear()
+        numbers, starts = (np.concatenate(column) for column in zip(_NO_LAUNCHES, *self._launches, strict=True))
+        self._launches.clear()
+        axes = [USES.index(_axis(group, sizes)) for group in self._groups]
+        table = np.array([*range(len(USES)), *axes], dtype=np.int8)
+        spans += base
+        starts += base
+        return arranged(spans, table[uses], kernel, correlations, numbers, starts)
+
+    def _use(self, kernel: Event) -> int:
+        """Index into `USES`, or behind that the number of its group."""
+        use = self._by_name[kernel.name]
+        if use != BY_GROUP:
+            return use
+        return len(USES) + self._groups.setdefault(kernel.args.description, len(self._groups))
 
 
 def arranged(
@@ -133,19 +181,6 @@ def _numbers(values: list[int]) -> npt.NDArray[np.int64]:
         return np.array(values, dtype=np.int64)
     except OverflowError:  # a hostile file
         return np.array([value if abs(value) < _LONGEST else 0 for value in values], dtype=np.int64)
-
-
-def _uses(kernels: Sequence[Event], sizes: object) -> list[int]:
-    by_name = ByName()
-    uses = [by_name[name] for name in map(_NAME, kernels)]
-    by_group: dict[str | None, int] = {}
-    for number, use in enumerate(uses):
-        if use == BY_GROUP:
-            group = kernels[number].args.description
-            if group not in by_group:
-                by_group[group] = USES.index(_axis(group, sizes))
-            uses[number] = by_group[group]
-    return uses
 
 
 class ByName(dict[str, int]):

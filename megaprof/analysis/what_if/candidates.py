@@ -195,7 +195,8 @@ def balanced(baseline: Baseline) -> Prediction:
         forward, backward = ([[statistics.fmean(ms for stage in kind for ms in stage)] for _ in kind] for kind in costs)
         return [row * baseline.run.chunks for row in forward], [row * baseline.run.chunks for row in backward]
 
-    return _resized(baseline, "balanced", "the measured work spread evenly over the stages", even)
+    predicted = _resized(baseline, "balanced", "the measured work spread evenly over the stages", even)
+    return replace(predicted, assumes="layers can be divided")
 
 
 def without_straggler(

@@ -22,7 +22,8 @@ from megaprof.analysis.stages import words
 from megaprof.analysis.stages.causes import slow_ranks
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.stages import LONGEST, TargetStages
+from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import Call, ModuleKey
 from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
 from megaprof.analysis.what_if.candidates import (
@@ -55,6 +56,13 @@ _TOO_NOISY = 0.05
 #: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
+#: Causes of time that is in no pass, so that a replay of passes misses it.
+_BEYOND = {
+    "host_bound": "the GPU waits for the host",
+    "late_entry": "a stage enters the step late",
+    "slow_link": "exchanges take long on one link",
+}
+_NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
 #: What gains less than this is no gain that a reader sees.
 _GAIN = 0.01
 
@@ -85,6 +93,8 @@ class WhatIf:
     """The candidate to change to; None when no other layout gains more than its uncertainty."""
     advice: str | None = None
     """That as a sentence."""
+    mended: tuple[int, ...] = ()
+    """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
 
@@ -129,9 +139,12 @@ class SlowPipeline:
     """The last steps of one rank per stage of it."""
 
 
-def what_if(measured: TargetStages, calls: Sequence[Call], slow_pipeline: SlowPipeline | None = None) -> WhatIf:
-    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target;
-    ``slow_pipeline``: where timelines tell of a rank that is slower than its peers."""
+def what_if(
+    measured: TargetStages, calls: Sequence[Call], verdict: Verdict, slow_pipeline: SlowPipeline | None = None
+) -> WhatIf:
+    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target; ``verdict``:
+    on its stages, which the advice must not contradict; ``slow_pipeline``: where timelines tell of a rank that is
+    slower than its peers."""
     if measured.unjudgeable:
         return WhatIf(warnings=(f"not replayed: {measured.unjudgeable}",))
     own = [call for call in calls if _belongs(call, measured)]
@@ -160,7 +173,12 @@ def what_if(measured: TargetStages, calls: Sequence[Call], slow_pipeline: SlowPi
     if baseline.replay_error > MOST_ERROR:
         off = f"the replay is {baseline.replay_error:.1%} off the measured pipeline"
         many = f"nothing is predicted: {off}, and more than {MOST_ERROR:.0%} is too much"
-        if len(steps) < ENOUGH_STEPS:
+        beyond = next((_BEYOND[cause.kind] for cause in verdict.causes if cause.kind in _BEYOND), None)
+        if beyond is not None:
+            many += f"; it is off because it knows only the passes, and here {beyond}"
+        elif measured.step_time_basis == LONGEST:
+            many += f"; {_NO_CLOCK}"
+        elif len(steps) < ENOUGH_STEPS:
             many += f"; {_more_steps(len(steps))}: the median step counts"
         return replace(replayed, advice=_disturbed(baseline), warnings=(many,))
     if slow:
@@ -169,8 +187,23 @@ def what_if(measured: TargetStages, calls: Sequence[Call], slow_pipeline: SlowPi
     by_stage: dict[int, list[Call]] = {}
     for call in own:
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
-    found = _predict(replayed, baseline, by_stage)
-    return found if run.refit is None else replace(found, warnings=(*found.warnings, run.refit))
+    found = _agreeing(_predict(replayed, baseline, by_stage), verdict, len(steps))
+    told = [] if run.refit is None else [run.refit]
+    if measured.step_time_basis == LONGEST:
+        told.append(f"no exchange takes time in the replay: {_NO_CLOCK}")
+    return replace(found, warnings=(*found.warnings, *told))
+
+
+def _agreeing(found: WhatIf, verdict: Verdict, steps: int) -> WhatIf:
+    """Without a layout that rests on telling stages apart, where the verdict cannot."""
+    doubted = verdict.comparison
+    if found.best is None or doubted is None or doubted.outcome not in ("chance", "some_microbatches"):
+        return found
+    advice = (
+        f"too noisy to advise: whether stage {doubted.stage} is slow cannot be told, and {found.best.what} might be "
+        f"{_times(found.best)}; {_more_steps(steps)}"
+    )
+    return replace(found, best=None, advice=advice)
 
 
 def layout_of(measured: TargetStages) -> Layout | None:
@@ -215,10 +248,10 @@ def _fixed(replayed: WhatIf, fixed: Prediction | None, ranks: Sequence[int]) -> 
     if fixed is None:
         return replace(replayed, warnings=(f"nothing is predicted: fix {which} first; {waits}",))
     advice = (
-        f"fix {which} first: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
+        f"fix {which}: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
         f"{_ms(replayed.measured_ms or 0.0)} ms ({_times(fixed)}); {waits}"
     )
-    return replace(replayed, candidates=(fixed,), best=fixed, advice=advice)
+    return replace(replayed, candidates=(fixed,), best=fixed, advice=advice, mended=tuple(sorted(ranks)))
 
 
 def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]]) -> WhatIf:
@@ -413,7 +446,7 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
         return f"too noisy to advise: {why}, and {first.what} might be {_times(first)}; {_more_steps(steps)}"
     if first.speedup - 1.0 >= _GAIN:
         return f"no other layout is better by more than the uncertainty: {first.what} might be {_times(first)}"
-    return f"this split of the layers is as good as any other: {first.what} would be {_times(first)}"
+    return f"with as many model chunks no other split of the layers is better: {first.what} would be {_times(first)}"
 
 
 def _times(prediction: Prediction) -> str:

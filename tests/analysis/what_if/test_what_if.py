@@ -125,7 +125,7 @@ def test_costs_are_those_that_the_traces_were_made_from():
 def test_balanced_stages_are_left_alone():
     what_if = found(Scenario("balanced", **CPU))
     assert what_if.best is None
-    assert "as good as any other" in what_if.advice
+    assert "no other split of the layers is better" in what_if.advice
     assert not [each for each in what_if.candidates if each.kind == "layout"]
 
 
@@ -202,8 +202,43 @@ def test_a_straggler_among_peers_is_replayed_without_it():
     assert what_if.candidates == (without,)
     assert what_if.best == without
     assert what_if.advice is not None
-    assert what_if.advice.startswith("fix rank 3 first: ")
+    assert what_if.advice.startswith("fix rank 3: ")
     assert not [each for each in healthy.candidates if each.kind == "no_straggler"]
+
+
+def test_no_layout_rests_on_stages_that_cannot_be_told_apart(tmp_path):
+    write(Scenario("r113", layers=(5, 6), loss=3.0, microbatches=4, noise=0.2, gpu=False, seed=113), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert target.verdict.comparison.outcome == "some_microbatches"
+    layouts = [each for each in target.what_if.candidates if each.kind == "layout"]
+    assert layouts[0].speedup - 1 > layouts[0].speedup_uncertainty  # it would be advised
+    assert target.what_if.best is None
+    assert target.what_if.advice.startswith(
+        "too noisy to advise: whether stage 1 is slow cannot be told, and 6+5 layers might be 1.0"
+    )
+    assert target.what_if.advice.endswith("; capture 5 steps")
+
+
+def test_what_a_replay_cannot_know_is_said_instead_of_more_steps():
+    late = Scenario("late", late={2: 300.0}, steps=4, merged=True, gpu=False)
+    for scenario, reason in ((late, "a stage enters the step late"), (Scenario("idle", idle=0.4), "the GPU waits for")):
+        (warning,) = found(scenario).warnings
+        assert warning.startswith("nothing is predicted: the replay is ")
+        assert f"it knows only the passes, and here {reason}" in warning
+        assert "capture" not in warning
+
+
+def test_an_absent_clock_ends_in_its_own_sentence():
+    unknown = "without a common clock of the stages nothing says how long exchanges take"
+    apart = found(Scenario("apart", layers=(6, 4, 4, 4), apart=True, **CPU))
+    assert apart.best is not None
+    assert apart.warnings == (f"no exchange takes time in the replay: {unknown}",)
+    assert found(Scenario("apart", layers=(6, 4, 4, 4), **CPU)).warnings == ()
+    link = found(Scenario("link", link={1: 12.0}, apart=True, **CPU))
+    assert link.candidates == ()
+    (warning,) = link.warnings
+    assert warning.startswith("nothing is predicted: the replay is 1")
+    assert warning.endswith(f"10% is too much; {unknown}")
 
 
 def test_other_microbatches_and_chunks_say_what_they_assume():
