@@ -24,9 +24,13 @@ import torch
 import torch.distributed as dist
 
 from megaprof import ProfileConfig, analyze, install_hooks
+from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.artifacts.kernels import summarise
 from megaprof.capture.session import Session
+from megaprof.formats import codes
+from megaprof.formats.ranges import FORWARD
+from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.cpu import cpu_megatron
 from megaprof.testing.gpt import BuiltGPT, build
 from megaprof.testing.launcher import init_distributed, run_ranks
@@ -290,7 +294,7 @@ def cost(work: Path, cpu: bool) -> Found:
         both = config(work / "both", cpu, tool=("torch", "timeline"), **steps_from(gpt, 3))
         with hooked(gpt, both):
             train(gpt, 3)
-    apart = _forward_ms(work / "both", ".pt.trace.json.gz"), _forward_ms(work / "both", ".timeline")
+    apart = _by_kineto(work / "both"), _by_timeline(work / "both")
     figures: dict[str, Any] = {f"{name}_ms": statistics.median(each) for name, each in took.items()}
     figures |= {
         "window_end_ms": statistics.median(usual["full"]),
@@ -315,17 +319,24 @@ def _theirs(gpt: BuiltGPT, directory: Path, cpu: bool) -> float:
     return (time.perf_counter() - began) * 1e3
 
 
-def _forward_ms(directory: Path, suffix: str) -> float:
-    """The average over the captured steps, from the files of one tool."""
-    alone = directory / f"only{suffix.replace('.', '-')}"
-    alone.mkdir()
-    for path in directory.glob(f"*{suffix}*"):
-        shutil.copy(path, alone)
-    (target,) = analyze(alone).targets
-    found = target.measured.stages[0].forward_ms
-    if found is None:
-        raise RuntimeError(f"no forward is known from {suffix}")
-    return found.mean
+def _by_kineto(directory: Path) -> float:
+    """Milliseconds between the ends of the forwards of a step, the median of the captured steps."""
+    calls = [call for path in find_traces(directory) for call in calls_of(read_trace(path))]
+    return statistics.median(
+        sum(each.end - each.start for each in call.phases if each.kind == FORWARD) / 1e6 for call in calls
+    )
+
+
+def _by_timeline(directory: Path) -> float:
+    """The same of the timeline, of the same steps."""
+    (path,) = directory.glob(f"*{SUFFIX}")
+    timeline, found = read_timeline(path), []
+    for position in range(len(timeline.steps)):
+        events = timeline.events(position)
+        if events is not None:
+            forwards = events.code & codes.KIND_MASK == codes.FORWARD
+            found.append(float((events.end - events.start)[forwards].sum()) / 1e3)
+    return statistics.median(found)
 
 
 class _Graph:
