@@ -8,12 +8,13 @@ from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.formats.remote import Unreachable, place
 
 _MOST_WARNINGS = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of timelines, or one timeline")
+    parser.add_argument("dir", metavar="DIR", type=place, help="directory of timelines, or one timeline")
     parser.add_argument(
         "--parquet",
         metavar="OUT",
@@ -53,6 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
+    except Unreachable:
+        raise
     except OSError as fault:
         raise CommandError(f"--parquet {out} cannot be written: {fault.strerror or fault}") from None
     _say(

@@ -14,6 +14,7 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
+from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
@@ -24,7 +25,10 @@ _AXES = ("tp", "pp", "cp", "ep")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "dir", metavar="DIR", type=Path, help="directory of traces, files of nsys and timelines, or one of them"
+        "dir",
+        metavar="DIR",
+        type=place,
+        help="directory of traces, files of nsys and timelines, or one of them; s3://... and the like, too",
     )
     parser.add_argument(
         "--json",

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from isal import isal_zlib
 
+from megaprof.formats.remote import RemotePath
 from megaprof.parallel.machine import find_bounds
 
 #: A file of up to this many bytes is read on every machine ...
@@ -63,7 +64,10 @@ def memory_left() -> int:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Open a regular file to be read. Never waits: for the other end of a FIFO, or for a terminal. Raises OSError."""
+    """Open a regular file to be read, a remote one, too. Never waits: for the other end of a FIFO, or for a terminal.
+    Raises OSError."""
+    if isinstance(path, RemotePath):
+        return path.opened()
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -75,7 +79,8 @@ def open_input(path: Path) -> BinaryIO:
 def read_input(path: Path) -> bytes:
     """The bytes of a regular file, of `most_bytes` at most. Raises OSError."""
     with open_input(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         most = SMALL if _allowed is None and size <= SMALL else most_bytes()
         if size > most:
             raise UnusableInput(

@@ -6,7 +6,6 @@ read one rank after the other: what all of them spent on a step's synchronisatio
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from megaprof.analysis.trace.pool import Progress, each, processors, sizes_of
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.remote import walk
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: Buckets of steps at most, about.
@@ -193,8 +193,8 @@ class FleetReading:
 def find_timelines(directory: Path) -> list[Path]:
     """Every timeline under ``directory``, sorted. Hidden files are none of ours."""
     return sorted(
-        Path(folder, name)
-        for folder, _, names in os.walk(directory)
+        folder / name
+        for folder, names in walk(directory)
         for name in names
         if name.endswith(format.SUFFIX) and not name.startswith(".")
     )

@@ -28,6 +28,7 @@ from megaprof.analysis.trace.reading import Source, read_all
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces
 from megaprof.analysis.what_if.gains import with_gains
 from megaprof.analysis.what_if.what_if import SlowPipeline, what_if
+from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
 
 #: A directory without files of ours is searched for renamed ones, up to this many.
@@ -48,7 +49,8 @@ def analyze(
     run: int | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Report:
-    """Report on every trace and timeline under a directory (or on one file).
+    """Report on every trace and timeline under a directory (or on one file), on this machine or where fsspec finds it
+    (``s3://bucket/traces``).
 
     Stages come from traces, and for targets without any from the last steps of their timelines; timelines also tell of
     the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`);
@@ -59,7 +61,7 @@ def analyze(
     ``ep``) names their process groups.
     Raises NothingToReport when no file can be, and NoSuchRun.
     """
-    path = Path(source)
+    path = place(source)
     traces, timelines = _files(path)
     calls: list[Call] = []
     read: list[Path] = []
@@ -233,7 +235,7 @@ def _others(directory: Path) -> list[Path]:
 
 
 def _contents(directory: Path) -> str:
-    names = sorted(os.listdir(directory))
+    names = sorted(entry.name for entry in directory.iterdir())
     if not names:
         return "it is empty"
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""

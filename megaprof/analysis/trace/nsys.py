@@ -7,7 +7,6 @@ is says its ``.nsys.json``, found by host, process and step; without one, what i
 
 from __future__ import annotations
 
-import os
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -31,6 +30,7 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.formats.nsys import read_sidecar, sidecars
+from megaprof.formats.remote import walk
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 SQLITE, REPORT = ".sqlite", ".nsys-rep"
@@ -74,8 +74,8 @@ def find_nsys(source: Path) -> list[NsysFile]:
         found = [source]
     else:
         found = [
-            Path(folder, name)
-            for folder, _, names in os.walk(source)
+            folder / name
+            for folder, names in walk(source)
             for name in names
             if name.endswith((SQLITE, REPORT)) and not name.startswith(".")
         ]

@@ -1,4 +1,4 @@
-"""Many traces read at once: each in memory alone, in several processes where that pays."""
+"""Many traces read at once, in several processes where that pays."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megaprof.formats.inputs import memory_left
 
 #: Bytes of files below which one process is quicker than several.
 _WORTH_IT = 24 << 20
-#: Memory that reading takes for each byte of the file, compressed and plain.
-_COMPRESSED, _PLAIN = 100, 10
+#: Memory that reading takes: of every process, and for each byte of the file, compressed and plain.
+_PROCESS, _COMPRESSED, _PLAIN = 64 << 20, 4.0, 0.4
 _SHARE = 0.5
 
 Source = Path | NsysFile
@@ -68,5 +68,5 @@ def _useful(paths: Sequence[Path]) -> int:
     sizes = sizes_of(paths)
     if sum(sizes.values()) < _WORTH_IT:
         return 1
-    most = max(size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items())
-    return max(1, min(len(sizes), processors(), int(_SHARE * memory_left() / max(most, 1))))
+    most = _PROCESS + max(size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items())
+    return max(1, min(len(sizes), processors(), int(_SHARE * memory_left() / most)))

@@ -7,7 +7,6 @@ microseconds), comparable between the ranks of one host. A file's name is only a
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -33,6 +32,7 @@ from megaprof.formats import ranges
 from megaprof.formats.inputs import most_bytes
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.remote import walk
 from megaprof.parallel.topology import RankCoords
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
@@ -129,8 +129,8 @@ class Trace:
 def find_traces(directory: Path) -> list[Path]:
     """Every file under ``directory`` whose name ends like a trace of ours, sorted. Hidden files are unfinished ones."""
     return sorted(
-        Path(folder, name)
-        for folder, _, names in os.walk(directory)
+        folder / name
+        for folder, names in walk(directory)
         for name in names
         if name.endswith(TRACE_SUFFIXES) and not name.startswith(".")
     )
