@@ -135,18 +135,11 @@ def _devices() -> list[Patch]:
     def load_on_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         return load(f, "cpu" if map_location is None or is_cuda(map_location) else map_location, *args, **kwargs)
 
-    to: Callable[..., Any] = torch.Tensor.to
-
-    @functools.wraps(to)
-    def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return to(self, *("cpu" if is_cuda(argument) else argument for argument in args), **kwargs)
-
     return [
         *(Patch(owner, name, _on_cpu(getattr(owner, name))) for owner, name in makers),
         Patch(torch, "load", load_on_cpu),
-        Patch(torch.Tensor, "to", to_cpu),
+        Patch(torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
+        Patch(torch._C._nn, "_parse_to", _to_cpu(torch._C._nn._parse_to)),  # of modules, and of tensordict
         Patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self),
     ]
 
@@ -160,6 +153,18 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return made
+
+
+def _to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that take a device by its place, too."""
+
+    @functools.wraps(function)
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        if is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return function(*("cpu" if is_cuda(argument) else argument for argument in args), **kwargs)
+
+    return moved
 
 
 def _types() -> list[Patch]:

@@ -234,6 +234,15 @@ def test_verls_trainers_give_their_step_to_the_batches() -> None:
         assert told == Facts(role="actor", iteration=7)
 
 
+def test_verls_reference_with_lora_is_the_actors_worker() -> None:
+    """Its trainer says so in the batch: in a tensordict what is no tensor is wrapped."""
+    worker = SimpleNamespace(config=None)
+    for carried, role in (({}, "actor"), ({"no_lora_adapter": True}, "ref"), ({"no_lora_adapter": False}, "actor")):
+        wrapped = {name: SimpleNamespace(data=value) for name, value in carried.items()}
+        for batch in (carried, wrapped, SimpleNamespace(meta_info=carried), SimpleNamespace(extra_info=carried)):
+            assert facts(verl, "ActorRolloutRefWorker.compute_log_prob", self=worker, data=batch).role == role
+
+
 def test_verl_sft_infers_only_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     language = SimpleNamespace(config=SimpleNamespace(model_type="language_model"))
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name="verl.trainer.sft_trainer"))

@@ -42,8 +42,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 def made():
     first = torch.zeros(1, device="cuda", pin_memory=True)
-    return {t.device.type for t in (first, first.to("cuda:1"), first.new_ones(2, device="cuda"),
-                                    torch.empty_like(first, device=0), torch.nn.Linear(1, 1, device="cuda").weight)}
+    weight = torch.nn.Linear(1, 1, device="cuda").to(0).weight
+    return {t.device.type for t in (first, first.to("cuda:1"), first.new_ones(2, device="cuda"), weight,
+                                    torch.empty_like(first, device=0))}
 print(ThreadPoolExecutor().submit(made).result())
 found = []
 thread = threading.Thread(target=lambda: found.append(made())); thread.start(); thread.join()

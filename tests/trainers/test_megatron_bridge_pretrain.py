@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.running import captured, digests, environment, layers, report, torchrun, train
+from tests.trainers.running import (
+    captured,
+    digests,
+    environment,
+    finds_the_first_stage_slow,
+    layers,
+    report,
+    torchrun,
+    train,
+)
 
 pytestmark = [
     pytest.mark.hosts,
@@ -21,7 +30,7 @@ pytestmark = [
 ]
 
 EDGES = (
-    "transformer_engine,modelopt,nvidia_resiliency_ext,megatron.energon,nvdlfw_inspect,flash_attn,apex,mamba_ssm,"
+    "transformer_engine,modelopt,nvidia_resiliency_ext,megatron.energon,nvdlfw_inspect,apex,mamba_ssm,"
     "causal_conv1d,fla,wandb"
 )
 SCRIPT = str(Path(__file__).parent / "bridge_pretrain.py")
@@ -55,5 +64,5 @@ def test_without_an_edit_and_by_its_callback(wheel: Callable[[str], Path], tmp_p
         expected = ("evaluate.step000000", "train_actor.step000004")
         assert captured(work / "traces") == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
         trained = report(work / "traces")["train_actor", None]
-        assert (layers(trained), trained["microbatches"], trained["slowest_stage"]) == ([7, 1], 8, 0)
-        assert any(cause["kind"] == "layers" for cause in trained["causes"])
+        assert (layers(trained), trained["microbatches"]) == ([7, 1], 8)
+        assert finds_the_first_stage_slow(trained)

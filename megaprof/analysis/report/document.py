@@ -21,6 +21,7 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS, Call
+from megaprof.analysis.what_if.dialects import options_of
 from megaprof.analysis.what_if.what_if import Prediction, WhatIf
 from megaprof.version import __version__
 
@@ -70,10 +71,17 @@ class TargetReport:
             "slowest_stage": verdict.slowest_stage,
             "causes": [_without(asdict(cause), "ranks") for cause in verdict.causes],
             "notes": [said.text] if said else [],
-            "what_if": self.what_if.to_json(),
+            "framework": measured.framework,
+            "what_if": self.what_if.to_json() | {"host_options": self._host_options()},
             "warnings": list(measured.warnings),
             "fleet": _fleet(self.fleet) if self.fleet else None,
         }
+
+    def _host_options(self) -> list[str] | None:
+        """The best layout in the host's own options; None where there is none, or where it takes the flags."""
+        best = self.what_if.best
+        own = options_of(self.measured.framework, self.measured.role, best.flags) if best else None
+        return None if own is None else list(own)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.verdict import Comparison, Verdict
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.dialects import options_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.selectors import Selector
 
@@ -52,6 +53,8 @@ class Finding:
     """One sentence or several; the last one ends in a colon where a command follows."""
     command: str | None = None
     """A command to run, or flags to use, quoted for a shell."""
+    host_command: str | None = None
+    """The flags in the host's own options, with its name in front; None where it takes the flags."""
 
     @property
     def plain(self) -> str:
@@ -98,13 +101,16 @@ def of_cause(cause: Cause) -> Finding:
     return Finding(cause.kind, "open", f"{sentence(cause.evidence)} {costs}")
 
 
-def of_what_if(found: WhatIf) -> Finding | None:
-    """Which rank to mend, which layout to change to, with its flags, or that none is better."""
+def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = None) -> Finding | None:
+    """Which rank to mend, which layout to change to, with its flags and in the options of ``framework`` for ``role``,
+    or that none is better."""
     if found.advice is None:
         return None
     if found.best is None or found.best.kind == "no_straggler":
         return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice))
-    return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags))
+    own = options_of(framework, role, found.best.flags)
+    told = None if own is None else f"{framework}: {shlex.join(own)}"
+    return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags), told)
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:

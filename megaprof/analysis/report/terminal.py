@@ -88,11 +88,11 @@ def _show_target(target: TargetReport, console: Console) -> None:
         show_finding(console, said)
     for cause in verdict.causes:
         console.print(text(f"Why ({cause.kind.replace('_', ' ')}): {sentences.of_cause(cause).text}"))
-    _show_what_if(target.what_if, console)
+    _show_what_if(target.what_if, measured, console)
     show_warnings(console, measured.warnings)
 
 
-def _show_what_if(found: WhatIf, console: Console) -> None:
+def _show_what_if(found: WhatIf, measured: TargetStages, console: Console) -> None:
     if found.replay_error is None or found.measured_ms is None or found.replay_ms is None:
         return
     console.print()
@@ -113,7 +113,7 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
             speedup = with_error(each.speedup, each.speedup_uncertainty)
             predicted.add_row(text(sentences.prediction(each)), step, speedup)
         console.print(predicted)
-    if (advice := sentences.of_what_if(found)) is not None:
+    if (advice := sentences.of_what_if(found, measured.framework, measured.role)) is not None:
         show_finding(console, advice)
         if found.best and found.best.activations:
             console.print(text(sentence(found.best.activations)))

@@ -136,6 +136,10 @@ class TargetStages:
     """Why no stage may be called slow, a clause; None where one may."""
     warnings: tuple[str, ...]
     """What is missing, and why."""
+    framework: str | None = None
+    """The host that trained; None for another one."""
+    tokens: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """Tokens by step, call and microbatch, where the traces say them."""
     links: tuple[Link, ...] = ()
     """How long exchanges took, by pair of stages; none without a common clock."""
 
@@ -205,8 +209,19 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         stages=tuple(_stage(pp, by_stage[pp], steps, late, findings) for pp in sorted(by_stage)),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
+        framework=first.metadata.framework,
+        tokens={key: tokens for call in calls for key, tokens in _tokens(call)},
         links=links_of(calls, steps),
     )
+
+
+def _tokens(call: Call) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """By step, call and microbatch; the metadata have those of the window's first call."""
+    metadata = call.metadata
+    if call.label == metadata.target and call.step == metadata.steps[0] and call.index == 0:
+        for number, tokens in enumerate(metadata.tokens or ()):
+            if tokens is not None:
+                yield (call.step, call.index, number), tokens
 
 
 def _stage(
