@@ -319,7 +319,8 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     """What a reader of a fleet's numbers must know, in sentences."""
     sizes, coverage, single = fleet.key.sizes, fleet.coverage, fleet.times.single
     if coverage.missing:
-        yield f"{coverage.ranks} of {sizes.world} ranks have a timeline; missing: {spans(coverage.missing, _MOST)}."
+        have = "has" if coverage.ranks == 1 else "have"
+        yield f"{coverage.ranks} of {sizes.world} ranks {have} a timeline; missing: {spans(coverage.missing, _MOST)}."
     if single.count:
         worst = ", ".join(f"step {step} ({factor:.1f} times as long)" for step, factor in single.worst)
         every = f", one every {single.every} steps" if single.every else ""

@@ -25,6 +25,7 @@ from megaprof.analysis.report.printing import (
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import (
+    counted,
     layers,
     mean,
     number,
@@ -54,7 +55,7 @@ def show(report: Report, console: Console) -> None:
     heading(console, "Traces" if report.traces else "Timelines")
     console.print(text(str(folder.absolute())), soft_wrap=True)
     if report.timelines:
-        console.print(f"  {len(report.timelines)} timelines")
+        console.print(f"  {counted(len(report.timelines), 'timeline')}")
     for path in report.traces[:_MOST_TRACES]:
         console.print(text("  " + _relative(path, folder)), soft_wrap=True)
     if len(report.traces) > _MOST_TRACES:
