@@ -30,6 +30,8 @@ _COMMUNICATION = re.compile(r"^(?:nccl|rccl|mscclpp?|oneccl)|nccl(?:Dev)?Kernel"
 #: Operations in the names of NCCL's and RCCL's kernels, in lower case.
 _OPERATIONS = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall", "reduce")
 SEND_RECEIVE = "send-receive or all-to-all"
+#: Name of a group of which nothing is known.
+UNKNOWN = "?"
 _UNNAMED = ("", "undefined", "default_pg", "default")
 _STEP = re.compile(r"ProfilerStep#\d+")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[._-]?(\d{1,7})(?!\d)", re.I)
@@ -226,7 +228,7 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
             world=None,
             gpu=process.gpu,
             operation=operation,
-            group=tuple(None if each is None else Group("?") for each in operation),
+            group=tuple(None if each is None else Group(UNKNOWN) for each in operation),
             steps=intervals(()),
             unreadable=0,
         )
@@ -268,7 +270,7 @@ def _group(args: _Args) -> Group:
         return Group(description, description, ranks)
     if ranks:
         return Group(f"ranks {_short(ranks)}", None, ranks)
-    return Group(f"group {args.group}" if args.group else "?")
+    return Group(f"group {args.group}" if args.group else UNKNOWN)
 
 
 def _short(ranks: Sequence[int]) -> str:

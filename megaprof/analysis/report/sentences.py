@@ -10,7 +10,7 @@ from typing import Literal
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
-from megaprof.analysis.foreign.facts import Late
+from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
@@ -29,6 +29,13 @@ FOREIGN = (
     "These recordings hold no ranges of megaprof's: no stages, microbatches or bubbles can be told from them, and no "
     "layout can be predicted. To see them, record with --profile-target train_actor --profile-select per-stage"
 )
+FOREIGN_STAGES = (
+    "These recordings hold no ranges of megaprof's. Stages and microbatches are told from the exchanges of the "
+    "pipeline group, whose order is that of 1F1B; work before the first exchange of a step and behind the last one "
+    "does not count, and no layout can be predicted. To see more, record with --profile-target train_actor "
+    "--profile-select per-stage"
+)
+FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
@@ -394,6 +401,11 @@ def _trigger(fleet: Fleet, selection: str) -> str:
 
 def _together(fleet: Fleet, one: int, other: int) -> bool:
     return abs(one - other) <= 2 * fleet.width + LASTING_BUCKETS
+
+
+def of_foreign(foreign: Foreign) -> str:
+    """What recordings without ranges can tell, and how to see more."""
+    return FOREIGN_STAGES if foreign.stages else FOREIGN
 
 
 def of_late(late: Late) -> str:

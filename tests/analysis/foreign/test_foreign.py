@@ -146,6 +146,19 @@ def test_who_comes_last(tmp_path: Path) -> None:
     assert (late.rank, late.times, late.matched, late.waited_ms, late.group) == (1, 5, 5, 4, "ranks 0-2")
 
 
+def test_groups_without_ranks_are_matched_by_the_name_that_torch_gave_them(tmp_path: Path) -> None:
+    for rank in range(2):
+        job = Job(rank, 2)
+        for number in range(4):
+            about = {"Process Group Name": "5", "Collective name": "allreduce"}
+            job.kernel(ALL_REDUCE, 10 * number, 1 if rank else 3, **about)
+            job.kernel(ALL_REDUCE, 10 * number + 5, 1, **about, **{"Process Group Description": TP})
+            job.kernel(ALL_REDUCE, 10 * number + 7, 1)
+        job.write(tmp_path / f"{rank}.pt.trace.json")
+    (late,) = foreign(tmp_path).late
+    assert (late.group, late.rank, late.times, late.matched, late.waited_ms) == ("group 5", 1, 4, 4, 1)
+
+
 def test_collectives_that_one_rank_lacks_are_not_matched(tmp_path: Path) -> None:
     for rank in range(2):
         job = Job(rank, 2)
