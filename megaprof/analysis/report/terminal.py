@@ -112,14 +112,14 @@ def _show_what_if(found: WhatIf, measured: TargetStages, console: Console) -> No
         for each in shown:
             step = with_error(each.step_ms, each.uncertainty_ms)
             speedup = with_error(each.speedup, each.speedup_uncertainty)
-            predicted.add_row(text(sentences.prediction(each)), step, speedup)
+            predicted.add_row(text(each.what), step, speedup)
         console.print(predicted)
+        for caveat in sentences.caveats(shown):
+            console.print(text(caveat, "dim"))
     if (advice := sentences.of_what_if(found, measured.framework, measured.role)) is not None:
         show_finding(console, advice)
         if found.best and found.best.activations:
             console.print(text(sentence(found.best.activations)))
-        if found.best and found.best.memory:
-            show_warnings(console, [found.best.memory])
     if found.costs:
         costs = ", ".join(f"{kind} {number(sum(cost))} ms" for kind, cost in found.costs.by_kind.items())
         assumptions = "".join(f"; {each}" for each in found.costs.assumptions)
