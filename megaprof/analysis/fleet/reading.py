@@ -19,6 +19,7 @@ from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.trends import AROUND, LASTING_BUCKETS, MAD, Floats, Integers, moving_median
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.formats import timeline as format
+from megaprof.formats.checks import counted
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.remote import walk
@@ -356,7 +357,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
                 found.cut.append(path)
             else:
                 found.warnings.append(
-                    f"{path.name}: {timeline.damage}; {len(timeline.steps)} steps before that were read"
+                    f"{path.name}: {timeline.damage}; {counted(len(timeline.steps), 'step')} before that read"
                 )
         if len(timeline.steps):
             found.read.append(path)

@@ -14,6 +14,7 @@ from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
 from megaprof.analysis.trace.gpu import axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
+from megaprof.formats.checks import counted
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 _NAMED = ("tp", "pp", "cp", "dp")
@@ -104,7 +105,7 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     if any(group is not None and group.name == UNKNOWN for r in recordings for group in r.group):
         warnings.append("some communication names no process group")
     if unreadable := sum(r.unreadable for r in recordings):
-        warnings.append(f"{unreadable} events with impossible times or types were left out")
+        warnings.append(f"{counted(unreadable, 'event')} left out: impossible times or types")
     warnings += (f"{r.path.name} is read as far as it goes: {r.cut}" for r in recordings if r.cut is not None)
     stages, why_none = stages_of(ordered)
     warnings += [why_none] if why_none else []

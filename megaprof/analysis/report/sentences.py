@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -118,10 +118,14 @@ def worth_showing(found: WhatIf) -> list[Prediction]:
     return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
 
 
-def prediction(each: Prediction) -> str:
-    """What it changes, what it assumes, and what it needs, in words."""
-    assumes = f"assumes that {each.assumes}" if each.assumes else None
-    return "; ".join(filter(None, (each.what, assumes, each.memory)))
+def caveats(shown: Sequence[Prediction]) -> list[str]:
+    """What predictions rest on and what they need, each said once, with those that it is about."""
+    about: dict[str, list[str]] = {}
+    for each in shown:
+        for caveat in (f"assumes that {each.assumes}" if each.assumes else None, each.memory):
+            if caveat is not None:
+                about.setdefault(caveat, []).append(each.what)
+    return [f"{' / '.join(whats)}: {caveat}." for caveat, whats in about.items()]
 
 
 def facts(measured: TargetStages) -> list[str]:
@@ -326,7 +330,8 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     """What a reader of a fleet's numbers must know, in sentences."""
     sizes, coverage, single = fleet.key.sizes, fleet.coverage, fleet.times.single
     if coverage.missing:
-        yield f"{coverage.ranks} of {sizes.world} ranks have a timeline; missing: {spans(coverage.missing, _MOST)}."
+        have = "has" if coverage.ranks == 1 else "have"
+        yield f"{coverage.ranks} of {sizes.world} ranks {have} a timeline; missing: {spans(coverage.missing, _MOST)}."
     if single.count:
         worst = ", ".join(f"step {step} ({factor:.1f} times as long)" for step, factor in single.worst)
         every = f", one every {single.every} steps" if single.every else ""

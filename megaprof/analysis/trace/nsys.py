@@ -28,6 +28,7 @@ from megaprof.analysis.trace.nsys_export import exported
 from megaprof.analysis.trace.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, UnreadableTrace
 from megaprof.formats import ranges
+from megaprof.formats.checks import counted
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.formats.nsys import read_sidecar, sidecars
@@ -226,7 +227,7 @@ class _Reader:
         ]
         if self._broken:
             self._said.append(
-                f"{self._file.path.name}: {self._broken} rows with impossible times or types were left out"
+                f"{self._file.path.name}: {counted(self._broken, 'row')} left out: impossible times or types"
             )
         if found and self._said:
             found[0] = replace(found[0], warnings=(*self._said, *found[0].warnings))

@@ -29,6 +29,7 @@ from megaprof.analysis.trace.gpu import (
 )
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.formats import ranges
+from megaprof.formats.checks import counted
 from megaprof.formats.inputs import most_bytes
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
@@ -190,7 +191,7 @@ class _Gathered:
             raise Undecodable("its `baseTimeNanoseconds` is out of range")
         warnings = list(_name_warnings(path, metadata.coords))
         if unusable := self._broken + document.unreadable:
-            warnings.append(f"{path.name}: {unusable} events with impossible times or types were left out")
+            warnings.append(f"{path.name}: {counted(unusable, 'event')} left out: impossible times or types")
         if document.cut is not None:
             warnings.append(f"{path.name} is read as far as it goes: {document.cut}")
         found = [TracedRange(r.name, r.start + base, r.end + base) for r in self._ranges]

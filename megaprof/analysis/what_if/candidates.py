@@ -190,7 +190,7 @@ def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory 
         predicted = _predicted(
             baseline,
             "chunks",
-            f"{chunks} model chunk{'' if chunks == 1 else 's'} per stage, split evenly",
+            f"{words.counted(chunks, 'model chunk')} per stage, split evenly",
             fits.times(layout, run.stages),
             before,
             [sample for sample, _ in fits.drawn],
@@ -262,7 +262,9 @@ def microbatch_counts(baseline: Baseline) -> Iterator[Prediction]:
         if count < 1 or (count < many and any(step.microbatches % 2 for step in baseline.steps)):
             continue
         try:
-            predicted = _resized(baseline, "microbatches", f"{count} microbatches of {size} the size", resize=resize)
+            predicted = _resized(
+                baseline, "microbatches", f"{words.counted(count, 'microbatch')} of {size} the size", resize=resize
+            )
         except ValueError:
             continue  # Megatron refuses this number of microbatches
         memory = "every microbatch holds twice the activations" if count < many else None
