@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.trace.decoding import Document, Undecodable, read, whole_number
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, arranged, spans_of
-from megaprof.analysis.trace.intervals import Intervals, intervals
+from megaprof.analysis.trace.intervals import Intervals
 from megaprof.analysis.trace.nsys import NsysFile, Process, processes
 from megaprof.analysis.trace.reading import Source
 from megaprof.analysis.trace.traces import UnreadableTrace
@@ -100,7 +100,7 @@ class Recording:
     group: tuple[Group | None, ...]
     """Of every activity: whose communication it is."""
     steps: Intervals
-    """When each ``ProfilerStep#n`` ran on the host."""
+    """When each step ran on the host: ``ProfilerStep#n``, or in a file of nsys's whatever range is called like one."""
     unreadable: int
     """Events without a possible time or type."""
     cut: str | None = None
@@ -229,7 +229,7 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
             gpu=process.gpu,
             operation=operation,
             group=tuple(None if each is None else Group(UNKNOWN) for each in operation),
-            steps=intervals(()),
+            steps=process.steps,
             unreadable=0,
         )
 

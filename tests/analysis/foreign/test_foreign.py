@@ -186,6 +186,32 @@ def test_a_file_of_nsys_without_our_ranges(tmp_path: Path) -> None:
         assert {each.operation for each in rank.exposed} == {"send-receive or all-to-all"}
 
 
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("iteration 5", 1), ("ProfilerStep#5", 1), ("train_step_5", 1), ("optimizer step", 0), ("stepwise 5 times", 0)],
+)
+def test_a_file_of_nsys_has_the_steps_that_its_ranges_are_called_like(tmp_path: Path, name: str, steps: int) -> None:
+    write(Scenario("gpu", layers=(2, 2), microbatches=2), tmp_path / "kineto")
+    from tests.analysis.trace.test_nsys import as_nsys, edit
+
+    as_nsys(tmp_path / "kineto", tmp_path / "nsys")
+    for path in (tmp_path / "nsys").glob("*.json"):
+        path.unlink()
+    wide = "(SELECT MAX(end - start) FROM NVTX_EVENTS)"
+    for path in (tmp_path / "nsys").glob("*.sqlite"):
+        edit(
+            path,
+            f"DELETE FROM NVTX_EVENTS WHERE end - start < {wide}",
+            f"UPDATE NVTX_EVENTS SET text = '{name}', textId = NULL",
+            # A shorter one inside it is no second step.
+            "INSERT INTO NVTX_EVENTS (start, end, eventType, globalTid, text) "
+            f"SELECT start + 10, end - 10, eventType, globalTid, '{name}' FROM NVTX_EVENTS",
+        )
+    for rank in foreign(tmp_path / "nsys").ranks:
+        assert rank.steps == steps
+        assert steps == 0 or rank.span_ms < (rank.step_ms or 0) < 2 * rank.span_ms
+
+
 def test_the_report_says_what_to_record(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = job.write(tmp_path / "a.json")
     assert main(["report", str(path), "--html", str(tmp_path / "r.html"), "--json", str(tmp_path / "r.json")]) == 0
