@@ -30,6 +30,7 @@ from megaprof.analysis.trace.gpu import KERNEL
 from megaprof.analysis.trace.reading import Source, traces_in
 from megaprof.analysis.trace.traces import Part, UnreadableTrace
 from megaprof.formats import ranges
+from megaprof.formats.checks import counted
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
 from megaprof.parallel.selectors import Selector
@@ -255,7 +256,7 @@ def _write(
             writer.flush()
             if writer.dropped > dropped:
                 lost = writer.dropped - dropped
-                warnings.append(f"{rank.path.name}: {lost} events without a usable time or place were left out")
+                warnings.append(f"{rank.path.name}: {counted(lost, 'event')} left out: no usable time or place")
             progress(position + 1)
         file.write(b"\n]}\n")
         if file is not raw:

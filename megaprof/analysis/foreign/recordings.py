@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.trace.decoding import Document, Undecodable, read, whole_number
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, arranged, spans_of
-from megaprof.analysis.trace.intervals import Intervals, intervals
+from megaprof.analysis.trace.intervals import Intervals
 from megaprof.analysis.trace.nsys import NsysFile, Process, processes
 from megaprof.analysis.trace.reading import Source
 from megaprof.analysis.trace.traces import UnreadableTrace
@@ -30,6 +30,8 @@ _COMMUNICATION = re.compile(r"^(?:nccl|rccl|mscclpp?|oneccl)|nccl(?:Dev)?Kernel"
 #: Operations in the names of NCCL's and RCCL's kernels, in lower case.
 _OPERATIONS = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall", "reduce")
 SEND_RECEIVE = "send-receive or all-to-all"
+#: Name of a group of which nothing is known.
+UNKNOWN = "?"
 _UNNAMED = ("", "undefined", "default_pg", "default")
 _STEP = re.compile(r"ProfilerStep#\d+")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[._-]?(\d{1,7})(?!\d)", re.I)
@@ -98,7 +100,7 @@ class Recording:
     group: tuple[Group | None, ...]
     """Of every activity: whose communication it is."""
     steps: Intervals
-    """When each ``ProfilerStep#n`` ran on the host."""
+    """When each step ran on the host: ``ProfilerStep#n``, or in a file of nsys's whatever range is called like one."""
     unreadable: int
     """Events without a possible time or type."""
     cut: str | None = None
@@ -226,8 +228,8 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
             world=None,
             gpu=process.gpu,
             operation=operation,
-            group=tuple(None if each is None else Group("?") for each in operation),
-            steps=intervals(()),
+            group=tuple(None if each is None else Group(UNKNOWN) for each in operation),
+            steps=process.steps,
             unreadable=0,
         )
 
@@ -268,7 +270,7 @@ def _group(args: _Args) -> Group:
         return Group(description, description, ranks)
     if ranks:
         return Group(f"ranks {_short(ranks)}", None, ranks)
-    return Group(f"group {args.group}" if args.group else "?")
+    return Group(f"group {args.group}" if args.group else UNKNOWN)
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -131,7 +131,7 @@ def _foreign(foreign: Foreign) -> dict[str, Any]:
     plain = asdict(foreign)
     for rank in plain["ranks"]:
         rank["file"] = rank.pop("path").name
-    return plain | {"advice": sentences.FOREIGN}
+    return plain | {"advice": sentences.of_foreign(foreign)}
 
 
 def _target_of(raw: Mapping[str, Any]) -> TargetReport:

@@ -23,7 +23,8 @@ from megaprof.analysis.stages.stages import TargetStages, measure
 from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys import REPORT, SQLITE, find_nsys, is_nsys
-from megaprof.analysis.trace.pool import Progress
+from megaprof.analysis.trace.pool import NoCluster as NoCluster
+from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces
 from megaprof.analysis.what_if.gains import with_gains
@@ -44,7 +45,7 @@ class NothingToReport(Exception):
 def analyze(
     source: str | os.PathLike[str],
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
     run: int | None = None,
     sizes: Mapping[str, int] | None = None,
@@ -53,15 +54,18 @@ def analyze(
     (``s3://bucket/traces``).
 
     Stages come from traces, and for targets without any from the last steps of their timelines; timelines also tell of
-    the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`);
+    the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`), or the Ray
+    cluster that does (``ray``, ``ray://host:10001``), whose machines must find the files under the same names;
     ``progress(done, files)`` is called as they are done; ``run``: which run's timelines, where those of several lie
     there, from 1, the newest by default. A file that cannot be used becomes a warning of the report.
 
     Where no file holds ranges of ours, the report is what `foreign` recordings tell; ``sizes`` (``tp``, ``pp``, ``cp``,
     ``ep``) names their process groups.
-    Raises NothingToReport when no file can be, and NoSuchRun.
+    Raises NothingToReport when no file can be, NoSuchRun, and NoCluster.
     """
     path = place(source)
+    if isinstance(workers, str):
+        path = path.absolute()
     traces, timelines = _files(path)
     calls: list[Call] = []
     read: list[Path] = []

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
+from megaprof.analysis.trace.gpu import Peak, memory_of
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass, PassId
 from megaprof.analysis.trace.traces import Collective, Trace, TracedRange
@@ -89,6 +90,8 @@ class Call:
     """Whose work it is, where that was said: in a whole step, each call inside has its own."""
     after_opening: bool = False
     """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
+    memory: Peak | None = None
+    """How much it had allocated on its device; None where that was not captured."""
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -182,6 +185,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         collectives=intersection(exposed, finalize),
         modules=_modules(inside, passes, trace),
         gpu=gpu,
+        memory=memory_of(trace.memory, outer.start, outer.end),
     )
 
 

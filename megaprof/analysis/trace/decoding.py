@@ -18,7 +18,12 @@ import msgspec
 
 from megaprof.formats.inputs import PIECE, BrokenOff, unpacked
 
-_ARGUMENTS = {"description": "Process Group Description", "collective": "Collective name"}
+_ARGUMENTS = {
+    "description": "Process Group Description",
+    "collective": "Collective name",
+    "allocated": "Total Allocated",
+    "device": "Device Id",
+}
 
 
 class Undecodable(Exception):
@@ -29,12 +34,15 @@ class Args(msgspec.Struct, gc=False, frozen=True, rename=_ARGUMENTS):
     """What is read of an event's ``args``.
 
     ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it (0: none). The others
-    stand at the kernels of NCCL (torch >= 2.4), ``description`` being the name Megatron gave the process group.
+    stand at the kernels of NCCL (torch >= 2.4), ``description`` being the name Megatron gave the process group, and at
+    allocations: the bytes that are allocated after one, and on which device (-1: in the host's memory).
     """
 
     correlation: int = 0
     description: str | None = None
     collective: str | None = None
+    allocated: int | None = None
+    device: int | None = None
 
 
 _NO_ARGS = Args()

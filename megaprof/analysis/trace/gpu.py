@@ -1,4 +1,5 @@
-"""What the GPU did, as arrays: every kernel, copy and memset with its time, its launch, and whose communication it is.
+"""What the GPU did, as arrays: every kernel, copy and memset with its time, its launch, and whose communication it is;
+and how much of its memory was allocated.
 
 Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch is what ties an
 activity to a range: the range is on the main thread, the launches of a backward come from autograd's own thread, and
@@ -7,20 +8,25 @@ both run while the range is open.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Event
+from megaprof.analysis.trace.decoding import Document, Event
 from megaprof.analysis.trace.intervals import Intervals
 
 KERNEL = "kernel"
 COPIES = ("gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+INSTANTS = "cpu_instant_event"
+_ALLOCATION = "[memory]"
+_MOST_BYTES = 1 << 53
 
 #: What an activity is for: its index here in `Activities.use`. ``other``: communication of a group without a name.
 USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other")
@@ -207,3 +213,79 @@ def _axis(description: str | None, sizes: object) -> str:
     if axes:
         return parallel[0] if parallel else axes[0]
     return parallel[0] if len(parallel) == 1 else "other"  # with one kind of parallelism there is no other
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """The memory of one rank's device over time."""
+
+    times: npt.NDArray[np.int64]
+    """When memory was allocated or released, in wall-clock nanoseconds, ascending."""
+    allocated: npt.NDArray[np.int64]
+    """Bytes that were allocated from then on."""
+    capacity: int | None
+    """Bytes that the device has; None where the trace does not say."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The memory of one call."""
+
+    least: int
+    """Bytes that were allocated at the least: parameters, gradients, states of the optimizer."""
+    most: int
+    """Bytes that were allocated at the most."""
+    capacity: int | None
+    """Bytes that the device has; None where that is not known."""
+
+
+class GatheredMemory:
+    """What ``--profile-memory`` adds, taken up a piece of the trace at a time: Kineto writes an instant event for every
+    allocation of the caching allocator and every release. Times count from the file's base."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def rows(self) -> int:
+        """How many were kept."""
+        return sum(map(len, self._found.values()))
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Keep those of a device; the host's memory is nothing that a layout changes."""
+        for event in events:
+            device, allocated = event.args.device, event.args.allocated
+            if event.name != _ALLOCATION or device is None or device < 0 or allocated is None:
+                continue
+            if math.isfinite(event.ts) and abs(event.ts) * 1000 < _LONGEST and 0 <= allocated < _MOST_BYTES:
+                self._found.setdefault(device, []).append((round(event.ts * 1000), allocated))
+
+    def allocations(self, base: int, document: Document[Any]) -> Allocations | None:
+        """Of the device that most was allocated on; None where there is none."""
+        if not self._found:
+            return None
+        device = max(self._found, key=lambda each: max(allocated for _, allocated in self._found[each]))
+        times, allocated = np.array(sorted(self._found[device]), dtype=np.int64).T
+        return Allocations(times + base, allocated, _capacity(document, device))
+
+
+def memory_of(found: Allocations | None, start: int, end: int) -> Peak | None:
+    """What a call from ``start`` to ``end`` had allocated; None where nothing is known of it."""
+    if found is None:
+        return None
+    first, last = np.searchsorted(found.times, (start, end))
+    own = found.allocated[max(first - 1, 0) : last]
+    return Peak(int(own.min()), int(own.max()), found.capacity) if last > first else None
+
+
+class _Device(msgspec.Struct):
+    id: int = -1
+    totalGlobalMem: int = 0
+
+
+def _capacity(document: Document[Any], device: int) -> int | None:
+    try:
+        devices = msgspec.json.decode(document.top.get("deviceProperties", b"[]"), type=list[_Device])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return next((each.totalGlobalMem for each in devices if each.id == device and each.totalGlobalMem > 0), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.nsys import NsysFile, read_nsys
-from megaprof.analysis.trace.pool import Progress, each, processors, sizes_of
+from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, read_trace
 from megaprof.formats.inputs import memory_left
 
@@ -54,11 +54,11 @@ def traces_in(source: Source) -> list[Trace]:
     return read_nsys(source) if isinstance(source, NsysFile) else [read_trace(source)]
 
 
-def read_all(sources: Sequence[Source], workers: int = 1, progress: Progress | None = None) -> Iterator[Reading]:
-    """Read every file, in order. ``workers``: processes at most (`pool.each`); fewer are used where it does not pay or
-    would not fit into memory."""
+def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
+    """Read every file, in order. ``workers``: processes at most, or a Ray cluster (`pool.each`); fewer processes are
+    used where it does not pay or would not fit into memory. Raises NoCluster."""
     paths = [source.path if isinstance(source, NsysFile) else source for source in sources]
-    for done, reading in enumerate(each(read, sources, min(workers, _useful(paths))), 1):
+    for done, reading in enumerate(each(read, sources, at_most(workers, _useful(paths))), 1):
         if progress is not None:
             progress(done, len(paths))
         yield reading

@@ -16,9 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.trace.decoding import Document, Event, Undecodable, read, whole_number
-from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, Gathered, spans_of
+from megaprof.analysis.trace.gpu import (
+    COPIES,
+    INSTANTS,
+    KERNEL,
+    LAUNCHES,
+    Activities,
+    Allocations,
+    Gathered,
+    GatheredMemory,
+    spans_of,
+)
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.formats import ranges
+from megaprof.formats.checks import counted
 from megaprof.formats.inputs import most_bytes
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
@@ -112,6 +123,8 @@ class Trace:
     """Why its file ends too early, so that sums may lack something; None for a whole file."""
     base: int = 0
     """What the times in the file count from, in wall-clock nanoseconds."""
+    memory: Allocations | None = None
+    """How much was allocated on its device; None where it was captured without ``--profile-memory``."""
 
 
 def find_traces(directory: Path) -> list[Path]:
@@ -146,13 +159,14 @@ class _Gathered:
         """``on_gpu``: operators of the CPU are left out."""
         self.path = path
         self.gpu = Gathered()
+        self._memory = GatheredMemory()
         self._operators = _Operators()
         self._names = _Names()
         self._ranges: list[TracedRange] = []
         self._collectives: list[Collective] = []
         self._broken = 0
         self._most = most_bytes() // _ROW_BYTES
-        self._document: Document[Event] = read(path, Event, top=("megaprof", "baseTimeNanoseconds"))
+        self._document: Document[Event] = read(path, Event, top=("megaprof", "baseTimeNanoseconds", "deviceProperties"))
         for events in self._document:
             by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
             for event in events:
@@ -160,6 +174,7 @@ class _Gathered:
             copies = [event for category in COPIES for event in by_category[category]]
             launches = [event for category in LAUNCHES for event in by_category[category]]
             self.gpu.add(by_category[KERNEL], copies, launches)
+            self._memory.add(by_category[INSTANTS])
             # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
             self._add_ranges(by_category["user_annotation"])
             if not on_gpu:
@@ -176,7 +191,7 @@ class _Gathered:
             raise Undecodable("its `baseTimeNanoseconds` is out of range")
         warnings = list(_name_warnings(path, metadata.coords))
         if unusable := self._broken + document.unreadable:
-            warnings.append(f"{path.name}: {unusable} events with impossible times or types were left out")
+            warnings.append(f"{path.name}: {counted(unusable, 'event')} left out: impossible times or types")
         if document.cut is not None:
             warnings.append(f"{path.name} is read as far as it goes: {document.cut}")
         found = [TracedRange(r.name, r.start + base, r.end + base) for r in self._ranges]
@@ -195,6 +210,7 @@ class _Gathered:
             warnings=tuple(warnings),
             cut=document.cut,
             base=base,
+            memory=self._memory.allocations(base, document),
         )
 
     def _add_ranges(self, events: Iterable[Event]) -> None:
@@ -210,7 +226,9 @@ class _Gathered:
                 self._collectives.append(Collective(meaning, *span))
 
     def _refuse_too_many(self) -> None:
-        rows = self.gpu.rows + self._operators.rows + 4 * (len(self._ranges) + len(self._collectives))
+        rows = (
+            self.gpu.rows + self._memory.rows + self._operators.rows + 4 * (len(self._ranges) + len(self._collectives))
+        )
         if rows > self._most:
             raise Undecodable(f"it has more than the {self._most:,} events that fit into memory (see --max-input-mib)")
 

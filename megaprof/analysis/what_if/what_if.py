@@ -38,7 +38,8 @@ from megaprof.analysis.what_if.candidates import (
 from megaprof.analysis.what_if.cost_model import ChunkCost, CostFit, NoCostModel, fit_costs
 from megaprof.analysis.what_if.layout_search import Cost
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
-from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run
+from megaprof.analysis.what_if.memory import measured as measured_memory
+from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run, in_flight_layers
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
@@ -263,7 +264,8 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
     except (Withheld, NoCostModel) as reason:
         warning = f"no other layout is predicted: {reason}"
         return replace(replayed, candidates=tuple(others), advice=_disturbed(baseline), warnings=(warning,))
-    compared = layouts(baseline, pieces, fits)
+    memory = measured_memory(calls, pieces, in_flight_layers(pieces, baseline.run.checked(baseline.microbatches)))
+    compared = layouts(baseline, pieces, fits, memory)
     shorter = [each for each in compared if each.speedup > 1.0]
     best = None if _disturbed(baseline) else _best(shorter)
     shared = _shared_cores(calls)
@@ -272,7 +274,7 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
         warnings=() if shared is None else (shared,),
         layout=format_layout(pieces),
         costs=fits.best,
-        candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits)),
+        candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits, memory)),
         best=best,
         advice=_disturbed(baseline) or _advice(compared, best, baseline),
     )
@@ -396,7 +398,7 @@ def _module_costs(
 def _best(shorter: Sequence[Prediction]) -> Prediction | None:
     """The quickest layout that gains more than its uncertainty; of those that cannot be told apart from it, one that
     fits into the memory that the stages were measured to use."""
-    gaining = [each for each in shorter if each.speedup - 1.0 > each.speedup_uncertainty]
+    gaining = [each for each in shorter if each.speedup - 1.0 > each.speedup_uncertainty and each.fits is not False]
     if not gaining:
         return None
     quickest = gaining[0]
@@ -436,6 +438,8 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
     if not compared:
         return "no other layout of these layers exists with as many stages and chunks"
     first = compared[0]
+    if first.fits is False and first.speedup - 1.0 > first.speedup_uncertainty:
+        return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
     if first.noise > _TOO_NOISY:
         why = (
             _stalled(baseline.stalls[0])
@@ -455,6 +459,7 @@ def _times(prediction: Prediction) -> str:
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
     values = asdict(prediction)
+    del values["fits"]
     return {**values, "step_time_ms": values.pop("step_ms"), "flags": shlex.join(prediction.flags)}
 
 

@@ -157,7 +157,7 @@ def test_events_that_no_viewer_can_take_are_left_out_and_counted(tmp_path):
     write(traces, tmp_path)
     result, document = merged(tmp_path)
     check(document)
-    assert any("4 events without a usable time or place" in warning for warning in result.warnings)
+    assert any("4 events left out: no usable time or place" in warning for warning in result.warnings)
     kept = [e for e in document["traceEvents"] if e["pid"] == 1 and e["ph"] == "X" and e.get("cat") != "p2p"]
     assert len(kept) == good - 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shlex
@@ -181,6 +182,54 @@ def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
     other = found(Scenario("memory", layers=(6, 2), **CPU))
     assert next(each for each in other.candidates if each.layout == "Et*4|t*4L").memory is None
     assert found(Scenario("log-probs", layers=(2, 6), target="train_log_probs", **CPU)).best.memory is None
+
+
+def with_memory(directory, *, layer, activations, beside, capacity):
+    """What ``--profile-memory`` adds, in GiB: ``layer`` for every layer, ``activations`` for every layer and microbatch
+    in flight, and ``beside`` these by stage. ``capacity``: of every device, None where the trace does not say."""
+    for path in directory.glob("*.gz"):
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        stage, (held,) = trace["megaprof"]["coords"]["pp"], trace["megaprof"]["chunks"]
+        now, layers = beside[stage] + layer * held["layers"], held["layers"]
+        passes = [e for e in trace["traceEvents"] if e["name"].startswith(("megaprof/forward", "megaprof/backward"))]
+        for event in sorted(passes, key=lambda e: e["ts"]):
+            more = activations * layers * (1 if "forward" in event["name"] else -1)
+            for gained, device in ((more, 0), (100.0, -1)):  # the host's memory does not count
+                now += gained if device == 0 else 0.0
+                args = {"Total Allocated": round((now if device == 0 else 500.0) * 2**30), "Device Id": device}
+                args |= {"Total Reserved": 0, "Bytes": round(gained * 2**30), "Device Type": device + 1, "Addr": 7}
+                instant = {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 7, "tid": 1}
+                trace["traceEvents"].append({**instant, "ts": event["ts"] + 1, "args": args})
+        if capacity is not None:
+            trace["deviceProperties"] = [{"id": 0, "name": "a device", "totalGlobalMem": round(capacity * 2**30)}]
+        path.write_bytes(gzip.compress(json.dumps(trace).encode(), 1))
+
+
+@pytest.mark.parametrize("capacity", [40, 22, 20, None])
+def test_a_layout_that_would_not_fit_into_the_measured_memory_is_not_advised(tmp_path, capacity):
+    write(Scenario("memory", layers=(2, 6), microbatches=8, **CPU), tmp_path)
+    # Peaks: 2 * 2 + 12 + 4 * 0.5 = 18 GiB on stage 0, 6 * 2 + 2 + 6 * 0.5 = 17 on stage 1, where a layer takes least.
+    with_memory(tmp_path, layer=2.0, activations=0.5, beside=(12.0, 2.0), capacity=capacity)
+    what_if = analyze(tmp_path).targets[0].what_if
+    by_what = {each.what: each for each in what_if.candidates}
+    even = by_what["4+4 layers"]
+    needs = "about 24.7 of the {} GiB of its device at its peak, by scaling the measured 18.0 GiB"
+    if capacity is None:  # nothing is guessed
+        assert (even.fits, what_if.best) == (None, even)
+        assert even.memory.startswith("more layers x in-flight microbatches on stage 0")
+        assert "GiB" not in even.activations
+    elif capacity == 40:
+        assert (even.fits, even.memory, what_if.best) == (True, None, even)
+        assert even.activations.endswith(f"; stage 0: {needs.format('40.0')}")
+    else:
+        assert (even.fits, even.memory) == (False, f"does not fit: stage 0: would need {needs.format(f'{capacity}.0')}")
+    if capacity == 22:
+        assert what_if.best == by_what["3+5 layers"]
+        assert (what_if.best.fits, what_if.best.memory) == (True, None)
+    if capacity == 20:
+        assert what_if.best is None
+        assert what_if.advice.startswith("no layout that fits is better: 4+4 layers would be 1.")
+        assert what_if.advice.endswith(even.memory)
 
 
 def test_activations_in_flight_follow_the_schedule():
