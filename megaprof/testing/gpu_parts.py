@@ -23,14 +23,16 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from megaprof import ProfileConfig, analyze, install_hooks
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.artifacts.kernels import summarise
 from megaprof.capture.session import Session
+from megaprof.config.options import ProfileConfig
 from megaprof.formats import codes
 from megaprof.formats.ranges import FORWARD
 from megaprof.formats.timeline import SUFFIX, read_timeline
+from megaprof.install import install_hooks
 from megaprof.testing.cpu import cpu_megatron
 from megaprof.testing.gpt import BuiltGPT, build
 from megaprof.testing.launcher import init_distributed, run_ranks
