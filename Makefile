@@ -28,7 +28,7 @@ test-slow: .venv/ready
 # The quick tests of everything that touches megatron-core, on other versions of it. ONCE: what does not depend on its
 # version. `make test-mcore-0.14.0 QUICK=` runs the slow tests too.
 ONCE := analysis artifacts benchmarks cli config control formats integrations metrics recorders runtime viewers \
-    test_docs.py test_packaging.py
+    trainers test_docs.py test_packaging.py
 QUICK ?= -m "not slow and not alone"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
