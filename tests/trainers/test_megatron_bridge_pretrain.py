@@ -61,5 +61,5 @@ def test_without_an_edit_and_by_its_callback(wheel: Callable[[str], Path], tmp_p
         expected = ("evaluate.step000000", "train_actor.step000004")
         assert captured(work / "traces") == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
         trained = report(work / "traces")["train_actor", None]
-        assert (layers(trained), trained["microbatches"]) == ([7, 1], 8)
+        assert (trained["framework"], layers(trained), trained["microbatches"]) == ("megatron-bridge", [7, 1], 8)
         assert finds_the_first_stage_slow(trained)
