@@ -29,10 +29,7 @@ pytestmark = [
     pytest.mark.skipif(version("megatron-core") < "0.19", reason="Megatron-Bridge 0.6.2 needs megatron-core 0.19"),
 ]
 
-EDGES = (
-    "transformer_engine,modelopt,nvidia_resiliency_ext,megatron.energon,nvdlfw_inspect,apex,mamba_ssm,"
-    "causal_conv1d,fla,wandb"
-)
+EDGES = "modelopt,nvidia_resiliency_ext,megatron.energon,nvdlfw_inspect,mamba_ssm,causal_conv1d,fla,wandb"
 SCRIPT = str(Path(__file__).parent / "bridge_pretrain.py")
 WANTED = {
     "target": ("train_actor", "evaluate"),
