@@ -366,7 +366,7 @@ def _assemble(handle: Handle, here: ThisRank, store: Store, iteration: Number, h
     if here.windowed:
         handle._recorders = build_recorders(dataclasses.replace(config, dir=store.local), writer)
     if here.timed:
-        handle._timeline = TimelineRecorder(config, here.coords, handle.role, _process.background)
+        handle._timeline = TimelineRecorder(config, here.coords, handle.role, _process.background, registry.framework())
     lines = handle._lines = Lines(config, store.local, speaks=here.speaks)
 
     def window_ended(window: Window) -> None:
@@ -385,6 +385,7 @@ def _assemble(handle: Handle, here: ThisRank, store: Store, iteration: Number, h
         timeline=handle._timeline,
         window_ended=window_ended,
         repeat=Repeats(store.local, here.coords),
+        framework=registry.framework(),
     )
 
 

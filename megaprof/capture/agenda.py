@@ -17,6 +17,7 @@ from megaprof.config.windows import (
     Schedule,
     StepList,
 )
+from megaprof.formats.checks import counted
 from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords
 from megaprof.runtime.logs import logger
@@ -268,7 +269,8 @@ def _missing(entry: _Entry) -> Iterator[str]:
         there = len(entry.captured) + len(entry.owed)
         if there < windows:
             needed = entry.plan.skip_first + entry.plan.cycle * entry.plan.repeat
-            yield f"{there} of {windows} steps of the schedule came: it needs {needed} calls, and {entry.ran} ran"
+            came = f"{there} of {counted(windows, 'step')} of the schedule came"
+            yield f"{came}: it needs {counted(needed, 'call')}, and {entry.ran} ran"
     if entry.owed:
         listed = join_spans(spans_of(list(entry.owed)[:_LISTED]), ", ")
         yield f"step {listed} was not captured: another window was open, and no free call came after it"

@@ -87,12 +87,15 @@ class Session:
         timeline: TimelineRecorder | None = None,
         window_ended: Callable[[Window], None] = lambda window: None,
         repeat: Callable[[Window], int] = lambda window: 1,
+        framework: str | None = None,
     ) -> None:
         """``iteration``, ``pass_iteration`` and ``host_step``: see `Agenda`. ``window_ended`` is called once every file
-        of a window is with the writer; ``repeat`` says the how-manieth window of its names one is that opens."""
+        of a window is with the writer; ``repeat`` says the how-manieth window of its names one is that opens;
+        ``framework`` names the host."""
         self.disabled = False
         self._window_ended = window_ended
         self._repeat = repeat
+        self._framework = framework
         self.timeline = timeline
         self.config = config
         self.coords = coords
@@ -414,7 +417,7 @@ class Session:
     def _save(self, opened: _OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
         """Have the files of a window written."""
         window = replace(opened.window, last=opened.last.number)
-        metadata = describe(window, opened.call or no_call(), self.config, truncated)
+        metadata = describe(window, opened.call or no_call(), self.config, truncated, self._framework)
         try:
             for recorder in recorders:
                 recorder.stop(window, metadata)

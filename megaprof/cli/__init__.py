@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from megaprof.cli.parsers import Parser, meant
-from megaprof.formats.inputs import TooMuch
+from megaprof.formats.remote import TooMuch, Unreachable
 from megaprof.version import __version__
 
 #: Each command's module here, and what it does.
@@ -80,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         needs = f"needs {package}: pip install 'megaprof[{_EXTRAS[package]}]'"
         print(f"megaprof {wanted}: {needs}", file=sys.stderr)
+        return 1
+    except Unreachable as fault:
+        print(f"megaprof {wanted}: the files cannot be reached: {_one_line(str(fault))}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.

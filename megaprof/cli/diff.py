@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError
 from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.formats.remote import Unreachable, place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
@@ -22,8 +23,8 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "directory of captured traces, one of them, or the JSON file of a report"
-    parser.add_argument("before", metavar="A", type=Path, help=what)
-    parser.add_argument("after", metavar="B", type=Path, help=what)
+    parser.add_argument("before", metavar="A", type=place, help=what)
+    parser.add_argument("after", metavar="B", type=place, help=what)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_input_option(parser)
 
@@ -59,6 +60,8 @@ def _report(path: Path) -> Report:
         return analyze(path)
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None
+    except Unreachable:
+        raise
     except (OSError, ValueError, RecursionError, MemoryError) as fault:
         raise CommandError(f"{path} cannot be read as the JSON of a report: {fault}") from None
 

@@ -8,13 +8,15 @@ from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.formats.checks import counted
+from megaprof.formats.remote import Unreachable, place
 
 _MOST_WARNINGS = 20
 EXAMPLES = ("megaprof export traces --parquet history --run llama-70b",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of timelines, or one timeline")
+    parser.add_argument("dir", metavar="DIR", type=place, help="directory of timelines, or one timeline")
     parser.add_argument(
         "--parquet",
         metavar="OUT",
@@ -54,16 +56,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
+    except Unreachable:
+        raise
     except OSError as fault:
         raise CommandError(f"--parquet {out} cannot be written: {fault.strerror or fault}") from None
     _say(
-        f"{out}: {exported.rows:,} rows from {exported.files:,} files, {exported.partitions:,} partitions, "
+        f"{out}: {counted(exported.rows, 'row')} from {counted(exported.files, 'file')}, "
+        f"{counted(exported.partitions, 'partition')}, "
         f"{exported.bytes / 1e6:.1f} MB; run {', '.join(exported.runs)}"
     )
     if exported.kept:
-        _say(f"{exported.kept:,} partitions stay as they were: they hold more rows than the timelines still do")
+        kept = counted(exported.kept, "partition")
+        _say(f"{kept} kept unchanged: more rows are there than the timelines still hold")
     if exported.cut:
-        _say(f"{exported.cut:,} files end inside a record, as those of a job do that still runs or was killed")
+        cut = counted(exported.cut, "file")
+        _say(f"{cut} cut off inside a record, as happens in a job that still runs or was killed")
     for warning in exported.warnings[:_MOST_WARNINGS]:
         _say(f"! {warning}")
     if len(exported.warnings) > _MOST_WARNINGS:

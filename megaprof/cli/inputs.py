@@ -16,7 +16,8 @@ def add_input_option(parser: argparse.ArgumentParser) -> None:
         _OPTION,
         metavar="N",
         type=int,
-        help="read files of up to N MiB, unpacked too [a quarter of the memory that is left, at least 64]",
+        help="read files of up to N MiB, unpacked too [traces: any size; others: a quarter of the memory that is left, "
+        "at least 64]",
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.formats.remote import Unreachable, place
 
 EXAMPLES = (
     "megaprof merge traces -o step.json.gz",
@@ -16,7 +17,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of captured traces (of nsys, too), or one")
+    parser.add_argument("dir", metavar="DIR", type=place, help="directory of captured traces (of nsys, too), or one")
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, required=True, help="the timeline, gzipped where it ends in .gz"
     )
@@ -62,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"-o {mistake}") from None
+    except Unreachable:
+        raise
     except OSError as fault:
         raise CommandError(f"-o {arguments.out} cannot be written: {fault.strerror or fault}") from None
     size = arguments.out.stat().st_size / 1e6

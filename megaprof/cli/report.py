@@ -14,9 +14,11 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
+from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
+    from megaprof.analysis.trace.pool import Workers
 
 
 _AXES = ("tp", "pp", "cp", "ep")
@@ -30,7 +32,10 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "dir", metavar="DIR", type=Path, help="directory of traces, files of nsys and timelines, or one of them"
+        "dir",
+        metavar="DIR",
+        type=place,
+        help="directory of traces, files of nsys and timelines, or one of them; s3://... and the like, too",
     )
     parser.add_argument(
         "--json",
@@ -49,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="report on the N-th run where DIR holds timelines of several; 1 is the oldest [the newest]",
     )
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        help="processes that read [one for each processor], or a Ray cluster that is running: 'ray', or its address "
+        "ray://host:10001; its machines must find DIR under the same name",
+    )
     for axis in _AXES:
         parser.add_argument(
             f"--{axis}",
@@ -63,13 +74,18 @@ def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     if arguments.json == "-":
         _refuse_to_lose("--html", arguments.html, _is_html_report)
-        report = _analyze(arguments.dir, arguments.run, _sizes(arguments))
+        report = _analyze(arguments.dir, arguments.run, _sizes(arguments), _workers(arguments))
         sys.stdout.write(_json(report))
         _write("--html", arguments.html, lambda: _html(report))
         return 0
     json_file = Path(arguments.json) if arguments.json else None
     return report_directory(
-        arguments.dir, json_file=json_file, html_file=arguments.html, number=arguments.run, sizes=_sizes(arguments)
+        arguments.dir,
+        json_file=json_file,
+        html_file=arguments.html,
+        number=arguments.run,
+        sizes=_sizes(arguments),
+        workers=_workers(arguments),
     )
 
 
@@ -80,6 +96,7 @@ def report_directory(
     html_file: Path | None = None,
     number: int | None = None,
     sizes: dict[str, int] | None = None,
+    workers: Workers | None = None,
 ) -> int:
     """Print the report on ``directory`` (the run with this ``number``, from 1), and write it to ``json_file`` and
     ``html_file``; returns the exit code 0.
@@ -92,7 +109,7 @@ def report_directory(
 
     _refuse_to_lose("--json", json_file, _is_json_report)
     _refuse_to_lose("--html", html_file, _is_html_report)
-    report = _analyze(directory, number, sizes)
+    report = _analyze(directory, number, sizes, workers)
     show(report, Console(highlight=False))
     if _write("--json", json_file, lambda: _json(report)):
         print(f"The same as JSON: {json_file}")
@@ -109,27 +126,39 @@ def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
     return given
 
 
-def _analyze(directory: Path, number: int | None, sizes: dict[str, int] | None = None) -> Report:
+def _workers(arguments: argparse.Namespace) -> Workers | None:
+    given: str | None = arguments.workers
+    if given is None or given == "ray" or given.startswith("ray://"):
+        return given
+    if not given.isdecimal() or int(given) < 1:
+        raise UsageError(f"--workers {given} is neither a number from 1 on, nor ray, nor ray://host:port")
+    return int(given)
+
+
+def _analyze(
+    directory: Path, number: int | None, sizes: dict[str, int] | None = None, workers: Workers | None = None
+) -> Report:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from megaprof.analysis.report.report import NoSuchRun, NothingToReport, analyze
+    from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
 
     columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
     try:
         with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
             bar = progress.add_task("traces", total=None)
-            workers = os.cpu_count() or 1
             return analyze(
                 directory,
-                workers=workers,
+                workers=workers or os.cpu_count() or 1,
                 progress=lambda done, of: progress.update(bar, completed=done, total=of),
                 run=number,
                 sizes=sizes,
             )
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None
+    except NoCluster as fault:
+        raise CommandError(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
 

@@ -16,6 +16,7 @@ from megaprof.control import directory
 from megaprof.control.directory import ANSWERS, REQUESTS, RUN, ControlDirectory
 from megaprof.control.job import RunningJob
 from megaprof.formats import requests as states
+from megaprof.formats.checks import counted
 from megaprof.formats.files import Owner, Unsafe
 from megaprof.formats.records import Absent, BadRecord
 from megaprof.formats.requests import Answer, Refusal, Refused, Request, Start
@@ -81,7 +82,7 @@ class Requester:
                 return f"recording on {recording} of {len(self._answers)}"
             left = max(self._gone_at - max(begun, default=0), 0)
             seconds = min((a.seconds for a in self._answers.values() if a.seconds is not None), default=None)
-            return f"starts in about {left} calls" + ("" if seconds is None else f", {left * seconds:.0f} s")
+            return f"starts in about {counted(left, 'call')}" + ("" if seconds is None else f", {left * seconds:.0f} s")
         if self._missing:
             return f"waiting for {len(self._missing)} of {len(self._open)} to answer"
         return "waiting for the first steps"

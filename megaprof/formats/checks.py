@@ -119,6 +119,11 @@ def nested(record: type[T]) -> Check:
     return lambda value: build(record, value)
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 layer``, ``4 layers``, ``4 microbatches``."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
+
+
 def printable(value: str) -> str:
     """`value` with a space for each character that a terminal would act upon."""
     return "".join(character if character.isprintable() else " " for character in value)

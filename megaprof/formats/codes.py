@@ -57,6 +57,11 @@ def wait(handle: str) -> int:
     return WAIT | ((WAITS.index(handle) + 1) << _CHUNK if handle in WAITS else 0)
 
 
+def microbatch_of(position: int | None) -> int | None:
+    """The microbatch in the part of a code that says where a pass is; None: not known."""
+    return None if position is None else _position(position)[0]
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def name(code: int) -> RangeName | None:
     """The range name that ``code`` stands for; None for a number that is no code (a newer format, a damaged file)."""

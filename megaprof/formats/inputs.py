@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import stat
+import threading
+import zlib
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from isal import isal_zlib
+
+from megaprof.formats.remote import RemotePath
 from megaprof.parallel.machine import find_bounds
 
 #: A file of up to this many bytes is read on every machine ...
@@ -14,8 +21,12 @@ SMALL = 64 << 20
 #: ... and a larger one only up to this share of the memory that is left, since decoding takes several times as much.
 _SHARE = 0.25
 
-#: So many other files are looked at before the first of ours: home directories have more.
-MOST_OTHERS = 100_000
+#: Traces shrink to a tenth or a twentieth; what shrinks more than this is no trace, unless it is `SMALL`.
+MOST_SHRUNK = 250
+_MAGIC = b"\x1f\x8b"
+_GZIP = 31  # zlib's wbits for a gzip header
+_PACKED, PIECE = 256 << 10, 256 << 10  # pieces that fit into a processor's cache are decoded soonest
+_AHEAD = 8  # pieces
 
 _allowed: int | None = None
 
@@ -24,8 +35,8 @@ class UnusableInput(OSError):
     """A file that is not read, whatever it holds; the message says why."""
 
 
-class TooMuch(Exception):
-    """A directory in which a search for our files would take for ever; the message says so."""
+class BrokenOff(Exception):
+    """A file from which nothing more can be read; the message says why, what came before is good."""
 
 
 def allow(most: int | None) -> None:
@@ -53,7 +64,10 @@ def memory_left() -> int:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Open a regular file to be read. Never waits: for the other end of a FIFO, or for a terminal. Raises OSError."""
+    """Open a regular file to be read, a remote one, too. Never waits: for the other end of a FIFO, or for a terminal.
+    Raises OSError."""
+    if isinstance(path, RemotePath):
+        return path.opened()
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -65,7 +79,8 @@ def open_input(path: Path) -> BinaryIO:
 def read_input(path: Path) -> bytes:
     """The bytes of a regular file, of `most_bytes` at most. Raises OSError."""
     with open_input(path) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         most = SMALL if _allowed is None and size <= SMALL else most_bytes()
         if size > most:
             raise UnusableInput(
@@ -80,18 +95,89 @@ def read_input(path: Path) -> bytes:
     return data
 
 
-def files_below(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Every file under ``directory`` whose name ends so and is not hidden, in no order. Raises TooMuch for the root of
-    the file system, and after `MOST_OTHERS` files none of which is ours."""
-    hint = "name the directory that the job got as --profile-dir"
-    if os.path.realpath(directory) == os.path.abspath(os.sep):
-        raise TooMuch(f"{directory} is the whole file system; {hint}")
-    found: list[Path] = []
-    others = 0
-    for folder, _, names in os.walk(directory):
-        found += [Path(folder, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
-        if not found:
-            others += sum(".rank" not in name for name in names)  # each file of ours names its rank
-        if others > MOST_OTHERS:
-            raise TooMuch(f"{directory} holds more than {MOST_OTHERS:,} files, none of them by megaprof so far; {hint}")
-    return found
+def unpacked(path: Path) -> Iterator[bytes]:
+    """The content of a regular file in pieces of `PIECE` bytes at most, unpacked if it is gzipped (told apart by
+    content, not by name). A thread reads and unpacks ahead, by a few pieces. Raises OSError, and BrokenOff behind the
+    last byte that can be had of a damaged file.
+    """
+    return _ahead(_pieces(path))
+
+
+def _pieces(path: Path) -> Generator[bytes, None, None]:
+    with open_input(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        first = file.read(_PACKED)
+        zipped = first.startswith(_MAGIC)
+        most = _allowed or (max(SMALL, size * MOST_SHRUNK) if zipped else size)
+        sofar = 0
+        for piece in _unzipped(first, file) if zipped else _read(first, file):
+            sofar += len(piece)
+            if sofar > most:
+                why = "its file has" if not zipped else "it unpacks to"
+                what = "(see --max-input-mib)" if _allowed or not zipped else "more than a trace of its size can"
+                raise UnusableInput(f"{why} more than {most >> 20:,} MiB: {what}")
+            yield piece
+
+
+def _read(piece: bytes, file: BinaryIO) -> Iterator[bytes]:
+    while piece:
+        yield piece
+        piece = file.read(PIECE)
+
+
+def _unzipped(data: bytes, file: BinaryIO) -> Iterator[bytes]:
+    try:
+        while data:  # a gzip file may have several members
+            stream = isal_zlib.decompressobj(_GZIP)
+            while not stream.eof:
+                piece = stream.decompress(data, PIECE)
+                data = stream.unconsumed_tail or (b"" if stream.eof else file.read(_PACKED))
+                if piece:
+                    yield piece
+                elif not data and not stream.eof:
+                    raise BrokenOff("it is truncated: the gzip stream ends too early")
+            data = stream.unused_data.lstrip(b"\0")
+            while not data and (more := file.read(_PACKED)):
+                data = more.lstrip(b"\0")
+    except (zlib.error, isal_zlib.error) as fault:  # type: ignore[misc]  # its stub types a class as an instance
+        raise BrokenOff(f"its gzip stream is damaged: {fault}") from None
+
+
+def _ahead(pieces: Generator[bytes, None, None]) -> Iterator[bytes]:
+    """The same pieces, made by a thread while the last ones are worked on; isal and files let go of the interpreter."""
+    waiting: queue.Queue[bytes | BaseException | None] = queue.Queue(_AHEAD)
+    stopped = threading.Event()
+
+    def fetch() -> None:
+        last: BaseException | None = None
+        try:
+            for piece in pieces:
+                if not _put(waiting, piece, stopped):
+                    break
+        except BaseException as fault:
+            last = fault
+        finally:
+            pieces.close()
+        _put(waiting, last, stopped)
+
+    thread = threading.Thread(target=fetch, name="megaprof-unpack", daemon=True)
+    thread.start()
+    try:
+        while (item := waiting.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _put(waiting: queue.Queue[bytes | BaseException | None], item: object, stopped: threading.Event) -> bool:
+    while not stopped.is_set():
+        try:
+            waiting.put(item, timeout=0.05)  # type: ignore[arg-type]
+            return True
+        except queue.Full:
+            continue
+    return False

@@ -75,6 +75,9 @@ class Metadata:
     """The step that was asked for, where another window was open in it and this later one was captured instead."""
     role: str | None = None
     """The model's role, where it has one."""
+    framework: str | None = None
+    """The host that trains: ``megatron-lm``, ``slime``, ``verl``, ``skyrl``, ``ms-swift`` or ``megatron-bridge``; None
+    for another one."""
     schedule: str | None = None
     """``no_pipelining``, ``1f1b`` or ``interleaved``; None where no schedule ran."""
     forward_only: bool = False
@@ -87,6 +90,9 @@ class Metadata:
     """Tokens of a sequence, as the schedule was told."""
     micro_batch_size: int | None = None
     """Sequences of a microbatch, as the schedule was told."""
+    tokens: tuple[int | None, ...] | None = None
+    """Tokens that each microbatch of the window's first call really had, padding included, as the schedule's tensors
+    say; None where no stage exchanges tensors, and in timelines."""
     chunks: tuple[ModelChunk, ...] = ()
     """This rank's model chunks, in their order."""
     p2p: dict[str, Any] | None = None
@@ -169,6 +175,8 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
     yield "microbatches", metadata.microbatches, MOST
     yield "microbatch_group_size", metadata.microbatch_group_size, MOST
     yield "chunks", len(metadata.chunks), MOST
+    for tokens in metadata.tokens or ():
+        yield "tokens", tokens, _LARGEST
     for name in ("seq_length", "micro_batch_size", "pid", "local_ranks", "cores"):
         yield name, getattr(metadata, name), _LARGEST
     for chunk in metadata.chunks:

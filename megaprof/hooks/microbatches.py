@@ -10,6 +10,7 @@ from typing import Any
 from megaprof.formats import codes
 from megaprof.hooks.dispatch import Code, Dispatcher, ranged
 from megaprof.hooks.patching import Patches
+from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import RecordedCall
 
 
@@ -30,8 +31,20 @@ def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
 
 def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     places = (_place(original, "model"), "model"), (_place(original, "current_microbatch"), "current_microbatch")
-    position = _position(original, "model", codes.FORWARD)
-    return ranged(original, dispatcher, position, _produced, fast=(codes.FORWARD, *places))
+    position, received = _position(original, "model", codes.FORWARD), _argument(original, "input_tensor")
+
+    def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        found: int = position(call, args, kwargs)
+        if call.ranged:
+            _count(call, received(args, kwargs))
+        return found
+
+    def produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
+        if call.ranged:
+            _count(call, result)
+        return call.tape.produced(result)
+
+    return ranged(original, dispatcher, code, produced, fast=(codes.FORWARD, *places))
 
 
 def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
@@ -61,6 +74,20 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
 
 def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
     return call.tape.produced(result)
+
+
+def _count(call: RecordedCall, value: Any) -> None:
+    """Note the tokens of the running microbatch, by the shape of what stages send each other: ``[length, batch,
+    hidden]``, with packed sequences their sum. The loss has no such shape."""
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))
+    config: Any = getattr(innermost(call.facts.chunks[0]), "config", None)
+    number = codes.microbatch_of(call.tape.forward)
+    if number is None or len(shape) != 3 or shape[2] != getattr(config, "hidden_size", None):
+        return
+    cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    call.tokens[number] = shape[0] * shape[1] * cut * getattr(config, "context_parallel_size", 1)
 
 
 def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:

@@ -79,6 +79,8 @@ class Host:
 
     name: str
     """As in ``patches/`` and ``docs/hosts/``."""
+    package: str
+    """The package that is loaded where it runs."""
     hooks: tuple[Hook, ...]
     """Its functions that say more about the calls inside them."""
     arguments: Callable[[], Any | None] = unknown

@@ -18,6 +18,7 @@ def _evaluate(arguments: Mapping[str, Any]) -> Facts:
 
 HOST = Host(
     name="megatron-bridge",
+    package="megatron.bridge",
     hooks=(
         Hook("megatron.bridge.training.train", "train_step", _train_step),
         Hook("megatron.bridge.training.eval", "evaluate", _evaluate),

@@ -62,6 +62,7 @@ _log_probs = _LogProbs()
 
 HOST = Host(
     name="megatron-lm",
+    package="megatron.training",
     hooks=(
         Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
         Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16

@@ -80,6 +80,7 @@ def config_of(args: Any) -> ProfileConfig:
 
 HOST = Host(
     name="ms-swift",
+    package="swift",
     hooks=(
         Hook(f"{_TRAINERS}.base", "BaseMegatronTrainer.train_step", _train_step),
         Hook(f"{_TRAINERS}.base", "BaseMegatronTrainer.evaluate", _evaluate),

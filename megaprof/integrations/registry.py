@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, skyrl, slime, verl
@@ -11,13 +12,14 @@ if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
     from megaprof.hooks.patching import Patches
 
+#: A host that is built on another comes before it.
 HOSTS: tuple[Host, ...] = (
-    megatron_lm.HOST,
     slime.HOST,
     verl.HOST,
     skyrl.HOST,
     ms_swift.HOST,
     megatron_bridge.HOST,
+    megatron_lm.HOST,
 )
 HOOKS = tuple(hook for host in HOSTS for hook in host.hooks)
 #: How the hosts number their steps, of those that do so outside of their hooks: every step asks them.
@@ -28,6 +30,11 @@ MODULES = frozenset(hook.module for hook in HOOKS)
 def adapt(patches: Patches, module: str | None = None) -> None:
     """Wrap what is loaded of all hosts, or of one module of theirs."""
     contract.apply(tuple(hook for hook in HOOKS if module in (None, hook.module)), patches)
+
+
+def framework() -> str | None:
+    """The name of the host that runs in this process; None for a trainer of somebody's own."""
+    return next((host.name for host in HOSTS if host.package in sys.modules), None)
 
 
 def arguments() -> Any | None:

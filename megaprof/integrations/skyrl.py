@@ -107,6 +107,7 @@ def _worker(model: Any) -> Facts:
 
 HOST = Host(
     name="skyrl",
+    package="skyrl",
     hooks=(
         Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
         Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),

@@ -97,6 +97,7 @@ _ACTOR = "slime.backends.megatron_utils.actor"
 
 HOST = Host(
     name="slime",
+    package="slime",
     hooks=(
         Hook(_MODEL, "train", _train, ends="step"),
         Hook(_MODEL, "forward_only", _forward_only),

@@ -264,13 +264,24 @@ def _send_step(arguments: Mapping[str, Any]) -> Facts:
     return Facts()
 
 
+def _log_probs(arguments: Mapping[str, Any]) -> Facts:
+    """With LoRA the reference is the actor's model without its adapter, and verl asks the actor's worker for both."""
+    return _facts(arguments, "ref" if _carried(arguments.get("data"), "no_lora_adapter") else "actor")
+
+
 def _sent_with(data: Any) -> int | None:
     """The trainer's step that came with a batch, None where it did not."""
+    step = _carried(data, _SENT)
+    return None if step is None else int(step)
+
+
+def _carried(data: Any, name: str) -> Any:
+    """What came with a batch beside its tensors, None where it did not."""
     for carried in (getattr(data, "meta_info", None), getattr(data, "extra_info", None), data):
         get = getattr(carried, "get", None)
-        step = None if get is None else get(_SENT, None)
-        if step is not None:
-            return int(getattr(step, "data", step))  # a tensordict wraps what is no tensor
+        value = None if get is None else get(name, None)
+        if value is not None:
+            return getattr(value, "data", value)  # a tensordict wraps what is no tensor
     return None
 
 
@@ -352,9 +363,10 @@ _SENDERS = ("_compute_old_log_prob", "_compute_ref_log_prob", "_compute_values",
 
 HOST = Host(
     name="verl",
+    package="verl",
     hooks=(
         Hook(_WORKERS, "ActorRolloutRefWorker.compute_ref_log_prob", _as("ref")),
-        Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _as("actor")),
+        Hook(_WORKERS, "ActorRolloutRefWorker.compute_log_prob", _log_probs),
         Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _as("actor")),
         Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
         Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),

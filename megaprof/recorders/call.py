@@ -58,11 +58,19 @@ class RecordedCall:
     clock: Callable[[], Any] | None = None
     """The clock of the tape; None: the host's."""
 
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By microbatch, while a window is open: the tokens of the tensor that it came with or left this stage with."""
+
     without: tuple[WithoutRange, ...] = ()
     """Modules that were to have ranges and have none; known when the call is over."""
 
     def __post_init__(self) -> None:
         self.tape = Tape(self.facts.chunks, self.facts.forward_only, self.clock)
+
+    @property
+    def tokens_per_microbatch(self) -> tuple[int | None, ...] | None:
+        """The tokens of each microbatch; None where none is known."""
+        return tuple(map(self.tokens.get, range(self.facts.microbatches or 0))) if self.tokens else None
 
 
 def no_call() -> RecordedCall:

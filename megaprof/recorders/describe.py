@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from megaprof.recorders.call import RecordedCall
 
 
-def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncated: str | None) -> dict[str, Any]:
+def describe(
+    window: Window, call: RecordedCall, config: ProfileConfig, truncated: str | None, framework: str | None = None
+) -> dict[str, Any]:
     """The metadata of ``window``, which closes now, as docs/trace-metadata.md lists it: plain data for JSON.
 
-    ``call`` is the window's first call; ``truncated`` says why the window closes early, None when it does not.
+    ``call`` is the window's first call; ``truncated`` says why the window closes early, None when it does not;
+    ``framework`` names the host.
     """
     facts = call.facts
     coords = window.coords
@@ -44,12 +47,14 @@ def describe(window: Window, call: RecordedCall, config: ProfileConfig, truncate
         run=run_id(),
         version=__version__,
         role=window.role,
+        framework=framework,
         schedule=facts.schedule,
         forward_only=facts.forward_only,
         microbatches=facts.microbatches,
         microbatch_group_size=getattr(model_config, group, None),
         seq_length=facts.seq_length,
         micro_batch_size=facts.micro_batch_size,
+        tokens=call.tokens_per_microbatch,
         chunks=tuple(ModelChunk(**describe_chunk(chunk)) for chunk in facts.chunks),
         p2p={
             name: getattr(model_config, name, None) for name in ("batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm")

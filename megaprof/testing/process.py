@@ -43,9 +43,9 @@ def cpu_process(gpus: int = 1) -> None:
 
     Beyond `megaprof.testing.cpu_megatron`: ``torch.cuda.is_available()`` is True, ``current_device()`` is 0, and
     ``device_count()`` follows ``CUDA_VISIBLE_DEVICES`` where that is set; every thread is covered; ``Tensor.type()``
-    names CUDA types, by which Megatron-Core's optimizers tell bf16 parameters apart; pinned memory is plain memory;
-    process groups of NCCL are gloo's, which computes averages as sums. Idempotent. Call it before the trainer is
-    imported: what that took from torch by name beforehand stays as it was.
+    names CUDA types, by which Megatron-Core's optimizers tell bf16 parameters apart; TorchScript runs eagerly; pinned
+    memory is plain memory; process groups of NCCL are gloo's, which computes averages as sums. Idempotent. Call it
+    before the trainer is imported: what that took from torch by name beforehand stays as it was.
 
     Raises:
         ValueError: ``gpus`` is not at least 1.
@@ -58,6 +58,7 @@ def cpu_process(gpus: int = 1) -> None:
         return
     _cpu_already = True
     torch.compiler.set_stance("force_eager")
+    torch.jit._state.disable()  # as PYTORCH_JIT=0 does: a script cannot call what stands for torch's functions
     for patches in (cpu_patches, lambda: _gpu(gpus), _devices, _types, _groups):
         for patch in patches():
             setattr(patch.target, patch.name, patch.replacement)
@@ -134,18 +135,11 @@ def _devices() -> list[Patch]:
     def load_on_cpu(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         return load(f, "cpu" if map_location is None or is_cuda(map_location) else map_location, *args, **kwargs)
 
-    to: Callable[..., Any] = torch.Tensor.to
-
-    @functools.wraps(to)
-    def to_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return to(self, *("cpu" if is_cuda(argument) else argument for argument in args), **kwargs)
-
     return [
         *(Patch(owner, name, _on_cpu(getattr(owner, name))) for owner, name in makers),
         Patch(torch, "load", load_on_cpu),
-        Patch(torch.Tensor, "to", to_cpu),
+        Patch(torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
+        Patch(torch._C._nn, "_parse_to", _to_cpu(torch._C._nn._parse_to)),  # of modules, and of tensordict
         Patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self),
     ]
 
@@ -159,6 +153,18 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return made
+
+
+def _to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For functions that take a device by its place, too."""
+
+    @functools.wraps(function)
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        if is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return function(*("cpu" if is_cuda(argument) else argument for argument in args), **kwargs)
+
+    return moved
 
 
 def _types() -> list[Patch]:

@@ -16,6 +16,7 @@ from typing import Any
 from megaprof.cli import main
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.inputs import unpacked
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.exchanging import exchanging
 from tests.analysis.job_timelines import write_timelines
@@ -250,6 +251,4 @@ _before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _text(path: Path) -> bytes:
-    from megaprof.analysis.trace.decoding import read_text
-
-    return bytes(read_text(path))
+    return b"".join(unpacked(path))

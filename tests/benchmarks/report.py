@@ -7,15 +7,17 @@
 Each runs in a process of its own, imports not counted; the quickest of several rounds counts, taken in turn so that
 other load on the machine disturbs all alike. The last line is JSON: ``vs_hta`` and ``vs_floor`` (their time, and ours,
 as a multiple: above 1 is good for the first, and 1 is the best possible for the second; ``_cpu``: the same in processor
-time, which other load disturbs less), ``rss_vs_hta`` (our peak memory over HTA's), and how time and memory grow with
-the number of traces.
+time, which other load disturbs less), ``rss_vs_hta`` (our peak memory over HTA's), how time and memory grow with the
+number of traces, and our peak memory on one trace of each of ``--sizes`` megabytes of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -53,8 +55,11 @@ ALL_OURS = (
     "assert __name__ == '__main__'\nanalyze(path, workers=os.cpu_count())",
 )
 FLOOR = (
-    "from pathlib import Path\nfrom isal import igzip\nfrom megaprof.analysis.trace import decoding",
-    "for f in Path(path).iterdir(): assert decoding._decode(igzip.decompress(f.read_bytes())).traceEvents",
+    "import msgspec\nfrom pathlib import Path\nfrom isal import igzip\n"
+    "from megaprof.analysis.trace.decoding import Event\n"
+    "class Document(msgspec.Struct):\n    traceEvents: list[Event]\n    baseTimeNanoseconds: int = 0\n",
+    "decode = msgspec.json.Decoder(Document).decode\n"
+    "for f in Path(path).iterdir(): assert decode(igzip.decompress(f.read_bytes())).traceEvents",
 )
 HTA = (
     "from hta.trace_analysis import TraceAnalysis",
@@ -135,11 +140,15 @@ def write_trace(directory: Path, rank: int, stages: int, megabytes: float) -> in
         "baseTimeNanoseconds": BASE,
         "traceEvents": [],
     }
-    listed = ",\n".join(events(rank, stages, microbatches, kernels, rank))
-    text = (json.dumps(top).removesuffix("]}") + listed + "]}").encode()
     name = f"train_actor.step000005.pp{rank}-tp0-cp0-ep0-dp0.rank{rank:05d}.pt.trace.json.gz"
-    (directory / name).write_bytes(igzip.compress(text, 1))
-    return len(text)
+    size, separator = 0, json.dumps(top).removesuffix("]}")
+    with igzip.open(directory / name, "wb", compresslevel=1) as file:
+        listed = events(rank, stages, microbatches, kernels, rank)
+        while some := ",\n".join(itertools.islice(listed, 4096)):
+            size += file.write((separator + some).encode())
+            separator = ",\n"
+        size += file.write(b"]}")
+    return size
 
 
 def measure(python: str, what: tuple[str, str], path: Path) -> dict[str, float]:
@@ -165,8 +174,11 @@ def _guarded(body: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--megabytes", type=float, default=50.0, help="size of a trace, uncompressed")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="0: no comparison")
     parser.add_argument("--growth", type=int, nargs="*", default=[1, 8, 64], help="numbers of traces")
+    parser.add_argument(
+        "--sizes", type=float, nargs="*", default=[48, 500, 2000], help="megabytes of JSON of one trace"
+    )
     parser.add_argument("--hta-python", default=sys.executable, help="interpreter that has HolisticTraceAnalysis")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -179,13 +191,7 @@ def main() -> None:
             runs["ours"].append(measure(sys.executable, OURS, one))
             runs["floor"].append(measure(sys.executable, FLOOR, one))
             runs["hta"].append(measure(options.hta_python, HTA, one))
-        seconds = {name: min(run["seconds"] for run in each) for name, each in runs.items()}
-        cpu = {name: min(run["cpu"] for run in each) for name, each in runs.items()}
-        rss = {name: statistics.median(run["rss_mb"] for run in each) for name, each in runs.items()}
-        for name in runs:
-            print(
-                f"{name:>6}: {seconds[name]:8.3f} s  {size / 1e6 / seconds[name]:7.0f} MB/s  {rss[name]:6.0f} MB peak"
-            )
+        result = _compared(runs, size) if options.rounds else {}
         growth = []
         for count in options.growth:
             many = Path(folder, f"many{count}")
@@ -199,18 +205,31 @@ def main() -> None:
             print(f"      ({time.perf_counter() - begin:.1f} s with start and imports)")
             for file in many.iterdir():
                 file.unlink()
-    print(
-        json.dumps(
-            {
-                "vs_hta": round(seconds["hta"] / seconds["ours"], 2),
-                "vs_floor": round(seconds["ours"] / seconds["floor"], 2),
-                "rss_vs_hta": round(rss["ours"] / rss["hta"], 3),
-                "vs_hta_cpu": round(cpu["hta"] / cpu["ours"], 2),
-                "vs_floor_cpu": round(cpu["ours"] / cpu["floor"], 2),
-                "growth": growth,
-            }
-        )
-    )
+        sizes = []
+        for megabytes in options.sizes:
+            large = Path(folder, f"large{megabytes}")
+            large.mkdir()
+            size = write_trace(large, 0, 1, megabytes)
+            run = measure(sys.executable, OURS, large)
+            sizes.append({"mb": round(size / 1e6), "seconds": round(run["seconds"], 3), "rss_mb": round(run["rss_mb"])})
+            print(f"{size / 1e6:6.0f} MB in one trace: {run['seconds']:7.2f} s, {run['rss_mb']:.0f} MB peak")
+            shutil.rmtree(large)
+    print(json.dumps({**result, "growth": growth, "sizes": sizes}))
+
+
+def _compared(runs: dict[str, list[dict[str, float]]], size: int) -> dict[str, float]:
+    seconds = {name: min(run["seconds"] for run in each) for name, each in runs.items()}
+    cpu = {name: min(run["cpu"] for run in each) for name, each in runs.items()}
+    rss = {name: statistics.median(run["rss_mb"] for run in each) for name, each in runs.items()}
+    for name in runs:
+        print(f"{name:>6}: {seconds[name]:8.3f} s  {size / 1e6 / seconds[name]:7.0f} MB/s  {rss[name]:6.0f} MB peak")
+    return {
+        "vs_hta": round(seconds["hta"] / seconds["ours"], 2),
+        "vs_floor": round(seconds["ours"] / seconds["floor"], 2),
+        "rss_vs_hta": round(rss["ours"] / rss["hta"], 3),
+        "vs_hta_cpu": round(cpu["hta"] / cpu["ours"], 2),
+        "vs_floor_cpu": round(cpu["ours"] / cpu["floor"], 2),
+    }
 
 
 if __name__ == "__main__":

@@ -16,13 +16,16 @@ and so a layer costs something else in each. Its errors have names of their own.
 Synthesised: four stages with known costs and noise, from the generator of the tests, for layouts that a small machine
 cannot run.
 
-    python -m tests.benchmarks.whatif [--repeats N] [--only paced|busy|compute|synthesised] [--out DIR]
+    python -m tests.benchmarks.whatif [--repeats N] [--stages 2 4] [--only paced busy compute synthesised] [--out DIR]
 
-The last line is JSON. ``median_error``: the median of |predicted / measured speedup - 1| over the suggestions of all
-paced runs (wanted: at most 0.03); ``within_uncertainty``: the part of their predictions whose error is within their
-stated uncertainty (wanted: at least 0.9); ``median_error_busy`` and ``within_uncertainty_busy``: the same with one core
-busy alone; ``median_error_compute``, ``within_uncertainty_compute``: of real compute. ``load`` is the machine's at the
-start.
+A turn of one layout takes about 10 s. All of it with 4 repeats has about 80 turns; ``--repeats 3 --synthesised 5`` has
+about 60, which is about 12 minutes on a quiet machine of two cores.
+
+The last line is JSON. ``median_error``: the median of |predicted / measured speedup - 1| over the predictions of the
+paced runs, as the machine is (wanted: at most 0.03); ``within_uncertainty``: the part of them whose error is within
+their stated uncertainty (wanted: at least 0.9); ``predictions``: how many there are. With ``_busy``, ``_compute`` and
+``_synthesised`` at the end: the same of the paced runs with one core busy (wanted alike), of real compute, and of
+synthesised pipelines; null where these did not run. ``load`` is the machine's at the start, ``minutes`` what all took.
 """
 
 from __future__ import annotations
@@ -297,9 +300,13 @@ def main() -> None:
     parser.add_argument("--synthesised", type=int, default=20, help="synthesised pipelines (default: 20)")
     kinds = ("paced", "busy", "compute", "synthesised")
     parser.add_argument("--only", choices=kinds, nargs="*", default=kinds, help="only these (default: all)")
+    stages = tuple(len(splits[0]) for splits in (CAPTURED, DEEPER))
+    parser.add_argument(
+        "--stages", type=int, choices=stages, nargs="*", default=stages, help="pipelines (default: both)"
+    )
     parser.add_argument("--out", type=Path, default=None, help="keep the traces there")
     options = parser.parse_args()
-    load = os.getloadavg()[0]
+    load, begin = os.getloadavg()[0], time.monotonic()
     outcomes: dict[str, list[Outcome]] = {kind: [] for kind in kinds}
     missed: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -307,7 +314,8 @@ def main() -> None:
         for kind in options.only:
             if kind == "synthesised":
                 outcomes[kind] += synthesised(options.synthesised)
-            for splits in {"compute": (CAPTURED,), "synthesised": ()}.get(kind, (CAPTURED, DEEPER)):
+            every = {"compute": (CAPTURED,), "synthesised": ()}.get(kind, (CAPTURED, DEEPER))
+            for splits in (each for each in every if len(each[0]) in options.stages):
                 place = out / kind / str(len(splits[0]))
                 if kind == "busy":
                     with one_core_busy():
@@ -320,18 +328,17 @@ def main() -> None:
         _show(f"{kind}:", each)
     for reason in missed:
         print(f"  no prediction: {reason}")
-    paced = [*outcomes["paced"], *outcomes["busy"]]
-    result = {
-        "benchmark": "whatif",
-        "median_error": _median_error(paced),
-        "within_uncertainty": _within(paced),
-        "predictions": len(paced),
-        "median_error_busy": _median_error(outcomes["busy"]),
-        "within_uncertainty_busy": _within(outcomes["busy"]),
-        "median_error_compute": _median_error(outcomes["compute"]),
-        "within_uncertainty_compute": _within(outcomes["compute"]),
-        "median_error_synthesised": _median_error(outcomes["synthesised"]),
+    result: dict[str, Any] = {"benchmark": "whatif"}
+    for kind, each in outcomes.items():
+        label = "" if kind == "paced" else f"_{kind}"
+        result |= {
+            f"median_error{label}": _median_error(each),
+            f"within_uncertainty{label}": _within(each),
+            f"predictions{label}": len(each),
+        }
+    result |= {
         "repeats": options.repeats,
+        "minutes": round((time.monotonic() - begin) / 60, 1),
         "no_prediction": len(missed),
         "load": load,
         "outcomes": {kind: [asdict(each) for each in own] for kind, own in outcomes.items()},

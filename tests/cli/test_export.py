@@ -26,7 +26,7 @@ def test_what_was_written_is_printed(job: Path, tmp_path: Path) -> None:
     next(job.iterdir()).unlink()
     run = megaprof("export", job, "--parquet", tmp_path / "out", "--run", "mine")
     assert run.returncode == 0
-    assert "1 partitions stay as they were" in run.stdout
+    assert "1 partition kept unchanged" in run.stdout
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_hostile_inputs_are_refused_in_one_line(
 
 
 def test_a_file_that_does_not_fit_into_memory_is_one_line(tmp_path: Path) -> None:
-    with open(tmp_path / f"{NAME}.pt.trace.json", "wb") as file:
+    with open(tmp_path / f"{NAME}.timeline.bin", "wb") as file:
         file.truncate(3 << 30)
     script = (
         "import resource, sys\n"

@@ -72,7 +72,7 @@ def test_the_bound_can_be_set(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [fifo, lambda path: sparse(path, 1 << 41)])
 def test_traces_and_timelines_say_why_they_are_not_read(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UnreadableTrace, match="it cannot be read: it "):
+    with pytest.raises(UnreadableTrace, match=r"it is no regular file|it begins with neither"):
         read_trace(make(tmp_path / "x.pt.trace.json.gz"))
     with pytest.raises(UnreadableTimeline, match="it cannot be read: it "):
         read_timeline(make(tmp_path / "x.timeline.bin"))

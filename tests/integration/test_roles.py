@@ -86,6 +86,15 @@ def test_otherwise_one_file_a_step_with_all_roles_in_it(one_rank: Any, tmp_path:
         *("train_overall", "role/actor", "train_actor"),  # entered before the window opened
         *("role/rollout/generate", "train_log_probs", "role/ref", "train_log_probs", "role/actor/update"),
     ]
+    targets = {each.key: each.measured for each in analyze(tmp_path).targets}
+    assert list(targets) == [
+        *(("train_overall", None), ("train_actor", "actor")),
+        *(("train_log_probs", "ref"), ("train_log_probs", "rollout")),
+    ]
+    assert {holds.layers for each in targets.values() for chunk in each.stages[0].chunks if (holds := chunk.holds)} == {
+        2
+    }
+    assert [key for key, each in targets.items() if not each.forward_only] == list(targets)[:2]
 
 
 def test_annotated_work_without_a_schedule_and_failing_work(one_rank: Any, tmp_path: Path) -> None:

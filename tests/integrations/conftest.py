@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.wheels import WHEELS
+from tests.integrations.wheels import DOWNLOADS
 
 
 @pytest.fixture(scope="session")
@@ -23,12 +23,12 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         directory = downloads / host
         if not directory.exists() and host not in failures:
             options = ["--no-deps", "--ignore-requires-python", "--quiet", "--dest", str(directory)]
-            command = [sys.executable, "-m", "pip", "download", *options, WHEELS[host]]
+            command = [sys.executable, "-m", "pip", "download", *options, DOWNLOADS[host]]
             run = subprocess.run(command, capture_output=True, text=True, timeout=600)
             if run.returncode:
                 failures[host] = (run.stderr.strip().splitlines() or ["no message"])[-1]
         if host in failures:
-            pytest.skip(f"{WHEELS[host]} cannot be downloaded: {failures[host]}")
+            pytest.skip(f"{DOWNLOADS[host]} cannot be downloaded: {failures[host]}")
         target = tmp_path_factory.mktemp(host)
         with zipfile.ZipFile(next(directory.glob("*.whl"))) as archive:
             # Some bring their tests along, as a package that would stand before this one.

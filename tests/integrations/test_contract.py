@@ -179,6 +179,17 @@ def numbers(facts: Facts, steps: int) -> list[int | None]:
     return found
 
 
+def test_the_host_is_the_one_that_is_built_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in registry.HOSTS:
+        monkeypatch.delitem(sys.modules, host.package, raising=False)
+    assert registry.framework() is None
+    found = []
+    for package in ("megatron.training", "megatron.bridge", "verl"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+        found.append(registry.framework())
+    assert found == ["megatron-lm", "megatron-bridge", "verl"]
+
+
 def test_slime_numbers_training_steps_and_log_probs_as_it_logs_them() -> None:
     model, steps = [SimpleNamespace(role="critic")], [4, 4, 4]
     training = facts(slime, "train", model=model, num_microbatches=steps, rollout_id=5)
@@ -232,6 +243,15 @@ def test_verls_trainers_give_their_step_to_the_batches() -> None:
         assert facts(verl, f"{name}._compute_old_log_prob", self=trainer, batch=batch) == Facts()
         told = facts(verl, "ActorRolloutRefWorker.compute_log_prob", self=worker, data=batch)
         assert told == Facts(role="actor", iteration=7)
+
+
+def test_verls_reference_with_lora_is_the_actors_worker() -> None:
+    """Its trainer says so in the batch: in a tensordict what is no tensor is wrapped."""
+    worker = SimpleNamespace(config=None)
+    for carried, role in (({}, "actor"), ({"no_lora_adapter": True}, "ref"), ({"no_lora_adapter": False}, "actor")):
+        wrapped = {name: SimpleNamespace(data=value) for name, value in carried.items()}
+        for batch in (carried, wrapped, SimpleNamespace(meta_info=carried), SimpleNamespace(extra_info=carried)):
+            assert facts(verl, "ActorRolloutRefWorker.compute_log_prob", self=worker, data=batch).role == role
 
 
 def test_verl_sft_infers_only_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:

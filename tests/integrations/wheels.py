@@ -7,3 +7,5 @@ WHEELS = {
     "skyrl": "skyrl==0.4.0",
     "verl": "verl==0.9.1",
 }
+#: And what their trainers need beside what the extra ``hosts`` brings, in versions that fit them.
+DOWNLOADS = {**WHEELS, "mcore-bridge": "mcore-bridge==1.6.5"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -27,8 +28,12 @@ def test_it_ends_without_a_traceback_and_has_a_device() -> None:
         "print(int(torch.cuda.current_device()), torch.cuda.is_available(), torch.cuda.device_count())\n"
         "device = torch.device('cuda', torch.cuda.current_device())\n"
         "print(torch.ones(2, device=device).to(torch.cuda.current_device()).sum().item())\n"
+        "@torch.jit.script\n"
+        "def scripted(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return x + torch.ones(2)\n"
+        "print(scripted(torch.ones(2)).sum().item())\n"
     )
-    assert lines == ["0 True 2", "2.0"]
+    assert lines == ["0 True 2", "2.0", "4.0"]
 
 
 def test_other_threads_are_on_the_cpu() -> None:
@@ -37,8 +42,9 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 def made():
     first = torch.zeros(1, device="cuda", pin_memory=True)
-    return {t.device.type for t in (first, first.to("cuda:1"), first.new_ones(2, device="cuda"),
-                                    torch.empty_like(first, device=0), torch.nn.Linear(1, 1, device="cuda").weight)}
+    weight = torch.nn.Linear(1, 1, device="cuda").to(0).weight
+    return {t.device.type for t in (first, first.to("cuda:1"), first.new_ones(2, device="cuda"), weight,
+                                    torch.empty_like(first, device=0))}
 print(ThreadPoolExecutor().submit(made).result())
 found = []
 thread = threading.Thread(target=lambda: found.append(made())); thread.start(); thread.join()
@@ -49,6 +55,8 @@ print(*found)
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_megatrons_own_bf16_optimizer_trains_over_what_it_takes_for_nccl(distributed_optimizer: bool) -> None:
+    if distributed_optimizer and version("megatron-core").startswith("0.12."):
+        pytest.skip("the distributed optimizer of megatron-core 0.12 needs Transformer Engine for bf16")
     lines = run(f"""
 import tempfile
 import torch.distributed as dist

@@ -1,8 +1,8 @@
 """One Perfetto timeline of all captured ranks of a step, in Chrome's JSON trace format.
 
 One process per rank, named by its coordinates and sorted by stage; clocks aligned (`clocks`); an arrow from every send
-to its receive. Ranks are read twice, for the clocks and for their events, and written one after the other: the
-largest single trace bounds the memory.
+to its receive. Ranks are read twice, for the clocks and for their events, and written one after the other, event by
+event: no whole trace is in memory.
 
 Process, thread and flow ids are unique in a file only: each gets a new one. Perfetto takes a process id of 0 for the
 idle task and a thread id that equals a process id for its main thread, so neither occurs.
@@ -25,11 +25,12 @@ from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge, StepName, choose
 from megaprof.analysis.trace import nsys
 from megaprof.analysis.trace.calls import calls_of
-from megaprof.analysis.trace.decoding import Undecodable, read_text
+from megaprof.analysis.trace.decoding import Document, Undecodable, read
 from megaprof.analysis.trace.gpu import KERNEL
 from megaprof.analysis.trace.reading import Source, traces_in
 from megaprof.analysis.trace.traces import Part, UnreadableTrace
 from megaprof.formats import ranges
+from megaprof.formats.checks import counted
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
 from megaprof.parallel.selectors import Selector
@@ -93,6 +94,7 @@ class _Rank:
     coords: Place
     ends: Ends
     start: int
+    base: int
     arrows: dict[tuple[int, int], list[_Arrow]] = field(default_factory=dict)
 
 
@@ -115,11 +117,6 @@ class _Writer:
             self.file.write((b",\n" if self.written else b"\n") + b",\n".join(self._batch))
             self.written += len(self._batch)
             self._batch.clear()
-
-
-class _Top(msgspec.Struct):
-    traceEvents: list[msgspec.Raw]
-    baseTimeNanoseconds: int = 0
 
 
 def merge(
@@ -185,7 +182,7 @@ def _examine(source: Source, name: StepName, warnings: list[str]) -> list[_Rank]
         if found == name:
             start = trace.ranges[0].start if trace.ranges else 0
             ends = ends_of(trace.metadata, calls_of(trace))
-            ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, ends, start))
+            ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, ends, start, trace.base))
         elif trace.part is None:
             warnings.append(f"{trace.path.name} was skipped: it holds {found}, whatever its name says")
     return ranks
@@ -248,11 +245,7 @@ def _write(
         file: Any = igzip.IGzipFile(filename="", mode="wb", fileobj=raw) if out.suffix == ".gz" else raw
         writer = _Writer(file, numbers, 0)
         for position, rank in enumerate(ranks):
-            try:
-                base, events = _events(rank.path, rank.part)
-            except (OSError, Undecodable, ValueError, RecursionError, MemoryError) as fault:
-                # It could be read a moment ago.
-                raise NothingToMerge(f"{rank.path} changed while it was read: {fault}") from None
+            base, events = _events(rank)
             if position == 0:
                 writer.base = base
                 file.write(_header(name, alignment, base))
@@ -263,7 +256,7 @@ def _write(
             writer.flush()
             if writer.dropped > dropped:
                 lost = writer.dropped - dropped
-                warnings.append(f"{rank.path.name}: {lost} events without a usable time or place were left out")
+                warnings.append(f"{rank.path.name}: {counted(lost, 'event')} left out: no usable time or place")
             progress(position + 1)
         file.write(b"\n]}\n")
         if file is not raw:
@@ -293,25 +286,35 @@ def _of_rank(rank: _Rank, position: int) -> Iterator[dict[str, Any]]:
             yield {"ph": "M", "name": f"process_{kind}", "pid": pid, "tid": 0, "ts": 0, "args": {key: value}}
 
 
-def _events(path: Path, part: Part | None) -> tuple[int, Iterator[Any]]:
-    """Base time and events of a trace, each decoded when it is its turn. Raises OSError, or ValueError for no JSON."""
-    if part is not None:
-        return nsys.events_of(path, part)
-    text = read_text(path)
+def _events(rank: _Rank) -> tuple[int, Iterator[Any]]:
+    """Base time and events of a trace, decoded piece by piece; None for what is no event. Reading raises
+    NothingToMerge."""
+    if rank.part is None:
+        return rank.base, _readable(rank.path, _decoded(rank.path))
     try:
-        top = msgspec.json.decode(text, type=_Top)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        # NaN, which JSON forbids and profilers write, or bytes that are no UTF-8.
-        loose = json.loads(bytes(text).decode("utf-8", "replace"))
-        return int(loose.get("baseTimeNanoseconds", 0)), iter(loose["traceEvents"])
-    return top.baseTimeNanoseconds, map(_decoded, top.traceEvents)
+        base, events = nsys.events_of(rank.path, rank.part)
+    except (OSError, Undecodable) as fault:
+        raise _changed(rank.path, fault) from None
+    return base, _readable(rank.path, events)
 
 
-def _decoded(raw: msgspec.Raw) -> Any:
+def _decoded(path: Path) -> Iterator[Any]:
+    document: Document[Any] = read(path, Any)
+    for events in document:
+        yield from events
+    yield from itertools.repeat(None, document.unreadable)
+
+
+def _readable(path: Path, events: Iterator[Any]) -> Iterator[Any]:
     try:
-        return msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+        yield from events
+    except (OSError, Undecodable, MemoryError) as fault:
+        raise _changed(path, fault) from None
+
+
+def _changed(path: Path, fault: BaseException) -> NothingToMerge:
+    """It could be read a moment ago."""
+    return NothingToMerge(f"{path} changed while it was read: {fault}")
 
 
 def _copy(events: Iterable[Any], rank: _Rank, writer: _Writer, shift: int, base: int, threads: Iterator[int]) -> None:

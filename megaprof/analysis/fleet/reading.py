@@ -17,11 +17,12 @@ import numpy.typing as npt
 
 from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.trends import AROUND, LASTING_BUCKETS, MAD, Floats, Integers, moving_median
-from megaprof.analysis.trace.pool import Progress, each, processors, sizes_of
+from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.formats import timeline as format
-from megaprof.formats.inputs import files_below
+from megaprof.formats.checks import counted
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: Buckets of steps at most, about.
@@ -196,15 +197,15 @@ def find_timelines(directory: Path) -> list[Path]:
 
 
 def read_fleet(
-    paths: Sequence[Path], workers: int = 1, progress: Progress | None = None, run: int | None = None
+    paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None, run: int | None = None
 ) -> FleetReading:
-    """Read every file once. ``workers``: processes at most, as for `reading.read_all`; ``progress``: files done;
+    """Read every file once. ``workers`` as for `reading.read_all`; ``progress``: files done;
     ``run``: which of several that lie there, from 1, the newest by default. Raises NoSuchRun."""
     items = _items(paths)
     runs, width = _sampled(items, run)
     found = FleetReading(runs, width)
     done = 0
-    workers = min(workers, _useful(paths, len(items)))
+    workers = at_most(workers, _useful(paths, len(items)))
     for item, part in zip(items, each(partial(_read_item, runs, width), items, workers), strict=True):
         found.add(part)
         done += sum(map(len, item))
@@ -351,7 +352,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
                 found.cut.append(path)
             else:
                 found.warnings.append(
-                    f"{path.name}: {timeline.damage}; {len(timeline.steps)} steps before that were read"
+                    f"{path.name}: {timeline.damage}; {counted(len(timeline.steps), 'step')} before that read"
                 )
         if len(timeline.steps):
             found.read.append(path)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprof.analysis.foreign.recordings import SEND_RECEIVE, Group, Recording
+from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
+from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
 from megaprof.analysis.trace.gpu import axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
+from megaprof.formats.checks import counted
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 _NAMED = ("tp", "pp", "cp", "dp")
@@ -88,6 +90,8 @@ class Foreign:
     """Of groups that several recordings share."""
     warnings: tuple[str, ...]
     """What cannot be told, and why."""
+    stages: tuple[StageFacts, ...] = ()
+    """Of the pipeline, from its exchanges; none where these do not tell any."""
 
 
 def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = None) -> Foreign:
@@ -98,11 +102,14 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     warnings = list(axes.warnings)
     if any(each == SEND_RECEIVE for r in recordings for each in r.operation):
         warnings.append("send-receive kernels without an annotation of torch's are not told from all-to-all")
-    if any(group is not None and group.name == "?" for r in recordings for group in r.group):
+    if any(group is not None and group.name == UNKNOWN for r in recordings for group in r.group):
         warnings.append("some communication names no process group")
     if unreadable := sum(r.unreadable for r in recordings):
-        warnings.append(f"{unreadable} events with impossible times or types were left out")
-    return Foreign(tuple(_facts(r, axes) for r in ordered), tuple(_late(ordered)), tuple(warnings))
+        warnings.append(f"{counted(unreadable, 'event')} left out: impossible times or types")
+    warnings += (f"{r.path.name} is read as far as it goes: {r.cut}" for r in recordings if r.cut is not None)
+    stages, why_none = stages_of(ordered)
+    warnings += [why_none] if why_none else []
+    return Foreign(tuple(_facts(r, axes) for r in ordered), tuple(_late(ordered)), tuple(warnings), stages)
 
 
 class _Axes:
@@ -162,6 +169,14 @@ def _facts(recording: Recording, axes: _Axes) -> RankFacts:
     )
 
 
+def _holds(group: Group, rank: int) -> bool:
+    """Whether a group is one and the same in all recordings, this rank's among them: by its ranks, or else by the name
+    that torch gave it. Descriptions are of many groups."""
+    if group.ranks is None:
+        return group.description is None and group.name != UNKNOWN
+    return rank in group.ranks
+
+
 def _late(recordings: Sequence[Recording]) -> list[Late]:
     """Collectives of one group are matched by their number in it, which all of its ranks count alike."""
     lengths: defaultdict[tuple[str, str], dict[int, list[int]]] = defaultdict(dict)
@@ -169,11 +184,10 @@ def _late(recordings: Sequence[Recording]) -> list[Late]:
         if recording.rank is None:
             continue
         own: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
-        for span, operation, group in zip(
-            recording.gpu.spans.tolist(), recording.operation, recording.group, strict=True
-        ):
-            if operation is not None and group is not None and group.ranks and recording.rank in group.ranks:
-                own[f"{group.name} {group.ranks}", operation].append(span[1] - span[0])
+        for place, (operation, group) in enumerate(zip(recording.operation, recording.group, strict=True)):
+            if operation is not None and group is not None and _holds(group, recording.rank):
+                start, end = recording.gpu.spans[place].tolist()
+                own[f"{group.name}\0{group.ranks}", operation].append(end - start)
         for key, each in own.items():
             lengths[key][recording.rank] = each
     found = []
@@ -185,6 +199,6 @@ def _late(recordings: Sequence[Recording]) -> list[Late]:
         last = Counter(min(call, key=lambda rank: call[rank]) for call in calls)
         rank, times = last.most_common(1)[0]
         waits = [(statistics.median(call.values()) - min(call.values())) / 1e6 for call in calls]
-        name = group_key.rpartition(" (")[0]
+        name = group_key.partition("\0")[0]
         found.append(Late(name, operation, len(calls), rank, times, statistics.median(waits)))
     return sorted(found, key=lambda each: -each.waited_ms * each.matched)

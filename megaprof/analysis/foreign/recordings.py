@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,19 +12,26 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Undecodable, read_text
-from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, arranged
-from megaprof.analysis.trace.intervals import Intervals, intervals
+from megaprof.analysis.trace.decoding import Document, Undecodable, read, whole_number
+from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, arranged, spans_of
+from megaprof.analysis.trace.intervals import Intervals
 from megaprof.analysis.trace.nsys import NsysFile, Process, processes
 from megaprof.analysis.trace.reading import Source
 from megaprof.analysis.trace.traces import UnreadableTrace
+from megaprof.formats.inputs import most_bytes
 
 _LONGEST = 1 << 61
+#: What an event takes in memory while a report is made of it, at most.
+_ROW_BYTES = 200
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_TIMES: Intervals = _NONE.reshape(-1, 2)
 _MOST_RANKS = 1 << 20
 _COMMUNICATION = re.compile(r"^(?:nccl|rccl|mscclpp?|oneccl)|nccl(?:Dev)?Kernel", re.I)
 #: Operations in the names of NCCL's and RCCL's kernels, in lower case.
 _OPERATIONS = ("allreduce", "allgather", "reducescatter", "broadcast", "alltoall", "reduce")
 SEND_RECEIVE = "send-receive or all-to-all"
+#: Name of a group of which nothing is known.
+UNKNOWN = "?"
 _UNNAMED = ("", "undefined", "default_pg", "default")
 _STEP = re.compile(r"ProfilerStep#\d+")
 _RANK_IN_NAME = re.compile(r"(?:rank|worker)[._-]?(\d{1,7})(?!\d)", re.I)
@@ -64,12 +69,6 @@ class _Event(msgspec.Struct, gc=False):
     args: _Args = _NO_ARGS
 
 
-class _Document(msgspec.Struct):
-    traceEvents: list[_Event]
-    baseTimeNanoseconds: int = 0
-    distributedInfo: Any = None
-
-
 @dataclass(frozen=True)
 class Group:
     """A process group, as far as the recording names it."""
@@ -101,9 +100,11 @@ class Recording:
     group: tuple[Group | None, ...]
     """Of every activity: whose communication it is."""
     steps: Intervals
-    """When each ``ProfilerStep#n`` ran on the host."""
+    """When each step ran on the host: ``ProfilerStep#n``, or in a file of nsys's whatever range is called like one."""
     unreadable: int
     """Events without a possible time or type."""
+    cut: str | None = None
+    """Why its file ends too early; None for a whole file."""
 
 
 def read_recording(source: Source) -> list[Recording]:
@@ -122,41 +123,25 @@ def read_recording(source: Source) -> list[Recording]:
 
 
 def _kineto(path: Path) -> Recording:
-    document, unreadable = _decoded(read_text(path))
-    usable = [event for event in document.traceEvents if event.ph == "X" and _possible(event)]
-    unreadable += sum(event.ph == "X" for event in document.traceEvents) - len(usable)
-    base = document.baseTimeNanoseconds if abs(document.baseTimeNanoseconds) < _LONGEST else 0
-    kernels = [event for event in usable if _lower(event) == KERNEL]
-    copies = [event for event in usable if _lower(event) in COPIES]
-    launches = [event for event in usable if _lower(event) in LAUNCHES]
-    rows = kernels + copies
-    order = np.argsort([event.ts for event in rows], kind="stable") if rows else np.zeros(0, dtype=np.int64)
-    calls = _spans(base, launches)
-    gpu = arranged(
-        _spans(base, rows),
-        np.zeros(len(rows), dtype=np.int8),
-        np.arange(len(rows)) < len(kernels),
-        _numbers(rows),
-        _numbers(launches),
-        calls[:, 0],
-    )
-    # A kernel of RCCL's brings no metadata: the operator of the same external id does.
-    params = {e.args.external: e.args for e in usable if e.name == "record_param_comms" and e.args.external}
-    notes = _Notes(_spans(base, said := [e for e in usable if e.name.startswith("nccl:")]), said)
-    operation: list[str | None] = []
-    group: list[Group | None] = []
-    for place, launched in zip(order.tolist(), gpu.launched.tolist(), strict=True):
-        event = rows[place]
-        if place >= len(kernels) or not _COMMUNICATION.search(event.name):
-            operation.append(None)
-            group.append(None)
-            continue
-        args = event.args if event.args.collective or event.args.group else params.get(event.args.external, event.args)
-        operation.append(_operation(event.name, args.collective or notes.at(launched)))
-        group.append(_group(args))
-    info = document.distributedInfo if isinstance(document.distributedInfo, dict) else {}
+    document: Document[_Event] = read(path, _Event, top=("baseTimeNanoseconds", "distributedInfo"))
+    seen, most = _Seen(), most_bytes() // _ROW_BYTES
+    for events in document:
+        seen.add(events)
+        if seen.rows > most:
+            raise Undecodable(f"it has more than the {most:,} events that fit into memory (see --max-input-mib)")
+    base = whole_number(document, "baseTimeNanoseconds")
+    base = base if abs(base) < _LONGEST else 0
+    gpu, communication = seen.activities(base)
+    notes = _Notes(_moved(seen.notes, base), seen.said)
+    operation: list[str | None] = [None] * len(gpu.spans)
+    group: list[Group | None] = [None] * len(gpu.spans)
+    for place, (name, own) in communication.items():
+        # A kernel of RCCL's brings no metadata: the operator of the same external id does.
+        args = own if own.collective or own.group else seen.params.get(own.external, own)
+        operation[place] = _operation(name, args.collective or notes.at(int(gpu.launched[place])))
+        group[place] = _group(args)
+    info = _decoded(document, "distributedInfo")
     rank, rank_from = _rank(info.get("rank"), path.name)
-    steps = [event for event in usable if _STEP.fullmatch(event.name) and _lower(event) != "gpu_user_annotation"]
     return Recording(
         path=path,
         rank=rank,
@@ -165,9 +150,67 @@ def _kineto(path: Path) -> Recording:
         gpu=gpu,
         operation=tuple(operation),
         group=tuple(group),
-        steps=_spans(base, steps),
-        unreadable=unreadable,
+        steps=_moved(seen.steps, base),
+        unreadable=document.unreadable + seen.impossible,
+        cut=document.cut,
     )
+
+
+class _Seen:
+    """What the events of a file say, taken up a piece at a time; times count from the file's base."""
+
+    def __init__(self) -> None:
+        self.rows = self.impossible = 0
+        self.params: dict[int, _Args] = {}
+        """Of operators that communicate, by external id."""
+        self.notes: list[Intervals] = []
+        self.said: list[str] = []
+        """The collectives that torch says it launches, and when."""
+        self.steps: list[Intervals] = []
+        self._activities: list[tuple[Intervals, npt.NDArray[np.bool_], npt.NDArray[np.int64]]] = []
+        self._launches: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        self._communication: dict[int, tuple[str, _Args]] = {}
+        self._count = 0
+
+    def add(self, events: Sequence[_Event]) -> None:
+        complete = [event for event in events if event.ph == "X"]
+        _, possible = spans_of(0, complete)
+        self.impossible += len(complete) - int(possible.sum())
+        complete = [event for event, usable in zip(complete, possible.tolist(), strict=True) if usable]
+        kinds = [(event.cat or "").lower() for event in complete]
+        self._add_activities([e for e, kind in zip(complete, kinds, strict=True) if kind == KERNEL], kernels=True)
+        self._add_activities([e for e, kind in zip(complete, kinds, strict=True) if kind in COPIES], kernels=False)
+        if launches := [e for e, kind in zip(complete, kinds, strict=True) if kind in LAUNCHES]:
+            self._launches.append((_numbers(launches), spans_of(0, launches)[0][:, 0].copy()))
+            self.rows += len(launches)
+        self.params |= {e.args.external: e.args for e in complete if e.name == "record_param_comms" and e.args.external}
+        said = [event for event in complete if event.name.startswith("nccl:")]
+        self.notes.append(spans_of(0, said)[0])
+        self.said += (event.name.removeprefix("nccl:") for event in said)
+        on_host = (e for e, kind in zip(complete, kinds, strict=True) if kind != "gpu_user_annotation")
+        self.steps.append(spans_of(0, [e for e in on_host if _STEP.fullmatch(e.name)])[0])
+
+    def _add_activities(self, events: Sequence[_Event], *, kernels: bool) -> None:
+        if not events:
+            return
+        self._activities.append((spans_of(0, events)[0], np.full(len(events), kernels), _numbers(events)))
+        if kernels:
+            for place, event in enumerate(events, self._count):
+                if _COMMUNICATION.search(event.name):
+                    self._communication[place] = event.name, event.args
+        self._count += len(events)
+        self.rows += len(events)
+
+    def activities(self, base: int) -> tuple[Activities, dict[int, tuple[str, _Args]]]:
+        """All of them, and by their place the names and arguments of those that communicate."""
+        columns = zip((_NO_TIMES, _NONE.astype(np.bool_), _NONE), *self._activities, strict=True)
+        spans, kernel, correlations = (np.concatenate(column) for column in columns)
+        numbers, starts = (np.concatenate(column) for column in zip((_NONE, _NONE), *self._launches, strict=True))
+        place = np.empty(len(spans), dtype=np.int64)
+        place[np.argsort(spans[:, 0], kind="stable")] = np.arange(len(spans))
+        spans += base
+        gpu = arranged(spans, np.zeros(len(spans), dtype=np.int8), kernel, correlations, numbers, starts + base)
+        return gpu, {int(place[row]): about for row, about in self._communication.items()}
 
 
 def _nsys(file: NsysFile) -> Iterator[Recording]:
@@ -185,8 +228,8 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
             world=None,
             gpu=process.gpu,
             operation=operation,
-            group=tuple(None if each is None else Group("?") for each in operation),
-            steps=intervals(()),
+            group=tuple(None if each is None else Group(UNKNOWN) for each in operation),
+            steps=process.steps,
             unreadable=0,
         )
 
@@ -194,10 +237,10 @@ def _nsys(file: NsysFile) -> Iterator[Recording]:
 class _Notes:
     """The collective that torch says it launches at a moment."""
 
-    def __init__(self, spans: Intervals, events: Sequence[_Event]) -> None:
+    def __init__(self, spans: Intervals, said: Sequence[str]) -> None:
         order = np.argsort(spans[:, 0], kind="stable")
         self._spans = spans[order]
-        self._names = [events[place].name.removeprefix("nccl:") for place in order.tolist()]
+        self._names = [said[place] for place in order.tolist()]
 
     def at(self, moment: int) -> str | None:
         place = int(np.searchsorted(self._spans[:, 0], moment, side="right")) - 1
@@ -227,7 +270,7 @@ def _group(args: _Args) -> Group:
         return Group(description, description, ranks)
     if ranks:
         return Group(f"ranks {_short(ranks)}", None, ranks)
-    return Group(f"group {args.group}" if args.group else "?")
+    return Group(f"group {args.group}" if args.group else UNKNOWN)
 
 
 def _short(ranks: Sequence[int]) -> str:
@@ -248,18 +291,8 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_RANKS else None
 
 
-def _lower(event: _Event) -> str:
-    return (event.cat or "").lower()
-
-
-def _possible(event: _Event) -> bool:
-    start, length = event.ts * 1000, event.dur * 1000
-    return math.isfinite(start) and abs(start) < _LONGEST and 0 <= length < _LONGEST
-
-
-def _spans(base: int, events: Sequence[_Event]) -> Intervals:
-    starts = (base + round(event.ts * 1000) for event in events)
-    return intervals((start, start + round(event.dur * 1000)) for start, event in zip(starts, events, strict=True))
+def _moved(pieces: Sequence[Intervals], base: int) -> Intervals:
+    return np.concatenate((_NO_TIMES, *pieces)) + base
 
 
 def _numbers(events: Sequence[_Event]) -> npt.NDArray[np.int64]:
@@ -267,34 +300,9 @@ def _numbers(events: Sequence[_Event]) -> npt.NDArray[np.int64]:
     return np.fromiter((n if abs(n) < _LONGEST else 0 for n in numbers), dtype=np.int64, count=len(events))
 
 
-def _decoded(text: bytes | bytearray) -> tuple[_Document, int]:
-    """The document, and how many events in it cannot be read. A bare list of events is a trace, too."""
+def _decoded(document: Document[_Event], name: str) -> dict[str, Any]:
+    """A dictionary beside the events; empty where there is none."""
     try:
-        if bytes(text[:64]).lstrip().startswith(b"["):
-            return _Document(msgspec.json.decode(text, type=list[_Event])), 0
-        return msgspec.json.decode(text, type=_Document), 0
+        return msgspec.json.decode(document.top.get(name, b"{}"), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass
-    try:
-        top = json.loads(bytes(text).decode("utf-8", "replace"))
-    except RecursionError:
-        raise Undecodable("it is nested too deeply to be a trace") from None
-    except ValueError as fault:
-        raise Undecodable(f"it is not JSON: {fault}") from None
-    raw = top.get("traceEvents") if isinstance(top, dict) else top
-    if not isinstance(raw, list):
-        raise Undecodable("it is JSON, but not a trace: it has no list of `traceEvents`")
-    events = [event for each in raw if (event := _lenient(each)) is not None]
-    about = top if isinstance(top, dict) else {}
-    base = about.get("baseTimeNanoseconds", 0)
-    whole = base if isinstance(base, int) and not isinstance(base, bool) else 0
-    return _Document(events, whole, about.get("distributedInfo")), len(raw) - len(events)
-
-
-def _lenient(raw: Any) -> _Event | None:
-    for fields in (raw, {k: v for k, v in raw.items() if k != "args"} if isinstance(raw, dict) else raw):
-        try:
-            return msgspec.convert(fields, _Event)
-        except (msgspec.MsgspecError, OverflowError, RecursionError, UnicodeError):
-            continue
-    return None
+        return {}

@@ -168,7 +168,7 @@ def changes(found: WhatIf) -> list[Change]:
         ("before", f"replayed, {off}", found.replay_ms, None),
     ]
     for each in sentences.worth_showing(found):
-        rows.append(("best" if each == found.best else "after", sentences.prediction(each), each.step_ms, each))
+        rows.append(("best" if each == found.best else "after", each.what, each.step_ms, each))
     longest = max(ms for _, _, ms, _ in rows)
     return [Change(kind, what, ms, 100 * ms / longest, each) for kind, what, ms, each in rows]
 

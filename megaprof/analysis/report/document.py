@@ -21,6 +21,7 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS, Call
+from megaprof.analysis.what_if.dialects import options_of
 from megaprof.analysis.what_if.what_if import Prediction, WhatIf
 from megaprof.version import __version__
 
@@ -68,12 +69,19 @@ class TargetReport:
             "stages": [_stage(stage) for stage in measured.stages],
             "imbalance": verdict.imbalance,
             "slowest_stage": verdict.slowest_stage,
-            "causes": [asdict(cause) for cause in verdict.causes],
+            "causes": [_without(asdict(cause), "ranks") for cause in verdict.causes],
             "notes": [said.text] if said else [],
-            "what_if": self.what_if.to_json(),
+            "framework": measured.framework,
+            "what_if": self.what_if.to_json() | {"host_options": self._host_options()},
             "warnings": list(measured.warnings),
             "fleet": _fleet(self.fleet) if self.fleet else None,
         }
+
+    def _host_options(self) -> list[str] | None:
+        """The best layout in the host's own options; None where there is none, or where it takes the flags."""
+        best = self.what_if.best
+        own = options_of(self.measured.framework, self.measured.role, best.flags) if best else None
+        return None if own is None else list(own)
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ def _foreign(foreign: Foreign) -> dict[str, Any]:
     plain = asdict(foreign)
     for rank in plain["ranks"]:
         rank["file"] = rank.pop("path").name
-    return plain | {"advice": sentences.FOREIGN}
+    return plain | {"advice": sentences.of_foreign(foreign)}
 
 
 def _target_of(raw: Mapping[str, Any]) -> TargetReport:
@@ -191,10 +199,14 @@ def _fleet(fleet: Fleet) -> dict[str, Any]:
     plain = asdict(fleet)
     parts = {name: plain.pop(name) for name in ("coverage", "times", "synchronisation", "recording")}
     found = plain | {name: value for part in parts.values() for name, value in part.items()}
-    for name in ("key", "directory", "again"):
-        del found[name]
+    found = _without(found, "key", "directory", "again")
+    found["stragglers"] = [_without(each, "gain_ms") for each in found["stragglers"]]
     findings = [finding.plain for finding in sentences.of_fleet(fleet)]
     return {**found, "findings": findings, "notes": list(sentences.notes_of(fleet))}
+
+
+def _without(plain: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in plain.items() if name not in names}
 
 
 def _mean(spread: Spread | None) -> float | None:

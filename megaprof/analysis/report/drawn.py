@@ -53,7 +53,7 @@ def timelines(report: Report) -> dict[_Key, StepTimeline]:
     """The latest step of every target, on the lowest captured rank of every stage, clocks aligned."""
     chosen: dict[_Key, dict[int, Call]] = {}
     for call in report.drawn:
-        place, stages = call.metadata.coords, chosen.setdefault((call.label, call.metadata.role), {})
+        place, stages = call.metadata.coords, chosen.setdefault((call.label, call.role), {})
         best = stages.get(place.pp)
         # Of a call that was captured twice the later one counts.
         if not call.index and (best is None or (place.rank, -call.start) < (best.metadata.coords.rank, -best.start)):

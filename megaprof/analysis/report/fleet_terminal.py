@@ -11,7 +11,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.trends import Percentiles
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.printing import number_columns, show_finding, table, text
-from megaprof.analysis.stages.words import ABSENT, number
+from megaprof.analysis.stages.words import ABSENT, counted, number
 
 _TICKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 20
@@ -22,7 +22,8 @@ _MOST_STAGES = 16
 def show_fleet(fleet: Fleet, console: Console) -> None:
     """Print what is said of the whole run, and its percentiles."""
     console.print(
-        f"all timelines: {fleet.coverage.ranks} ranks, steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}"
+        f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, "
+        f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}"
     )
     for finding in sentences.of_fleet(fleet):
         show_finding(console, finding)

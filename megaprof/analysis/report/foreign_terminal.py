@@ -26,10 +26,31 @@ def show_foreign(foreign: Foreign, console: Console) -> None:
     if len(foreign.ranks) > _MOST_ROWS:
         console.print(f"and {len(foreign.ranks) - _MOST_ROWS} more ranks")
     _show_exposed(foreign, console)
+    _show_stages(foreign, console)
     for late in foreign.late[:4]:
         console.print(text(sentences.of_late(late)[:1].upper() + sentences.of_late(late)[1:] + "."))
-    console.print(text(sentences.FOREIGN + "."))
+    console.print(text(sentences.of_foreign(foreign) + "."))
     show_warnings(console, foreign.warnings)
+
+
+def _show_stages(foreign: Foreign, console: Console) -> None:
+    if not foreign.stages:
+        return
+    made = table(f"{sentences.FROM_EXCHANGES}, ms", left=["stage", "ranks"])
+    number_columns(
+        made, "microbatches", "forward", "backward", "both, per microbatch", "a step", "exchanges", "of a step"
+    )
+    for each in foreign.stages[:_MOST_ROWS]:
+        times = (each.forward_ms, each.backward_ms, each.microbatch_ms, each.step_ms, each.exchange_ms)
+        ranks = ",".join(map(str, each.ranks[:8])) + (",..." if len(each.ranks) > 8 else "")
+        made.add_row(
+            text(f"{each.stage} of {each.stages}"),
+            text(ranks),
+            str(each.microbatches),
+            *("-" if ms is None else number(ms) for ms in times),
+            percent(each.exchange_ms / each.step_ms) if each.step_ms else "-",
+        )
+    console.print(made)
 
 
 def called(rank: RankFacts) -> str:

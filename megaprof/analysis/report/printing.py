@@ -31,6 +31,8 @@ def show_finding(console: Console, finding: Finding) -> None:
     console.print(text(finding.text, STYLES[finding.severity]))
     if finding.command is not None:
         console.print(text("  " + finding.command), soft_wrap=True)
+    if finding.host_command is not None:
+        console.print(text("  " + finding.host_command), soft_wrap=True)
 
 
 def show_warnings(console: Console, lines: Iterable[str]) -> None:

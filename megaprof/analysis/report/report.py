@@ -23,11 +23,13 @@ from megaprof.analysis.stages.stages import TargetStages, measure
 from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys import REPORT, SQLITE, find_nsys, is_nsys
-from megaprof.analysis.trace.pool import Progress
+from megaprof.analysis.trace.pool import NoCluster as NoCluster
+from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces
 from megaprof.analysis.what_if.gains import with_gains
 from megaprof.analysis.what_if.what_if import SlowPipeline, what_if
+from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
 
 #: A directory without files of ours is searched for renamed ones, up to this many.
@@ -43,23 +45,27 @@ class NothingToReport(Exception):
 def analyze(
     source: str | os.PathLike[str],
     *,
-    workers: int = 1,
+    workers: Workers = 1,
     progress: Progress | None = None,
     run: int | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Report:
-    """Report on every trace and timeline under a directory (or on one file).
+    """Report on every trace and timeline under a directory (or on one file), on this machine or where fsspec finds it
+    (``s3://bucket/traces``).
 
     Stages come from traces, and for targets without any from the last steps of their timelines; timelines also tell of
-    the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`);
+    the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`), or the Ray
+    cluster that does (``ray``, ``ray://host:10001``), whose machines must find the files under the same names;
     ``progress(done, files)`` is called as they are done; ``run``: which run's timelines, where those of several lie
     there, from 1, the newest by default. A file that cannot be used becomes a warning of the report.
 
     Where no file holds ranges of ours, the report is what `foreign` recordings tell; ``sizes`` (``tp``, ``pp``, ``cp``,
     ``ep``) names their process groups.
-    Raises NothingToReport when no file can be, and NoSuchRun.
+    Raises NothingToReport when no file can be, NoSuchRun, and NoCluster.
     """
-    path = Path(source)
+    path = place(source)
+    if isinstance(workers, str):
+        path = path.absolute()
     traces, timelines = _files(path)
     calls: list[Call] = []
     read: list[Path] = []
@@ -133,7 +139,7 @@ def together(warnings: Iterable[str]) -> tuple[str, ...]:
 
 def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call]) -> Iterator[Call]:
     """The last calls of targets that no trace shows."""
-    known = {(call.label, call.metadata.role) for call in traced}
+    known = {(call.label, call.role) for call in traced}
     for each in fleets:
         if (each.key.target, each.key.role) in known:
             continue
@@ -158,7 +164,7 @@ def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
 
 def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
     latest = {target.key: target.measured.steps[-1] for target in targets if target.measured.steps}
-    return (call for call in calls if latest.get((call.label, call.metadata.role)) == call.step)
+    return (call for call in calls if latest.get((call.label, call.role)) == call.step)
 
 
 def _target(
@@ -171,9 +177,18 @@ def _target(
     if fleet is not None:
         kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
         causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
-    verdict = replace(verdict, causes=with_gains(measured, causes, calls))
-    beside = slow.get(fleet.key) if fleet is not None else None
-    return TargetReport(measured, verdict, what_if(measured, calls, beside), fleet)
+    verdict = replace(verdict, causes=causes)
+    found = what_if(measured, calls, verdict, slow.get(fleet.key) if fleet is not None else None)
+    verdict = replace(verdict, causes=with_gains(measured, causes, calls, found))
+    return TargetReport(measured, verdict, found, fleet and _with_gains(fleet, verdict.causes))
+
+
+def _with_gains(fleet: Fleet, causes: Sequence[Cause]) -> Fleet:
+    """Stragglers that are causes, too, with what these cost."""
+    gains = {cause.ranks or (cause.rank,): cause.gain_ms for cause in causes if cause.kind == "slow_rank"}
+    lasting = [s.what == "compute" and s.until is None for s in fleet.stragglers]
+    told = zip(fleet.stragglers, lasting, strict=True)
+    return replace(fleet, stragglers=tuple(replace(s, gain_ms=gains.get(s.ranks)) if lasts else s for s, lasts in told))
 
 
 def _unless_explained(causes: tuple[Cause, ...], measured: TargetStages) -> tuple[Cause, ...]:
@@ -192,6 +207,7 @@ def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
                 kind="slow_rank",
                 stage=each.stage,
                 rank=each.ranks[0] if len(each.ranks) == 1 else None,
+                ranks=each.ranks if len(each.ranks) > 1 else (),
                 evidence=evidence(fleet, each),
                 threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
                 f"{LASTING_STEPS} steps",
@@ -223,7 +239,7 @@ def _others(directory: Path) -> list[Path]:
 
 
 def _contents(directory: Path) -> str:
-    names = sorted(os.listdir(directory))
+    names = sorted(entry.name for entry in directory.iterdir())
     if not names:
         return "it is empty"
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""

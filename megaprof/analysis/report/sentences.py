@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
-from megaprof.analysis.foreign.facts import Late
+from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.verdict import Comparison, Verdict
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.dialects import options_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.selectors import Selector
 
@@ -28,6 +29,13 @@ FOREIGN = (
     "These recordings hold no ranges of megaprof's: no stages, microbatches or bubbles can be told from them, and no "
     "layout can be predicted. To see them, record with --profile-target train_actor --profile-select per-stage"
 )
+FOREIGN_STAGES = (
+    "These recordings hold no ranges of megaprof's. Stages and microbatches are told from the exchanges of the "
+    "pipeline group, whose order is that of 1F1B; work before the first exchange of a step and behind the last one "
+    "does not count, and no layout can be predicted. To see more, record with --profile-target train_actor "
+    "--profile-select per-stage"
+)
+FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
@@ -45,6 +53,8 @@ class Finding:
     """One sentence or several; the last one ends in a colon where a command follows."""
     command: str | None = None
     """A command to run, or flags to use, quoted for a shell."""
+    host_command: str | None = None
+    """The flags in the host's own options, with its name in front; None where it takes the flags."""
 
     @property
     def plain(self) -> str:
@@ -91,13 +101,16 @@ def of_cause(cause: Cause) -> Finding:
     return Finding(cause.kind, "open", f"{sentence(cause.evidence)} {costs}")
 
 
-def of_what_if(found: WhatIf) -> Finding | None:
-    """Which rank to mend, which layout to change to, with its flags, or that none is better."""
+def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = None) -> Finding | None:
+    """Which rank to mend, which layout to change to, with its flags and in the options of ``framework`` for ``role``,
+    or that none is better."""
     if found.advice is None:
         return None
     if found.best is None or found.best.kind == "no_straggler":
         return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice))
-    return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags))
+    own = options_of(framework, role, found.best.flags)
+    told = None if own is None else f"{framework}: {shlex.join(own)}"
+    return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags), told)
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
@@ -105,10 +118,14 @@ def worth_showing(found: WhatIf) -> list[Prediction]:
     return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
 
 
-def prediction(each: Prediction) -> str:
-    """What it changes, what it assumes, and what it needs, in words."""
-    assumes = f"assumes that {each.assumes}" if each.assumes else None
-    return "; ".join(filter(None, (each.what, assumes, each.memory)))
+def caveats(shown: Sequence[Prediction]) -> list[str]:
+    """What predictions rest on and what they need, each said once, with those that it is about."""
+    about: dict[str, list[str]] = {}
+    for each in shown:
+        for caveat in (f"assumes that {each.assumes}" if each.assumes else None, each.memory):
+            if caveat is not None:
+                about.setdefault(caveat, []).append(each.what)
+    return [f"{' / '.join(whats)}: {caveat}." for caveat, whats in about.items()]
 
 
 def facts(measured: TargetStages) -> list[str]:
@@ -313,7 +330,8 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     """What a reader of a fleet's numbers must know, in sentences."""
     sizes, coverage, single = fleet.key.sizes, fleet.coverage, fleet.times.single
     if coverage.missing:
-        yield f"{coverage.ranks} of {sizes.world} ranks have a timeline; missing: {spans(coverage.missing, _MOST)}."
+        have = "has" if coverage.ranks == 1 else "have"
+        yield f"{coverage.ranks} of {sizes.world} ranks {have} a timeline; missing: {spans(coverage.missing, _MOST)}."
     if single.count:
         worst = ", ".join(f"step {step} ({factor:.1f} times as long)" for step, factor in single.worst)
         every = f", one every {single.every} steps" if single.every else ""
@@ -387,6 +405,11 @@ def _trigger(fleet: Fleet, selection: str) -> str:
 
 def _together(fleet: Fleet, one: int, other: int) -> bool:
     return abs(one - other) <= 2 * fleet.width + LASTING_BUCKETS
+
+
+def of_foreign(foreign: Foreign) -> str:
+    """What recordings without ranges can tell, and how to see more."""
+    return FOREIGN_STAGES if foreign.stages else FOREIGN
 
 
 def of_late(late: Late) -> str:

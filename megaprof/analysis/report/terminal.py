@@ -25,6 +25,7 @@ from megaprof.analysis.report.printing import (
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import (
+    counted,
     layers,
     mean,
     number,
@@ -54,7 +55,7 @@ def show(report: Report, console: Console) -> None:
     heading(console, "Traces" if report.traces else "Timelines")
     console.print(text(str(folder.absolute())), soft_wrap=True)
     if report.timelines:
-        console.print(f"  {len(report.timelines)} timelines")
+        console.print(f"  {counted(len(report.timelines), 'timeline')}")
     for path in report.traces[:_MOST_TRACES]:
         console.print(text("  " + _relative(path, folder)), soft_wrap=True)
     if len(report.traces) > _MOST_TRACES:
@@ -88,11 +89,11 @@ def _show_target(target: TargetReport, console: Console) -> None:
         show_finding(console, said)
     for cause in verdict.causes:
         console.print(text(f"Why ({cause.kind.replace('_', ' ')}): {sentences.of_cause(cause).text}"))
-    _show_what_if(target.what_if, console)
+    _show_what_if(target.what_if, measured, console)
     show_warnings(console, measured.warnings)
 
 
-def _show_what_if(found: WhatIf, console: Console) -> None:
+def _show_what_if(found: WhatIf, measured: TargetStages, console: Console) -> None:
     if found.replay_error is None or found.measured_ms is None or found.replay_ms is None:
         return
     console.print()
@@ -111,14 +112,14 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
         for each in shown:
             step = with_error(each.step_ms, each.uncertainty_ms)
             speedup = with_error(each.speedup, each.speedup_uncertainty)
-            predicted.add_row(text(sentences.prediction(each)), step, speedup)
+            predicted.add_row(text(each.what), step, speedup)
         console.print(predicted)
-    if (advice := sentences.of_what_if(found)) is not None:
+        for caveat in sentences.caveats(shown):
+            console.print(text(caveat, "dim"))
+    if (advice := sentences.of_what_if(found, measured.framework, measured.role)) is not None:
         show_finding(console, advice)
         if found.best and found.best.activations:
             console.print(text(sentence(found.best.activations)))
-        if found.best and found.best.memory:
-            show_warnings(console, [found.best.memory])
     if found.costs:
         costs = ", ".join(f"{kind} {number(sum(cost))} ms" for kind, cost in found.costs.by_kind.items())
         assumptions = "".join(f"; {each}" for each in found.costs.assumptions)

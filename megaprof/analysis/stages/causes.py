@@ -304,12 +304,13 @@ def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
     if found.alike:
         low, high = min(found.together), max(found.together)
         usual = statistics.fmean(statistics.median(s.microbatch_ms[key] for key in found.keys) for s in target.stages)
+        why = _by_tokens(target, found) or "they differ in work, for example in sequence length"
         yield Cause(
             kind="uneven_microbatches",
             stage=None,
             evidence=f"microbatches take from {low:.2f} to {high:.2f} times the usual time, alike on all stages "
-            f"(spread {percent(found.spread)}, correlation between stages at least {found.agreement:.2f}): they differ "
-            "in work, for example in sequence length, and no stage is to blame",
+            f"(spread {percent(found.spread)}, correlation between stages at least {found.agreement:.2f}): {why}, and "
+            "no stage is to blame",
             threshold=f"spread above {UNEVEN:.0%} and correlation above {AGREE}",
             excess_ms=(high - statistics.fmean(found.together)) * usual,
             basis="per microbatch, the longest compared with the average",
@@ -333,6 +334,25 @@ def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
             excess_ms=long - usual,
             basis="per microbatch, the longest tenth compared with the usual one",
         )
+
+
+def _by_tokens(target: TargetStages, found: _Variation) -> str | None:
+    """That tokens explain the times, with those of the shortest and the longest microbatch; None where they do not."""
+    known = [
+        (target.tokens[key], size, key)
+        for key, size in zip(found.keys, found.together, strict=True)
+        if key in target.tokens
+    ]
+    if len({tokens for tokens, _, _ in known}) < 2:
+        return None
+    agree = statistics.correlation([float(tokens) for tokens, _, _ in known], [size for _, size, _ in known])
+    if agree <= AGREE:
+        return None
+    ends = []
+    for tokens, _, key in (min(known), max(known)):
+        took = statistics.fmean(stage.microbatch_ms[key] for stage in target.stages)
+        ends.append(f"one of {counted(tokens, 'token')} takes {number(took)} ms per stage")
+    return f"their tokens explain it (correlation {agree:.2f}): {' and '.join(ends)}"
 
 
 def _scatter(values: Sequence[float]) -> float:

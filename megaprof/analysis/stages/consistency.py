@@ -10,6 +10,11 @@ from megaprof.analysis.trace.calls import Call
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
 
+#: What is not known without a common clock.
+_UNKNOWN = (
+    "the step time is the longest stage's own range, and neither slow links nor stages that enter late can be seen"
+)
+
 
 @dataclass
 class Findings:
@@ -74,19 +79,13 @@ def comparable(step: list[Call]) -> Clocks:
     """Whether all calls of one step ran on one host's clock, and touch each other in time as one step's do."""
     if len(step) == 1:
         return Clocks(one_clock=True)
-    hosts = sorted({call.metadata.host or "an unnamed host" for call in step})
+    hosts = {call.metadata.host for call in step}
     offset: dict[int, int] = {}
     aligned: tuple[str, ...] = ()
-    if len(hosts) > 1 or None in {call.metadata.host for call in step}:
+    if len(hosts) > 1 or None in hosts:
         found = _aligned(step)
         if found is None:
-            where = "one host" if len(hosts) == 1 else f"{len(hosts)} hosts"
-            shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
-            problem = (
-                f"the stages ran on {where} ({shown}), whose clocks are not aligned: "
-                "the step time is the longest stage's own range"
-            )
-            return Clocks(one_clock=False, problems=(problem,))
+            return Clocks(one_clock=False, problems=(f"{_no_clock(step)}; {_UNKNOWN}",))
         offset, aligned = found
     reach = None
     for begin, end in sorted(_shifted(call, offset) for call in step):
@@ -98,6 +97,16 @@ def comparable(step: list[Call]) -> Clocks:
             return Clocks(one_clock=False, problems=(problem,), different_runs=True)
         reach = end if reach is None else max(reach, end)
     return Clocks(one_clock=True, problems=aligned, offset=offset)
+
+
+def _no_clock(step: list[Call]) -> str:
+    """Why the calls of one step have no clock in common."""
+    unnamed = {call.metadata.coords.pp for call in step if call.metadata.host is None}
+    if unnamed:
+        return f"no host is named for {stages_in_words(unnamed)}, so nothing says whether the stages share a clock"
+    hosts = sorted({str(call.metadata.host) for call in step})
+    shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
+    return f"the stages ran on {len(hosts)} hosts ({shown}), whose clocks are not aligned"
 
 
 def _shifted(call: Call, offset: dict[int, int]) -> tuple[int, int]:

@@ -43,6 +43,8 @@ class Cause:
     """``per step``, ``per microbatch, compared with its peers``, ..."""
     rank: int | None = None
     """Which rank it is; None where it is not a single rank."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that it is one of, or all of, where they wait for each other; empty where it is not several."""
     group: str | None = None
     """The axis of a communication: ``tp``, ``ep``, ``cp``, ``pp`` or ``dp``."""
     gain_ms: float | None = None

@@ -6,7 +6,7 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -136,6 +136,10 @@ class TargetStages:
     """Why no stage may be called slow, a clause; None where one may."""
     warnings: tuple[str, ...]
     """What is missing, and why."""
+    framework: str | None = None
+    """The host that trained; None for another one."""
+    tokens: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """Tokens by step, call and microbatch, where the traces say them."""
     links: tuple[Link, ...] = ()
     """How long exchanges took, by pair of stages; none without a common clock."""
 
@@ -144,7 +148,7 @@ def measure(calls: Iterable[Call]) -> list[TargetStages]:
     """Group calls by label, role and parallel sizes, and measure the stages of each group."""
     groups: dict[tuple[str, str | None, ParallelSizes], list[Call]] = {}
     for call in calls:
-        groups.setdefault((call.label, call.metadata.role, call.metadata.sizes), []).append(call)
+        groups.setdefault((call.label, call.role, call.metadata.sizes), []).append(call)
     measured = []
     for label, role, sizes in sorted(groups, key=lambda key: (_order(key[0]), key[0], key[1] or "", str(key[2]))):
         findings = Findings(stages=sizes.pp)
@@ -189,24 +193,35 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
     steps = {key: lay_out(step, findings) for key, step in by_step.items()}
     late = lateness(calls, steps)
     first = calls[0]
-    counts = {call.metadata.microbatches for call in calls}
+    counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
     for message in without_ranges([each for call in calls for each in call.metadata.ranges.without]):
         findings.warn(message)
     return TargetStages(
         target=first.label,
-        role=first.metadata.role,
+        role=first.role,
         sizes=sizes,
         schedule=first.metadata.schedule,
         forward_only=first.forward_only,
-        microbatches=counts.pop() if len(counts) == 1 and first.label == first.metadata.target else None,
+        microbatches=counts.pop() if len(counts) == 1 else None,
         steps=tuple(sorted({call.step for call in calls})),
         step_time_ms=Spread.of([step.ms for step in steps.values() if step.ms is not None]),
         step_time_basis=ONE_CLOCK if all(step.one_clock for step in steps.values()) else LONGEST,
         stages=tuple(_stage(pp, by_stage[pp], steps, late, findings) for pp in sorted(by_stage)),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
+        framework=first.metadata.framework,
+        tokens={key: tokens for call in calls for key, tokens in _tokens(call)},
         links=links_of(calls, steps),
     )
+
+
+def _tokens(call: Call) -> Iterator[tuple[tuple[int, int, int], int]]:
+    """By step, call and microbatch; the metadata have those of the window's first call."""
+    metadata = call.metadata
+    if call.label == metadata.target and call.step == metadata.steps[0] and call.index == 0:
+        for number, tokens in enumerate(metadata.tokens or ()):
+            if tokens is not None:
+                yield (call.step, call.index, number), tokens
 
 
 def _stage(
@@ -231,7 +246,7 @@ def _stage(
     return Stage(
         pp=pp,
         ranks=tuple(sorted({call.metadata.coords.rank for call in calls})),
-        chunks=_chunks(of_one_pass),
+        chunks=_chunks(of_one_pass) or tuple(_holding(calls)),
         forward_ms=Spread.of([_milliseconds(call, ranges.FORWARD) for call in separate]),
         backward_ms=Spread.of([_milliseconds(call, ranges.BACKWARD) for call in separate]),
         compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in measured]),
@@ -366,6 +381,12 @@ def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
         )
         for chunk, passes in sorted(by_chunk.items())
     )
+
+
+def _holding(calls: list[Call]) -> Iterator[ChunkTimes]:
+    """What the chunks of a whole step hold; the times of its passes are those of the calls inside it."""
+    for chunk, holds in enumerate(calls[0].metadata.chunks):
+        yield ChunkTimes(chunk, holds, None, None)
 
 
 def _per_microbatch(calls: list[Call], kind: str) -> list[float]:

@@ -96,7 +96,8 @@ def judge(target: TargetStages) -> Verdict:
     rest = compared if others is loads else _compare(others)
     doubted = {each.stage for each in compared if each.outcome == "some_microbatches"}
     rest = [_in_some(each) if each.stage in doubted else each for each in rest]
-    slow = {each.stage for each in rest if each.outcome == "slow"}
+    # A slow rank comes first: a stage that is slow only in the pipeline without it will be told when it is mended.
+    slow = {each.stage for each in compared if each.outcome == "slow"} & {r.stage for r in rest if r.outcome == "slow"}
     of_stages = [cause for each in rest if each.stage in slow for cause in explain(each.stage, slow, others)]
     first, *also = compared
     return Verdict(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megaprof.analysis.stages.samples import Spread
+from megaprof.formats.checks import counted as counted
 from megaprof.formats.metadata import ModelChunk, WithoutRange
 from megaprof.parallel.selectors import join_spans, spans_of
 
@@ -63,11 +64,6 @@ def percent(fraction: float | None, *, sign: bool = False) -> str:
     points = 100 * fraction
     text = f"{points:+.{0 if abs(points) >= 9.95 else 1}f}%".replace("-0.0%", "+0.0%")
     return text if sign else text.lstrip("+")
-
-
-def counted(count: int, noun: str) -> str:
-    """``1 layer``, ``4 layers``, ``4 microbatches``."""
-    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def stages(numbers: Iterable[int]) -> str:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
+from megaprof.analysis.trace.gpu import Peak, memory_of
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass, PassId
 from megaprof.analysis.trace.traces import Collective, Trace, TracedRange
@@ -85,8 +86,12 @@ class Call:
     """Nanoseconds of every pass through a module."""
     gpu: Attribution | None = field(compare=False, default=None)
     """What ran on the GPU; None where that was not captured."""
+    role: str | None = None
+    """Whose work it is, where that was said: in a whole step, each call inside has its own."""
     after_opening: bool = False
     """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
+    memory: Peak | None = None
+    """How much it had allocated on its device; None where that was not captured."""
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -109,6 +114,8 @@ class Call:
 
     @property
     def forward_only(self) -> bool:
+        if self.label == WHOLE_STEP:  # the metadata are those of the first call in it
+            return all(each.kind == ranges.FORWARD for each in self.phases)
         if self.label == self.metadata.target:
             return self.metadata.forward_only
         return self.label in _FORWARD_ONLY
@@ -118,6 +125,7 @@ def calls_of(trace: Trace) -> list[Call]:
     """Every schedule call in ``trace``, in order of time."""
     exposed = difference(_collective_times(trace.collectives), trace.compute)
     outermost = [r for r in trace.ranges if r.name.fields.get("step") is not None]
+    of_roles = [r for r in trace.ranges if r.name.role is not None]
     seen: Counter[tuple[str, int]] = Counter()
     calls = []
     for outer in outermost:
@@ -125,7 +133,9 @@ def calls_of(trace: Trace) -> list[Call]:
         if step is None:
             continue
         call = _call(trace, outer, step, seen[label, step], exposed)
-        calls.append(replace(call, after_opening=trace.after_opening and outer.start <= outermost[0].end))
+        around = [r for r in of_roles if r.start <= outer.start and outer.end <= r.end]
+        role = max(around, key=lambda r: (r.start, -r.end)).name.role if around else trace.metadata.role
+        calls.append(replace(call, role=role, after_opening=trace.after_opening and outer.start <= outermost[0].end))
         seen[label, step] += 1
     return calls
 
@@ -168,13 +178,14 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         exchanges=tuple(Exchange(r.name.label, r.start, r.end, r.start, r.end) for r in exchanges),
         busy=busy,
         exposed_ns=split,
-        incomplete=_incomplete(label, step, metadata, phases),
+        incomplete=trace.cut or _incomplete(label, step, metadata, phases),
         has_kernels=trace.has_kernels,
         reasons=tuple(reasons),
         finalize=finalize,
         collectives=intersection(exposed, finalize),
         modules=_modules(inside, passes, trace),
         gpu=gpu,
+        memory=memory_of(trace.memory, outer.start, outer.end),
     )
 
 

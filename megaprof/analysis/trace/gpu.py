@@ -1,4 +1,5 @@
-"""What the GPU did, as arrays: every kernel, copy and memset with its time, its launch, and whose communication it is.
+"""What the GPU did, as arrays: every kernel, copy and memset with its time, its launch, and whose communication it is;
+and how much of its memory was allocated.
 
 Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch is what ties an
 activity to a range: the range is on the main thread, the launches of a backward come from autograd's own thread, and
@@ -7,19 +8,25 @@ both run while the range is open.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Event
+from megaprof.analysis.trace.decoding import Document, Event
 from megaprof.analysis.trace.intervals import Intervals
 
 KERNEL = "kernel"
 COPIES = ("gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+INSTANTS = "cpu_instant_event"
+_ALLOCATION = "[memory]"
+_MOST_BYTES = 1 << 53
 
 #: What an activity is for: its index here in `Activities.use`. ``other``: communication of a group without a name.
 USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other")
@@ -55,8 +62,12 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 _NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "userbuffers": "tp"}
 BY_GROUP = -1
 _LONGEST = 1 << 61
-_NAME, _START, _DURATION = attrgetter("name"), attrgetter("ts"), attrgetter("dur")
+_START, _DURATION = attrgetter("ts"), attrgetter("dur")
 _CORRELATION = attrgetter("args.correlation")
+_Numbers = npt.NDArray[np.int64]
+_NONE = np.zeros(0, dtype=np.int64)
+_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE)
+_NO_LAUNCHES = (_NONE, _NONE)
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,14 @@ class Activities:
     """Whether it is a kernel, no copy or memset."""
 
 
-def spans_of(base: int, events: Sequence[Event]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
+class Timed(Protocol):
+    """An event with a time, in microseconds."""
+
+    ts: float
+    dur: float
+
+
+def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
     """Times in nanoseconds of those events whose times are possible, and which ones these are."""
     with np.errstate(over="ignore", invalid="ignore"):
         start = np.array(list(map(_START, events)), dtype=np.float64) * 1000
@@ -86,19 +104,55 @@ def spans_of(base: int, events: Sequence[Event]) -> tuple[Intervals, npt.NDArray
     return np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64))), usable
 
 
-def activities_of(
-    base: int, kernels: Sequence[Event], copies: Sequence[Event], launches: Sequence[Event], sizes: object
-) -> Activities:
-    """Read GPU activities and the calls that launched them; ``sizes`` has the number of ranks of every axis."""
-    events = [*kernels, *copies]
-    spans, usable = spans_of(base, events)
-    use = np.zeros(len(events), dtype=np.int8)
-    use[: len(kernels)] = _uses(kernels, sizes)
-    kernel = np.arange(len(events)) < len(kernels)
-    correlations = _numbers(list(map(_CORRELATION, events)))[usable]
-    launch_spans, launch_usable = spans_of(base, launches)
-    numbers = _numbers(list(map(_CORRELATION, launches)))[launch_usable]
-    return arranged(spans, use[usable], kernel[usable], correlations, numbers, launch_spans[:, 0])
+class Gathered:
+    """GPU activities and the calls that launched them, taken up a piece of the trace at a time."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        """How many of both there are."""
+        self.kernels = False
+        """Whether there are kernels, impossible times included."""
+        self._by_name = ByName()
+        self._groups: dict[str | None, int] = {}
+        self._activities: list[tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers]] = []
+        self._launches: list[tuple[_Numbers, _Numbers]] = []
+
+    def add(self, kernels: Sequence[Event], copies: Sequence[Event], launches: Sequence[Event]) -> None:
+        """Take up some more of the trace."""
+        self.kernels |= bool(kernels)
+        if events := [*kernels, *copies]:
+            spans, usable = spans_of(0, events)
+            uses = np.zeros(len(events), dtype=np.int32)
+            uses[: len(kernels)] = [self._use(event) for event in kernels]
+            kernel = np.arange(len(events)) < len(kernels)
+            correlations = _numbers(list(map(_CORRELATION, events)))
+            self._activities.append((spans, uses[usable], kernel[usable], correlations[usable]))
+        if launches:
+            spans, usable = spans_of(0, launches)
+            self._launches.append((_numbers(list(map(_CORRELATION, launches)))[usable], spans[:, 0].copy()))
+        self.rows += len(events) + len(launches)
+
+    def activities(self, base: int, sizes: object) -> Activities:
+        """All of them; ``base``: nanoseconds that their times count from; ``sizes`` has the number of ranks of every
+        axis. What was gathered is gone then."""
+        spans, uses, kernel, correlations = (
+            np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
+        )
+        self._activities.clear()
+        numbers, starts = (np.concatenate(column) for column in zip(_NO_LAUNCHES, *self._launches, strict=True))
+        self._launches.clear()
+        axes = [USES.index(_axis(group, sizes)) for group in self._groups]
+        table = np.array([*range(len(USES)), *axes], dtype=np.int8)
+        spans += base
+        starts += base
+        return arranged(spans, table[uses], kernel, correlations, numbers, starts)
+
+    def _use(self, kernel: Event) -> int:
+        """Index into `USES`, or behind that the number of its group."""
+        use = self._by_name[kernel.name]
+        if use != BY_GROUP:
+            return use
+        return len(USES) + self._groups.setdefault(kernel.args.description, len(self._groups))
 
 
 def arranged(
@@ -135,19 +189,6 @@ def _numbers(values: list[int]) -> npt.NDArray[np.int64]:
         return np.array([value if abs(value) < _LONGEST else 0 for value in values], dtype=np.int64)
 
 
-def _uses(kernels: Sequence[Event], sizes: object) -> list[int]:
-    by_name = ByName()
-    uses = [by_name[name] for name in map(_NAME, kernels)]
-    by_group: dict[str | None, int] = {}
-    for number, use in enumerate(uses):
-        if use == BY_GROUP:
-            group = kernels[number].args.description
-            if group not in by_group:
-                by_group[group] = USES.index(_axis(group, sizes))
-            uses[number] = by_group[group]
-    return uses
-
-
 class ByName(dict[str, int]):
     """Index into `USES` by a kernel's name, `BY_GROUP` for NCCL's; found once for each name."""
 
@@ -172,3 +213,79 @@ def _axis(description: str | None, sizes: object) -> str:
     if axes:
         return parallel[0] if parallel else axes[0]
     return parallel[0] if len(parallel) == 1 else "other"  # with one kind of parallelism there is no other
+
+
+@dataclass(frozen=True)
+class Allocations:
+    """The memory of one rank's device over time."""
+
+    times: npt.NDArray[np.int64]
+    """When memory was allocated or released, in wall-clock nanoseconds, ascending."""
+    allocated: npt.NDArray[np.int64]
+    """Bytes that were allocated from then on."""
+    capacity: int | None
+    """Bytes that the device has; None where the trace does not say."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The memory of one call."""
+
+    least: int
+    """Bytes that were allocated at the least: parameters, gradients, states of the optimizer."""
+    most: int
+    """Bytes that were allocated at the most."""
+    capacity: int | None
+    """Bytes that the device has; None where that is not known."""
+
+
+class GatheredMemory:
+    """What ``--profile-memory`` adds, taken up a piece of the trace at a time: Kineto writes an instant event for every
+    allocation of the caching allocator and every release. Times count from the file's base."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def rows(self) -> int:
+        """How many were kept."""
+        return sum(map(len, self._found.values()))
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Keep those of a device; the host's memory is nothing that a layout changes."""
+        for event in events:
+            device, allocated = event.args.device, event.args.allocated
+            if event.name != _ALLOCATION or device is None or device < 0 or allocated is None:
+                continue
+            if math.isfinite(event.ts) and abs(event.ts) * 1000 < _LONGEST and 0 <= allocated < _MOST_BYTES:
+                self._found.setdefault(device, []).append((round(event.ts * 1000), allocated))
+
+    def allocations(self, base: int, document: Document[Any]) -> Allocations | None:
+        """Of the device that most was allocated on; None where there is none."""
+        if not self._found:
+            return None
+        device = max(self._found, key=lambda each: max(allocated for _, allocated in self._found[each]))
+        times, allocated = np.array(sorted(self._found[device]), dtype=np.int64).T
+        return Allocations(times + base, allocated, _capacity(document, device))
+
+
+def memory_of(found: Allocations | None, start: int, end: int) -> Peak | None:
+    """What a call from ``start`` to ``end`` had allocated; None where nothing is known of it."""
+    if found is None:
+        return None
+    first, last = np.searchsorted(found.times, (start, end))
+    own = found.allocated[max(first - 1, 0) : last]
+    return Peak(int(own.min()), int(own.max()), found.capacity) if last > first else None
+
+
+class _Device(msgspec.Struct):
+    id: int = -1
+    totalGlobalMem: int = 0
+
+
+def _capacity(document: Document[Any], device: int) -> int | None:
+    try:
+        devices = msgspec.json.decode(document.top.get("deviceProperties", b"[]"), type=list[_Device])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    return next((each.totalGlobalMem for each in devices if each.id == device and each.totalGlobalMem > 0), None)

@@ -23,14 +23,16 @@ import numpy.typing as npt
 from megaprof.analysis.trace.attribution import owners
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import BY_GROUP, OTHER, PP, USES, Activities, ByName, arranged
+from megaprof.analysis.trace.intervals import Intervals, intervals
 from megaprof.analysis.trace.nsys_export import exported
 from megaprof.analysis.trace.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, UnreadableTrace
 from megaprof.formats import ranges
-from megaprof.formats.inputs import files_below
+from megaprof.formats.checks import counted
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.formats.nsys import read_sidecar, sidecars
+from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 SQLITE, REPORT = ".sqlite", ".nsys-rep"
@@ -47,6 +49,7 @@ _ACTIVITIES = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
 _COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
 _LAUNCHES = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _FORWARD_ONLY = ("train_log_probs", "evaluate")
+_STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
 
 
@@ -100,6 +103,8 @@ class Process:
     """Its activities in order of their start; nothing says what each is for."""
     names: tuple[str, ...]
     """Of every activity: its kernel's; empty for copies and memsets."""
+    steps: Intervals
+    """When ranges ran on the host that are called like a step (``ProfilerStep#7``, ``iteration 7``), outermost ones."""
 
 
 def processes(file: NsysFile) -> list[Process]:
@@ -111,10 +116,29 @@ def processes(file: NsysFile) -> list[Process]:
             if tables.has(table, *_COLUMNS):
                 query = f"SELECT DISTINCT (globalPid >> 24) & {_PROCESS} FROM {table} LIMIT 1024"
                 pids |= {pid for (pid,) in tables.rows(query) if isinstance(pid, int)}
+        steps = _steps(tables, base)
         for pid in sorted(pids):
             gpu = _Gpu.read(tables, base, pid)
-            found.append(Process(pid, gpu.all, gpu.names))
+            found.append(Process(pid, gpu.all, gpu.names, intervals(steps.get(pid, ()))))
         return found
+
+
+def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
+    """By process, in order of time."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
+        return found
+    query = (
+        f"SELECT start, end, globalTid, {_NAME} AS name FROM NVTX_EVENTS WHERE eventType IN {_RANGE_EVENTS} AND "
+        "(name LIKE '%step%' OR name LIKE '%iter%') ORDER BY start, end DESC"
+    )
+    for start, end, thread, name in tables.rows(query):
+        if not (_time(start) and _time(end) and end >= start and isinstance(thread, int) and isinstance(name, str)):
+            continue
+        own = found.setdefault(thread >> 24 & _PROCESS, [])
+        if _STEP.fullmatch(name) and (not own or base + start >= own[-1][1]):
+            own.append((base + start, base + end))
+    return found
 
 
 def events_of(path: Path, part: Part) -> tuple[int, Iterator[dict[str, Any]]]:
@@ -195,7 +219,7 @@ class _Reader:
         ]
         if self._broken:
             self._said.append(
-                f"{self._file.path.name}: {self._broken} rows with impossible times or types were left out"
+                f"{self._file.path.name}: {counted(self._broken, 'row')} left out: impossible times or types"
             )
         if found and self._said:
             found[0] = replace(found[0], warnings=(*self._said, *found[0].warnings))

@@ -10,6 +10,7 @@ from pathlib import Path
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.formats.inputs import open_input
 from megaprof.formats.names import temporary_path
+from megaprof.formats.remote import RemotePath
 
 SQLITE = ".sqlite"
 _SECONDS = 600.0  # and more for large files
@@ -24,6 +25,10 @@ def exported(path: Path) -> Path:
     """
     if path.suffix == SQLITE:
         return path
+    if isinstance(path, RemotePath):
+        raise Undecodable(
+            f"nsys exports no remote file: run 'nsys export --type sqlite' on it, and put {SQLITE} beside it"
+        )
     final = path.with_suffix(SQLITE)
     with open_input(path) as file:
         report = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""Several processes at once, where that pays: the one process pool of the analysis.
+"""Several processes at once, where that pays, here or on a Ray cluster: the one process pool of the analysis.
 
 Decoding holds the interpreter's lock, so threads would not help: two of them read two traces in the time that one
 takes. A process costs about half a second to start, and imports the main module anew, so a script that asks for several
@@ -11,11 +11,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megaprof.formats import inputs
 
@@ -26,22 +28,79 @@ Progress = Callable[[int, int], None]
 """Called with the number of files that are done, and of all."""
 
 
-def each(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
+Workers = int | str
+"""How many processes read, or which Ray cluster does: ``ray`` for the one that this machine belongs to (or
+``RAY_ADDRESS`` names), or its address, ``ray://host:10001``."""
+
+
+class NoCluster(Exception):
+    """No Ray cluster can read for us; the message says why."""
+
+
+def each(work: Callable[[Item], Result], items: Sequence[Item], workers: Workers) -> Iterator[Result]:
     """``work`` of every item, in order, in ``workers`` processes. Where one of them is killed, most likely for its
-    memory, the rest is done here: one item at a time may still fit."""
+    memory, the rest is done here: one item at a time may still fit. Raises NoCluster."""
     done = 0
-    if workers > 1:
-        alike = partial(inputs.allow, inputs.allowed())
-        try:
-            with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=alike) as pool:
-                # Not more at a time than are worked on: results wait in memory until their turn comes.
-                for begin in range(0, len(items), 4 * workers):
-                    for result in pool.map(work, items[begin : begin + 4 * workers]):
-                        done += 1
-                        yield result
-        except BrokenProcessPool:
-            pass
+    for result in _on_ray(work, items, workers) if isinstance(workers, str) else _here(work, items, workers):
+        done += 1
+        yield result
     yield from map(work, islice(items, done, None))
+
+
+def at_most(workers: Workers, useful: int) -> Workers:
+    """Fewer processes, where more are of no use; a cluster knows itself."""
+    return workers if isinstance(workers, str) else min(workers, useful)
+
+
+def _here(work: Callable[[Item], Result], items: Sequence[Item], workers: int) -> Iterator[Result]:
+    if workers <= 1:
+        return
+    alike = partial(inputs.allow, inputs.allowed())
+    try:
+        with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=alike) as pool:
+            # Not more at a time than are worked on: results wait in memory until their turn comes.
+            for begin in range(0, len(items), 4 * workers):
+                yield from pool.map(work, items[begin : begin + 4 * workers])
+    except BrokenProcessPool:
+        return
+
+
+def _on_ray(work: Callable[[Item], Result], items: Sequence[Item], address: str) -> Iterator[Result]:
+    if not items:
+        return
+    with _cluster(address) as ray:
+        free = int(ray.available_resources().get("CPU", 0))
+        if free < 1:
+            raise NoCluster("no processor of the Ray cluster is free")
+        count = min(free, len(items))
+        pool = import_module("ray.util.multiprocessing").Pool(count, inputs.allow, (inputs.allowed(),))
+        try:
+            for begin in range(0, len(items), 4 * count):
+                yield from pool.imap(work, items[begin : begin + 4 * count])
+        except ray.exceptions.RayError:
+            return
+        finally:
+            pool.terminate()
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[Any]:
+    """Ray, connected to a cluster that is there; the connection is closed if it was made here."""
+    try:
+        ray = import_module("ray")
+    except ImportError as fault:
+        raise NoCluster(f"the package ray cannot be imported: {fault}") from None
+    ours = not ray.is_initialized()
+    if ours:
+        try:
+            ray.init(address="auto" if address == "ray" else address, log_to_driver=False, logging_level="ERROR")
+        except Exception as fault:
+            raise NoCluster(f"no Ray cluster can be reached: {' '.join(str(fault).split())[:300]}") from None
+    try:
+        yield ray
+    finally:
+        if ours:
+            ray.shutdown()
 
 
 def processors() -> int:

@@ -1,4 +1,4 @@
-"""Many traces read at once: each in memory alone, in several processes where that pays."""
+"""Many traces read at once, in several processes where that pays."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.nsys import NsysFile, read_nsys
-from megaprof.analysis.trace.pool import Progress, each, processors, sizes_of
+from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, read_trace
 from megaprof.formats.inputs import memory_left
 
 #: Bytes of files below which one process is quicker than several.
 _WORTH_IT = 24 << 20
-#: Memory that reading takes for each byte of the file, compressed and plain.
-_COMPRESSED, _PLAIN = 100, 10
+#: Memory that reading takes: of every process, and for each byte of the file, compressed and plain.
+_PROCESS, _COMPRESSED, _PLAIN = 64 << 20, 4.0, 0.4
 _SHARE = 0.5
 
 Source = Path | NsysFile
@@ -54,11 +54,11 @@ def traces_in(source: Source) -> list[Trace]:
     return read_nsys(source) if isinstance(source, NsysFile) else [read_trace(source)]
 
 
-def read_all(sources: Sequence[Source], workers: int = 1, progress: Progress | None = None) -> Iterator[Reading]:
-    """Read every file, in order. ``workers``: processes at most (`pool.each`); fewer are used where it does not pay or
-    would not fit into memory."""
+def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
+    """Read every file, in order. ``workers``: processes at most, or a Ray cluster (`pool.each`); fewer processes are
+    used where it does not pay or would not fit into memory. Raises NoCluster."""
     paths = [source.path if isinstance(source, NsysFile) else source for source in sources]
-    for done, reading in enumerate(each(read, sources, min(workers, _useful(paths))), 1):
+    for done, reading in enumerate(each(read, sources, at_most(workers, _useful(paths))), 1):
         if progress is not None:
             progress(done, len(paths))
         yield reading
@@ -68,5 +68,5 @@ def _useful(paths: Sequence[Path]) -> int:
     sizes = sizes_of(paths)
     if sum(sizes.values()) < _WORTH_IT:
         return 1
-    most = max(size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items())
-    return max(1, min(len(sizes), processors(), int(_SHARE * memory_left() / max(most, 1))))
+    most = _PROCESS + max(size * (_COMPRESSED if path.suffix == ".gz" else _PLAIN) for path, size in sizes.items())
+    return max(1, min(len(sizes), processors(), int(_SHARE * memory_left() / most)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.formats.inputs import most_bytes, open_input
+from megaprof.formats.remote import local_copy
 
 _MAGIC = b"SQLite format 3\0"
 #: Seconds that reading may take, and bytes for each second more. A healthy file is read at 100 MB/s and more.
@@ -74,8 +75,9 @@ def opened(path: Path) -> Iterator[Tables]:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise Undecodable("it is no SQLite file")
         size = file.seek(0, 2)
+    local = local_copy(path)
     with _said():
-        connection = sqlite3.connect(path.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
+        connection = sqlite3.connect(local.absolute().as_uri() + "?mode=ro&immutable=1", uri=True)
     deadline = time.monotonic() + _SECONDS + size / _BYTES_A_SECOND
     with closing(connection):
         connection.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS)

@@ -13,20 +13,36 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Document, Event, Undecodable, load
-from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, activities_of, spans_of
+from megaprof.analysis.trace.decoding import Document, Event, Undecodable, read, whole_number
+from megaprof.analysis.trace.gpu import (
+    COPIES,
+    INSTANTS,
+    KERNEL,
+    LAUNCHES,
+    Activities,
+    Allocations,
+    Gathered,
+    GatheredMemory,
+    spans_of,
+)
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.formats import ranges
-from megaprof.formats.inputs import files_below
+from megaprof.formats.checks import counted
+from megaprof.formats.inputs import most_bytes
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import RankCoords
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
 # Base, start and duration each stay below a quarter of int64, so that no sum of them overflows.
 _LONGEST = 1 << 61
+#: What an event takes in memory while a report is made of it, at most.
+_ROW_BYTES = 200
+_COMMUNICATING = ("c10d::", "record_param_comms")
 
 
 class UnreadableTrace(Exception):
@@ -103,6 +119,12 @@ class Trace:
     """Whether its first step is the first that its tool recorded after it was opened, which ranks do not do at once."""
     part: Part | None = None
     """Where it stands in its file; None: it is the whole."""
+    cut: str | None = None
+    """Why its file ends too early, so that sums may lack something; None for a whole file."""
+    base: int = 0
+    """What the times in the file count from, in wall-clock nanoseconds."""
+    memory: Allocations | None = None
+    """How much was allocated on its device; None where it was captured without ``--profile-memory``."""
 
 
 def find_traces(directory: Path) -> list[Path]:
@@ -111,75 +133,109 @@ def find_traces(directory: Path) -> list[Path]:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read one trace, gzipped or plain. Raises UnreadableTrace, whatever the file holds."""
+    """Read one trace, gzipped or plain, of any size. Raises UnreadableTrace, whatever the file holds."""
     try:
-        document = load(path)
-        metadata = _metadata(document)
-        if not -_LONGEST < document.baseTimeNanoseconds < _LONGEST:
-            raise Undecodable("its `baseTimeNanoseconds` is out of range")
+        gathered = _Gathered(path, on_gpu=True)
+        if not gathered.gpu.kernels:
+            gathered = _Gathered(path, on_gpu=False)  # its operators are wanted after all
+        return gathered.trace()
     except Undecodable as fault:
         raise UnreadableTrace(path, str(fault)) from None
     except OSError as fault:
         raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
-    return _trace(path, metadata, document)
+    except MemoryError:
+        raise UnreadableTrace(path, "it does not fit into memory") from None
 
 
-def _metadata(document: Document) -> Metadata:
-    if not bytes(document.megaprof):
-        raise Undecodable("it was not written by megaprof (no `megaprof` metadata): nothing in it tells a stage")
+class _Gathered:
+    """What a file holds, read a piece at a time. Times count from the file's base, which may stand at its end."""
+
+    def __init__(self, path: Path, *, on_gpu: bool) -> None:
+        """``on_gpu``: operators of the CPU are left out."""
+        self.path = path
+        self.gpu = Gathered()
+        self._memory = GatheredMemory()
+        self._operators = _Operators()
+        self._names = _Names()
+        self._ranges: list[TracedRange] = []
+        self._collectives: list[Collective] = []
+        self._broken = 0
+        self._most = most_bytes() // _ROW_BYTES
+        self._document: Document[Event] = read(path, Event, top=("megaprof", "baseTimeNanoseconds", "deviceProperties"))
+        for events in self._document:
+            by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
+            for event in events:
+                by_category[event.cat].append(event)
+            copies = [event for category in COPIES for event in by_category[category]]
+            launches = [event for category in LAUNCHES for event in by_category[category]]
+            self.gpu.add(by_category[KERNEL], copies, launches)
+            self._memory.add(by_category[INSTANTS])
+            # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
+            self._add_ranges(by_category["user_annotation"])
+            if not on_gpu:
+                self._add_ranges(by_category["cpu_op"])
+                self._operators.add(by_category["cpu_op"])
+            self._refuse_too_many()
+
+    def trace(self) -> Trace:
+        """Raises Undecodable."""
+        document, path = self._document, self.path
+        base = whole_number(document, "baseTimeNanoseconds")
+        metadata = _metadata(document)
+        if not -_LONGEST < base < _LONGEST:
+            raise Undecodable("its `baseTimeNanoseconds` is out of range")
+        warnings = list(_name_warnings(path, metadata.coords))
+        if unusable := self._broken + document.unreadable:
+            warnings.append(f"{path.name}: {counted(unusable, 'event')} left out: impossible times or types")
+        if document.cut is not None:
+            warnings.append(f"{path.name} is read as far as it goes: {document.cut}")
+        found = [TracedRange(r.name, r.start + base, r.end + base) for r in self._ranges]
+        collectives = [Collective(c.operation, c.start + base, c.end + base) for c in self._collectives]
+        found.sort(key=lambda r: (r.start, -r.end))
+        collectives.sort(key=lambda c: c.start)
+        has_kernels = self.gpu.kernels
+        return Trace(
+            path=path,
+            metadata=metadata,
+            ranges=tuple(found),
+            collectives=tuple(collectives),
+            compute=self._operators.compute(base) if collectives and not has_kernels else intervals(()),
+            has_kernels=has_kernels,
+            gpu=self.gpu.activities(base, metadata.sizes) if has_kernels else None,
+            warnings=tuple(warnings),
+            cut=document.cut,
+            base=base,
+            memory=self._memory.allocations(base, document),
+        )
+
+    def _add_ranges(self, events: Iterable[Event]) -> None:
+        for event in events:
+            meaning = self._names[event.name]
+            if meaning is None or event.ph != "X":
+                continue
+            if (span := _span(event)) is None:
+                self._broken += 1
+            elif isinstance(meaning, ranges.RangeName):
+                self._ranges.append(TracedRange(meaning, *span))
+            else:
+                self._collectives.append(Collective(meaning, *span))
+
+    def _refuse_too_many(self) -> None:
+        rows = (
+            self.gpu.rows + self._memory.rows + self._operators.rows + 4 * (len(self._ranges) + len(self._collectives))
+        )
+        if rows > self._most:
+            raise Undecodable(f"it has more than the {self._most:,} events that fit into memory (see --max-input-mib)")
+
+
+def _metadata(document: Document[Event]) -> Metadata:
+    if "megaprof" not in document.top:
+        reason = "it was not written by megaprof (no `megaprof` metadata): nothing in it tells a stage"
+        raise Undecodable(document.cut or reason)
     try:
-        return read_metadata(bytes(document.megaprof))
+        return read_metadata(bytes(document.top["megaprof"]))
     except ValueError as fault:
         raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
-
-
-def _trace(path: Path, metadata: Metadata, document: Document) -> Trace:
-    base = document.baseTimeNanoseconds
-    by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
-    for event in document.traceEvents:
-        by_category[event.cat].append(event)
-    document.traceEvents.clear()
-    has_kernels = bool(by_category[KERNEL])
-    found, collectives, broken = _ranges_and_collectives(
-        # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
-        base,
-        by_category["user_annotation"] + ([] if has_kernels else by_category["cpu_op"]),
-    )
-    warnings = list(_name_warnings(path, metadata.coords))
-    if unusable := broken + document.unreadable_events:
-        warnings.append(f"{path.name}: {unusable} events with impossible times or types were left out")
-    copies = [event for category in COPIES for event in by_category[category]]
-    launches = [event for category in LAUNCHES for event in by_category[category]]
-    return Trace(
-        path=path,
-        metadata=metadata,
-        ranges=tuple(found),
-        collectives=tuple(collectives),
-        compute=_compute(base, by_category["cpu_op"]) if collectives and not has_kernels else intervals(()),
-        has_kernels=has_kernels,
-        gpu=activities_of(base, by_category[KERNEL], copies, launches, metadata.sizes) if has_kernels else None,
-        warnings=tuple(warnings),
-    )
-
-
-def _ranges_and_collectives(base: int, events: list[Event]) -> tuple[list[TracedRange], list[Collective], int]:
-    """Both in order of time, and how many had impossible times."""
-    names, broken = _Names(), 0
-    found: list[TracedRange] = []
-    collectives: list[Collective] = []
-    for event in events:
-        meaning = names[event.name]
-        if meaning is None or event.ph != "X":
-            continue
-        if (span := _span(base, event)) is None:
-            broken += 1
-        elif isinstance(meaning, ranges.RangeName):
-            found.append(TracedRange(meaning, *span))
-        else:
-            collectives.append(Collective(meaning, *span))
-    found.sort(key=lambda r: (r.start, -r.end))
-    collectives.sort(key=lambda c: c.start)
-    return found, collectives, broken
 
 
 class _Names(dict[str, "ranges.RangeName | str | None"]):
@@ -219,25 +275,41 @@ _DISPATCHED = {
 }
 
 
-def _span(base: int, event: Event) -> tuple[int, int] | None:
+def _span(event: Event) -> tuple[int, int] | None:
     start, duration = event.ts * 1000, event.dur * 1000
     if not (math.isfinite(start) and abs(start) < _LONGEST and 0 <= duration < _LONGEST):
         return None
-    begin = base + round(start)
+    begin = round(start)
     return begin, begin + round(duration)
 
 
-def _compute(base: int, operators: list[Event]) -> Intervals:
-    """When any thread ran an operator that is no communication: leaf operators, since their parents also wait."""
-    operators = [op for op in operators if op.ph == "X" and not op.name.startswith(ranges.PREFIX)]
-    numbers = {tid: number for number, tid in enumerate({op.tid for op in operators})}
-    communicating = {
-        name for name in {op.name for op in operators} if name.startswith(("c10d::", "record_param_comms"))
-    }
-    threads = np.array([numbers[op.tid] for op in operators], dtype=np.int64)
-    own = np.array([op.name not in communicating for op in operators], dtype=np.bool_)
-    spans, usable = spans_of(base, operators)
-    return union(spans[leaves(threads[usable], spans) & own[usable]])
+class _Operators:
+    """What the CPU ran, taken up a piece of the trace at a time."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._threads: dict[int | str, int] = {}
+        self._pieces: list[tuple[Intervals, npt.NDArray[np.int64], npt.NDArray[np.bool_]]] = []
+
+    def add(self, events: Iterable[Event]) -> None:
+        operators = [op for op in events if op.ph == "X" and not op.name.startswith(ranges.PREFIX)]
+        if not operators:
+            return
+        number = self._threads.setdefault
+        threads = np.array([number(op.tid, len(self._threads)) for op in operators], dtype=np.int64)
+        own = np.array([not op.name.startswith(_COMMUNICATING) for op in operators], dtype=np.bool_)
+        spans, usable = spans_of(0, operators)
+        self._pieces.append((spans, threads[usable], own[usable]))
+        self.rows += len(operators)
+
+    def compute(self, base: int) -> Intervals:
+        """When any thread ran one that is no communication: leaf operators, since their parents also wait."""
+        if not self._pieces:
+            return intervals(())
+        spans, threads, own = (np.concatenate(column) for column in zip(*self._pieces, strict=True))
+        self._pieces.clear()
+        spans += base
+        return union(spans[leaves(threads, spans) & own])
 
 
 def _name_warnings(path: Path, coords: RankCoords) -> Iterable[str]:

@@ -7,17 +7,22 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megaprof.analysis.stages import words
 from megaprof.analysis.what_if.baseline import Baseline, Sample, Typical
 from megaprof.analysis.what_if.cost_model import CostFit
-from megaprof.analysis.what_if.layout_search import Cost, search
+from megaprof.analysis.what_if.layout_search import Candidate, Cost, search
 from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
+from megaprof.analysis.what_if.memory import Memory
+from megaprof.analysis.what_if.orders import PipelineSchedule
 from megaprof.analysis.what_if.replay import CapturedRun, Times, in_flight_layers
 
 __all__ = ["Fits", "Prediction", "balanced", "chunk_counts", "layouts", "microbatch_counts", "without_straggler"]
 
 _MOST_LAYOUTS = 3
+#: Where some do not fit into the measured memory, so many are looked at.
+_MOST_SEARCHED = 200
 #: Of more stages only the two whose activations change most are told.
 _MOST_STAGES = 4
 _CHUNK_COUNTS = (1, 2, 3, 4)
@@ -57,6 +62,8 @@ class Prediction:
     """What else it rests on, or None."""
     activations: str | None = None
     """What it does to the activations that stages hold, in words; None where nothing changes."""
+    fits: bool | None = None
+    """Whether the devices have the memory for it; None where none was measured."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +118,9 @@ def _resized(
     return _predicted(baseline, kind, what, after, before, baseline.samples, resize=resize)
 
 
-def layouts(baseline: Baseline, pieces: Layout, fits: Fits) -> list[Prediction]:
-    """The quickest layouts other than the captured one (``pieces``), whether they gain anything or not."""
+def layouts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory | None) -> list[Prediction]:
+    """The quickest layouts other than the captured one (``pieces``), whether they gain anything or not; of those that
+    do not fit into ``memory`` only the quickest."""
     run, flat = baseline.run, "".join(pieces)
     found = search(
         fits.best.model(run.p2p_ms),
@@ -124,13 +132,13 @@ def layouts(baseline: Baseline, pieces: Layout, fits: Fits) -> list[Prediction]:
         forward_only=run.forward_only,
         microbatch_group_size=run.group_size,
         rendezvous=run.rendezvous,
-        top=_MOST_LAYOUTS + 1,
+        top=_MOST_LAYOUTS + 1 if memory is None else _MOST_SEARCHED,
     )
     before = fits.times(pieces, run.stages)
     schedule = run.checked(baseline.microbatches)
     held = in_flight_layers(pieces, schedule)
     predictions = [
-        replace(
+        _in_memory(
             _predicted(
                 baseline,
                 "layout",
@@ -140,18 +148,30 @@ def layouts(baseline: Baseline, pieces: Layout, fits: Fits) -> list[Prediction]:
                 [sample for sample, _ in fits.drawn],
                 beside=math.hypot(fits.best.residual, fits.shared),
             ),
+            candidate.pieces,
+            in_flight_layers(candidate.pieces, schedule),
+            held,
+            memory,
             layout=candidate.layout,
             flags=_said_aloud(candidate.pieces, run.stages, candidate.flags),
-            memory=_memory(in_flight_layers(candidate.pieces, schedule), held),
-            activations=_activations(in_flight_layers(candidate.pieces, schedule), held),
         )
-        for candidate in found
-        if candidate.pieces != pieces
+        for candidate in _worth_predicting([each for each in found if each.pieces != pieces], schedule, memory)
     ]
     return sorted(predictions, key=lambda each: each.step_ms)[:_MOST_LAYOUTS]
 
 
-def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits) -> Iterator[Prediction]:
+def _worth_predicting(
+    found: Sequence[Candidate], schedule: PipelineSchedule, memory: Memory | None
+) -> Sequence[Candidate]:
+    """The quickest ones that fit, and the quickest of all."""
+    if memory is None:
+        return found
+    fitting = [each for each in found if memory.fit(each.pieces, in_flight_layers(each.pieces, schedule)).fits]
+    quickest = [each for each in found[:1] if each not in fitting]
+    return [*quickest, *fitting[: _MOST_LAYOUTS - len(quickest)]]
+
+
+def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory | None) -> Iterator[Prediction]:
     """Other numbers of model chunks per stage, in Megatron's even split."""
     run, flat = baseline.run, "".join(pieces)
     before = fits.times(pieces, run.stages)
@@ -170,19 +190,21 @@ def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits) -> Iterator[Pre
         predicted = _predicted(
             baseline,
             "chunks",
-            f"{chunks} model chunk{'' if chunks == 1 else 's'} per stage, split evenly",
+            f"{words.counted(chunks, 'model chunk')} per stage, split evenly",
             fits.times(layout, run.stages),
             before,
             [sample for sample, _ in fits.drawn],
             run=other,
             beside=math.hypot(fits.best.residual, fits.shared, _OTHER_CHUNKS),
         )
-        yield replace(
+        yield _in_memory(
             predicted,
+            layout,
+            in_flight_layers(layout, schedule),
+            held,
+            memory,
             layout=format_layout(layout),
             flags=_said_aloud(layout, run.stages, to_flags(layout, run.stages)),
-            memory=_memory(in_flight_layers(layout, schedule), held),
-            activations=_activations(in_flight_layers(layout, schedule), held),
             assumes="a chunk costs what its layers cost"
             + ("" if chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"),
         )
@@ -195,7 +217,8 @@ def balanced(baseline: Baseline) -> Prediction:
         forward, backward = ([[statistics.fmean(ms for stage in kind for ms in stage)] for _ in kind] for kind in costs)
         return [row * baseline.run.chunks for row in forward], [row * baseline.run.chunks for row in backward]
 
-    return _resized(baseline, "balanced", "the measured work spread evenly over the stages", even)
+    predicted = _resized(baseline, "balanced", "the measured work spread evenly over the stages", even)
+    return replace(predicted, assumes="layers can be divided")
 
 
 def without_straggler(
@@ -239,7 +262,9 @@ def microbatch_counts(baseline: Baseline) -> Iterator[Prediction]:
         if count < 1 or (count < many and any(step.microbatches % 2 for step in baseline.steps)):
             continue
         try:
-            predicted = _resized(baseline, "microbatches", f"{count} microbatches of {size} the size", resize=resize)
+            predicted = _resized(
+                baseline, "microbatches", f"{words.counted(count, 'microbatch')} of {size} the size", resize=resize
+            )
         except ValueError:
             continue  # Megatron refuses this number of microbatches
         memory = "every microbatch holds twice the activations" if count < many else None
@@ -286,6 +311,25 @@ def _activations(needs: Sequence[int], held: Sequence[int]) -> str | None:
     ]
     more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
     return f"activations at their peak, in layers x microbatches in flight: {', '.join(each)}{more}"
+
+
+def _in_memory(
+    predicted: Prediction,
+    pieces: Layout,
+    needs: Sequence[int],
+    held: Sequence[int],
+    memory: Memory | None,
+    **described: Any,
+) -> Prediction:
+    """With what it does to the memory of the stages: measured, where that is known, else in words."""
+    activations = _activations(needs, held)
+    if memory is None:
+        return replace(predicted, memory=_memory(needs, held), activations=activations, **described)
+    found = memory.fit(pieces, needs)
+    if not found.fits:
+        return replace(predicted, memory=f"does not fit: {found}", activations=activations, fits=False, **described)
+    told = str(found) if activations is None else f"{activations}; {found}"
+    return replace(predicted, activations=told, fits=True, **described)
 
 
 def _memory(needs: Sequence[int], held: Sequence[int]) -> str | None:

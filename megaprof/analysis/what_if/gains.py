@@ -9,9 +9,11 @@ from dataclasses import replace
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.words import ranks as ranks_in_words
 from megaprof.analysis.stages.words import stages as stages_in_words
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times, Withheld, captured_run
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats import ranges
 
 __all__ = ["with_gains"]
@@ -39,15 +41,18 @@ _MOST_STEPS = 4
 _Change = Callable[[Times, str, CapturedStep], Times]
 
 
-def with_gains(measured: TargetStages, causes: Sequence[Cause], calls: Sequence[Call]) -> tuple[Cause, ...]:
-    """``causes`` with ``gain_ms``, what costs most first. ``calls``: everything that was read, of any target."""
+def with_gains(
+    measured: TargetStages, causes: Sequence[Cause], calls: Sequence[Call], found: WhatIf
+) -> tuple[Cause, ...]:
+    """``causes`` with ``gain_ms``, what costs most first. ``calls``: everything that was read, of any target;
+    ``found``: what was predicted of it, so that what a slow rank costs is what the advice says."""
     if not causes:
         return ()
     steps = set(measured.steps[-_MOST_STEPS:])
     own = [
         call
         for call in calls
-        if (call.label, call.metadata.role, call.metadata.sizes) == (measured.target, measured.role, measured.sizes)
+        if (call.label, call.role, call.metadata.sizes) == (measured.target, measured.role, measured.sizes)
         and call.step in steps
     ]
     replayed: tuple[CapturedRun, list[CapturedStep]] | None = None
@@ -56,10 +61,24 @@ def with_gains(measured: TargetStages, causes: Sequence[Cause], calls: Sequence[
             replayed = captured_run(examine(own, measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
         except Withheld:
             replayed = None
-    found = [_with_gain(cause, causes, measured, replayed) for cause in causes]
+    advised = {cause: replaced for cause in causes if (replaced := _as_advised(cause, found)) is not None}
+    others = [cause for cause in causes if cause not in advised]
+    gaining = [advised.get(cause) or _with_gain(cause, others, measured, replayed) for cause in causes]
     step = measured.step_time_ms.mean if measured.step_time_ms else 0.0
-    found = [cause for cause in found if not _harmless(cause, step)]
-    return tuple(sorted(found, key=lambda cause: -1.0 if cause.gain_ms is None else cause.gain_ms, reverse=True))
+    kept = [cause for cause in gaining if not _harmless(cause, step)]
+    return tuple(sorted(kept, key=lambda cause: -1.0 if cause.gain_ms is None else cause.gain_ms, reverse=True))
+
+
+def _as_advised(cause: Cause, found: WhatIf) -> Cause | None:
+    """Where the advice is to mend the ranks of this cause, with what that gains; None otherwise."""
+    own = cause.ranks or (() if cause.rank is None else (cause.rank,))
+    if cause.kind != "slow_rank" or found.best is None or found.measured_ms is None or not set(own) & set(found.mended):
+        return None
+    gain = max(0.0, found.measured_ms - found.best.step_ms)
+    if set(own) == set(found.mended):
+        return replace(cause, gain_ms=gain)
+    told = f"{cause.evidence}; its cost is that of {ranks_in_words(sorted(found.mended))} together"
+    return replace(cause, gain_ms=gain, evidence=told)
 
 
 def _harmless(cause: Cause, step_ms: float) -> bool:

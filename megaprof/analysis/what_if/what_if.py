@@ -22,7 +22,8 @@ from megaprof.analysis.stages import words
 from megaprof.analysis.stages.causes import slow_ranks
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.stages import LONGEST, TargetStages
+from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import Call, ModuleKey
 from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
 from megaprof.analysis.what_if.candidates import (
@@ -37,7 +38,8 @@ from megaprof.analysis.what_if.candidates import (
 from megaprof.analysis.what_if.cost_model import ChunkCost, CostFit, NoCostModel, fit_costs
 from megaprof.analysis.what_if.layout_search import Cost
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
-from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run
+from megaprof.analysis.what_if.memory import measured as measured_memory
+from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run, in_flight_layers
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
@@ -55,6 +57,13 @@ _TOO_NOISY = 0.05
 #: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
+#: Causes of time that is in no pass, so that a replay of passes misses it.
+_BEYOND = {
+    "host_bound": "the GPU waits for the host",
+    "late_entry": "a stage enters the step late",
+    "slow_link": "exchanges take long on one link",
+}
+_NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
 #: What gains less than this is no gain that a reader sees.
 _GAIN = 0.01
 
@@ -85,6 +94,8 @@ class WhatIf:
     """The candidate to change to; None when no other layout gains more than its uncertainty."""
     advice: str | None = None
     """That as a sentence."""
+    mended: tuple[int, ...] = ()
+    """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
 
@@ -129,9 +140,12 @@ class SlowPipeline:
     """The last steps of one rank per stage of it."""
 
 
-def what_if(measured: TargetStages, calls: Sequence[Call], slow_pipeline: SlowPipeline | None = None) -> WhatIf:
-    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target;
-    ``slow_pipeline``: where timelines tell of a rank that is slower than its peers."""
+def what_if(
+    measured: TargetStages, calls: Sequence[Call], verdict: Verdict, slow_pipeline: SlowPipeline | None = None
+) -> WhatIf:
+    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target; ``verdict``:
+    on its stages, which the advice must not contradict; ``slow_pipeline``: where timelines tell of a rank that is
+    slower than its peers."""
     if measured.unjudgeable:
         return WhatIf(warnings=(f"not replayed: {measured.unjudgeable}",))
     own = [call for call in calls if _belongs(call, measured)]
@@ -160,7 +174,12 @@ def what_if(measured: TargetStages, calls: Sequence[Call], slow_pipeline: SlowPi
     if baseline.replay_error > MOST_ERROR:
         off = f"the replay is {baseline.replay_error:.1%} off the measured pipeline"
         many = f"nothing is predicted: {off}, and more than {MOST_ERROR:.0%} is too much"
-        if len(steps) < ENOUGH_STEPS:
+        beyond = next((_BEYOND[cause.kind] for cause in verdict.causes if cause.kind in _BEYOND), None)
+        if beyond is not None:
+            many += f"; it is off because it knows only the passes, and here {beyond}"
+        elif measured.step_time_basis == LONGEST:
+            many += f"; {_NO_CLOCK}"
+        elif len(steps) < ENOUGH_STEPS:
             many += f"; {_more_steps(len(steps))}: the median step counts"
         return replace(replayed, advice=_disturbed(baseline), warnings=(many,))
     if slow:
@@ -169,8 +188,20 @@ def what_if(measured: TargetStages, calls: Sequence[Call], slow_pipeline: SlowPi
     by_stage: dict[int, list[Call]] = {}
     for call in own:
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
-    found = _predict(replayed, baseline, by_stage)
-    return found if run.refit is None else replace(found, warnings=(*found.warnings, run.refit))
+    found = _agreeing(_predict(replayed, baseline, by_stage), verdict, len(steps))
+    told = [] if run.refit is None else [run.refit]
+    if measured.step_time_basis == LONGEST:
+        told.append(f"no exchange takes time in the replay: {_NO_CLOCK}")
+    return replace(found, warnings=(*found.warnings, *told))
+
+
+def _agreeing(found: WhatIf, verdict: Verdict, steps: int) -> WhatIf:
+    """Without a layout that rests on telling stages apart, where the verdict cannot."""
+    doubted = verdict.comparison
+    if found.best is None or doubted is None or doubted.outcome not in ("chance", "some_microbatches"):
+        return found
+    advice = f"too noisy to advise: whether stage {doubted.stage} is slow cannot be told; {_more_steps(steps)}"
+    return replace(found, best=None, advice=advice)
 
 
 def layout_of(measured: TargetStages) -> Layout | None:
@@ -188,7 +219,7 @@ def _piece(held: ModelChunk) -> str:
 
 
 def _belongs(call: Call, measured: TargetStages) -> bool:
-    whose = (call.label, call.metadata.role, call.metadata.sizes)
+    whose = (call.label, call.role, call.metadata.sizes)
     return whose == (measured.target, measured.role, measured.sizes) and call.step in measured.steps
 
 
@@ -215,10 +246,10 @@ def _fixed(replayed: WhatIf, fixed: Prediction | None, ranks: Sequence[int]) -> 
     if fixed is None:
         return replace(replayed, warnings=(f"nothing is predicted: fix {which} first; {waits}",))
     advice = (
-        f"fix {which} first: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
+        f"fix {which}: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
         f"{_ms(replayed.measured_ms or 0.0)} ms ({_times(fixed)}); {waits}"
     )
-    return replace(replayed, candidates=(fixed,), best=fixed, advice=advice)
+    return replace(replayed, candidates=(fixed,), best=fixed, advice=advice, mended=tuple(sorted(ranks)))
 
 
 def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]]) -> WhatIf:
@@ -230,7 +261,8 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
     except (Withheld, NoCostModel) as reason:
         warning = f"no other layout is predicted: {reason}"
         return replace(replayed, candidates=tuple(others), advice=_disturbed(baseline), warnings=(warning,))
-    compared = layouts(baseline, pieces, fits)
+    memory = measured_memory(calls, pieces, in_flight_layers(pieces, baseline.run.checked(baseline.microbatches)))
+    compared = layouts(baseline, pieces, fits, memory)
     shorter = [each for each in compared if each.speedup > 1.0]
     best = None if _disturbed(baseline) else _best(shorter)
     shared = _shared_cores(calls)
@@ -239,7 +271,7 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
         warnings=() if shared is None else (shared,),
         layout=format_layout(pieces),
         costs=fits.best,
-        candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits)),
+        candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits, memory)),
         best=best,
         advice=_disturbed(baseline) or _advice(compared, best, baseline),
     )
@@ -363,7 +395,7 @@ def _module_costs(
 def _best(shorter: Sequence[Prediction]) -> Prediction | None:
     """The quickest layout that gains more than its uncertainty; of those that cannot be told apart from it, one that
     fits into the memory that the stages were measured to use."""
-    gaining = [each for each in shorter if each.speedup - 1.0 > each.speedup_uncertainty]
+    gaining = [each for each in shorter if each.speedup - 1.0 > each.speedup_uncertainty and each.fits is not False]
     if not gaining:
         return None
     quickest = gaining[0]
@@ -403,6 +435,8 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
     if not compared:
         return "no other layout of these layers exists with as many stages and chunks"
     first = compared[0]
+    if first.fits is False and first.speedup - 1.0 > first.speedup_uncertainty:
+        return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
     if first.noise > _TOO_NOISY:
         why = (
             _stalled(baseline.stalls[0])
@@ -410,10 +444,11 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
             else "passes vary"
         )
         steps = len(baseline.steps)
-        return f"too noisy to advise: {why}, and {first.what} might be {_times(first)}; {_more_steps(steps)}"
+        uncertain = f"what another layout gains is uncertain by {words.percent(first.noise)}"
+        return f"too noisy to advise: {why}, and {uncertain}; {_more_steps(steps)}"
     if first.speedup - 1.0 >= _GAIN:
         return f"no other layout is better by more than the uncertainty: {first.what} might be {_times(first)}"
-    return f"this split of the layers is as good as any other: {first.what} would be {_times(first)}"
+    return f"with as many model chunks no other split of the layers is better: {first.what} would be {_times(first)}"
 
 
 def _times(prediction: Prediction) -> str:
@@ -422,6 +457,7 @@ def _times(prediction: Prediction) -> str:
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
     values = asdict(prediction)
+    del values["fits"]
     return {**values, "step_time_ms": values.pop("step_ms"), "flags": shlex.join(prediction.flags)}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from megaprof.cli import CommandError, UsageError
 from megaprof.control.blame import STUCK_SECONDS, Blame, Culprit, find_culprits
 from megaprof.control.job import NoJob, RunningJob, ago, find_job
-from megaprof.formats.checks import printable
+from megaprof.formats.checks import counted, printable
 from megaprof.formats.run import dead
 from megaprof.formats.status import RankStatus
 
@@ -175,7 +175,8 @@ def _headline(view: _View) -> Iterator[str]:
     role = "" if run.role is None else f", role {run.role}"
     count = len(_heard(view))
     heard = "all" if count == run.world else f"{count}" if count else "none"
-    yield f"{run.world} ranks ({shape}){role}, running for {ago(view.now - run.started)}, {heard} of them heard"
+    since = ago(view.now - run.started)
+    yield f"{counted(run.world, 'rank')} ({shape}){role}, running for {since}, {heard} of them heard"
     for target, of_role in dict.fromkeys((c.target, c.role) for each in statuses.values() for c in each.calls):
         numbers = [step for each in statuses.values() if (step := each.step_of(target, of_role)) is not None]
         if numbers:
@@ -213,12 +214,14 @@ def _verdict(view: _View) -> Iterator[str]:
     elif blame.still:
         yield f"The job appears to hang: no rank has moved for {ago(blame.still)}."
     elif blame.stuck:
-        yield f"{len(blame.stuck)} of {view.job.run.world} ranks have not moved for long."
+        have = "has" if len(blame.stuck) == 1 else "have"
+        yield f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
     unheard = [culprit for culprit in silent if culprit.status is None]
     for culprit in [culprit for culprit in silent if culprit.status is not None][:_CULPRITS]:
         yield f"! {_who(culprit)} {_silence(culprit)}{_waiting(culprit)}"
     if unheard:
-        yield f"! no status at all from {len(unheard)} ranks: rank {_some([culprit.rank for culprit in unheard])}"
+        which = _some([culprit.rank for culprit in unheard])
+        yield f"! no status at all from {counted(len(unheard), 'rank')}: rank {which}"
     for culprit in guilty[:_CULPRITS]:
         yield f"! {_who(culprit)} {_doing(culprit.status)} for {ago(culprit.seconds)}{_waiting(culprit)}"
     more = max(0, len(silent) - len(unheard) - _CULPRITS) + max(0, len(guilty) - _CULPRITS)
@@ -253,9 +256,8 @@ def _doing(status: RankStatus | None) -> str:
 
 
 def _waiting(culprit: Culprit) -> str:
-    if culprit.waiting == 1:
-        return "; 1 rank waits for it"
-    return f"; {culprit.waiting} ranks wait for it" if culprit.waiting else ""
+    wait = "waits" if culprit.waiting == 1 else "wait"
+    return f"; {counted(culprit.waiting, 'rank')} {wait} for it" if culprit.waiting else ""
 
 
 def _table(view: _View) -> Iterator[str]:

@@ -17,6 +17,7 @@ from megaprof.config.windows import TARGETS
 from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Requester, selected_ranks
 from megaprof.control.requests import OPTIONS, new_request
+from megaprof.formats.checks import counted
 from megaprof.formats.requests import Refused
 
 _LOOK_SECONDS = 0.2
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         while (outcome := requester.advance()) is None:
             if requester.state.partition(" ")[0] != told:  # not for every number in it
                 told = requester.state.partition(" ")[0]
-                _say(f"{arguments.target} on {len(ranks)} rank{'s' * (len(ranks) != 1)}: {requester.state}")
+                _say(f"{arguments.target} on {counted(len(ranks), 'rank')}: {requester.state}")
             time.sleep(max(_LOOK_SECONDS, len(ranks) / 5000))
     except Refused as refusal:
         raise CommandError(f"refused: {refusal}" if not requester.missing else str(refusal)) from None
@@ -94,7 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     if outcome.steps:
         numbers = ", ".join(map(str, outcome.steps))
         plural = "" if len(outcome.steps) == 1 else "s"
-        _say(f"{arguments.target}: captured step{plural} {numbers} on {outcome.ranks} of {len(ranks)} ranks")
+        on = f"{outcome.ranks} of {counted(len(ranks), 'rank')}"
+        _say(f"{arguments.target}: captured step{plural} {numbers} on {on}")
     for file in outcome.files:
         print(arguments.dir / file)
     if outcome.reason is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megaprof.cli import CommandError, UsageError
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
+from megaprof.formats.checks import counted
 from megaprof.metrics.compute import summarise
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _table(job: RunningJob) -> RenderableType:
             style="bold red" if slowest and (summary.imbalance or 0) > 1.1 else None,
         )
     parts = [
-        f"{job.run.world} ranks, {len(statuses)} heard",
+        f"{counted(job.run.world, 'rank')}, {len(statuses)} heard",
         f"step {_number(summary.step_ms)} ms",
         f"imbalance {_number(summary.imbalance, 2)}",
         f"bubble {_percent(summary.bubble_fraction)}",

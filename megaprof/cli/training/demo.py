@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.cli import CommandError, UsageError
 from megaprof.cli.report import report_directory
+from megaprof.formats.checks import counted
 
 if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
@@ -66,8 +67,9 @@ def run(args: argparse.Namespace) -> int:
 
     split = "+".join(map(str, workload.chunk_layers))
     print(
-        f"{workload.world_size} ranks of a real Megatron-Core GPT on this CPU: {workload.pp} stages, {split} layers, "
-        f"{workload.microbatches} microbatches, hidden {workload.hidden}",
+        f"{counted(workload.world_size, 'rank')} of a real Megatron-Core GPT on this CPU: "
+        f"{counted(workload.pp, 'stage')}, {split} layers, {counted(workload.microbatches, 'microbatch')}, "
+        f"hidden {workload.hidden}",
         flush=True,
     )
     with _progress(args.steps + 2) as advance:

@@ -61,12 +61,14 @@ class TimelineRecorder:
         coords: RankCoords,
         role: str | None,
         background: Background,
+        framework: str | None = None,
     ) -> None:
-        """Raises ValueError without a directory."""
+        """``framework`` names the host. Raises ValueError without a directory."""
         if config.dir is None:
             raise ValueError("the timeline needs a directory")
         self._config = config
         self._coords = coords
+        self._framework = framework
         self._files = TimelineFiles(Path(config.dir), role, coords, config.timeline_megabytes << 20)
         self._background = background
         self._device = device_clock()
@@ -282,7 +284,7 @@ class TimelineRecorder:
         key = (target, role, facts.schedule, facts.microbatches, facts.graph, same)
         metadata = self._described.get(key)
         if metadata is None:
-            metadata = describe(Window(target, role, step, self._coords), call, self._config, None)
+            metadata = describe(Window(target, role, step, self._coords), call, self._config, None, self._framework)
             metadata["ranges"] = _ranges(facts.graph)
             if not same:
                 metadata |= {"seq_length": None, "micro_batch_size": None}

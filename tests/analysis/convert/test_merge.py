@@ -157,7 +157,7 @@ def test_events_that_no_viewer_can_take_are_left_out_and_counted(tmp_path):
     write(traces, tmp_path)
     result, document = merged(tmp_path)
     check(document)
-    assert any("4 events without a usable time or place" in warning for warning in result.warnings)
+    assert any("4 events left out: no usable time or place" in warning for warning in result.warnings)
     kept = [e for e in document["traceEvents"] if e["pid"] == 1 and e["ph"] == "X" and e.get("cat") != "p2p"]
     assert len(kept) == good - 1
 
@@ -193,7 +193,13 @@ def test_the_latest_training_step_is_taken_unless_told_otherwise(tmp_path):
 
 def test_files_that_cannot_be_used_are_named_and_the_rest_is_merged(tmp_path):
     paths = write(exchanging([0.0, 0.0, 0.0]), tmp_path)
-    paths[2].write_bytes(paths[2].read_bytes()[:-20])
+    whole = paths[2].read_bytes()
+    paths[2].write_bytes(whole[:-20])
+    result, document = merged(tmp_path, tmp_path / "cut.json.gz")
+    check(document)
+    assert result.ranks == (0, 1, 2)
+    assert any(paths[2].name in warning and "truncated" in warning for warning in result.warnings)
+    paths[2].write_bytes(whole[:20])
     result, document = merged(tmp_path)
     check(document)
     assert result.ranks == (0, 1)

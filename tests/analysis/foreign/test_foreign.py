@@ -146,6 +146,19 @@ def test_who_comes_last(tmp_path: Path) -> None:
     assert (late.rank, late.times, late.matched, late.waited_ms, late.group) == (1, 5, 5, 4, "ranks 0-2")
 
 
+def test_groups_without_ranks_are_matched_by_the_name_that_torch_gave_them(tmp_path: Path) -> None:
+    for rank in range(2):
+        job = Job(rank, 2)
+        for number in range(4):
+            about = {"Process Group Name": "5", "Collective name": "allreduce"}
+            job.kernel(ALL_REDUCE, 10 * number, 1 if rank else 3, **about)
+            job.kernel(ALL_REDUCE, 10 * number + 5, 1, **about, **{"Process Group Description": TP})
+            job.kernel(ALL_REDUCE, 10 * number + 7, 1)
+        job.write(tmp_path / f"{rank}.pt.trace.json")
+    (late,) = foreign(tmp_path).late
+    assert (late.group, late.rank, late.times, late.matched, late.waited_ms) == ("group 5", 1, 4, 4, 1)
+
+
 def test_collectives_that_one_rank_lacks_are_not_matched(tmp_path: Path) -> None:
     for rank in range(2):
         job = Job(rank, 2)
@@ -171,6 +184,32 @@ def test_a_file_of_nsys_without_our_ranges(tmp_path: Path) -> None:
     for rank, stage in zip(found.ranks, ours, strict=True):
         assert rank.compute_ms == pytest.approx(stage["compute_ms"], rel=1e-3)
         assert {each.operation for each in rank.exposed} == {"send-receive or all-to-all"}
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("iteration 5", 1), ("ProfilerStep#5", 1), ("train_step_5", 1), ("optimizer step", 0), ("stepwise 5 times", 0)],
+)
+def test_a_file_of_nsys_has_the_steps_that_its_ranges_are_called_like(tmp_path: Path, name: str, steps: int) -> None:
+    write(Scenario("gpu", layers=(2, 2), microbatches=2), tmp_path / "kineto")
+    from tests.analysis.trace.test_nsys import as_nsys, edit
+
+    as_nsys(tmp_path / "kineto", tmp_path / "nsys")
+    for path in (tmp_path / "nsys").glob("*.json"):
+        path.unlink()
+    wide = "(SELECT MAX(end - start) FROM NVTX_EVENTS)"
+    for path in (tmp_path / "nsys").glob("*.sqlite"):
+        edit(
+            path,
+            f"DELETE FROM NVTX_EVENTS WHERE end - start < {wide}",
+            f"UPDATE NVTX_EVENTS SET text = '{name}', textId = NULL",
+            # A shorter one inside it is no second step.
+            "INSERT INTO NVTX_EVENTS (start, end, eventType, globalTid, text) "
+            f"SELECT start + 10, end - 10, eventType, globalTid, '{name}' FROM NVTX_EVENTS",
+        )
+    for rank in foreign(tmp_path / "nsys").ranks:
+        assert rank.steps == steps
+        assert steps == 0 or rank.span_ms < (rank.step_ms or 0) < 2 * rank.span_ms
 
 
 def test_the_report_says_what_to_record(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,15 @@ def test_two_slow_stages_are_both_named() -> None:
     )
 
 
+def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
+    more = "more layers x in-flight microbatches on stage 0 than any stage held (22 against 16)"
+    two, four = (Prediction("chunks", f"{n} model chunks", 9.0, 1.1, 0.1, assumes="a chunk costs it") for n in (2, 4))
+    assert sentences.caveats([replace(two, memory=more), four, Prediction("layout", "4+4 layers", 9.0, 1.1, 0.1)]) == [
+        "2 model chunks / 4 model chunks: assumes that a chunk costs it.",
+        f"2 model chunks: {more}.",
+    ]
+
+
 def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> None:
     flags = ("--pipeline-model-parallel-layout", "Et*4|t*4L")
     best = Prediction("layout", "4+4 layers", 500.0, 1.4, 20.0, flags=flags)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
+from tests.analysis.agreeing import contradictions
 from tests.analysis.scenarios import Scenario, write
 
 TABLE = Path(__file__).parents[3] / "docs" / "truth.md"
@@ -155,10 +157,14 @@ PAIRS = [
 ALL = [*HEALTHY, *SINGLE, *PAIRS]
 
 
-def named(scenario: Scenario, directory: Path) -> list[str]:
-    """What the report names, as ``expected`` spells it."""
+def report_of(scenario: Scenario, directory: Path) -> TargetReport:
     write(scenario, directory)
     (target,) = analyze(directory).targets
+    return target
+
+
+def named(target: TargetReport) -> list[str]:
+    """What the report names, as ``expected`` spells it."""
     found = []
     for cause in target.verdict.causes:
         where = cause.group if cause.kind == "communication" else None if cause.kind == "host_bound" else cause.stage
@@ -170,13 +176,25 @@ def named(scenario: Scenario, directory: Path) -> list[str]:
 
 @pytest.mark.parametrize("scenario", ALL, ids=lambda s: s.name)
 def test_the_report_names_what_is_wrong_and_nothing_else(scenario, tmp_path):
-    assert named(scenario, tmp_path) == sorted(scenario.expected)
+    target = report_of(scenario, tmp_path)
+    assert named(target) == sorted(scenario.expected)
+    assert contradictions(target) == []
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
 @pytest.mark.parametrize("scenario", [s for s in HEALTHY if s.noise > 0.05], ids=lambda s: s.name)
 def test_other_noise_blames_nobody_either(scenario, seed, tmp_path):
-    assert named(replace(scenario, seed=seed), tmp_path) == []
+    target = report_of(replace(scenario, seed=seed), tmp_path)
+    assert named(target) == []
+    assert contradictions(target) == []
+
+
+def test_a_stage_that_is_slow_only_beside_a_mended_rank_is_not_named_yet(tmp_path):
+    slow = {"peers": 2, "slow": {1: 1.15}, "seed": 76, "gpu": False}
+    target = report_of(Scenario("a slow rank hides it", layers=(6, 3), loss=8.0, **slow), tmp_path)
+    assert named(target) == ["slow_rank:1"]
+    assert target.verdict.slowest_stage is None
+    assert contradictions(target) == []
 
 
 def table() -> str:

@@ -190,10 +190,21 @@ class TestWhatTheTracesDoNotAllow:
         plain_stage(0, 2, 30, 60, metadata={"host": "a"}).write(tmp_path)
         plain_stage(1, 2, 10, 20, start=60_000, metadata={"host": "b"}).write(tmp_path)
         target = only(tmp_path)
-        assert says(target, "clocks are not aligned")
+        assert says(
+            target,
+            "the stages ran on 2 hosts (a, b), whose clocks are not aligned; the step time is the longest stage's own "
+            "range, and neither slow links nor stages that enter late can be seen",
+        )
         assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 360)
         assert [stage.bubble_ms.mean for stage in target.stages] == [0, 240]
         assert judge(target).slowest_stage == 0
+
+    def test_stages_of_which_no_host_is_known_have_no_clock(self, tmp_path):
+        plain_stage(0, 2, 30, 60, metadata={"host": "a"}).write(tmp_path)
+        plain_stage(1, 2, 10, 20, metadata={"host": None}).write(tmp_path)
+        target = only(tmp_path)
+        assert says(target, "no host is named for stage 1, so nothing says whether the stages share a clock; the step")
+        assert (target.step_time_basis, target.links) == (LONGEST, ())
 
     def test_mixed_sizes_are_reported_apart(self, tmp_path):
         pipeline(tmp_path, [2, 2])

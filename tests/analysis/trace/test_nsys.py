@@ -279,7 +279,7 @@ class TestRefused:
         path = sorted(stages.glob("*.sqlite"))[0]
         edit(path, "UPDATE NVTX_EVENTS SET start = 'early' WHERE start = (SELECT MAX(start) FROM NVTX_EVENTS)")
         (trace,) = read_nsys(NsysFile(path))
-        assert any("1 rows with impossible times or types" in warning for warning in trace.warnings)
+        assert any("1 row left out: impossible times or types" in warning for warning in trace.warnings)
 
     def test_nothing_is_written_and_no_journal_is_left(self, stages: Path) -> None:
         before = {path.name: path.read_bytes() for path in stages.iterdir()}

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace import decoding, pool, reading
-from megaprof.analysis.trace.decoding import Undecodable, load
+from megaprof.analysis.trace import pool, reading, traces
+from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.reading import read_all
-from megaprof.analysis.trace.traces import find_traces, read_trace
-from megaprof.formats import inputs
+from megaprof.analysis.trace.traces import UnreadableTrace, find_traces, read_trace
+from megaprof.formats.inputs import unpacked
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, pipeline
 
@@ -97,8 +97,10 @@ def bomb(megabytes: int) -> bytes:
 def test_a_gzip_bomb_is_not_unpacked(tmp_path):
     path = tmp_path / "bomb.pt.trace.json.gz"
     path.write_bytes(bomb(200))
-    with pytest.raises(Undecodable, match="more than a trace of its size can"):
-        load(path)
+    with pytest.raises(OSError, match="more than a trace of its size can"):
+        sum(map(len, unpacked(path)))
+    with pytest.raises(UnreadableTrace, match="blank for long"):
+        read_trace(path)
 
 
 def test_small_traces_may_shrink_as_much_as_they_like(tmp_path):
@@ -119,18 +121,34 @@ def test_a_file_of_several_gzip_members(tmp_path):
 def test_a_gzip_file_cut_off_anywhere(tmp_path, cut):
     path = TraceBuilder().write(tmp_path)
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(Undecodable, match=r"truncated|damaged"):
-        load(path)
+    with pytest.raises(UnreadableTrace, match=r"truncated|damaged"):
+        read_trace(path)
 
 
-def test_memory_that_is_left_bounds_what_is_unpacked(tmp_path, monkeypatch):
-    path = tmp_path / "large.pt.trace.json.gz"
-    path.write_bytes(gzip.compress(os.urandom(1 << 20).hex().encode() * 40, 1))
-    monkeypatch.setattr(decoding, "SMALL", 1 << 20)
-    monkeypatch.setattr(inputs, "SMALL", 1 << 20)
-    monkeypatch.setattr(inputs, "find_bounds", lambda: [type("Bound", (), {"read": lambda _: (0, 240 << 20)})()])
-    with pytest.raises(Undecodable, match="more than a trace of its size can"):
-        load(path)
+def test_memory_that_is_left_bounds_the_events_that_are_read(tmp_path, monkeypatch):
+    trace = TraceBuilder()
+    trace.call(0, 100)
+    for number in range(200):
+        trace.event("gemm", number, 1, cat="kernel")
+    path = trace.write(tmp_path)
+    monkeypatch.setattr(traces, "most_bytes", lambda: 1 << 14)
+    with pytest.raises(UnreadableTrace, match=r"more than the 81 events that fit into memory \(see --max-input-mib\)"):
+        read_trace(path)
+
+
+def test_a_truncated_trace_gives_what_it_holds_and_says_so(tmp_path):
+    for path in pipeline(tmp_path, [2, 2]):
+        whole = read_trace(path)
+        assert whole.cut is None
+        if "pp1" in path.name:
+            path.write_bytes(path.read_bytes()[:-20])
+            found = read_trace(path)
+            assert 0 < len(found.ranges) <= len(whole.ranges)
+            assert all(each in whole.ranges for each in found.ranges)
+            assert "is truncated" in found.cut
+            assert all(call.incomplete == found.cut for call in calls_of(found))
+    report = analyze(tmp_path).to_json()
+    assert any("is read as far as it goes: it is truncated" in line for line in report["warnings"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import shlex
@@ -125,7 +126,7 @@ def test_costs_are_those_that_the_traces_were_made_from():
 def test_balanced_stages_are_left_alone():
     what_if = found(Scenario("balanced", **CPU))
     assert what_if.best is None
-    assert "as good as any other" in what_if.advice
+    assert "no other split of the layers is better" in what_if.advice
     assert not [each for each in what_if.candidates if each.kind == "layout"]
 
 
@@ -143,6 +144,8 @@ def test_no_layout_is_called_as_good_as_any_where_nobody_can_know():
     what_if = found(Scenario("noisy", layers=(9, 7), noise=0.6, steps=3, gpu=False, microbatches=8))
     assert what_if.best is None
     assert what_if.advice.startswith("too noisy to advise: ")
+    assert ", and what another layout gains is uncertain by " in what_if.advice
+    assert "layers" not in what_if.advice  # which one would be chance
     assert what_if.advice.endswith("; capture 6 steps")
 
 
@@ -183,6 +186,54 @@ def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
     assert found(Scenario("log-probs", layers=(2, 6), target="train_log_probs", **CPU)).best.memory is None
 
 
+def with_memory(directory, *, layer, activations, beside, capacity):
+    """What ``--profile-memory`` adds, in GiB: ``layer`` for every layer, ``activations`` for every layer and microbatch
+    in flight, and ``beside`` these by stage. ``capacity``: of every device, None where the trace does not say."""
+    for path in directory.glob("*.gz"):
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        stage, (held,) = trace["megaprof"]["coords"]["pp"], trace["megaprof"]["chunks"]
+        now, layers = beside[stage] + layer * held["layers"], held["layers"]
+        passes = [e for e in trace["traceEvents"] if e["name"].startswith(("megaprof/forward", "megaprof/backward"))]
+        for event in sorted(passes, key=lambda e: e["ts"]):
+            more = activations * layers * (1 if "forward" in event["name"] else -1)
+            for gained, device in ((more, 0), (100.0, -1)):  # the host's memory does not count
+                now += gained if device == 0 else 0.0
+                args = {"Total Allocated": round((now if device == 0 else 500.0) * 2**30), "Device Id": device}
+                args |= {"Total Reserved": 0, "Bytes": round(gained * 2**30), "Device Type": device + 1, "Addr": 7}
+                instant = {"ph": "i", "cat": "cpu_instant_event", "s": "t", "name": "[memory]", "pid": 7, "tid": 1}
+                trace["traceEvents"].append({**instant, "ts": event["ts"] + 1, "args": args})
+        if capacity is not None:
+            trace["deviceProperties"] = [{"id": 0, "name": "a device", "totalGlobalMem": round(capacity * 2**30)}]
+        path.write_bytes(gzip.compress(json.dumps(trace).encode(), 1))
+
+
+@pytest.mark.parametrize("capacity", [40, 22, 20, None])
+def test_a_layout_that_would_not_fit_into_the_measured_memory_is_not_advised(tmp_path, capacity):
+    write(Scenario("memory", layers=(2, 6), microbatches=8, **CPU), tmp_path)
+    # Peaks: 2 * 2 + 12 + 4 * 0.5 = 18 GiB on stage 0, 6 * 2 + 2 + 6 * 0.5 = 17 on stage 1, where a layer takes least.
+    with_memory(tmp_path, layer=2.0, activations=0.5, beside=(12.0, 2.0), capacity=capacity)
+    what_if = analyze(tmp_path).targets[0].what_if
+    by_what = {each.what: each for each in what_if.candidates}
+    even = by_what["4+4 layers"]
+    needs = "about 24.7 of the {} GiB of its device at its peak, by scaling the measured 18.0 GiB"
+    if capacity is None:  # nothing is guessed
+        assert (even.fits, what_if.best) == (None, even)
+        assert even.memory.startswith("more layers x in-flight microbatches on stage 0")
+        assert "GiB" not in even.activations
+    elif capacity == 40:
+        assert (even.fits, even.memory, what_if.best) == (True, None, even)
+        assert even.activations.endswith(f"; stage 0: {needs.format('40.0')}")
+    else:
+        assert (even.fits, even.memory) == (False, f"does not fit: stage 0: would need {needs.format(f'{capacity}.0')}")
+    if capacity == 22:
+        assert what_if.best == by_what["3+5 layers"]
+        assert (what_if.best.fits, what_if.best.memory) == (True, None)
+    if capacity == 20:
+        assert what_if.best is None
+        assert what_if.advice.startswith("no layout that fits is better: 4+4 layers would be 1.")
+        assert what_if.advice.endswith(even.memory)
+
+
 def test_activations_in_flight_follow_the_schedule():
     assert in_flight_layers(("Ett", "tt", "ttL"), PipelineSchedule.checked(3, 1, 8)) == [6, 4, 2]
     assert in_flight_layers(("Ett", "tt", "ttL"), PipelineSchedule.checked(3, 1, 2)) == [4, 4, 2]
@@ -202,8 +253,40 @@ def test_a_straggler_among_peers_is_replayed_without_it():
     assert what_if.candidates == (without,)
     assert what_if.best == without
     assert what_if.advice is not None
-    assert what_if.advice.startswith("fix rank 3 first: ")
+    assert what_if.advice.startswith("fix rank 3: ")
     assert not [each for each in healthy.candidates if each.kind == "no_straggler"]
+
+
+def test_no_layout_rests_on_stages_that_cannot_be_told_apart(tmp_path):
+    write(Scenario("r113", layers=(5, 6), loss=3.0, microbatches=4, noise=0.2, gpu=False, seed=113), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert target.verdict.comparison.outcome == "some_microbatches"
+    layouts = [each for each in target.what_if.candidates if each.kind == "layout"]
+    assert layouts[0].speedup - 1 > layouts[0].speedup_uncertainty  # it would be advised
+    assert target.what_if.best is None
+    assert target.what_if.advice == ("too noisy to advise: whether stage 1 is slow cannot be told; capture 5 steps")
+
+
+def test_what_a_replay_cannot_know_is_said_instead_of_more_steps():
+    late = Scenario("late", late={2: 300.0}, steps=4, merged=True, gpu=False)
+    for scenario, reason in ((late, "a stage enters the step late"), (Scenario("idle", idle=0.4), "the GPU waits for")):
+        (warning,) = found(scenario).warnings
+        assert warning.startswith("nothing is predicted: the replay is ")
+        assert f"it knows only the passes, and here {reason}" in warning
+        assert "capture" not in warning
+
+
+def test_an_absent_clock_ends_in_its_own_sentence():
+    unknown = "without a common clock of the stages nothing says how long exchanges take"
+    apart = found(Scenario("apart", layers=(6, 4, 4, 4), apart=True, **CPU))
+    assert apart.best is not None
+    assert apart.warnings == (f"no exchange takes time in the replay: {unknown}",)
+    assert found(Scenario("apart", layers=(6, 4, 4, 4), **CPU)).warnings == ()
+    link = found(Scenario("link", link={1: 12.0}, apart=True, **CPU))
+    assert link.candidates == ()
+    (warning,) = link.warnings
+    assert warning.startswith("nothing is predicted: the replay is 1")
+    assert warning.endswith(f"10% is too much; {unknown}")
 
 
 def test_other_microbatches_and_chunks_say_what_they_assume():

@@ -25,11 +25,11 @@ LAYOUT = WorldLayout(ParallelSizes(pp=2))
 
 
 class Job:
-    """Two ranks of this process, as far as their files go."""
+    """Ranks of this process, as far as their files go; two unless ``layout`` says otherwise."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.run = RunRecord.new(LAYOUT.coords(0), LAYOUT, ("train_actor",), None, 0.1)
+    def __init__(self, directory: Path, layout: WorldLayout = LAYOUT) -> None:
+        self.directory, self.layout = directory, layout
+        self.run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
         self.gate: places.Gated | None = None
 
     def begin(self) -> None:
@@ -38,11 +38,11 @@ class Job:
         (self.gate.paths.root / "status").mkdir()
 
     def write_run(self) -> None:
-        places.write(places.Paths.of(self.directory, None, 2).run, self.run.as_record())
+        places.write(places.Paths.of(self.directory, None, self.layout.sizes.world).run, self.run.as_record())
 
     def status(self, rank: int, **other: Any) -> None:
         assert self.gate is not None
-        coords, now = LAYOUT.coords(rank), time.time()
+        coords, now = self.layout.coords(rank), time.time()
         status = {"run": self.run.run, "rank": rank, "host": host(), "name": "here", "pid": os.getpid(), "time": now}
         status |= {"coords": {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")}}
         status |= {"interval": 0.1, "since": now, "calls": [{"target": "train_actor", "begun": 5, "seconds": 0.2}]}
@@ -86,6 +86,16 @@ def test_a_job_that_runs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, found["state"], found["heard"], found["culprits"]) == (0, "runs", [0, 1], [])
     assert [each["step"] for each in found["status"]] == [4, 4]
     assert found["sizes"]["pp"] == 2
+
+
+def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(tmp_path, WorldLayout(ParallelSizes.of(1)))
+    job.begin()
+    job.status(0)
+    assert status(job) == 0
+    assert capsys.readouterr().out.startswith("1 rank (tp1 pp1 ")
+    assert main(["watch", str(tmp_path), "--once"]) == 0
+    assert "1 rank, 1 heard" in capsys.readouterr().out
 
 
 def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(

@@ -1,0 +1,200 @@
+"""Stages of a pipeline from its exchanges, where no ranges tell them: Megatron's process groups say who stands where,
+and the order of 1F1B says what was computed between two exchanges.
+
+Megatron exchanges by one kernel for each call, and a call is one of ``recv_forward``, ``send_forward``,
+``send_forward_recv_backward`` and so on, in an order that stage, stages and microbatches determine
+(``forward_backward_pipelining_without_interleaving``, batched). Where the number of kernels in a step, or what lies
+between them, does not fit that order, nothing is said.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.foreign.recordings import SEND_RECEIVE, Recording
+from megaprof.analysis.trace.intervals import Intervals, difference, total, union
+
+_GROUP = "PIPELINE_MODEL_PARALLEL_GROUP"
+_OPERATIONS = ("send-receive", SEND_RECEIVE, "coalesced")
+FORWARD, BACKWARD = "forward", "backward"
+#: What is computed where no pass belongs may take this share of a pass.
+_BESIDE = 0.1
+_MOST_MICROBATCHES = 1 << 16
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """One stage; times in milliseconds, medians over microbatches and steps."""
+
+    stage: int
+    """Its place in the pipeline group."""
+    stages: int
+    """How many there are."""
+    ranks: tuple[int, ...]
+    """Recorded ranks on it."""
+    steps: int
+    """Steps that were looked at, of all these ranks."""
+    microbatches: int
+    """In each step."""
+    forward_ms: float | None
+    """Computation of a forward; None where no exchange parts it from a backward, as on the last stage."""
+    backward_ms: float | None
+    """Computation of a backward, likewise."""
+    microbatch_ms: float | None
+    """Computation of one forward and one backward."""
+    exchange_ms: float
+    """In a step: waiting for neighbours and transfers, while nothing computed."""
+    step_ms: float
+    """A step on the host, or the whole recording without any."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one step of one rank shows."""
+
+    microbatches: int
+    passes: dict[tuple[str, ...], list[int]]
+    exchange_ns: int
+    length_ns: int
+
+
+def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], str | None]:
+    """The stages; and where pipeline groups are there but tell none, why."""
+    found: defaultdict[tuple[int, int], list[tuple[int, _Step]]] = defaultdict(list)
+    for recording in recordings:
+        if (ranks := _pipeline(recording)) is None or recording.rank is None:
+            continue
+        stage, stages = ranks.index(recording.rank), len(ranks)
+        if not (steps := list(_steps(recording, stage, stages))):
+            return (), f"the exchanges of rank {recording.rank}'s pipeline group do not follow 1F1B: no stages are told"
+        found[stages, stage] += ((recording.rank, step) for step in steps)
+    everything = [step for each in found.values() for _, step in each]
+    if len({stages for stages, _ in found}) > 1 or len({step.microbatches for step in everything}) > 1:
+        return (), "pipelines or steps of different sizes are recorded together: no stages are told"
+    return tuple(_facts(stage, stages, found[stages, stage]) for stages, stage in sorted(found)), None
+
+
+def _pipeline(recording: Recording) -> tuple[int, ...] | None:
+    """The ranks of its pipeline group, in order of stage."""
+    for group in recording.group:
+        if group is not None and (group.description or "").startswith(_GROUP) and group.ranks:
+            return group.ranks if len(group.ranks) > 1 and recording.rank in group.ranks else None
+    return None
+
+
+def _steps(recording: Recording, stage: int, stages: int) -> Iterator[_Step]:
+    """Whole steps, if all of them follow 1F1B."""
+    gpu = recording.gpu
+    exchanges = np.array(
+        [
+            group is not None and (group.description or "").startswith(_GROUP) and operation in _OPERATIONS
+            for operation, group in zip(recording.operation, recording.group, strict=True)
+        ],
+        dtype=np.bool_,
+    )
+    computes = np.array([each is None for each in recording.operation], dtype=np.bool_)
+    computing = union(gpu.spans[computes])
+    whole = [[int(gpu.launched.min()), int(gpu.spans[:, 1].max())]]
+    steps = []
+    for start, end in recording.steps.tolist() or whole:
+        inside = (gpu.launched >= start) & (gpu.launched <= end)
+        own = exchanges & inside
+        if not own.any():
+            continue
+        own_computing = inside & computes
+        step = _step(gpu.launched[own], gpu.launched[own_computing], gpu.spans[own_computing], stage, stages)
+        if step is None:
+            return
+        microbatches, passes = step
+        steps.append(_Step(microbatches, passes, total(difference(union(gpu.spans[own]), computing)), end - start))
+    yield from steps
+
+
+def _step(
+    exchanges: npt.NDArray[np.int64], launches: npt.NDArray[np.int64], spans: Intervals, stage: int, stages: int
+) -> tuple[int, dict[tuple[str, ...], list[int]]] | None:
+    """Microbatches, and nanoseconds computed between exchanges by the passes that lie there; None where it does not
+    fit. What lies before the first exchange and behind the last one is not used: other work is there, too."""
+    microbatches = _count(len(exchanges), stage, stages)
+    if microbatches is None:
+        return None
+    place = np.searchsorted(np.sort(exchanges), launches, side="right")
+    order = np.argsort(place, kind="stable")
+    spans, bounds = spans[order], np.searchsorted(place[order], np.arange(len(exchanges) + 1))
+    passes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, between in enumerate(_between(stage, stages, microbatches)):
+        if 0 < number < len(exchanges):
+            passes[between].append(total(union(spans[bounds[number] : bounds[number + 1]])))
+    beside = passes.pop((), [])
+    lengths = [ns for each in passes.values() for ns in each]
+    if not lengths or min(lengths) == 0 or (beside and max(beside) > _BESIDE * statistics.median(lengths)):
+        return None
+    return microbatches, dict(passes)
+
+
+def _count(exchanges: int, stage: int, stages: int) -> int | None:
+    """The number of microbatches with which a stage exchanges so often."""
+    low, high = 1, min(exchanges, _MOST_MICROBATCHES)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_between(stage, stages, middle)) - 1 < exchanges:
+            low = middle + 1
+        else:
+            high = middle
+    return low if len(_between(stage, stages, low)) - 1 == exchanges else None
+
+
+def _between(stage: int, stages: int, microbatches: int) -> list[tuple[str, ...]]:
+    """Which passes lie before, between and behind the exchanges of a step."""
+    found: list[list[str]] = [[]]
+    first, last = stage == 0, stage == stages - 1
+    warmup = min(stages - stage - 1, microbatches)
+
+    def exchange(happens: bool) -> None:
+        if happens:
+            found.append([])
+
+    for _ in range(warmup):
+        exchange(not first)  # recv_forward
+        found[-1].append(FORWARD)
+        exchange(not last)  # send_forward
+    remaining = microbatches - warmup
+    exchange(remaining > 0 and not first)  # recv_forward
+    for _ in range(remaining):
+        found[-1].append(FORWARD)
+        exchange(not last)  # send_forward_recv_backward
+        found[-1].append(BACKWARD)
+        exchange(not first)  # send_backward_recv_forward, at last send_backward
+    for _ in range(warmup):
+        exchange(not last)  # recv_backward
+        found[-1].append(BACKWARD)
+        exchange(not first)  # send_backward
+    return [tuple(sorted(each)) for each in found]
+
+
+def _facts(stage: int, stages: int, steps: Sequence[tuple[int, _Step]]) -> StageFacts:
+    def computed(*passes: str) -> float | None:
+        lengths = [ns for _, step in steps for ns in step.passes.get(passes, ())]
+        return statistics.median(lengths) / 1e6 if lengths else None
+
+    forward, backward, both = computed(FORWARD), computed(BACKWARD), computed(BACKWARD, FORWARD)
+    if both is None and forward is not None and backward is not None:
+        both = forward + backward
+    return StageFacts(
+        stage=stage,
+        stages=stages,
+        ranks=tuple(sorted({rank for rank, _ in steps})),
+        steps=len(steps),
+        microbatches=steps[0][1].microbatches,
+        forward_ms=forward,
+        backward_ms=backward,
+        microbatch_ms=both,
+        exchange_ms=statistics.median(step.exchange_ns for _, step in steps) / 1e6,
+        step_ms=statistics.median(step.length_ns for _, step in steps) / 1e6,
+    )

@@ -1,0 +1,184 @@
+"""Addresses such as ``s3://bucket/traces`` to be read from, by fsspec: paths like any other for what reads files."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
+from types import TracebackType
+from typing import Any, BinaryIO, cast
+
+_copies: dict[str, Path] = {}
+#: So many other files are looked at before the first of ours: home directories have more.
+MOST_OTHERS = 100_000
+
+
+def place(text: str | os.PathLike[str]) -> Path:
+    """The path that a user names; of what has ``://`` in it, one that is read by fsspec."""
+    if isinstance(text, Path):
+        return text
+    protocol, there, rest = os.fspath(text).partition("://")
+    if protocol in ("file", "local"):
+        return Path(rest)
+    return RemotePath(text) if there else Path(text)
+
+
+def walk(directory: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Every directory at or below one, and the names of its files. Raises Unreachable."""
+    if isinstance(directory, RemotePath):
+        yield from directory.walk_files()
+        return
+    for folder, _, names in os.walk(directory):
+        yield Path(folder), names
+
+
+def files_below(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Every file under ``directory`` whose name ends so and is not hidden, in no order. Raises Unreachable, and TooMuch
+    for the root of the file system and after `MOST_OTHERS` files none of which is ours."""
+    hint = "name the directory that the job got as --profile-dir"
+    if os.path.realpath(directory) == os.path.abspath(os.sep):
+        raise TooMuch(f"{directory} is the whole file system; {hint}")
+    found: list[Path] = []
+    others = 0
+    for folder, names in walk(directory):
+        found += [folder / name for name in names if name.endswith(suffixes) and not name.startswith(".")]
+        if not found:
+            others += sum(".rank" not in name for name in names)  # each file of ours names its rank
+        if others > MOST_OTHERS:
+            raise TooMuch(f"{directory} holds more than {MOST_OTHERS:,} files, none of them by megaprof so far; {hint}")
+    return found
+
+
+def local_copy(path: Path) -> Path:
+    """A file that other libraries can open: the path itself, or a copy that is removed when the process ends. Raises
+    Unreachable."""
+    if not isinstance(path, RemotePath):
+        return path
+    if str(path) not in _copies:
+        folder = Path(tempfile.mkdtemp(prefix="megaprof-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        with path.opened() as source, open(folder / path.name, "wb") as copy:
+            shutil.copyfileobj(source, copy, 1 << 20)
+        _copies[str(path)] = folder / path.name
+    return _copies[str(path)]
+
+
+class TooMuch(Exception):
+    """A directory in which a search for our files would take for ever; the message says so."""
+
+
+class Unreachable(OSError):
+    """What fsspec, or a library below it, could not do; the message says why, in one line."""
+
+
+class RemotePath(PosixPath):
+    """A path whose files are fsspec's. What asks for a file raises Unreachable, whatever the file system raises; only
+    what reads is there."""
+
+    def __str__(self) -> str:
+        head, colon, rest = super().__str__().partition(":/")
+        return f"{head}://{rest}" if colon else head
+
+    def __fspath__(self) -> str:
+        return str(self)
+
+    def absolute(self) -> RemotePath:
+        return self
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Size, kind and, where it is told, the time of the last change."""
+        with _said():
+            filesystem, name = self._file_system()
+            info = filesystem.info(name)
+        kind = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
+        changed = info.get("LastModified") or info.get("mtime") or info.get("created") or 0
+        seconds = changed if isinstance(changed, (int, float)) else changed.timestamp()
+        return os.stat_result((kind | 0o444, 0, 0, 1, 0, 0, int(info.get("size") or 0), *[int(seconds)] * 3))
+
+    def exists(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is("exists")
+
+    def is_file(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is("isfile")
+
+    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
+        return self._is("isdir")
+
+    def iterdir(self) -> Generator[RemotePath, None, None]:
+        with _said():
+            filesystem, name = self._file_system()
+            listed = sorted(str(each).rstrip("/").rpartition("/")[2] for each in filesystem.ls(name, detail=False))
+        yield from (self / each for each in listed if each)
+
+    def walk_files(self) -> Iterator[tuple[Path, list[str]]]:
+        """Every directory at or below this one, and the names of its files."""
+        with _said():
+            filesystem, name = self._file_system()
+            found = [(folder, sorted(names)) for folder, _, names in filesystem.walk(name)]
+            root = str(filesystem._strip_protocol(name)).rstrip("/")
+        for folder, names in found:
+            yield self / str(folder).rstrip("/").removeprefix(root).lstrip("/"), [each for each in names if each]
+
+    def glob(self, pattern: str, **_: Any) -> Generator[RemotePath, None, None]:
+        with _said():
+            filesystem, name = self._file_system()
+            root = str(filesystem._strip_protocol(name)).rstrip("/")
+            found = sorted(map(str, filesystem.glob(f"{root}/{pattern}")))
+        yield from (self / each.removeprefix(root).lstrip("/") for each in found)
+
+    def opened(self) -> BinaryIO:
+        """The file, to be read from."""
+        with _said():
+            filesystem, name = self._file_system()
+            return cast(BinaryIO, _File(filesystem.open(name, "rb")))
+
+    def _is(self, question: str) -> bool:
+        with _said():
+            filesystem, name = self._file_system()
+            return bool(getattr(filesystem, question)(name))
+
+    def _file_system(self) -> tuple[Any, str]:
+        filesystem, name = importlib.import_module("fsspec.core").url_to_fs(str(self))
+        return filesystem, str(name)
+
+
+class _File:
+    """A file of fsspec's that raises nothing but Unreachable."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def read(self, size: int = -1) -> bytes:
+        with _said():
+            return bytes(self._file.read(size))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        with _said():
+            return self._file.seek(offset, whence)
+
+    def close(self) -> None:
+        with _said():
+            self._file.close()
+
+    def __enter__(self) -> _File:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+@contextmanager
+def _said() -> Iterator[None]:
+    """Each library below fsspec raises what it likes."""
+    try:
+        yield
+    except ImportError as fault:
+        raise Unreachable(f"a package is missing: {fault}") from None
+    except Exception as fault:
+        raise Unreachable(" ".join(f"{type(fault).__name__}: {fault}".split())[:300]) from None

@@ -1,0 +1,73 @@
+"""Advice in the words of the host that trained."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megaprof.analysis.report.html import page
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.terminal import show
+from megaprof.analysis.what_if.dialects import options_of
+from megaprof.integrations.registry import HOSTS
+from tests.analysis.scenarios import Scenario, write
+
+FIRST = ("--decoder-first-pipeline-num-layers", "6")
+CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
+LOSS = ("--account-for-loss-in-pipeline-split",)
+LAYOUT = ("--pipeline-model-parallel-layout", "Et*3|(tt|)*2tL")
+FIELD = "num_layers_in_first_pipeline_stage=6"
+
+
+@pytest.mark.parametrize(
+    ("framework", "role", "flags", "options"),
+    [
+        (
+            "ms-swift",
+            None,
+            (*FIRST, *CHUNKS),
+            "--decoder_first_pipeline_num_layers 6 --virtual_pipeline_model_parallel_size 2",
+        ),
+        ("ms-swift", None, LOSS, "--account_for_loss_in_pipeline_split true"),
+        ("ms-swift", None, LAYOUT, "--pipeline_model_parallel_layout Et*3|(tt|)*2tL"),
+        ("megatron-bridge", None, (*FIRST, *CHUNKS), f"model.{FIELD} model.virtual_pipeline_model_parallel_size=2"),
+        ("megatron-bridge", None, LAYOUT, 'model.pipeline_model_parallel_layout="Et*3|(tt|)*2tL"'),
+        ("verl", None, FIRST, f"++engine.override_transformer_config.{FIELD}"),
+        ("verl", "ref", FIRST, f"++actor_rollout_ref.actor.megatron.override_transformer_config.{FIELD}"),
+        ("verl", "critic", CHUNKS, "critic.megatron.virtual_pipeline_model_parallel_size=2"),
+        ("verl", None, LOSS, "++engine.override_transformer_config.account_for_loss_in_pipeline_split=True"),
+        ("skyrl", "actor", FIRST, f"trainer.policy.megatron_config.transformer_config_kwargs.{FIELD}"),
+        ("skyrl", "ref", FIRST, f"trainer.ref.megatron_config.transformer_config_kwargs.{FIELD}"),
+        ("skyrl", "actor", CHUNKS, None),
+        ("slime", "actor", FIRST, None),
+        ("megatron-lm", None, FIRST, None),
+        (None, None, FIRST, None),
+    ],
+)
+def test_flags_as_options_of_a_host(
+    framework: str | None, role: str | None, flags: tuple[str, ...], options: str | None
+) -> None:
+    found = options_of(framework, role, flags)
+    assert (None if found is None else " ".join(found)) == options
+    assert framework is None or framework in {host.name for host in HOSTS}
+
+
+def test_the_report_says_them_beside_megatron_lms_flags(tmp_path: Path) -> None:
+    write(Scenario("uneven", layers=(6, 2), steps=3), tmp_path)
+    plain = analyze(tmp_path)
+    (target,) = plain.targets
+    of_verl = replace(target, measured=replace(target.measured, framework="verl"))
+    report = replace(plain, targets=(of_verl,))
+    assert target.what_if.best is not None
+    flags, options = target.what_if.best.flags, options_of("verl", None, target.what_if.best.flags)
+    assert options
+    shown = io.StringIO()
+    show(report, Console(file=shown, width=200))
+    assert {f"  {' '.join(flags)}", f"  verl: {' '.join(options)}"} <= set(shown.getvalue().splitlines())
+    assert f"verl: {options[0]}" in page(report, {}).replace("&#34;", '"')
+    assert of_verl.to_json()["what_if"]["host_options"] == list(options)
+    assert target.to_json()["what_if"]["host_options"] is None

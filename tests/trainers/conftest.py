@@ -1,0 +1,1 @@
+from tests.integrations.conftest import wheel as wheel

@@ -1,0 +1,65 @@
+"""Megatron-Bridge's ``pretrain()``, whole, under torchrun on two stages: without an edit, and with its own callback.
+
+Replaced: the GPU (`megaprof.testing.cpu_process`), and the layers are Megatron-Core's local ones. Nothing is in the
+place of the packages in EDGES where they are missing. The configuration is written by hand, since Bridge's recipes
+import every model. No checkpoint is saved: the last save hangs on a CPU, with and without megaprof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.running import (
+    captured,
+    digests,
+    environment,
+    finds_the_first_stage_slow,
+    layers,
+    report,
+    torchrun,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.skipif(version("megatron-core") < "0.19", reason="Megatron-Bridge 0.6.2 needs megatron-core 0.19"),
+]
+
+EDGES = "modelopt,nvidia_resiliency_ext,megatron.energon,nvdlfw_inspect,mamba_ssm,causal_conv1d,fla,wandb"
+SCRIPT = str(Path(__file__).parent / "bridge_pretrain.py")
+WANTED = {
+    "target": ("train_actor", "evaluate"),
+    "select": "per-stage",
+    "activities": "cpu",
+    "steps": "train_actor=4;evaluate=0",
+}
+
+
+def test_without_an_edit_and_by_its_callback(wheel: Callable[[str], Path], tmp_path: Path) -> None:
+    packages = [wheel("megatron-bridge")]
+    run = ["-m", "megaprof", "run", "--"]
+    ways = {"plain": ([], []), "run": (run, []), "callback": ([], ["--callback"])}
+    for name, (before, after) in ways.items():
+        work = tmp_path / name
+        options = (
+            {
+                f"MEGAPROF_{option.upper()}": " ".join([value] if isinstance(value, str) else value)
+                for option, value in {**WANTED, "dir": str(work / "traces")}.items()
+            }
+            if name != "plain"
+            else {}
+        )
+        train(torchrun(*before, SCRIPT, *after), environment(work, EDGES, *packages, **options), work)
+        assert digests(work) == digests(tmp_path / "plain")
+        assert [len(steps) for steps in digests(work).values()] == [6, 6]
+        if name == "plain":
+            continue
+        expected = ("evaluate.step000000", "train_actor.step000004")
+        assert captured(work / "traces") == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
+        trained = report(work / "traces")["train_actor", None]
+        assert (trained["framework"], layers(trained), trained["microbatches"]) == ("megatron-bridge", [7, 1], 8)
+        assert finds_the_first_stage_slow(trained)

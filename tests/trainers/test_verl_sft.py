@@ -1,0 +1,81 @@
+"""verl's SFT trainer, whole, on two stages: ``torchrun -m verl.trainer.sft_trainer``, model by Megatron-Bridge.
+
+Replaced: the GPU (`megaprof.testing.cpu_process`), Transformer Engine (tests/stand_ins), which computes attention over
+packed sequences one by one. Nothing is in the place of the packages in EDGES where they are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.trainers import tiny
+from tests.trainers.running import (
+    captured,
+    digests,
+    environment,
+    finds_the_first_stage_slow,
+    layers,
+    report,
+    torchrun,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.hosts,
+    pytest.mark.skipif(version("megatron-core") < "0.19", reason="Megatron-Bridge 0.6.2 needs megatron-core 0.19"),
+]
+
+EDGES = (
+    "apex,modelopt,vllm,sglang,nvidia_resiliency_ext,megatron.energon,mamba_ssm,causal_conv1d,fla,flashinfer,"
+    "diffusers,timm,open_clip,mlflow,comet_ml,cupy,wandb,torchvision,qwen_vl_utils,mathruler,pylatexenc"
+)
+ENGINE = """
+engine.override_transformer_config.attention_backend=unfused
++engine.override_transformer_config.num_layers_in_first_pipeline_stage=7
++engine.override_transformer_config.gradient_accumulation_fusion=False
++engine.override_transformer_config.apply_rope_fusion=False
++engine.override_transformer_config.masked_softmax_fusion=False
++engine.override_transformer_config.bias_dropout_fusion=False
++engine.override_transformer_config.cross_entropy_loss_fusion=False
+engine=megatron optim=megatron engine.pipeline_model_parallel_size=2 engine.tensor_model_parallel_size=1
+engine.sequence_parallel=False engine.use_remove_padding=True model.use_remove_padding=True
+"""
+ARGUMENTS = """
+data.train_batch_size=8 data.max_length=128 data.pad_mode=no_padding data.truncation=error data.use_dynamic_bsz=False
+data.micro_batch_size_per_gpu=1 data.messages_key=messages data.num_workers=0 data.ignore_input_ids_mismatch=True
+trainer.test_freq=3 trainer.save_freq=-1 trainer.logger=["console"] trainer.total_training_steps=4
+trainer.total_epochs=1 trainer.resume_mode=disable optim.lr=1e-4 optim.lr_warmup_steps=1
+"""
+PROFILE = (
+    "--profile-target",
+    "train_actor",
+    "evaluate",
+    "--profile-select",
+    "per-stage",
+    "--profile-activities",
+    "cpu",
+)
+
+
+def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
+    packages = wheel("verl"), wheel("megatron-bridge")
+    model, data = tiny.model(tmp_path / "model"), tiny.parquet(tmp_path / "sft.parquet")
+    plain, profiled, traces = tmp_path / "plain", tmp_path / "profiled", tmp_path / "traces"
+    arguments = [f"model.path={model}", f"data.train_files={data}", f"data.val_files={data}"]
+    arguments += [*ENGINE.split(), *ARGUMENTS.split()]
+    run = ["-m", "megaprof", "run", *PROFILE, "--profile-dir", str(traces)]
+    run += ["--profile-steps", "train_actor=3;evaluate=0", "--"]
+    for work, before in ((plain, []), (profiled, run)):
+        command = torchrun(*before, "-m", "verl.trainer.sft_trainer", *arguments)
+        train([*command, f"trainer.default_local_dir={work / 'out'}"], environment(work, EDGES, *packages), work)
+    assert digests(plain) == digests(profiled)
+    assert [len(steps) for steps in digests(plain).values()] == [4, 4]
+    expected = ("evaluate.step000000", "train_actor.step000003")
+    assert captured(traces) == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
+    trained = report(traces)["train_actor", None]
+    assert (trained["framework"], layers(trained), trained["microbatches"]) == ("verl", [7, 1], 8)
+    assert finds_the_first_stage_slow(trained)

@@ -1,0 +1,79 @@
+"""A Qwen3 of random weights with a tokenizer of bytes, as a Hugging Face directory, and conversations for it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+LAYERS = 8
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def model(directory: Path, layers: int = LAYERS) -> Path:
+    """Write it; about 1 MB."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_ = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_.decoder = decoders.ByteLevel()
+    bytes_.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = _TEMPLATE
+    tokenizer.save_pretrained(directory)
+    config = Qwen3Config(
+        vocab_size=384,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=len(letters) + 2,
+        pad_token_id=len(letters),
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def conversations(count: int = 64) -> list[dict[str, object]]:
+    """Chats of one turn, each of another length."""
+    draw = random.Random(0)
+
+    def words(number: int) -> str:
+        return " ".join(draw.choice(("ab", "cde", "fghi", "jk", "lmno")) for _ in range(number))
+
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": words(6)},
+                {"role": "assistant", "content": words(draw.randint(4, 16))},
+            ]
+        }
+        for _ in range(count)
+    ]
+
+
+def jsonl(path: Path) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in conversations()))
+    return path
+
+
+def parquet(path: Path) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(conversations()), path)
+    return path
