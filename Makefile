@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 # JOBS=4 runs four files of tests at once, on a machine with cores to spare: most tests start two ranks of their own.
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
-.PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys lint format dist bench bench-capture \
+.PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys gpu lint format dist bench bench-capture \
     bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
 
 demo: .venv/ready
@@ -28,7 +28,7 @@ test-slow: .venv/ready
 # The quick tests of everything that touches megatron-core, on other versions of it. ONCE: what does not depend on its
 # version. `make test-mcore-0.14.0 QUICK=` runs the slow tests too.
 ONCE := analysis artifacts benchmarks cli config control formats integrations metrics recorders runtime viewers \
-    test_docs.py test_packaging.py
+    trainers test_docs.py test_packaging.py
 QUICK ?= -m "not slow and not alone"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
@@ -41,8 +41,12 @@ test-viewers: .venv/viewers/ready
 
 # The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
 # is skipped, and says so.
-test-hosts: .venv/hosts/ready
-	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/integrations
+#
+# Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, and verl on it), on that.
+test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
+	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/integrations tests/trainers || [ $$? = 5 ]
+	.venv/hosts-0.19.2/bin/python -m pytest -rs $(ARGS) tests/integrations/test_megatron_bridge.py \
+	    tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
 
 # The real Nsight Systems, which needs no GPU for NVTX ranges. Skips with a reason where Debian's package cannot be had.
 test-nsys: .venv/ready
@@ -100,6 +104,22 @@ dist: .venv/ready
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	.venv/hosts/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[hosts]" "$(TORCH)"
 	touch $@
+
+# Over the one before it, with the megatron-core that Megatron-Bridge needs and the transformers that verl names.
+.venv/hosts-0.19.2/ready: .venv/hosts/ready
+	$(BIN)/python -m venv .venv/hosts-0.19.2
+	base=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	own=$$(.venv/hosts-0.19.2/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
+	.venv/hosts-0.19.2/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	    megatron-core==0.19.2
+	.venv/hosts-0.19.2/bin/python -m pip install --quiet --disable-pip-version-check transformers==5.9.0
+	touch $@
+
+# Everything that needs a GPU, on a machine that has one; see docs/gpu.md. PYTHON_GPU: an interpreter with CUDA's torch.
+PYTHON_GPU ?= $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/ready)
+	$(PYTHON_GPU) -m megaprof.testing.gpu --json gpu.json --docs docs/gpu.md $(ARGS)
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
 bench: bench-capture bench-overhead bench-report bench-timeline bench-scale bench-whatif

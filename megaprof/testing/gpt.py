@@ -85,7 +85,7 @@ def _config(workload: GPTWorkload) -> Any:
     return TransformerConfig(**options)
 
 
-def _build_chunk(workload: GPTWorkload, config: Any, chunk: int) -> Any:
+def _build_chunk(workload: GPTWorkload, config: Any, chunk: int, device: str = "cpu") -> Any:
     """One model chunk, wrapped as Megatron-LM's ``get_model`` wraps it."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -110,6 +110,7 @@ def _build_chunk(workload: GPTWorkload, config: Any, chunk: int) -> Any:
         **stage,
     )
     model.model_type = ModelType.encoder_or_decoder
+    model.to(device)
     module = Float16Module(config, model) if config.bf16 else model
     reduction = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=workload.overlap_grad_reduce
@@ -117,11 +118,11 @@ def _build_chunk(workload: GPTWorkload, config: Any, chunk: int) -> Any:
     return DistributedDataParallel(config, reduction, module, disable_bucketing=chunk > 0)
 
 
-def build(workload: GPTWorkload) -> BuiltGPT:
+def build(workload: GPTWorkload, device: str = "cpu") -> BuiltGPT:
     """Initialise model parallelism and build this rank's part of the model, with its optimizer.
 
-    Needs an open `~megaprof.testing.cpu_megatron` and the default process group
-    (`~megaprof.testing.init_distributed`) with ``workload.world_size`` ranks. Called again in the same process,
+    On the CPU it needs an open `~megaprof.testing.cpu_megatron`, on ``device="cuda"`` none; and the default process
+    group (`~megaprof.testing.init_distributed`) with ``workload.world_size`` ranks. Called again in the same process,
     it takes the model parallel groups of the earlier workload down first, whose model can then no longer run.
 
     Raises:
@@ -149,7 +150,7 @@ def build(workload: GPTWorkload) -> BuiltGPT:
     seed = workload.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
-    chunks = [_build_chunk(workload, config, chunk) for chunk in range(workload.vpp or 1)]
+    chunks = [_build_chunk(workload, config, chunk, device) for chunk in range(workload.vpp or 1)]
     if workload.overlap_grad_reduce:
         # As Megatron-LM's train() does: a function for one chunk, a list of them for several.
         no_sync = [chunk.no_sync for chunk in chunks]
@@ -208,17 +209,18 @@ class BuiltGPT:
         replica = parallel_state.get_data_parallel_rank()
         # A generator of its own: data must not move the random state that the model draws from.
         seed = hashlib.sha256(f"{workload.seed} {step} {replica}".encode()).digest()
+        device = next(self.chunks[0].parameters()).device
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
         multiplier = next(number for number in range(5, workload.vocab + 6) if math.gcd(number, workload.vocab) == 1)
         for length in workload.seq_lengths or (workload.seq_length,) * workload.microbatches:
-            tokens = torch.randint(workload.vocab, (workload.micro_batch_size, length), generator=generator)
+            tokens = torch.randint(workload.vocab, (workload.micro_batch_size, length), generator=generator).to(device)
             yield tokens, (tokens * multiplier + 1) % workload.vocab
 
     @staticmethod
     def _inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         length = tokens.shape[1]
-        positions = torch.arange(length).unsqueeze(0).expand_as(tokens)
-        mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+        positions = torch.arange(length, device=tokens.device).unsqueeze(0).expand_as(tokens)
+        mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
         return tokens, positions, mask
 
     def forward_step(
@@ -317,5 +319,5 @@ def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()

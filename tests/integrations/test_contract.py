@@ -179,6 +179,17 @@ def numbers(facts: Facts, steps: int) -> list[int | None]:
     return found
 
 
+def test_the_host_is_the_one_that_is_built_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    for host in registry.HOSTS:
+        monkeypatch.delitem(sys.modules, host.package, raising=False)
+    assert registry.framework() is None
+    found = []
+    for package in ("megatron.training", "megatron.bridge", "verl"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+        found.append(registry.framework())
+    assert found == ["megatron-lm", "megatron-bridge", "verl"]
+
+
 def test_slime_numbers_training_steps_and_log_probs_as_it_logs_them() -> None:
     model, steps = [SimpleNamespace(role="critic")], [4, 4, 4]
     training = facts(slime, "train", model=model, num_microbatches=steps, rollout_id=5)

@@ -29,10 +29,7 @@ pytestmark = [
     pytest.mark.skipif(version("megatron-core") < "0.19", reason="Megatron-Bridge 0.6.2 needs megatron-core 0.19"),
 ]
 
-EDGES = (
-    "transformer_engine,modelopt,nvidia_resiliency_ext,megatron.energon,nvdlfw_inspect,apex,mamba_ssm,"
-    "causal_conv1d,fla,wandb"
-)
+EDGES = "modelopt,nvidia_resiliency_ext,megatron.energon,nvdlfw_inspect,mamba_ssm,causal_conv1d,fla,wandb"
 SCRIPT = str(Path(__file__).parent / "bridge_pretrain.py")
 WANTED = {
     "target": ("train_actor", "evaluate"),
@@ -64,5 +61,5 @@ def test_without_an_edit_and_by_its_callback(wheel: Callable[[str], Path], tmp_p
         expected = ("evaluate.step000000", "train_actor.step000004")
         assert captured(work / "traces") == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
         trained = report(work / "traces")["train_actor", None]
-        assert (layers(trained), trained["microbatches"]) == ([7, 1], 8)
+        assert (trained["framework"], layers(trained), trained["microbatches"]) == ("megatron-bridge", [7, 1], 8)
         assert finds_the_first_stage_slow(trained)

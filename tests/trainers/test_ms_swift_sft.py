@@ -54,5 +54,5 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
         f"{kind}.pp{pp}" for kind in ("evaluate.step000000", "train_actor.step000004") for pp in (0, 1)
     ]
     trained = report(traces)["train_actor", None]
-    assert (layers(trained), trained["microbatches"]) == ([7, 1], 8)
+    assert (trained["framework"], layers(trained), trained["microbatches"]) == ("ms-swift", [7, 1], 8)
     assert finds_the_first_stage_slow(trained)

@@ -77,5 +77,5 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     expected = ("evaluate.step000000", "train_actor.step000003")
     assert captured(traces) == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
     trained = report(traces)["train_actor", None]
-    assert (layers(trained), trained["microbatches"]) == ([7, 1], 8)
+    assert (trained["framework"], layers(trained), trained["microbatches"]) == ("verl", [7, 1], 8)
     assert finds_the_first_stage_slow(trained)

@@ -200,10 +200,7 @@ def _agreeing(found: WhatIf, verdict: Verdict, steps: int) -> WhatIf:
     doubted = verdict.comparison
     if found.best is None or doubted is None or doubted.outcome not in ("chance", "some_microbatches"):
         return found
-    advice = (
-        f"too noisy to advise: whether stage {doubted.stage} is slow cannot be told, and {found.best.what} might be "
-        f"{_times(found.best)}; {_more_steps(steps)}"
-    )
+    advice = f"too noisy to advise: whether stage {doubted.stage} is slow cannot be told; {_more_steps(steps)}"
     return replace(found, best=None, advice=advice)
 
 
@@ -447,7 +444,8 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
             else "passes vary"
         )
         steps = len(baseline.steps)
-        return f"too noisy to advise: {why}, and {first.what} might be {_times(first)}; {_more_steps(steps)}"
+        uncertain = f"what another layout gains is uncertain by {words.percent(first.noise)}"
+        return f"too noisy to advise: {why}, and {uncertain}; {_more_steps(steps)}"
     if first.speedup - 1.0 >= _GAIN:
         return f"no other layout is better by more than the uncertainty: {first.what} might be {_times(first)}"
     return f"with as many model chunks no other split of the layers is better: {first.what} would be {_times(first)}"

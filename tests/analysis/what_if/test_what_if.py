@@ -144,6 +144,8 @@ def test_no_layout_is_called_as_good_as_any_where_nobody_can_know():
     what_if = found(Scenario("noisy", layers=(9, 7), noise=0.6, steps=3, gpu=False, microbatches=8))
     assert what_if.best is None
     assert what_if.advice.startswith("too noisy to advise: ")
+    assert ", and what another layout gains is uncertain by " in what_if.advice
+    assert "layers" not in what_if.advice  # which one would be chance
     assert what_if.advice.endswith("; capture 6 steps")
 
 
@@ -262,10 +264,7 @@ def test_no_layout_rests_on_stages_that_cannot_be_told_apart(tmp_path):
     layouts = [each for each in target.what_if.candidates if each.kind == "layout"]
     assert layouts[0].speedup - 1 > layouts[0].speedup_uncertainty  # it would be advised
     assert target.what_if.best is None
-    assert target.what_if.advice.startswith(
-        "too noisy to advise: whether stage 1 is slow cannot be told, and 6+5 layers might be 1.0"
-    )
-    assert target.what_if.advice.endswith("; capture 5 steps")
+    assert target.what_if.advice == ("too noisy to advise: whether stage 1 is slow cannot be told; capture 5 steps")
 
 
 def test_what_a_replay_cannot_know_is_said_instead_of_more_steps():

@@ -32,6 +32,14 @@ if "RANK" in os.environ and "TRAINERS_EDGES" in os.environ:
 
     newer_typing()
     cpu_process(gpus=2)
-    replace_missing(*filter(None, os.environ["TRAINERS_EDGES"].split(",")))
+    if "modelopt" in replace_missing(*filter(None, os.environ["TRAINERS_EDGES"].split(","))):
+        # Without distillation Megatron-Bridge asks it for a function all the same, and takes None for none.
+        import modelopt.torch.distill.plugins.megatron as distillation
+
+        distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
+
+    import megatron.core.datasets.utils
+
+    megatron.core.datasets.utils.compile_helpers = lambda: None  # the wheel brings them compiled
     if os.environ.get("TRAINERS_DIGESTS"):
         _digests(os.environ["TRAINERS_DIGESTS"])
