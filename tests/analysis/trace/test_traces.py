@@ -172,7 +172,7 @@ def test_one_bad_event_costs_only_itself(tmp_path, bad):
     read = read_trace(trace.write(tmp_path))
     assert [r.name.label for r in read.ranges] == ["train_actor", "forward"]
     assert read.ranges[1].name.fields["mb"] == 1
-    assert any("1 events" in warning for warning in read.warnings)
+    assert any("1 event " in warning for warning in read.warnings)
 
 
 def test_bytes_that_are_not_utf8_are_survived(tmp_path):
