@@ -110,6 +110,10 @@ def is_cuda(device: object) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
+#: The second is what `torch.nn.Module.to` and tensordict read their arguments with.
+_TO = (torch.Tensor.to, torch._C._nn._parse_to)
+
+
 class _OnCpu(TorchFunctionMode):
     """Every torch call that names a CUDA device gets the CPU instead."""
 
@@ -119,7 +123,7 @@ class _OnCpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
-        if func is torch.Tensor.to:
+        if func in _TO:
             args = tuple(_CPU if is_cuda(argument) else argument for argument in args)
         return func(*args, **kwargs)
 

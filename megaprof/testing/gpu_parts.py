@@ -49,7 +49,7 @@ _BLOCKS, _STEPS = 6, 5
 def workload(cpu: bool, **options: Any) -> GPTWorkload:
     """What a rehearsal runs is as small as can be."""
     if cpu:
-        sizes: dict[str, Any] = {"layers": 4, "hidden": 32, "heads": 2, "seq_length": 16, "microbatches": 4}
+        sizes: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "seq_length": 16, "microbatches": 4}
     else:
         sizes = {"layers": 8, "hidden": 2048, "heads": 16, "seq_length": 2048, "microbatches": 8, "vocab": 8192}
     return GPTWorkload(**{**sizes, "dtype": "bfloat16", **options})
@@ -277,20 +277,21 @@ def cost(work: Path, cpu: bool) -> Found:
         blocked.append((time.perf_counter() - began) * 1e3)
 
     usual: dict[str, list[float]] = {}
+    steps = 2 if cpu else _STEPS
     with (
         machine(cpu, work / "store") as device,
         faked(cpu, cuda__is_initialized=lambda: True, cuda__cudart=_Cuda()),
     ):
         gpt = build(workload(cpu), device)
         train(gpt, WARM)
-        for block in range(2 if cpu else _BLOCKS):
+        for block in range(1 if cpu else _BLOCKS):
             for name, options in modes.items():
                 directory = work / f"{name}{block}"
-                wanted = None if options is None else config(directory, cpu, **{**steps_from(gpt, _STEPS), **options})
+                wanted = None if options is None else config(directory, cpu, **{**steps_from(gpt, steps), **options})
                 hooks = hooked(gpt, wanted) if wanted else None
                 blocked.clear()
                 with patch.object(Session, "end", timed_end), hooks or contextlib.nullcontext():
-                    for _ in range(_STEPS):
+                    for _ in range(steps):
                         torch.cuda.synchronize()
                         began = time.perf_counter()
                         gpt.train_step()

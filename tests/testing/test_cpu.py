@@ -37,6 +37,7 @@ def test_cuda_devices_are_the_cpu() -> None:
     with cpu_megatron():
         assert torch.empty(2, device=torch.device("cuda", 1)).device.type == "cpu"
         assert torch.empty(2, device=torch.cuda.current_device()).to("cuda:0").device.type == "cpu"
+        assert torch.nn.Linear(1, 1).to(torch.cuda.current_device()).weight.device.type == "cpu"
         tensor, module = torch.zeros(1), torch.nn.Linear(1, 1)
         assert tensor.cuda() is tensor
         assert module.cuda() is module

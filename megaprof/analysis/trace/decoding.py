@@ -177,7 +177,8 @@ class Document(Generic[Anything]):
         if end < 0:
             return None
         try:
-            events: list[Anything] = self._decode(b"[" + text.data[text.at : end] + b"}]")
+            # Joined, which copies once.
+            events: list[Anything] = self._decode(b"".join((b"[", memoryview(text.data)[text.at : end], b"}]")))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
         text.at = end + 1
@@ -261,7 +262,7 @@ class _Text:
         if chunk is None:
             self._ended = True
             return False
-        self.data, self.at = self.data[self.at :] + chunk, 0
+        self.data, self.at = b"".join((memoryview(self.data)[self.at :], chunk)), 0
         return True
 
     def ended(self, otherwise: str = "") -> _Damaged:

@@ -96,8 +96,8 @@ class Timed(Protocol):
 def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray[np.bool_]]:
     """Times in nanoseconds of those events whose times are possible, and which ones these are."""
     with np.errstate(over="ignore", invalid="ignore"):
-        start = np.array(list(map(_START, events)), dtype=np.float64) * 1000
-        duration = np.array(list(map(_DURATION, events)), dtype=np.float64) * 1000
+        start = np.fromiter(map(_START, events), dtype=np.float64, count=len(events)) * 1000
+        duration = np.fromiter(map(_DURATION, events), dtype=np.float64, count=len(events)) * 1000
     # A comparison with NaN is false, so this also drops what is not a number.
     usable = (np.abs(start) < _LONGEST) & (duration >= 0) & (duration < _LONGEST)
     begin = base + np.rint(start[usable]).astype(np.int64)
@@ -123,7 +123,7 @@ class Gathered:
         if events := [*kernels, *copies]:
             spans, usable = spans_of(0, events)
             uses = np.zeros(len(events), dtype=np.int32)
-            uses[: len(kernels)] = [self._use(event) for event in kernels]
+            uses[: len(kernels)] = self._uses(kernels)
             kernel = np.arange(len(events)) < len(kernels)
             correlations = _numbers(list(map(_CORRELATION, events)))
             self._activities.append((spans, uses[usable], kernel[usable], correlations[usable]))
@@ -147,12 +147,14 @@ class Gathered:
         starts += base
         return arranged(spans, table[uses], kernel, correlations, numbers, starts)
 
-    def _use(self, kernel: Event) -> int:
-        """Index into `USES`, or behind that the number of its group."""
-        use = self._by_name[kernel.name]
-        if use != BY_GROUP:
-            return use
-        return len(USES) + self._groups.setdefault(kernel.args.description, len(self._groups))
+    def _uses(self, kernels: Sequence[Event]) -> list[int]:
+        """Of each the index into `USES`, or behind that the number of its group."""
+        by_name, groups = self._by_name, self._groups
+        uses = [by_name[kernel.name] for kernel in kernels]
+        for place, use in enumerate(uses):
+            if use == BY_GROUP:
+                uses[place] = len(USES) + groups.setdefault(kernels[place].args.description, len(groups))
+        return uses
 
 
 def arranged(

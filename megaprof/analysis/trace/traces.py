@@ -43,6 +43,7 @@ _LONGEST = 1 << 61
 #: What an event takes in memory while a report is made of it, at most.
 _ROW_BYTES = 200
 _COMMUNICATING = ("c10d::", "record_param_comms")
+_ON_GPU = frozenset({"user_annotation", KERNEL, *COPIES, *LAUNCHES})
 
 
 class UnreadableTrace(Exception):
@@ -162,9 +163,10 @@ class _Gathered:
         self._broken = 0
         self._most = most_bytes() // _ROW_BYTES
         self._document: Document[Event] = read(path, Event, top=("megaprof", "baseTimeNanoseconds", "deviceProperties"))
+        wanted = _ON_GPU if on_gpu else _ON_GPU | {"cpu_op"}
         for events in self._document:
             by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
-            for event in events:
+            for event in [event for event in events if event.cat in wanted]:
                 by_category[event.cat].append(event)
             copies = [event for category in COPIES for event in by_category[category]]
             launches = [event for category in LAUNCHES for event in by_category[category]]
