@@ -252,3 +252,14 @@ def test_a_clock_that_is_far_off_is_no_reason_to_fail(tmp_path, start):
     plain_stage(0, 1, 5, 9, start=start).write(tmp_path)
     text, _ = render(tmp_path)
     assert boxes(data(text)[0]["rows"][0])[0][:2] == (0, 5000)
+
+
+def test_tables_have_headers_with_scope_and_are_reached_by_keyboard(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    text = page(analyze(tmp_path), {})
+    heads = re.findall(r"<th\b[^>]*>", text)
+    assert heads
+    assert all("scope=col" in head for head in heads)
+    wide = re.findall(r'<div class="scroll"[^>]*>', text)
+    assert wide
+    assert all('tabindex="0" role="region" aria-label="' in each for each in wide)

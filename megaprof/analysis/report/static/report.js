@@ -2,6 +2,17 @@
 // Draws one pipeline timeline per target: a row per stage, a box per microbatch, what is left of a row is bubble.
 // Times are microseconds from the start of the step. All names are shown through textContent or fillText only.
 (() => {
+  // Black or white, whichever is read more easily on a colour (#rrggbb) that covers a share of the surface: one of them
+  // always has a contrast of 4.5:1 or more.
+  function inkOn(colour, surface, share) {
+    const part = (text, place) => parseInt(text.slice(1 + 2 * place, 3 + 2 * place), 16) / 255;
+    const light = [0.2126, 0.7152, 0.0722].reduce((sum, weight, place) => {
+      const value = share * part(colour, place) + (1 - share) * part(surface, place);
+      return sum + weight * (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+    }, 0);
+    return 1.05 / (light + 0.05) > (light + 0.05) / 0.05 ? "#ffffff" : "#000000";
+  }
+
   const AXIS = 22, GAP = 2, ROW_MIN = 13, ROW_MAX = 40, ROWS_HEIGHT = 420, FEWEST_US = 20;
   const tip = document.body.appendChild(document.createElement("div"));
   tip.className = "tip";
@@ -171,26 +182,30 @@
           const thin = Math.max(2, tall * 0.16);
           const [y, size] = exchanges ? [top + (tall - thin) / 2, thin] : [top, tall];
           // Neighbours stay apart where there is room.
+          let alpha = 1;
           const wide = right - x - (exchanges || right - x < 4 ? 0 : 1);
           if (!exchanges && this.data.chunks > 1 && boxes.chunk[i] > 0) {
             pen.fillStyle = look.colour("surface");
             pen.fillRect(x, y, wide, size);
-            pen.globalAlpha = 1 - 0.55 * Math.min(1, boxes.chunk[i] / (this.data.chunks - 1));
+            pen.globalAlpha = alpha = 1 - 0.55 * Math.min(1, boxes.chunk[i] / (this.data.chunks - 1));
           }
           pen.fillStyle = look.colours[boxes.name[i]];
           pen.fillRect(x, y, wide, size);
           pen.globalAlpha = 1;
-          if (!exchanges && boxes.microbatch[i] >= 0) this.label(pen, look, boxes.microbatch[i], x, right, top, tall);
+          if (!exchanges && boxes.microbatch[i] >= 0) {
+            const ink = inkOn(look.colours[boxes.name[i]], look.colour("surface"), alpha);
+            this.label(pen, look, ink, boxes.microbatch[i], x, right, top, tall);
+          }
         }
       }
       this.outline(pen, row, index, look, first, behind, top, tall);
       pen.restore();
     }
 
-    label(pen, look, microbatch, x, right, top, tall) {
+    label(pen, look, ink, microbatch, x, right, top, tall) {
       const text = String(microbatch);
       if (tall < 12 || right - x < 8 + 6 * text.length) return;
-      pen.fillStyle = look.colour("on");
+      pen.fillStyle = ink;
       pen.font = Math.min(12, tall - 2) + "px " + look.font;
       pen.textAlign = "center";
       pen.fillText(text, (Math.max(x, this.left) + Math.min(right, this.left + this.width)) / 2, top + tall / 2 + 0.5);
