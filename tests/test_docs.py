@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import megaprof
-from megaprof.cli import _COMMANDS
+from megaprof.cli import COMMANDS
 from megaprof.config.options import ALL_RANKS, flag, options, variable
 
 ROOT = Path(__file__).parents[1]
@@ -178,7 +178,7 @@ def _exists(name: str) -> bool:
 
 def test_every_command_in_the_readme_exists() -> None:
     named = set(re.findall(r"(?:`|^\$ )megaprof ([a-z]+)", README, re.M))
-    assert named <= set(_COMMANDS), named - set(_COMMANDS)
+    assert named <= set(COMMANDS), named - set(COMMANDS)
 
 
 def test_every_relative_link_leads_somewhere() -> None:

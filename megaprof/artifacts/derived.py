@@ -25,8 +25,8 @@ from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
 KERNELS_SUFFIX = ".kernels.json"
-STACKS_SUFFIX = ".stacks.txt"
-DEVICE_STACKS_SUFFIX = ".cuda.stacks.txt"
+STACKS_SUFFIX = ".stacks.txt.gz"
+DEVICE_STACKS_SUFFIX = ".cuda.stacks.txt.gz"
 #: Windows whose files may wait for their turn; each holds a raw trace on disk, and none in memory.
 _QUEUE = 8
 #: -I -S: neither the user's PYTHON* variables nor site-packages decide how long an interpreter takes to start.

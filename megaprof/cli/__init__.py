@@ -1,8 +1,9 @@
 """The command ``megaprof``. Every subcommand is a module here, imported only when it is the one that was asked for.
 
-A subcommand's module has ``add_arguments(parser)`` and ``run(arguments) -> exit code``; it raises `CommandError` when
-its input cannot answer. Exit codes: 0 fine, 1 the input cannot answer (a message says what is missing), 2 usage;
-`status` has 3 for a job that hangs or has died.
+A subcommand's module has ``EXAMPLES`` (command lines that its help shows), ``add_arguments(parser)`` and
+``run(arguments) -> exit code``; it raises `CommandError` when its input cannot answer. Exit codes: 0 fine, 1 the input
+cannot answer (a message says what is missing), 2 usage; `status` has 3 for a job that hangs or has died; 130 and 143
+after Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -14,21 +15,24 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from megaprof.formats.remote import Unreachable
+from megaprof.cli.parsers import Parser, meant
+from megaprof.formats.remote import TooMuch, Unreachable
 from megaprof.version import __version__
 
-_COMMANDS = {
-    "demo": "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it",
-    "diff": "compare two captures stage by stage",
-    "export": "write timelines as a Parquet dataset, for a query engine",
-    "merge": "put all captured ranks of a step on one Perfetto timeline",
-    "nsys": "print the nsys command line that goes before a training command",
-    "patch": "put the options and the hooks into a host's source, or take them out again",
-    "report": "report which pipeline stage is slow, and why, from traces and timelines",
-    "run": "run a training command with profiling, without editing it",
-    "status": "say what a running job is doing, and whom it waits for when it hangs",
-    "trigger": "make a running job capture some steps, and wait for the files",
-    "watch": "show a running job's stages as a live table",
+#: Each command's module here, and what it does.
+COMMANDS = {
+    "completion": ("completion", "print a script that completes megaprof's commands and options in a shell"),
+    "demo": ("training.demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
+    "diff": ("diff", "compare two captures stage by stage"),
+    "export": ("export", "write timelines as a Parquet dataset, for a query engine"),
+    "merge": ("merge", "put all captured ranks of a step on one Perfetto timeline"),
+    "nsys": ("training.nsys", "print the nsys command line that goes before a training command"),
+    "patch": ("training.patch", "put the options and the hooks into a host's source, or take them out again"),
+    "report": ("report", "report which pipeline stage is slow, and why, from traces and timelines"),
+    "run": ("training.run", "run a training command with profiling, without editing it"),
+    "status": ("jobs.status", "say what a running job is doing, and whom it waits for when it hangs"),
+    "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
+    "watch": ("jobs.watch", "show a running job's stages as a live table"),
 }
 #: Packages that come with an extra, and the extra.
 _EXTRAS = {
@@ -38,6 +42,7 @@ _EXTRAS = {
     "msgspec": "report",
     "pyarrow": "export",
     "rich": "report",
+    "shtab": "completion",
     "torch": "train",
 }
 
@@ -56,21 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a name that this terminal cannot show is no reason to fail
-    parser = argparse.ArgumentParser(prog="megaprof", description="Profiling for Megatron-Core training.")
-    parser.add_argument("--version", action="version", version=f"megaprof {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    parsers = {name: commands.add_parser(name, help=text, description=text) for name, text in _COMMANDS.items()}
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if wanted not in COMMANDS:
+        return _without_command(arguments, wanted)
+    place = arguments.index(wanted)
+    if place:
+        _overview().parse_args(arguments[:place])  # --help, --version, or an error: all of them exit
     try:
-        if wanted not in parsers:
-            parser.parse_args(arguments)  # --help, --version, or an error: all of them exit
-            return 2
-        module = import_module(f"megaprof.cli.{wanted}")
-        module.add_arguments(parsers[wanted])
-        code: int = module.run(parser.parse_args(arguments))
+        module = import_module(f"megaprof.cli.{COMMANDS[wanted][0]}")
+        code: int = module.run(parser_of(wanted).parse(arguments[place + 1 :]))
         sys.stdout.flush()
         return code
-    except CommandError as fault:
+    except (CommandError, TooMuch) as fault:
         print(f"megaprof {wanted}: {_one_line(str(fault))}", file=sys.stderr)
         return 2 if isinstance(fault, UsageError) else 1
     except ModuleNotFoundError as fault:
@@ -88,6 +90,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def parser_of(command: str) -> Parser:
+    """The parser of one command, with all its arguments."""
+    place, text = COMMANDS[command]
+    module = import_module(f"megaprof.cli.{place}")
+    parser = Parser(f"megaprof {command}", text)
+    module.add_arguments(parser)
+    parser.add_examples(module.EXAMPLES)
+    return parser
+
+
+def _overview() -> argparse.ArgumentParser:
+    """What ``megaprof --help`` shows: every command, with none of their modules imported."""
+    parser = argparse.ArgumentParser(
+        prog="megaprof",
+        description="Profiling for Megatron-Core training.",
+        epilog="megaprof COMMAND --help says more, with examples. megaprof demo is a first look, without a GPU.",
+    )
+    parser.add_argument("--version", action="version", version=f"megaprof {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (_, text) in COMMANDS.items():
+        commands.add_parser(name, help=text)
+    return parser
+
+
+def _without_command(arguments: Sequence[str], typed: str | None) -> int:
+    parser = _overview()
+    if typed is not None and not arguments[0].startswith("-"):
+        parser.error(f"there is no command {_one_line(typed)!r}{meant(typed, COMMANDS)}")
+    parser.parse_args(arguments)
+    parser.print_help()
+    return 0
 
 
 def _one_line(message: str) -> str:

@@ -15,6 +15,11 @@ from megaprof.formats.remote import Unreachable, place
 if TYPE_CHECKING:
     from megaprof.analysis.report.document import Report
 
+EXAMPLES = (
+    "megaprof diff traces-before traces-after",
+    "megaprof diff before.json traces-after --json",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "directory of captured traces, one of them, or the JSON file of a report"

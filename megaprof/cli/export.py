@@ -12,6 +12,7 @@ from megaprof.formats.checks import counted
 from megaprof.formats.remote import Unreachable, place
 
 _MOST_WARNINGS = 20
+EXAMPLES = ("megaprof export traces --parquet history --run llama-70b",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

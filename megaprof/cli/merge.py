@@ -10,6 +10,11 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.remote import Unreachable, place
 
+EXAMPLES = (
+    "megaprof merge traces -o step.json.gz",
+    "megaprof merge traces -o step.json.gz --target train_actor --step 20 --ranks dp=0",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=place, help="directory of captured traces (of nsys, too), or one")

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 
 
 _AXES = ("tp", "pp", "cp", "ep")
+EXAMPLES = (
+    "megaprof report traces",
+    "megaprof report traces --html report.html",
+    "megaprof report traces --json - | jq '.targets[0].causes'",
+    "megaprof report step20.nsys-rep --tp 8 --pp 4",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -141,8 +141,8 @@ class ProfileConfig:
     with_modules: bool = _option(False, "record the module hierarchy (TorchScript modules only)", read.boolean)
     export: tuple[str, ...] = _option(
         ("trace",),
-        "what becomes of a torch profile: trace (Chrome trace) | stacks (collapsed stacks for a flame graph; needs "
-        "stacks to be recorded)",
+        "what becomes of a torch profile: trace (Chrome trace) | stacks (collapsed stacks for a flame graph, gzipped; "
+        "needs stacks to be recorded)",
         read.words(EXPORTS),
     )
     execution_trace: bool = _option(

@@ -92,6 +92,19 @@ class Requester:
         """Ranks that have not answered."""
         return sorted(self._missing)
 
+    @property
+    def left_behind(self) -> str:
+        """For people: what becomes of the request when nobody waits for it any more."""
+        answers = self._answers.values()
+        if recording := sum(each.state == states.RECORDING for each in answers):
+            return (
+                f"request {self.request.id}: withdrawn, but {recording} of {len(answers)} ranks record already; they "
+                f"finish, and their files come to {self._job.directory}"
+            )
+        if done := [file for each in answers for file in each.files]:
+            return f"request {self.request.id}: withdrawn; {len(done)} files were written already"
+        return f"request {self.request.id}: withdrawn before any rank recorded; nothing is captured"
+
     def advance(self) -> Outcome | None:
         """One look at what has come; the outcome when there is one. Raises Refused."""
         try:

@@ -15,6 +15,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 _copies: dict[str, Path] = {}
+#: So many other files are looked at before the first of ours: home directories have more.
+MOST_OTHERS = 100_000
 
 
 def place(text: str | os.PathLike[str]) -> Path:
@@ -36,6 +38,23 @@ def walk(directory: Path) -> Iterator[tuple[Path, list[str]]]:
         yield Path(folder), names
 
 
+def files_below(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Every file under ``directory`` whose name ends so and is not hidden, in no order. Raises Unreachable, and TooMuch
+    for the root of the file system and after `MOST_OTHERS` files none of which is ours."""
+    hint = "name the directory that the job got as --profile-dir"
+    if os.path.realpath(directory) == os.path.abspath(os.sep):
+        raise TooMuch(f"{directory} is the whole file system; {hint}")
+    found: list[Path] = []
+    others = 0
+    for folder, names in walk(directory):
+        found += [folder / name for name in names if name.endswith(suffixes) and not name.startswith(".")]
+        if not found:
+            others += sum(".rank" not in name for name in names)  # each file of ours names its rank
+        if others > MOST_OTHERS:
+            raise TooMuch(f"{directory} holds more than {MOST_OTHERS:,} files, none of them by megaprof so far; {hint}")
+    return found
+
+
 def local_copy(path: Path) -> Path:
     """A file that other libraries can open: the path itself, or a copy that is removed when the process ends. Raises
     Unreachable."""
@@ -48,6 +67,10 @@ def local_copy(path: Path) -> Path:
             shutil.copyfileobj(source, copy, 1 << 20)
         _copies[str(path)] = folder / path.name
     return _copies[str(path)]
+
+
+class TooMuch(Exception):
+    """A directory in which a search for our files would take for ever; the message says so."""
 
 
 class Unreachable(OSError):

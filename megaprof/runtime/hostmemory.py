@@ -46,7 +46,8 @@ class MemoryLimit:
 
 
 def parse_limit(option: str, text: str) -> MemoryLimit:
-    """Read ``64GiB`` (or ``64g``), ``64GB`` (decimal), ``1000000`` (bytes) or ``80%``.
+    """Read ``64GiB`` (or ``64g``), ``64GB`` (decimal), ``1000000B`` or ``80%``. A number alone is refused:
+    whoever writes 12 means no bytes.
 
     Raises ValueError that names ``option``, the value and what would be valid.
     """
@@ -56,6 +57,8 @@ def parse_limit(option: str, text: str) -> MemoryLimit:
             raise ValueError(f"{option}: {text!r} is not a share between 0% and 100%; {_VALID}")
         return MemoryLimit(None, share)
     match = _SIZE.fullmatch(text.strip())
+    if match is not None and text.strip()[-1] in "0123456789":
+        raise ValueError(f"{option}: {text!r} has no unit; {_VALID}")
     if match is None:
         raise ValueError(f"{option}: {text!r} is neither a size nor a share; {_VALID}")
     decimal = match[2] and not match[3] and text.strip().lower().endswith("b")

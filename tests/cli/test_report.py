@@ -83,7 +83,7 @@ def test_an_input_that_cannot_answer_is_one_line_and_exit_code_1(tmp_path, conte
     assert run.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [[], ["report"], ["nonsense"], ["report", ".", "--json"], ["--nonsense"]])
+@pytest.mark.parametrize("arguments", [["report"], ["nonsense"], ["report", ".", "--json"], ["--nonsense"]])
 def test_wrong_usage_is_exit_code_2(arguments):
     run = megaprof(*arguments)
     assert run.returncode == 2

@@ -153,7 +153,9 @@ def test_a_command_that_is_ended_withdraws(number: int, asked: Asked, tmp_path: 
         assert list(paths.requests.iterdir())
         asking.send_signal(number)
         assert asking.wait(60) == 128 + number
-        assert asking.stderr.read() == ""
+        said = asking.stderr.read()
+        assert said.startswith("request ")
+        assert said.endswith(": withdrawn before any rank recorded; nothing is captured\n")
     assert not list(paths.requests.iterdir())
 
 

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 import megaprof.cli
-import megaprof.cli.status
-import megaprof.cli.trigger
-import megaprof.cli.watch
+import megaprof.cli.jobs.status
+import megaprof.cli.jobs.trigger
+import megaprof.cli.jobs.watch
 from megaprof.control.directory import ControlDirectory
 from megaprof.control.gate import Gate
 from megaprof.formats.files import Unsafe

@@ -129,7 +129,7 @@ def test_a_larger_world_has_directories_of_1024_ranks() -> None:
 def test_no_folder_holds_100_000_files_when_131_072_ranks_capture() -> None:
     """Every kind of file that one window can have, on every rank, with the files that are still unfinished."""
     layout = WorldLayout(ParallelSizes.of(131_072, tp=8, pp=16, cp=2, ep=8))
-    kinds = [".pt.trace.json.gz", ".et.json", ".kernels.json", ".stacks.txt", ".nsys.json", ".memory.pickle"]
+    kinds = [".pt.trace.json.gz", ".et.json", ".kernels.json", ".stacks.txt.gz", ".nsys.json", ".memory.pickle"]
     folders: collections.Counter[Path] = collections.Counter()
     for coords in layout:
         for kind in kinds:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.cli import CommandError, main
-from megaprof.cli.patch import find
+from megaprof.cli.training.patch import find
 from megaprof.integrations import patch_files, registry
 from megaprof.integrations.patch_files import FilePatch, Hunk, directory, known_hosts, parse, patches_of
 from tests.integrations.driving import checkout

@@ -116,7 +116,7 @@ def test_all_files_of_a_rank_of_a_large_world_are_in_its_directory(tmp_path: Pat
     (folder,) = tmp_path.iterdir()
     assert folder.name == "ranks001024-002047"
     kinds = {path.name.partition("rank01500.")[2] for path in folder.iterdir()}
-    assert kinds == {"pt.trace.json.gz", "et.json", "kernels.json", "stacks.txt"}
+    assert kinds == {"pt.trace.json.gz", "et.json", "kernels.json", "stacks.txt.gz"}
     assert find_traces(tmp_path) == [folder / artifact_name("train_actor", None, 7, coords, TRACE_SUFFIX)]
 
 
@@ -197,10 +197,13 @@ def test_stacks_are_exported_with_or_instead_of_the_trace(tmp_path: Path) -> Non
         return Net()(x)
 
     record(tmp_path, traced, with_stack=True, export=("stacks", "trace"))
-    assert {path.name for path in tmp_path.iterdir()} == {f"{STEM}.pt.trace.json.gz", f"{STEM}.stacks.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{STEM}.pt.trace.json.gz", f"{STEM}.stacks.txt.gz"}
     record(tmp_path / "alone", traced, with_stack=True, export=("stacks",))
-    assert [path.name for path in (tmp_path / "alone").iterdir()] == [f"{STEM}.stacks.txt"]
-    for lines in ((d / f"{STEM}.stacks.txt").read_text().splitlines() for d in (tmp_path, tmp_path / "alone")):
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == [f"{STEM}.stacks.txt.gz"]
+    for lines in (
+        gzip.decompress((d / f"{STEM}.stacks.txt.gz").read_bytes()).decode().splitlines()
+        for d in (tmp_path, tmp_path / "alone")
+    ):
         stacks = {stack: int(time) for stack, _, time in (line.rpartition(" ") for line in lines)}
         assert all(time > 0 for time in stacks.values())
         deepest = max(stacks, key=lambda stack: ("aten::addmm" in stack, stack.count(";"))).split(";")

@@ -32,7 +32,7 @@ GIB = 1 << 30
         ("64g", MemoryLimit(64 * GIB, DEFAULT_SHARE)),
         ("64 GB", MemoryLimit(64 * 10**9, DEFAULT_SHARE)),
         ("1.5TiB", MemoryLimit(3 << 39, DEFAULT_SHARE)),
-        ("1000000", MemoryLimit(1000000, DEFAULT_SHARE)),
+        ("1000000B", MemoryLimit(1000000, DEFAULT_SHARE)),
         ("80%", MemoryLimit(None, 0.8)),
         (" 100 % ", MemoryLimit(None, 1.0)),
     ],
@@ -41,7 +41,7 @@ def test_limits(text: str, limit: MemoryLimit) -> None:
     assert parse_limit("--x", text) == limit
 
 
-@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0%", "101%", "0", "64XB", "GiB", "1e3", "80%%"])
+@pytest.mark.parametrize("text", ["", "lots", "-1GiB", "0%", "101%", "0", "12", "64XB", "GiB", "1e3", "80%%"])
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"--x: .* valid: a size such as 64GiB"):
         parse_limit("--x", text)
@@ -284,7 +284,7 @@ def train_until_full(directory: str) -> dict[str, Any]:
             target=("train_actor",),
             dir=directory,
             steps="0",
-            max_host_memory=str(resident_bytes() + (CLOSING_FACTOR + 1) * (40 << 20)),
+            max_host_memory=f"{resident_bytes() + (CLOSING_FACTOR + 1) * (40 << 20)}B",
         )
         with install_hooks(gpt.chunks, config) as handle:
             losses.append(gpt.train_step())

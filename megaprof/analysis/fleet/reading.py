@@ -22,7 +22,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.checks import counted
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
-from megaprof.formats.remote import walk
+from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: Buckets of steps at most, about.
@@ -193,12 +193,7 @@ class FleetReading:
 
 def find_timelines(directory: Path) -> list[Path]:
     """Every timeline under ``directory``, sorted. Hidden files are none of ours."""
-    return sorted(
-        folder / name
-        for folder, names in walk(directory)
-        for name in names
-        if name.endswith(format.SUFFIX) and not name.startswith(".")
-    )
+    return sorted(files_below(directory, (format.SUFFIX,)))
 
 
 def read_fleet(

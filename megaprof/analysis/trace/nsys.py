@@ -32,7 +32,7 @@ from megaprof.formats.checks import counted
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.formats.nsys import read_sidecar, sidecars
-from megaprof.formats.remote import walk
+from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 SQLITE, REPORT = ".sqlite", ".nsys-rep"
@@ -73,15 +73,7 @@ def find_nsys(source: Path) -> list[NsysFile]:
 
     Files without any ``.nsys.json`` beside them are looked into, for the sizes that all of them show together.
     """
-    if source.is_file():
-        found = [source]
-    else:
-        found = [
-            folder / name
-            for folder, names in walk(source)
-            for name in names
-            if name.endswith((SQLITE, REPORT)) and not name.startswith(".")
-        ]
+    found = [source] if source.is_file() else files_below(source, (SQLITE, REPORT))
     there = set(found)
     paths = sorted(p for p in found if p.suffix == SQLITE or p.with_suffix(SQLITE) not in there or source.is_file())
     bare = {folder for folder in {path.parent for path in paths} if next(sidecars(folder), None) is None}

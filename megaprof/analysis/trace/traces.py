@@ -33,7 +33,7 @@ from megaprof.formats.checks import counted
 from megaprof.formats.inputs import most_bytes
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
-from megaprof.formats.remote import walk
+from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import RankCoords
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
@@ -130,12 +130,7 @@ class Trace:
 
 def find_traces(directory: Path) -> list[Path]:
     """Every file under ``directory`` whose name ends like a trace of ours, sorted. Hidden files are unfinished ones."""
-    return sorted(
-        folder / name
-        for folder, names in walk(directory)
-        for name in names
-        if name.endswith(TRACE_SUFFIXES) and not name.startswith(".")
-    )
+    return sorted(files_below(directory, TRACE_SUFFIXES))
 
 
 def read_trace(path: Path) -> Trace:

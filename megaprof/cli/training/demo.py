@@ -25,6 +25,11 @@ _CAPTURED = 3
 _TIME_LIMIT = 600.0
 #: What Kineto and a CPU-only megatron-core say about themselves would bury the progress.
 _QUIET = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
+EXAMPLES = (
+    "megaprof demo",
+    "megaprof demo --layout 4,4",
+    "megaprof demo --pp 2 --vpp 2 --layers 8 --microbatches 8",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, capture, report. Raises UsageError for arguments that make no sense, CommandError when a rank fails."""
     try:
-        if args.steps < 1:
-            raise ValueError(f"--steps {args.steps}: must be at least 1")
+        _check(args)
         workload = workload_of(args)
         out = _new_directory(args.out)
     except ValueError as mistake:
@@ -101,6 +105,28 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
         hidden=args.hidden,
         seq_length=args.seq_length,
     )
+
+
+#: Processes that one machine carries: each rank is a Python with torch, 0.4 GB of it its own.
+_MOST_RANKS = 32
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ValueError, in the words of the options."""
+    for name in ("pp", "tp", "vpp", "ep", "layers", "microbatches", "hidden", "seq_length", "steps"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+    if not args.time_limit > 0:
+        raise ValueError(f"--time-limit {args.time_limit:g}: must be a number of seconds above 0")
+    ranks = args.pp * args.tp * args.ep
+    if ranks > _MOST_RANKS:
+        sizes = " ".join(f"--{name} {getattr(args, name)}" for name in ("pp", "tp", "ep") if getattr(args, name) > 1)
+        raise ValueError(f"{sizes}: {ranks} ranks on one CPU; must be at most {_MOST_RANKS}")
+    pieces = args.pp * (args.vpp or 1)
+    if args.layers < pieces and args.layout is None:
+        chunks = f"--pp {args.pp}" + (f" --vpp {args.vpp}" if args.vpp else "")
+        raise ValueError(f"--layers {args.layers}: must be at least {pieces} with {chunks}, one for every chunk")
 
 
 def _layout(text: str | None, layers: int, pieces: int) -> tuple[int, ...] | None:

@@ -12,6 +12,11 @@ from megaprof.integrations.patch_files import MISSING, ORIGINAL, OTHER, PATCHED,
 DESCRIPTION = """Add --profile-target and its friends, and the install_hooks call, to a host's own source: only added
 lines, and only in a version whose checksums are known. Most hosts need no patch: see megaprof run."""
 
+EXAMPLES = (
+    "megaprof patch megatron-lm ~/Megatron-LM --check",
+    "megaprof patch slime ~/slime --revert",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION

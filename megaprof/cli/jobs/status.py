@@ -55,6 +55,13 @@ class _View:
         return "runs" if any(each.calls for each in self.statuses.values()) else "starts"
 
 
+EXAMPLES = (
+    "megaprof status traces",
+    "megaprof status traces --json",
+    "megaprof status traces --hang-after 1800   # a job that saves checkpoints for long",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"Exit code: 0, the job runs, or starts; {UNWELL}, it appears to hang, or some of its ranks, or all, have died "

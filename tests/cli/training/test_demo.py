@@ -58,7 +58,10 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
         (["--layout", "5,4"], "layout"),
         (["--layout", "six"], "--layout six"),
         (["--steps", "0"], "--steps 0"),
-        (["--pp", "0"], "pp=0"),
+        (["--pp", "0"], "--pp 0: must be at least 1"),
+        (["--pp", "64", "--layers", "64"], "--pp 64: 64 ranks on one CPU; must be at most 32"),
+        (["--layers", "1"], "--layers 1: must be at least 2 with --pp 2"),
+        (["--time-limit", "0"], "--time-limit 0"),
         (["--out", "."], "--out ."),
     ],
 )

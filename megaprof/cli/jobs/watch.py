@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _LINES = 32
+EXAMPLES = (
+    "megaprof watch traces",
+    "megaprof watch traces --once",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

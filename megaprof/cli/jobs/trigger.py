@@ -21,6 +21,10 @@ from megaprof.formats.checks import counted
 from megaprof.formats.requests import Refused
 
 _LOOK_SECONDS = 0.2
+EXAMPLES = (
+    "megaprof trigger traces --target train_actor",
+    "megaprof trigger traces --target train_actor --steps 1 --select 8-15 --with-stack",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
             time.sleep(max(_LOOK_SECONDS, len(ranks) / 5000))
     except Refused as refusal:
         raise CommandError(f"refused: {refusal}" if not requester.missing else str(refusal)) from None
+    except (KeyboardInterrupt, SystemExit):
+        _say(requester.left_behind)
+        raise
     finally:
         requester.withdraw()
     if outcome.steps:

@@ -21,6 +21,11 @@ DESCRIPTION = """Run COMMAND with profiling, without editing it: a launcher (tor
 a Python script, or -m and a module. The hooks go in when it asks Megatron-Core for its schedule, in whichever process
 that happens. Under torchrun itself: torchrun ... -m megaprof run --profile-target ... -- pretrain_gpt.py ..."""
 
+EXAMPLES = (
+    "megaprof run --profile-target train_actor --profile-dir traces --profile-select per-stage -- torchrun train.py",
+    "megaprof run --profile-tool timeline --profile-dir traces -- srun python pretrain_gpt.py",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION

@@ -23,6 +23,8 @@ DESCRIPTION = """Print the 'nsys profile' command line for a configuration: the 
 MEGAPROF_ variables) as the training gets. In use:
 torchrun ... --no-python $(megaprof nsys --profile-...) python train.py ... --profile-..."""
 
+EXAMPLES = ("megaprof nsys --profile-tool nsys --profile-target train_actor --profile-dir traces",)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION

@@ -1,0 +1,37 @@
+"""``megaprof completion SHELL``: a script that completes commands and options, made from the parsers themselves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megaprof.cli import COMMANDS, parser_of
+
+SHELLS = ("bash", "zsh", "fish")
+EXAMPLES = (
+    "megaprof completion bash > ~/.local/share/bash-completion/completions/megaprof",
+    "megaprof completion zsh > ~/.zfunc/_megaprof   # a directory of your fpath",
+    "megaprof completion fish > ~/.config/fish/completions/megaprof.fish",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=SHELLS, help="for which shell")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    parser = argparse.ArgumentParser(prog="megaprof")
+    parser.add_argument("--version", action="version", version="")
+    commands = parser.add_subparsers()
+    for name, (_, text) in COMMANDS.items():
+        own = parser_of(name)
+        for action in own._actions:
+            if action.type is Path or action.metavar == "FILE":
+                action.complete = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE  # type: ignore[attr-defined]
+        own.epilog = None
+        commands.add_parser(name, help=text, parents=[own], add_help=False)
+    sys.stdout.write(shtab.complete(parser, arguments.shell) + "\n")
+    return 0

@@ -1,0 +1,1 @@
+"""Commands on a running job, by the files in its save directory."""

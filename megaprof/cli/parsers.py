@@ -1,0 +1,53 @@
+"""Argument parsers that say which option was meant, and show examples."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """One command's arguments. Its help keeps the lines of examples as they are written."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description=description, formatter_class=_Formatter)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """All of them. Exits with code 2, this command's usage, and the option that was probably meant."""
+        found, unknown = self.parse_known_args(arguments)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            strange = next((each for each in unknown if each.startswith("-")), unknown[0]).partition("=")[0]
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(strange, options)}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """A mistyped choice gets the one that was probably meant, too."""
+        if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
+            message += meant(match[1], [each.strip(" '") for each in match[2].split(",")])
+        super().error(message)
+
+    def add_examples(self, examples: Sequence[str]) -> None:
+        """Commands to try, below everything else that the help says."""
+        block = "\n".join(["examples:", *(f"  {example}" for example in examples)])
+        self.epilog = f"{self.epilog}\n\n{block}" if self.epilog else block
+
+
+def meant(typed: str, known: Iterable[str]) -> str:
+    """``; did you mean ...?``, or nothing where nothing known is like it."""
+    found = difflib.get_close_matches(typed, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Paragraphs are filled; those with indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = re.split(r"\n\s*\n", text.strip())
+        return "\n\n".join(
+            paragraph if "\n  " in paragraph else super(_Formatter, self)._fill_text(paragraph, width, indent)
+            for paragraph in paragraphs
+        )

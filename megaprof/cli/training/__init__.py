@@ -1,0 +1,1 @@
+"""Commands that start a training, or prepare one."""

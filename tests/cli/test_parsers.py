@@ -1,0 +1,98 @@
+"""What the command line says to people: help, examples, which option was meant, completion."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megaprof.cli import COMMANDS, main, parser_of
+from megaprof.formats import remote
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert all(f"\n    {command}" in said for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_example_in_a_help_is_accepted_by_its_parser(command: str) -> None:
+    module = __import__(f"megaprof.cli.{COMMANDS[command][0]}", fromlist=["EXAMPLES"])
+    parser = parser_of(command)
+    assert module.EXAMPLES
+    for example in module.EXAMPLES:
+        assert f"\n  {example}\n" in parser.format_help() + "\n", "it stands there as it is written"
+        name, first, *arguments = shlex.split(example, comments=True)
+        assert (name, first) == ("megaprof", command)
+        for stop in ("|", ">"):
+            arguments = arguments[: arguments.index(stop)] if stop in arguments else arguments
+        parser.parse(arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "usage", "says"),
+    [
+        (["reprot", "x"], "usage: megaprof [-h]", "there is no command 'reprot'; did you mean report?"),
+        (["report", "x", "--htlm", "f"], "usage: megaprof report", "--htlm f; did you mean --html?"),
+        (["report", "x", "--htlm=f"], "usage: megaprof report", "did you mean --html?"),
+        (["completion", "bush"], "usage: megaprof completion", "did you mean bash?"),
+        (["status"], "usage: megaprof status", "required: DIR"),
+        (["--versoin"], "usage: megaprof [-h]", "--versoin"),
+    ],
+)
+def test_a_mistake_is_answered_with_the_usage_of_its_command(
+    arguments: list[str], usage: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith(usage)
+    assert says in said
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_completion_script_is_one_that_the_shell_accepts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "profile-export" in script
+    assert all(command in script for command in COMMANDS)
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, timeout=60)
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "script"
+    script.write_text(capsys.readouterr().out)
+
+    def completed(*typed: str) -> set[str]:
+        words = " ".join(map(shlex.quote, ("megaprof", *typed)))
+        code = (
+            f"compopt() {{ :; }}; source {script}; COMP_WORDS=({words}); COMP_CWORD={len(typed)}; "
+            '$(complete -p megaprof | sed "s/.*-F \\([^ ]*\\).*/\\1/"); printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        ran = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        return set(ran.stdout.split())
+
+    assert {"report", "run"} <= completed("r")
+    assert completed("report", "--ht") == {"--html"}
+
+
+@pytest.mark.parametrize("command", [["report"], ["merge", "-o", "out.json"], ["export", "--parquet", "out"]])
+def test_a_hopeless_directory_stops_the_search_early(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command[0], "/", *command[1:]]) == 1
+    assert "/ is the whole file system; name the directory" in capsys.readouterr().err
+    monkeypatch.setattr(remote, "MOST_OTHERS", 20)
+    for number in range(30):
+        (tmp_path / f"{number}.txt").touch()
+    assert main([command[0], str(tmp_path), *command[1:]]) == 1
+    said = capsys.readouterr().err
+    assert "holds more than 20 files" in said
+    assert said.count("\n") == 1
