@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from megaprof.formats import ranges
-from megaprof.formats.run import RunRecord
-from megaprof.formats.status import Position, RankStatus
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import Position, RankStatus
 
 #: A rank hangs when it has not moved for this many seconds, of its intervals, and of its steps.
 STUCK_SECONDS, STUCK_INTERVALS, STUCK_STEPS = 10.0, 3, 5

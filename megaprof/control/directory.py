@@ -15,11 +15,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megaprof.formats import records
-from megaprof.formats import run as run_json
 from megaprof.formats.files import Directory, Owner, Unsafe
+from megaprof.formats.job import records
+from megaprof.formats.job import run as run_json
+from megaprof.formats.job.requests import REQUEST_ID
 from megaprof.formats.names import sanitise, shard_of
-from megaprof.formats.requests import REQUEST_ID
 
 CONTROL = "control"
 _ROLE = "role-"

@@ -13,10 +13,10 @@ from megaprof.control import directory
 from megaprof.control.directory import ANSWERS, ORDERS, REQUESTS, ControlDirectory
 from megaprof.control.requests import read_request
 from megaprof.formats.files import Directory, Unsafe
+from megaprof.formats.job.records import Absent, BadRecord
+from megaprof.formats.job.requests import REQUEST_ID, Refusal, Refused, Request
+from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import is_shard
-from megaprof.formats.records import Absent, BadRecord
-from megaprof.formats.requests import REQUEST_ID, Refusal, Refused, Request
-from megaprof.formats.run import RunRecord
 from megaprof.runtime.logs import logger
 
 #: How many entries one look goes through, and how many requests it judges.

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.control.directory import CONTROL, ControlDirectory, part, parts_with_a_run, path_of, status
-from megaprof.formats import records
 from megaprof.formats.files import Directory, Unsafe
-from megaprof.formats.records import Absent, BadRecord
-from megaprof.formats.run import RunRecord, dead, read_run
-from megaprof.formats.status import LATE_INTERVALS, LATE_SECONDS, RankStatus
+from megaprof.formats.job import records
+from megaprof.formats.job.records import Absent, BadRecord
+from megaprof.formats.job.run import RunRecord, dead, read_run
+from megaprof.formats.job.status import LATE_INTERVALS, LATE_SECONDS, RankStatus
 
 #: Looks at a status that seems old, before it counts as such: the clock of the job's host may be another.
 _LOOKS = 3

@@ -19,8 +19,8 @@ from megaprof.control.membership import Membership
 from megaprof.control.orders import Orders
 from megaprof.control.status import Meter, Reporter
 from megaprof.formats.files import Owner, Unsafe
-from megaprof.formats.run import RunRecord, interval
-from megaprof.formats.status import SIZE
+from megaprof.formats.job.run import RunRecord, interval
+from megaprof.formats.job.status import SIZE
 from megaprof.parallel.topology import WorldLayout
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger

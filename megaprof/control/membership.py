@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from megaprof.control.directory import RUN, ControlDirectory
-from megaprof.formats.records import Absent, BadRecord
-from megaprof.formats.run import RunRecord, read_run
+from megaprof.formats.job.records import Absent, BadRecord
+from megaprof.formats.job.run import RunRecord, read_run
 
 #: A rank may begin so much earlier or later than the lowest one, in seconds: what is older is an earlier run's.
 _APART = 3600.0

@@ -13,10 +13,10 @@ from megaprof.control.membership import Membership
 from megaprof.control.requests import read_request
 from megaprof.control.status import Meter
 from megaprof.control.task import CaptureTask
-from megaprof.formats.records import Absent, BadRecord
-from megaprof.formats.requests import REFUSED, Answer, Refused, Start
-from megaprof.formats.run import RunRecord
-from megaprof.formats.status import CaptureState
+from megaprof.formats.job.records import Absent, BadRecord
+from megaprof.formats.job.requests import REFUSED, Answer, Refused, Start
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import CaptureState
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:

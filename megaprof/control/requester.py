@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from megaprof.control import directory
 from megaprof.control.directory import ANSWERS, REQUESTS, RUN, ControlDirectory
 from megaprof.control.job import RunningJob
-from megaprof.formats import requests as states
 from megaprof.formats.checks import counted
 from megaprof.formats.files import Owner, Unsafe
-from megaprof.formats.records import Absent, BadRecord
-from megaprof.formats.requests import Answer, Refusal, Refused, Request, Start
-from megaprof.formats.run import RunRecord, read_run
+from megaprof.formats.job import requests as states
+from megaprof.formats.job.records import Absent, BadRecord
+from megaprof.formats.job.requests import Answer, Refusal, Refused, Request, Start
+from megaprof.formats.job.run import RunRecord, read_run
 
 #: How much later than the estimate says the first step is, and how long a step time that is not known is waited for.
 _SAFETY = 1.5

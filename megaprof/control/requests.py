@@ -7,8 +7,8 @@ from typing import Any
 from megaprof.config.options import TORCH_ONLY, ProfileConfig, flag
 from megaprof.config.tools import TIMELINE
 from megaprof.config.windows import TARGETS
-from megaprof.formats.requests import Refused, Request
-from megaprof.formats.run import RunRecord
+from megaprof.formats.job.requests import Refused, Request
+from megaprof.formats.job.run import RunRecord
 
 #: Options that a request may set, besides the tool.
 OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")

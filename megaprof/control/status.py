@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megaprof.formats.job.status import Calls, CaptureState, Position, RankStatus
 from megaprof.formats.names import host, sanitise
-from megaprof.formats.status import Calls, CaptureState, Position, RankStatus
 from megaprof.parallel.topology import AXES
 from megaprof.recorders.timeline.progress import ChangeClock, Key
 

@@ -13,10 +13,10 @@ from megaprof.capture.demand import Demand
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requests import recorder_config
 from megaprof.control.status import Meter
-from megaprof.formats import requests as states
+from megaprof.formats.job import requests as states
+from megaprof.formats.job.requests import Answer, Refused, Request
 from megaprof.formats.names import plain_path
 from megaprof.formats.nsys import SESSION_VARIABLE
-from megaprof.formats.requests import Answer, Refused, Request
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline.progress import Key
 from megaprof.runtime.logs import logger

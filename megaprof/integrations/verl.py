@@ -348,13 +348,13 @@ def _run_job(arguments: Mapping[str, Any]) -> Facts:
 
 #: Up to verl 0.6.
 _OLD_FUNCTIONS = {
-    "ActorRolloutRefWorker.generate_sequences": "rollout",
-    "ActorRolloutRefWorker.compute_ref_log_prob": "ref",
-    "ActorRolloutRefWorker.compute_log_prob": "actor",
-    "ActorRolloutRefWorker.update_actor": "actor",
-    "CriticWorker.compute_values": "critic",
-    "CriticWorker.update_critic": "critic",
-    "RewardModelWorker.compute_rm_score": "reward",
+    "ActorRolloutRefWorker.generate_sequences": _as("rollout"),
+    "ActorRolloutRefWorker.compute_ref_log_prob": _as("ref"),
+    "ActorRolloutRefWorker.compute_log_prob": _log_probs,
+    "ActorRolloutRefWorker.update_actor": _as("actor"),
+    "CriticWorker.compute_values": _as("critic"),
+    "CriticWorker.update_critic": _as("critic"),
+    "RewardModelWorker.compute_rm_score": _as("reward"),
 }
 
 #: Methods of both trainers of PPO that hand a batch to the workers; the second one's goes through a transfer queue.
@@ -370,7 +370,7 @@ HOST = Host(
         Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _as("actor")),
         Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
         Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
-        *(Hook(_OLD_WORKERS, function, _as(role)) for function, role in _OLD_FUNCTIONS.items()),
+        *(Hook(_OLD_WORKERS, function, read) for function, read in _OLD_FUNCTIONS.items()),
         Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
         Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),
         # In the process that runs the job.

@@ -15,8 +15,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megaprof.formats.run import RunRecord
-from megaprof.formats.status import RankStatus
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import RankStatus
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.control.listener import Listener
-    from megaprof.formats.run import RunRecord
+    from megaprof.formats.job.run import RunRecord
 
 
 #: Ranks that one look reads; of a larger world others each time, evenly from all of it.

@@ -29,9 +29,9 @@ from typing import Any
 
 from megaprof import ProfileConfig
 from megaprof.config.options import options
+from megaprof.formats.job.run import interval
+from megaprof.formats.job.status import SIZE
 from megaprof.formats.names import SHARD_RANKS, shard
-from megaprof.formats.run import interval
-from megaprof.formats.status import SIZE
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders.timeline.files import FILES
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks

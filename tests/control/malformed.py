@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megaprof.formats.requests import Request
-from megaprof.formats.run import RunRecord
+from megaprof.formats.job.requests import Request
+from megaprof.formats.job.run import RunRecord
 from tests.control import places
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from megaprof.control import directory as places
 from megaprof.control.gate import Gate
-from megaprof.formats import records
-from megaprof.formats import run as run_json
 from megaprof.formats.files import Directory, Owner
-from megaprof.formats.run import RunRecord
+from megaprof.formats.job import records
+from megaprof.formats.job import run as run_json
+from megaprof.formats.job.run import RunRecord
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import pytest
 from megaprof.cli import main
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import RunningJob
-from megaprof.formats.run import RunRecord
-from megaprof.formats.status import SIZE, RankStatus
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import SIZE, RankStatus
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 

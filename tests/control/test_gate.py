@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.formats.requests import Request
-from megaprof.formats.run import RunRecord
+from megaprof.formats.job.requests import Request
+from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, WorldLayout
 from tests.control import places
 from tests.control.malformed import MALFORMED, changed

@@ -26,10 +26,10 @@ from megaprof.control.job import RunningJob
 from megaprof.control.listener import Listener
 from megaprof.control.requester import selected_ranks
 from megaprof.control.requests import read_request
-from megaprof.formats import records
-from megaprof.formats.requests import Answer, Refusal, Refused, Request, Start
-from megaprof.formats.run import MOST_RANKS, RunRecord
-from megaprof.formats.status import RankStatus
+from megaprof.formats.job import records
+from megaprof.formats.job.requests import Answer, Refusal, Refused, Request, Start
+from megaprof.formats.job.run import MOST_RANKS, RunRecord
+from megaprof.formats.job.status import RankStatus
 from megaprof.metrics.compute import summarise
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places

@@ -23,11 +23,11 @@ from megaprof.config import tools
 from megaprof.control.gate import Gate
 from megaprof.control.job import RunningJob
 from megaprof.control.listener import Listener
-from megaprof.formats import records
+from megaprof.formats.job import records
+from megaprof.formats.job.requests import MOST_STEPS, Answer, Request, Start
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import SIZE, OwnCost, Position, RankStatus, Recent
 from megaprof.formats.nsys import SESSION_VARIABLE
-from megaprof.formats.requests import MOST_STEPS, Answer, Request, Start
-from megaprof.formats.run import RunRecord
-from megaprof.formats.status import SIZE, OwnCost, Position, RankStatus, Recent
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
 from megaprof.recorders.nsys import NsysRecorder

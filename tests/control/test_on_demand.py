@@ -14,7 +14,7 @@ import pytest
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.control.job import find_job
 from megaprof.control.requester import Outcome, Requester
-from megaprof.formats.requests import Refused, Request
+from megaprof.formats.job.requests import Refused, Request
 from megaprof.testing import run_ranks
 from tests.cli.running import megaprof
 from tests.control.control_jobs import SMALL, Running, running, train

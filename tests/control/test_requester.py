@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from megaprof.control.job import RunningJob
 from megaprof.control.requester import Requester, first_call, selected_ranks
-from megaprof.formats.requests import Answer, Refused, Request
-from megaprof.formats.run import RunRecord
+from megaprof.formats.job.requests import Answer, Refused, Request
+from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 

@@ -19,7 +19,7 @@ from megaprof import ProfileConfig
 from megaprof.artifacts.writer import Writer
 from megaprof.control.directory import ControlDirectory
 from megaprof.control.listener import Listener
-from megaprof.formats.run import RunRecord
+from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.runtime.background import Background
 from tests.control import places

@@ -20,7 +20,7 @@ import megaprof.cli.jobs.watch
 from megaprof.control.directory import ControlDirectory
 from megaprof.control.gate import Gate
 from megaprof.formats.files import Unsafe
-from megaprof.formats.run import RunRecord
+from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 assert gettext

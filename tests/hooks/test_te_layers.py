@@ -36,7 +36,7 @@ def train(workload: GPTWorkload, directory: str) -> dict[str, Any]:
         return {"layers": gpt.layer_numbers, "kinds": kinds, **compare(gpt, directory, "module")}
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
 def test_layers_of_transformer_engine_have_the_ranges_of_local_ones(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import RankStatus
 from megaprof.formats.names import temporary_path
-from megaprof.formats.run import RunRecord
-from megaprof.formats.status import RankStatus
 from megaprof.metrics import sinks
 from megaprof.metrics.compute import Summary, summarise
 from megaprof.metrics.overview import Overview

@@ -26,9 +26,9 @@ import pyarrow.parquet as pq
 from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.formats import timeline as format
 from megaprof.formats.inputs import UnusableInput, open_input, read_input
+from megaprof.formats.job.records import BadRecord, decode
+from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import host, is_leftover, parse_artifact_name, sanitise
-from megaprof.formats.records import BadRecord, decode
-from megaprof.formats.run import RunRecord
 from megaprof.formats.timeline import Timeline, UnreadableTimeline, read_timeline
 from megaprof.parallel.topology import RankCoords
 from megaprof.version import __version__

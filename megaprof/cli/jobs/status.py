@@ -18,8 +18,8 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.control.blame import STUCK_SECONDS, Blame, Culprit, find_culprits
 from megaprof.control.job import NoJob, RunningJob, ago, find_job
 from megaprof.formats.checks import counted, printable
-from megaprof.formats.run import dead
-from megaprof.formats.status import RankStatus
+from megaprof.formats.job.run import dead
+from megaprof.formats.job.status import RankStatus
 
 #: What the exit code says of a job that hangs or has died.
 UNWELL = 3

@@ -18,7 +18,7 @@ from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Requester, selected_ranks
 from megaprof.control.requests import OPTIONS, new_request
 from megaprof.formats.checks import counted
-from megaprof.formats.requests import Refused
+from megaprof.formats.job.requests import Refused
 
 _LOOK_SECONDS = 0.2
 EXAMPLES = (

@@ -7,8 +7,8 @@ import time
 from collections import deque
 from typing import Any
 
+from megaprof.formats.job.status import BETWEEN, Position, Recent
 from megaprof.formats.ranges import RangeName
-from megaprof.formats.status import BETWEEN, Position, Recent
 
 #: Steps that the recent figures are the medians of.
 RECENT_STEPS = 32

@@ -21,7 +21,7 @@ from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.status import OwnCost, Position, Recent
+from megaprof.formats.job.status import OwnCost, Position, Recent
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall

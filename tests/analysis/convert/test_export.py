@@ -16,11 +16,11 @@ import pytest
 
 from megaprof.analysis.convert import export as exporting
 from megaprof.analysis.convert.export import MARK, NothingToExport, export
-from megaprof.formats import records, run
 from megaprof.formats import timeline as format
 from megaprof.formats.files import Directory
+from megaprof.formats.job import records, run
+from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import host
-from megaprof.formats.run import RunRecord
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, coupled, write_timelines

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megaprof.cli import main
+from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import host
-from megaprof.formats.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 

@@ -2,7 +2,7 @@
 
 A file is one object, ``{"crc32": "0a1b2c3d", "data": {...}}``: plain JSON for whoever looks, and never taken for whole
 when it is not. Reading trusts nothing: whatever lies under the name, it returns or raises within a bounded time. What
-the object may contain is the matter of `formats.run`, `formats.status` and `formats.requests`.
+the object may contain is the matter of `formats.job.run`, `formats.job.status` and `formats.job.requests`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaprof.formats import records
 from megaprof.formats.files import Owner
-from megaprof.formats.records import Absent, BadRecord
+from megaprof.formats.job import records
+from megaprof.formats.job.records import Absent, BadRecord
 from tests.control import places
 
 JSON = st.recursive(

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from megaprof.formats import records
 from megaprof.formats.checks import build, listing, nested, number, optional, sentence, text, truth, whole
-from megaprof.formats.run import LARGEST_PID, LATEST, MOST_RANKS, dead, interval
+from megaprof.formats.job import records
+from megaprof.formats.job.run import LARGEST_PID, LATEST, MOST_RANKS, dead, interval
 from megaprof.parallel.topology import AXES
 
 #: Bytes of a status file, always.
@@ -124,7 +124,7 @@ class CaptureState:
     request: Annotated[str, text(64)]
     """The id of the request."""
     state: Annotated[str, text(40)]
-    """One of `formats.requests.STATES`."""
+    """One of `formats.job.requests.STATES`."""
     reason: Annotated[str | None, optional(sentence(_LONGEST_REASON))] = None
     """Why it is no further; None where nothing is wrong."""
 

@@ -8,11 +8,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
-from megaprof.formats import records
 from megaprof.formats.checks import build, listing, number, optional, sentence, text, whole
 from megaprof.formats.files import Directory, Owner
+from megaprof.formats.job import records
+from megaprof.formats.job.records import BadRecord
 from megaprof.formats.names import host
-from megaprof.formats.records import BadRecord
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 
 NAME = "run.json"

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 from megaprof.formats.checks import build, listing, number, one_of, optional, sentence, short, text, whole
-from megaprof.formats.run import LATEST, MOST_RANKS, RunRecord
+from megaprof.formats.job.run import LATEST, MOST_RANKS, RunRecord
 from megaprof.parallel.selectors import Selector, parse_selector
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}", re.ASCII)
