@@ -27,6 +27,7 @@ COMMANDS = {
     "export": ("export", "write timelines as a Parquet dataset, for a query engine"),
     "merge": ("merge", "put all captured ranks of a step on one Perfetto timeline"),
     "nsys": ("training.nsys", "print the nsys command line that goes before a training command"),
+    "open": ("open", "show a captured step in Perfetto's UI, in the browser"),
     "patch": ("training.patch", "put the options and the hooks into a host's source, or take them out again"),
     "report": ("report", "report which pipeline stage is slow, and why, from traces and timelines"),
     "run": ("training.run", "run a training command with profiling, without editing it"),

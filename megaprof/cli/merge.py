@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.remote import Unreachable, place
+
+if TYPE_CHECKING:
+    from megaprof.analysis.convert.merge import Merged
 
 EXAMPLES = (
     "megaprof merge traces -o step.json.gz",
@@ -17,10 +20,15 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dir", metavar="DIR", type=place, help="directory of captured traces (of nsys, too), or one")
+    add_source(parser, "directory of captured traces (of nsys, too), or one")
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, required=True, help="the timeline, gzipped where it ends in .gz"
     )
+
+
+def add_source(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``DIR``, which is ``what``, and the options that choose from it."""
+    parser.add_argument("dir", metavar="DIR", type=place, help=what)
     parser.add_argument("--target", help="which target, of several (default: train_actor, if it is there)")
     parser.add_argument("--role", help="which role, of several")
     parser.add_argument("--step", type=int, help="which step, of several (default: the latest)")
@@ -36,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Merge, and say what was merged and how far the clocks were off."""
     heed_input_option(arguments)
+    say_merged(merged_into(arguments, arguments.out))
+    size = arguments.out.stat().st_size / 1e6
+    say(f"{arguments.out} ({size:.1f} MB): drag it into https://ui.perfetto.dev, or: megaprof open {arguments.out}")
+    return 0
+
+
+def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
+    """Merge what the arguments choose into ``out``. Raises CommandError."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -50,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("merging", total=None)
-            merged = merge(
+            return merge(
                 arguments.dir,
-                arguments.out,
+                out,
                 target=arguments.target,
                 role=arguments.role,
                 step=arguments.step,
@@ -66,29 +82,30 @@ def run(arguments: argparse.Namespace) -> int:
     except Unreachable:
         raise
     except OSError as fault:
-        raise CommandError(f"-o {arguments.out} cannot be written: {fault.strerror or fault}") from None
-    size = arguments.out.stat().st_size / 1e6
-    _say(
+        raise CommandError(f"-o {out} cannot be written: {fault.strerror or fault}") from None
+
+
+def say_merged(merged: Merged) -> None:
+    """What was merged, how far clocks were off, and what was not merged."""
+    say(
         f"{merged.name}: {_count(len(merged.ranks), 'rank')}, {_count(merged.events, 'event')}, "
         f"{_count(merged.arrows, 'arrow')} from a send to its receive"
     )
     if merged.left_out:
-        _say(f"Left out: {_count(merged.left_out, 'rank')} (see --ranks)")
+        say(f"Left out: {_count(merged.left_out, 'rank')} (see --ranks)")
     for line in merged.alignment.sentences():
-        _say(line)
+        say(line)
     for warning in merged.warnings:
-        _say(f"! {warning}")
+        say(f"! {warning}")
     if merged.others:
         more = f" and {len(merged.others) - 5} more" if len(merged.others) > 5 else ""
-        _say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more}")
-    _say(f"{arguments.out} ({size:.1f} MB): drag it into https://ui.perfetto.dev")
-    return 0
+        say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more}")
 
 
 def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Names come from files: no control characters of theirs reach the terminal."""
-    sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
+    print("".join(c if c.isprintable() else "\ufffd" for c in line), flush=True)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import CommandError, UsageError
+from megaprof.cli import CommandError, UsageError, browser
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 _AXES = ("tp", "pp", "cp", "ep")
 EXAMPLES = (
     "megaprof report traces",
+    "megaprof report traces --open",
     "megaprof report traces --html report.html",
     "megaprof report traces --json - | jq '.targets[0].causes'",
     "megaprof report step20.nsys-rep --tp 8 --pp 4",
@@ -49,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write one HTML file to send, with a drawing of the pipeline",
     )
     parser.add_argument(
+        "--open", action="store_true", help="open that HTML file in the browser (without --html: a temporary one)"
+    )
+    parser.add_argument(
         "--run",
         metavar="N",
         type=int,
@@ -72,17 +78,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
+    page: Path | None = arguments.html
+    if arguments.open and page is None:
+        page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it long after we end
+    code = _run(arguments, page)
+    if arguments.open and page is not None and not browser.opened(page.absolute().as_uri()):
+        line = browser.fetching(page)
+        print(f"No browser can be opened here. On the machine where yours is: {line}", file=sys.stderr)
+    return code
+
+
+def _run(arguments: argparse.Namespace, page: Path | None) -> int:
     if arguments.json == "-":
-        _refuse_to_lose("--html", arguments.html, _is_html_report)
+        _refuse_to_lose("--html", page, _is_html_report)
         report = _analyze(arguments.dir, arguments.run, _sizes(arguments), _workers(arguments))
         sys.stdout.write(_json(report))
-        _write("--html", arguments.html, lambda: _html(report))
+        _write("--html", page, lambda: _html(report))
         return 0
     json_file = Path(arguments.json) if arguments.json else None
     return report_directory(
         arguments.dir,
         json_file=json_file,
-        html_file=arguments.html,
+        html_file=page,
         number=arguments.run,
         sizes=_sizes(arguments),
         workers=_workers(arguments),
@@ -113,8 +130,10 @@ def report_directory(
     show(report, Console(highlight=False))
     if _write("--json", json_file, lambda: _json(report)):
         print(f"The same as JSON: {json_file}")
-    if _write("--html", html_file, lambda: _html(report)):
+    if html_file is not None and _write("--html", html_file, lambda: _html(report)):
         print(f"The same to send: {html_file}")
+        here = shlex.join(["python3", "-m", "webbrowser", html_file.absolute().as_uri()])
+        print(f"To look at it: {here if browser.is_here() else browser.fetching(html_file)}")
     return 0
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -377,20 +378,24 @@ def _time(event: Any) -> int | None:
     return round(float(ts) * 1000) if duration >= 0 else None
 
 
+def is_merged(path: Path) -> bool:
+    """Whether the file is a merged timeline of megaprof's."""
+    try:
+        with open_input(path) as raw:
+            zipped = raw.read(2) == b"\x1f\x8b"
+        with open_input(path) as raw, igzip.open(raw, "rb") if zipped else nullcontext(raw) as file:
+            return bool(file.read(256).startswith(b'{"' + MARK.encode()))
+    except (OSError, EOFError, ValueError):
+        return False
+
+
 def _refuse_to_lose(out: Path) -> None:
     """An older merged timeline may be replaced; a trace, or any other file, would be lost."""
     if out.is_dir():
         raise ValueError(f"{out} is a directory, not a file")
     if not out.exists() or (out.is_file() and out.stat().st_size == 0):
         return
-    try:
-        with open_input(out) as raw:
-            zipped = raw.read(2) == b"\x1f\x8b"
-        with igzip.open(out, "rb") if zipped else open_input(out) as file:
-            ours = file.read(256).startswith(b'{"' + MARK.encode())
-    except (OSError, EOFError, ValueError):
-        ours = False
-    if not ours:
+    if not is_merged(out):
         raise ValueError(f"{out} exists and is no merged timeline of megaprof's: it is not overwritten")
 
 

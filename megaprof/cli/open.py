@@ -1,0 +1,123 @@
+"""``megaprof open DIR``: a captured step in Perfetto's UI, in the browser.
+
+It is done as Perfetto's own ``open_trace_in_ui`` does it: the page fetches the file from this machine, once, and the
+command ends. The trace is not uploaded anywhere. Port 9001 is the only one that the page may fetch from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import re
+import secrets
+import shutil
+import tempfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Event
+
+from megaprof.cli import CommandError, browser
+from megaprof.cli.inputs import heed_input_option
+from megaprof.cli.merge import add_source, merged_into, say, say_merged
+from megaprof.formats.inputs import open_input
+
+PORT = 9001
+PAGE = "https://ui.perfetto.dev"
+_LOOK_SECONDS = 0.2
+EXAMPLES = (
+    "megaprof open traces",
+    "megaprof open traces --target train_actor --step 20",
+    "megaprof open step.json.gz   # what megaprof merge wrote",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        f"The page fetches the trace from this machine, port {PORT}, once, and the command ends. Where no browser can "
+        "be opened, it prints the ssh line and the address to open."
+    )
+    add_source(parser, "directory of captured traces, one of them, or a timeline by megaprof merge")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Merge what is not merged yet, and wait until the page has fetched it."""
+    heed_input_option(arguments)
+    from megaprof.analysis.convert.merge import is_merged
+
+    if arguments.dir.is_file() and is_merged(arguments.dir):
+        _hand_over(arguments.dir)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="megaprof-") as directory:
+        merged = merged_into(arguments, out := Path(directory) / "step.json.gz")
+        say_merged(merged)
+        _hand_over(out, f"{merged.name}.json.gz")
+    return 0
+
+
+def _hand_over(path: Path, name: str | None = None) -> None:
+    """Serve the file until it has been fetched as a whole."""
+    # Other users of this machine can reach the port, and cannot guess the path.
+    place = f"/{secrets.token_urlsafe(16)}/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name or path.name)}"
+    fetched = Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != place:
+                self.send_error(404)
+                return
+            with open_input(path) as file:
+                self.send_response(200)
+                self.send_header("Content-Type", "application/octet-stream")
+                self.send_header("Content-Length", str(path.stat().st_size))
+                self.end_headers()
+                shutil.copyfileobj(file, self.wfile)
+            fetched.set()
+
+        def do_OPTIONS(self) -> None:
+            self.send_response(204)
+            self.send_header("Access-Control-Allow-Private-Network", "true")
+            self.end_headers()
+
+        def end_headers(self) -> None:
+            self.send_header("Access-Control-Allow-Origin", PAGE)
+            self.send_header("Cache-Control", "no-cache")
+            super().end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: the terminal is the user's."""
+
+    try:
+        server = _Server(("127.0.0.1", PORT), Handler)
+    except OSError as fault:
+        if fault.errno != errno.EADDRINUSE:
+            raise CommandError(f"port {PORT} cannot be opened: {fault.strerror or fault}") from None
+        raise CommandError(
+            f"port {PORT} is in use on this machine (by another megaprof open, or Perfetto's trace_processor), and "
+            f"{PAGE} fetches from no other port; megaprof merge {path} -o FILE writes a file to drag into the page"
+        ) from None
+    with server:
+        _invite(server.server_port, place)
+        while not fetched.is_set():
+            server.handle_request()
+    say("The page has the whole trace.")
+
+
+class _Server(ThreadingHTTPServer):
+    """Threads, because browsers open connections in advance on which they say nothing."""
+
+    daemon_threads = True
+    timeout = _LOOK_SECONDS
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A page that was closed may be opened again."""
+
+
+def _invite(port: int, place: str) -> None:
+    address = f"{PAGE}/#!/?url=http://127.0.0.1:{port}{place}&referrer=open_trace_in_ui"
+    if browser.opened(address):
+        say(f"Opened in the browser; waiting until the page has fetched the trace (Ctrl-C ends): {address}")
+        return
+    say("No browser can be opened here. On the machine where yours is:")
+    say(f"  {browser.forwarding(port)}")
+    say("and open there (Ctrl-C here ends the wait):")
+    say(f"  {address}")
