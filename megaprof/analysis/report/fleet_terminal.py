@@ -20,21 +20,18 @@ _MOST_STAGES = 16
 
 
 def show_fleet(fleet: Fleet, console: Console) -> None:
-    """Print what is said of the whole run, and its percentiles."""
+    """Print what is said of the whole run."""
     console.print(
         f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, "
         f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}"
     )
     for finding in sentences.of_fleet(fleet):
         show_finding(console, finding)
-    _show_table(fleet, console)
-    for note in sentences.notes_of(fleet):
-        console.print(text(note, "dim"))
     console.print("\nIn detail:")
 
 
-def _show_table(fleet: Fleet, console: Console) -> None:
-    """Percentiles over the run, and how the times went."""
+def show_over_the_run(fleet: Fleet, console: Console) -> None:
+    """Print percentiles over the run, and how the times went."""
     made = table("over the run, ms per step", left=[""])
     number_columns(made, "ranks", "p50", "p95", "p99", "max")
     made.add_column(f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}", no_wrap=True)
@@ -52,6 +49,8 @@ def _show_table(fleet: Fleet, console: Console) -> None:
     console.print(made)
     if len(shown) < len(fleet.stages):
         console.print(f"the slowest {len(shown)} of {len(fleet.stages)} stages; all are in the JSON", style="dim")
+    for note in sentences.notes_of(fleet):
+        console.print(text(note, "dim"))
 
 
 def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:

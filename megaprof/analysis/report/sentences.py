@@ -21,6 +21,8 @@ from megaprof.analysis.what_if.dialects import options_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.selectors import Selector
 
+#: A report on more targets begins with a table of them.
+FEW_TARGETS = 3
 _MOST = 8
 #: Predictions that gain less than this are in the JSON only.
 _WORTH_SHOWING = 1.01
@@ -82,6 +84,22 @@ def of_verdict(verdict: Verdict) -> Finding | None:
         f"average over stages the quickest one takes {number(found.average_quickest_ms)} ms"
     )
     return Finding("no_slow_stage", "open", f"No stage is called slow: {slowest}, {but}.")
+
+
+def in_brief(verdict: Verdict, fleet: Fleet | None) -> Finding:
+    """The verdict in a few words, for a table of targets."""
+    told, slow = [], sorted(verdict.slow_stages)
+    if slow:
+        told.append(f"{'stage' if len(slow) == 1 else 'stages'} {spans(slow)} slow")
+    over_the_run = [each.kind for each in of_fleet(fleet) if each.severity == "slow"] if fleet else []
+    told += [f"{kind.replace('_', ' ')} over the run" for kind in dict.fromkeys(over_the_run)]
+    if told:
+        return Finding("in_brief", "slow", ", ".join(told))
+    if (said := of_verdict(verdict)) is None or verdict.withheld is not None:
+        return Finding("in_brief", "open", "no verdict")
+    return Finding(
+        "in_brief", said.severity, "no stage is slow" if said.severity == "fine" else "no stage is called slow"
+    )
 
 
 def _compared(found: Comparison) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -10,9 +11,10 @@ from rich.text import Text
 
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.fleet_terminal import show_fleet
+from megaprof.analysis.report.fleet_terminal import show_fleet, show_over_the_run
 from megaprof.analysis.report.foreign_terminal import show_foreign
 from megaprof.analysis.report.printing import (
+    STYLES,
     heading,
     number_columns,
     show_finding,
@@ -25,6 +27,7 @@ from megaprof.analysis.report.printing import (
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import (
+    ABSENT,
     counted,
     layers,
     mean,
@@ -43,7 +46,9 @@ _MOST_TRACES = 8
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the whole report."""
+    """Print the whole report: of many targets a table first, of each the verdict before its tables."""
+    if len(report.targets) > sentences.FEW_TARGETS:
+        _show_overview(report, console)
     for target in report.targets:
         _show_target(target, console)
     if report.foreign is not None:
@@ -62,15 +67,20 @@ def show(report: Report, console: Console) -> None:
         console.print(f"  and {len(report.traces) - _MOST_TRACES} more")
     if report.traces:
         console.print(text("To open one, drag it into https://ui.perfetto.dev or load it in chrome://tracing"))
+        console.print(text("All ranks of a step on one timeline, there:"))
+        console.print(text(f"  megaprof open {shlex.quote(str(report.source))}"), soft_wrap=True)
 
 
 def _show_target(target: TargetReport, console: Console) -> None:
-    measured, verdict = target.measured, target.verdict
+    measured = target.measured
     heading(console, title(*target.key))
     if target.fleet is not None:
         show_fleet(target.fleet, console)
     for line in _summary(measured):
         console.print(text(line))
+    _show_verdict(target, console)
+    if target.fleet is not None:
+        show_over_the_run(target.fleet, console)
     per_step = _per_step_table(measured, spread=True)
     unbounded = console.options.update(max_width=10_000)
     if console.measure(per_step, options=unbounded).maximum > console.width:
@@ -83,17 +93,43 @@ def _show_target(target: TargetReport, console: Console) -> None:
     with_modules = [stage for stage in measured.stages if stage.modules_ms]
     if with_modules:
         console.print(_modules_table(max(with_modules, key=lambda s: s.compute_ms.mean if s.compute_ms else 0.0)))
+    _show_what_if(target.what_if, console)
+    show_warnings(console, measured.warnings)
+
+
+def _show_overview(report: Report, console: Console) -> None:
+    made = table(left=["target", "role", "verdict"])
+    number_columns(made, "imbalance", "step time, ms")
+    for target in report.targets:
+        name, role = target.key
+        said = sentences.in_brief(target.verdict, target.fleet)
+        imbalance = target.verdict.imbalance
+        made.add_row(
+            text(name),
+            text(role or ""),
+            text(said.text, STYLES[said.severity]),
+            ABSENT if imbalance is None else f"{imbalance:.2f}",
+            mean(target.measured.step_time_ms),
+        )
+    heading(console, counted(len(report.targets), "target"))
+    console.print(made)
+
+
+def _show_verdict(target: TargetReport, console: Console) -> None:
+    measured, verdict, found = target.measured, target.verdict, target.what_if
     if verdict.imbalance is not None:
         console.print(text(f"imbalance {verdict.imbalance:.2f} (slowest stage / average stage, compute only)"))
     if (said := sentences.of_verdict(verdict)) is not None:
         show_finding(console, said)
     for cause in verdict.causes:
         console.print(text(f"Why ({cause.kind.replace('_', ' ')}): {sentences.of_cause(cause).text}"))
-    _show_what_if(target.what_if, measured, console)
-    show_warnings(console, measured.warnings)
+    if (advice := sentences.of_what_if(found, measured.framework, measured.role)) is not None:
+        show_finding(console, advice)
+        if found.best and found.best.activations:
+            console.print(text(sentence(found.best.activations)))
 
 
-def _show_what_if(found: WhatIf, measured: TargetStages, console: Console) -> None:
+def _show_what_if(found: WhatIf, console: Console) -> None:
     if found.replay_error is None or found.measured_ms is None or found.replay_ms is None:
         return
     console.print()
@@ -116,10 +152,6 @@ def _show_what_if(found: WhatIf, measured: TargetStages, console: Console) -> No
         console.print(predicted)
         for caveat in sentences.caveats(shown):
             console.print(text(caveat, "dim"))
-    if (advice := sentences.of_what_if(found, measured.framework, measured.role)) is not None:
-        show_finding(console, advice)
-        if found.best and found.best.activations:
-            console.print(text(sentence(found.best.activations)))
     if found.costs:
         costs = ", ".join(f"{kind} {number(sum(cost))} ms" for kind, cost in found.costs.by_kind.items())
         assumptions = "".join(f"; {each}" for each in found.costs.assumptions)

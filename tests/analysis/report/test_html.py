@@ -263,3 +263,25 @@ def test_tables_have_headers_with_scope_and_are_reached_by_keyboard(tmp_path):
     wide = re.findall(r'<div class="scroll"[^>]*>', text)
     assert wide
     assert all('tabindex="0" role="region" aria-label="' in each for each in wide)
+
+
+def test_of_several_targets_every_region_and_drawing_names_its_own(tmp_path):
+    pipeline(tmp_path, [6, 2], role="actor")
+    pipeline(tmp_path, [4, 4], role="critic")
+    _, reader = render(tmp_path)
+    labels = [a["aria-label"] for tag, a in reader.elements if "aria-label" in a]
+    assert len(labels) == len(set(labels))
+    assert all(("(actor)" in label) != ("(critic)" in label) for label in labels)
+    assert "targets" not in [a.get("class") for tag, a in reader.elements if tag == "table"]
+
+
+def test_many_targets_begin_with_a_table_that_leads_to_each(tmp_path):
+    for role in ("actor", "critic", "ref", "<reward>"):
+        pipeline(tmp_path, [6, 2] if role == "actor" else [4, 4], role=role)
+    text, reader = render(tmp_path)
+    overview = text[text.index('<table class="targets">') : text.index("<main>")]
+    assert re.findall(r'href="#(\w+)"', overview) == ["t0", "t1", "t2", "t3"]
+    assert {"t0", "t1", "t2", "t3"} <= {a.get("id") for _, a in reader.elements}
+    assert "&lt;reward&gt;" in overview
+    assert overview.count('<td class="slow">stage 0 slow</td>') == 1
+    assert overview.count('<td class="fine">no stage is slow</td>') == 3

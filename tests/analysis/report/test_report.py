@@ -186,7 +186,7 @@ def test_the_text_fits_the_terminal_and_holds_the_answer(tmp_path, width):
     pipeline(tmp_path, [6, 2], target="evaluate", metadata={"forward_only": False})
     report = analyze(tmp_path)
     text = printed(report, width)
-    paths = {"  " + path.name for path in report.traces} | {str(tmp_path.absolute())}
+    paths = {"  " + path.name for path in report.traces} | {str(tmp_path.absolute()), f"  megaprof open {tmp_path}"}
     assert all(len(line) <= width for line in text.splitlines() if line not in paths)
     assert "Stage 0 is slow" in text
     assert "6 layers against 2" in text
@@ -195,6 +195,30 @@ def test_the_text_fits_the_terminal_and_holds_the_answer(tmp_path, width):
     assert "1 of 8 stages captured" in text
     assert "…" not in text  # nothing was cut off
     assert "\x1b" not in text
+
+
+def test_the_verdict_stands_before_the_tables(tmp_path):
+    pipeline(tmp_path, [6, 2])
+    text = printed(analyze(tmp_path))
+    order = ["step time", "imbalance 1.50", "Stage 0 is slow", "Why (layers)", "per step, ms", "What if: the replayed"]
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+    assert "4+4 layers" in text[: text.index("per step, ms")]
+
+
+def test_many_targets_begin_with_a_table_of_them(tmp_path):
+    for role, layers in (("actor", [6, 2]), ("critic", [4, 4]), ("ref", [6, 2])):
+        pipeline(tmp_path, layers, role=role)
+    assert "3 targets" not in printed(analyze(tmp_path))
+    plain_stage(0, 1, 10, 20, target="evaluate").write(tmp_path)
+    text = printed(analyze(tmp_path), 80)
+    overview = text[text.index("4 targets") : text.index("train_actor (actor)")]
+    rows = {line.split()[1]: line.split() for line in overview.splitlines() if "train_actor" in line}
+    assert rows["actor"][2:6] == ["stage", "0", "slow", "1.50"]
+    assert rows["critic"][2:7] == ["no", "stage", "is", "slow", "1.00"]
+    assert rows.keys() == {"actor", "critic", "ref"}
+    assert "evaluate" in overview
+    assert "no verdict" in overview
 
 
 def test_colour_is_for_terminals_only(tmp_path):
