@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 # JOBS=4 runs four files of tests at once, on a machine with cores to spare: most tests start two ranks of their own.
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
-.PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys gpu lint format dist bench bench-capture \
+.PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
     bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
 
 demo: .venv/ready
@@ -52,6 +52,10 @@ test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
 test-nsys: .venv/ready
 	[ -x .venv/nsys/bin/nsys ] || tests/nsys/install.sh .venv/nsys $(BIN)/python || true
 	$(PYTEST) -rs $(ARGS) tests/nsys
+
+# docs/schemas, from the dataclasses.
+schemas: .venv/ready
+	$(BIN)/python -m megaprof.cli.schemas docs/schemas
 
 lint: .venv/ready
 	$(BIN)/ruff check .

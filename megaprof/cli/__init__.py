@@ -1,9 +1,8 @@
 """The command ``megaprof``. Every subcommand is a module here, imported only when it is the one that was asked for.
 
 A subcommand's module has ``EXAMPLES`` (command lines that its help shows), ``add_arguments(parser)`` and
-``run(arguments) -> exit code``; it raises `CommandError` when its input cannot answer. Exit codes: 0 fine, 1 the input
-cannot answer (a message says what is missing), 2 usage; `status` has 3 for a job that hangs or has died; 130 and 143
-after Ctrl-C and SIGTERM.
+``run(arguments) -> exit code``; it raises `CommandError` when its input cannot answer. `EXIT_CODES` says
+what the exit code means.
 """
 
 from __future__ import annotations
@@ -34,6 +33,16 @@ COMMANDS = {
     "status": ("jobs.status", "say what a running job is doing, and whom it waits for when it hangs"),
     "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
     "watch": ("jobs.watch", "show a running job's stages as a live table"),
+}
+FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
+#: What a command's exit code says; docs/exit-codes.md has the same. A code keeps its meaning.
+EXIT_CODES = {
+    0: "The command did what it was asked to.",
+    FAILED: "The input cannot answer, or not all of it was done; one line on standard error says why.",
+    USAGE: "The arguments make no sense; standard error says which.",
+    UNWELL: "`megaprof status`: the job appears to hang, or some of its ranks, or all, have died or are silent.",
+    INTERRUPTED: "Ctrl-C.",
+    TERMINATED: "SIGTERM.",
 }
 #: Packages that come with an extra, and the extra.
 _EXTRAS = {
@@ -75,22 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except (CommandError, TooMuch) as fault:
         print(f"megaprof {wanted}: {_one_line(str(fault))}", file=sys.stderr)
-        return 2 if isinstance(fault, UsageError) else 1
+        return USAGE if isinstance(fault, UsageError) else FAILED
     except ModuleNotFoundError as fault:
         if (package := (fault.name or "").partition(".")[0]) not in _EXTRAS:
             raise
         needs = f"needs {package}: pip install 'megaprof[{_EXTRAS[package]}]'"
         print(f"megaprof {wanted}: {needs}", file=sys.stderr)
-        return 1
+        return FAILED
     except Unreachable as fault:
         print(f"megaprof {wanted}: the files cannot be reached: {_one_line(str(fault))}", file=sys.stderr)
-        return 1
+        return FAILED
     except BrokenPipeError:
         # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return FAILED
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
 
 
 def parser_of(command: str) -> Parser:

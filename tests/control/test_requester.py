@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaprof.cli import main
 from megaprof.control.job import RunningJob
 from megaprof.control.requester import Requester, first_call, selected_ranks
 from megaprof.formats.job.requests import Answer, Refused, Request
 from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.cli.valid import check
 from tests.control import places
 
 
@@ -169,3 +173,42 @@ def test_somebody_elses_job(asked: Asked) -> None:
     with pytest.raises(Refused, match="the job belongs to user 12345"):
         Requester(job, Request.new(run, "train_actor"), [0, 2])
     assert not list(paths.requests.iterdir())
+
+
+def test_the_command_prints_what_was_captured_as_json(
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks answer, in a thread of this process, as their files would."""
+    job, paths, gate = asked
+    run = job.run
+    paths.status(0).parent.mkdir()
+    status = {"run": run.run, "rank": 0, "host": run.host, "name": "here", "pid": run.pid, "interval": 1.0, "calls": []}
+    status |= {"coords": dict.fromkeys(("pp", "tp", "cp", "ep", "dp"), 0), "time": time.time(), "since": time.time()}
+    places.write(paths.status(0), status)
+    ended = threading.Event()
+
+    def ranks() -> None:
+        while gate.gate.current is None and not ended.wait(0.02):
+            gate.look()
+        if (request := gate.gate.current) is None:
+            return
+        for rank in (0, 2):
+            answer(paths, run, request, Answer(rank, "accepted", calls=1, seconds=0.1))
+        while not paths.go(request.id).exists() and not ended.wait(0.02):
+            pass
+        answer(paths, run, request, Answer(0, "done", steps=(5, 6), files=("0.gz",)))
+        answer(paths, run, request, Answer(2, "missed", reason="too late"))
+
+    answering = threading.Thread(target=ranks)
+    answering.start()
+    try:
+        assert main(["trigger", str(tmp_path), "--target", "train_actor", "--json", "--timeout", "60"]) == 1
+    finally:
+        ended.set()
+        answering.join()
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    check("trigger", found)
+    assert (found["selected"], found["captured"], found["steps"]) == ([0, 2], 1, [5, 6])
+    assert found["files"] == [str(tmp_path / "0.gz")]
+    assert found["reason"] == "rank 2 missed: too late"

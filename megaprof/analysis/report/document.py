@@ -26,7 +26,7 @@ from megaprof.analysis.what_if.what_if import Prediction, WhatIf
 from megaprof.version import __version__
 
 #: What the JSON gives as the mean, and the spread of under ``spread``.
-_PER_STEP = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms", "host_bound_ms", "dp_tail_ms", "pp_waiting_ms")
+PER_STEP = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms", "host_bound_ms", "dp_tail_ms", "pp_waiting_ms")
 
 
 class NotAReport(ValueError):
@@ -160,7 +160,7 @@ def _stage_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     passes = raw["per_microbatch"]
     return {
         **{name: raw[name] for name in ("pp", "ranks", "bubble_fraction", "modules_ms")},
-        **{name: raw["spread"][name] for name in (*_PER_STEP, "exposed_ms")},
+        **{name: raw["spread"][name] for name in (*PER_STEP, "exposed_ms")},
         "chunks": [{**times, "holds": holds} for times, holds in zip(passes["by_chunk"], raw["chunks"], strict=True)],
         "forward_per_microbatch_ms": passes["forward_ms"],
         "backward_per_microbatch_ms": passes["backward_ms"],
@@ -168,7 +168,7 @@ def _stage_of(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stage(stage: Stage) -> dict[str, Any]:
-    per_step = {name: getattr(stage, name) for name in _PER_STEP}
+    per_step = {name: getattr(stage, name) for name in PER_STEP}
     return {
         "pp": stage.pp,
         "ranks": list(stage.ranks),

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaprof.cli import CommandError, UsageError
+from megaprof.cli import FAILED, UNWELL, CommandError, UsageError
 from megaprof.control.blame import STUCK_SECONDS, Blame, Culprit, find_culprits
 from megaprof.control.job import NoJob, RunningJob, ago, find_job
 from megaprof.formats.checks import counted, printable
 from megaprof.formats.job.run import dead
 from megaprof.formats.job.status import RankStatus
 
-#: What the exit code says of a job that hangs or has died.
-UNWELL = 3
 #: Lines of the table, and culprits, that are shown: the whole fits on one screen whatever the world.
 _LINES = 28
 _CULPRITS = 4
@@ -104,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for line in (*_headline(view), *_verdict(view), *_table(view)):
             sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
-    return {"runs": 0, "starts": 0, "ended": 1}.get(view.state, UNWELL)
+    return {"runs": 0, "starts": 0, "ended": FAILED}.get(view.state, UNWELL)
 
 
 def _find(directory: Path, role: str | None, wait: float) -> RunningJob:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import threading
 import time
-from dataclasses import fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TARGETS
 from megaprof.control.job import NoJob, find_job
-from megaprof.control.requester import Requester, selected_ranks
+from megaprof.control.requester import Outcome, Requester, selected_ranks
 from megaprof.control.requests import OPTIONS, new_request
 from megaprof.formats.checks import counted
 from megaprof.formats.job.requests import Refused
@@ -24,7 +25,32 @@ _LOOK_SECONDS = 0.2
 EXAMPLES = (
     "megaprof trigger traces --target train_actor",
     "megaprof trigger traces --target train_actor --steps 1 --select 8-15 --with-stack",
+    "megaprof trigger traces --target train_actor --json | jq -r .files[]",
 )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of a request: what ``--json`` prints."""
+
+    version: int
+    """Of this shape: 1."""
+    request: str
+    """The request's name, which is also that of its files."""
+    target: str
+    """What was to be captured."""
+    role: str | None
+    """Whose; None where the job has no roles."""
+    selected: tuple[int, ...]
+    """The ranks that were asked, by number."""
+    captured: int
+    """How many of them captured."""
+    steps: tuple[int, ...]
+    """The numbers of the captured steps."""
+    files: tuple[str, ...]
+    """What was written, below the directory as it was given."""
+    reason: str | None
+    """Why not every selected rank captured the steps; None when all did."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", help="whose, where several roles share a job")
     parser.add_argument(
         "--timeout", type=float, default=300.0, metavar="S", help="seconds to wait altogether (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object in place of the files, also where nothing was captured",
     )
     for option in fields(ProfileConfig):
         if option.name != "tool" and option.name not in OPTIONS:
@@ -74,9 +105,18 @@ def run(arguments: argparse.Namespace) -> int:
     # Whoever ends the command (timeout, a batch system) wants the capture no more than with Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def answer(reason: str | None, outcome: Outcome | None = None) -> None:
+        if arguments.json:
+            files = tuple(str(arguments.dir / file) for file in outcome.files) if outcome else ()
+            captured, steps = (outcome.ranks, outcome.steps) if outcome else (0, ())
+            told = Answer(1, request.id, request.target, request.role, tuple(ranks), captured, steps, files, reason)
+            print(json.dumps(asdict(told)))
+
     try:
         requester = Requester(job, request, ranks)
     except Refused as refusal:
+        answer(str(refusal))
         raise CommandError(str(refusal)) from None
     told = ""
     try:
@@ -86,7 +126,9 @@ def run(arguments: argparse.Namespace) -> int:
                 _say(f"{arguments.target} on {counted(len(ranks), 'rank')}: {requester.state}")
             time.sleep(max(_LOOK_SECONDS, len(ranks) / 5000))
     except Refused as refusal:
-        raise CommandError(f"refused: {refusal}" if not requester.missing else str(refusal)) from None
+        why = str(refusal) if requester.missing else f"refused: {refusal}"
+        answer(why)
+        raise CommandError(why) from None
     except (KeyboardInterrupt, SystemExit):
         _say(requester.left_behind)
         raise
@@ -97,7 +139,8 @@ def run(arguments: argparse.Namespace) -> int:
         plural = "" if len(outcome.steps) == 1 else "s"
         on = f"{outcome.ranks} of {counted(len(ranks), 'rank')}"
         _say(f"{arguments.target}: captured step{plural} {numbers} on {on}")
-    for file in outcome.files:
+    answer(outcome.reason, outcome)
+    for file in () if arguments.json else outcome.files:
         print(arguments.dir / file)
     if outcome.reason is not None:
         raise CommandError(outcome.reason)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.checks import counted
-from megaprof.metrics.compute import summarise
+from megaprof.metrics.compute import Summary, summarise
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -20,13 +22,37 @@ _LINES = 32
 EXAMPLES = (
     "megaprof watch traces",
     "megaprof watch traces --once",
+    "megaprof watch traces --once --json | jq .now.imbalance",
 )
+
+
+@dataclass(frozen=True)
+class Look:
+    """One look at a running job: what ``--json`` prints."""
+
+    version: int
+    """Of this shape: 1."""
+    run: str
+    """The run's random name."""
+    role: str | None
+    """Whose model it is; None without roles."""
+    ranks: int
+    """How many ranks the job has."""
+    heard: int
+    """Of how many a status was read."""
+    now: Summary
+    """What their status files come to."""
+    still_s: float
+    """For how many seconds no rank has moved, where the job appears to hang; else 0."""
+    stuck: tuple[int, ...]
+    """The ranks that have not moved for long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
     parser.add_argument("--role", help="whose, where several roles share a save directory")
     parser.add_argument("--once", action="store_true", help="print the table once and end")
+    parser.add_argument("--json", action="store_true", help="with --once: print one JSON object in place of the table")
     parser.add_argument(
         "--every", type=float, metavar="S", help="seconds between two looks (default: the job's own interval)"
     )
@@ -34,15 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Show the table until the job ends or Ctrl-C."""
-    from rich.console import Console
-    from rich.live import Live
-
+    if arguments.json and not arguments.once:
+        raise UsageError("--json is one look: it needs --once")
     if arguments.every is not None and not arguments.every > 0:
         raise UsageError(f"--every {arguments.every:g} is not a number of seconds")
     try:
         job = find_job(arguments.dir, arguments.role)
         if (silence := job.silence()) is not None:
             raise NoJob(silence)
+        if arguments.json:
+            print(json.dumps(asdict(_look(job))))
+            return 0
+        from rich.console import Console
+        from rich.live import Live
+
         console = Console(highlight=False)
         if arguments.once:
             console.print(_table(job))
@@ -60,6 +91,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(fault)) from None
     except KeyboardInterrupt:
         return 0
+
+
+def _look(job: RunningJob) -> Look:
+    statuses = job.statuses()
+    blame = find_culprits(job.run, statuses, job.now(statuses, None))
+    return Look(
+        version=1,
+        run=job.run.run,
+        role=job.run.role,
+        ranks=job.run.world,
+        heard=len(statuses),
+        now=summarise(job.run, statuses.values()),
+        still_s=round(blame.still, 3),
+        stuck=tuple(blame.stuck),
+    )
 
 
 def _table(job: RunningJob) -> RenderableType:

@@ -13,6 +13,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
+from tests.cli.valid import check
 
 SPREAD = {"mean", "median", "min", "max", "stdev", "count"}
 PIPELINE, TENSOR = WorldLayout(ParallelSizes.of(32, pp=4)), WorldLayout(ParallelSizes.of(32, tp=2, pp=4))
@@ -47,5 +48,7 @@ def test_the_keys_of_the_json_stay_what_they_are(tmp_path: Path) -> None:
     one.write_bytes(one.read_bytes() + cost_record(Cost(9, 30, 5e4, 90.0, 12.0, 140.0, 3.0)))
     found: set[str] = set()
     for directory in tmp_path.iterdir():
-        found |= set(paths(json.loads(json.dumps(analyze(directory).to_json(), allow_nan=False))))
+        document = json.loads(json.dumps(analyze(directory).to_json(), allow_nan=False))
+        check("report", document)
+        found |= set(paths(document))
     assert sorted(found) == Path(__file__).with_name("json_keys.txt").read_text().splitlines()

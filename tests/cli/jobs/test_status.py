@@ -18,6 +18,7 @@ from megaprof.cli import main
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import host
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.cli.valid import check
 from tests.control import places
 
 ROOT = Path(__file__).parents[2]
@@ -72,6 +73,7 @@ def status(job: Job, *options: str) -> int:
 def as_json(job: Job, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     code = status(job, "--json")
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    check("status", found)
     return code, found
 
 
@@ -202,6 +204,7 @@ assert not {"torch", "megatron", "nvtx"} & set(sys.modules)
         (["status"], "all of them heard"),
         (["watch", "--once"], "2 ranks, 2 heard"),
         (["trigger", "--target", "train_actor", "--timeout", "1"], "nobody answered within 1 s"),
+        (["watch", "--once", "--json"], '"heard": 2'),
         (["trigger", "--target", "rollout"], "unknown target 'rollout'"),
     ],
 )
@@ -220,3 +223,27 @@ def test_where_people_read_there_is_no_trainer(job: Job, command: list[str], sho
     assert ran.returncode == 0, ran.stderr
     assert shows in ran.stdout + ran.stderr
     assert ran.stdout.splitlines()[-1] == {"trigger": "1", "status": "0", "watch": "0"}[name] or "rollout" in shows
+
+
+def test_one_look_as_json(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    recent = {"target": "train_actor", "steps": 5, "step_ms": 50.0, "forward_ms": 10.0, "combined_ms": 0.0}
+    for rank, backward in ((0, 30.0), (1, 20.0)):
+        job.status(rank, recent={**recent, "backward_ms": backward, "finalize_ms": 1.0, "p2p_ms": 2.0})
+    assert main(["watch", str(job.directory), "--once", "--json"]) == 0
+    look = json.loads(capsys.readouterr().out)
+    check("watch", look)
+    assert (look["ranks"], look["heard"], look["stuck"], look["run"]) == (2, 2, [], job.run.run)
+    assert [stage["compute_ms"] for stage in look["now"]["stages"]] == [40.0, 30.0]
+    assert (look["now"]["slowest_stage"], look["now"]["imbalance"]) == (0, pytest.approx(40 / 35))
+    assert main(["watch", str(job.directory), "--json"]) == 2
+    assert "--json is one look: it needs --once" in capsys.readouterr().err
+
+
+def test_nothing_captured_is_json_too(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trigger", str(job.directory), "--target", "train_actor", "--timeout", "1", "--json"]) == 1
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
+    check("trigger", answer)
+    assert (answer["selected"], answer["captured"], answer["steps"], answer["files"]) == ([0, 1], 0, [], [])
+    assert answer["reason"].startswith("nobody answered")
+    assert answer["reason"] in said.err
