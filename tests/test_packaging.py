@@ -181,12 +181,16 @@ def test_reading_needs_no_trainer(
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What `make dist` leaves, run on a copy: a build writes beside the sources."""
-    copy = tmp_path_factory.mktemp("dist") / "megaprof"
+    return built(tmp_path_factory.mktemp("dist"))
+
+
+def built(directory: Path) -> Path:
+    """What `make dist` leaves, run on a copy below ``directory``: a build writes beside the sources."""
+    copy = directory / "megaprof"
     shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info"))
     line = ["make", "dist", "--assume-old=.venv/ready", f"BIN={Path(sys.executable).parent}"]
-    built = subprocess.run(line, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
-    assert built.returncode == 0, built.stdout + built.stderr
+    made = subprocess.run(line, cwd=copy, capture_output=True, text=True, timeout=300, check=False)
+    assert made.returncode == 0, made.stdout + made.stderr
     return copy / "dist"
 
 
@@ -208,6 +212,13 @@ def install(programs: Path, *what: str) -> None:
 def alone() -> dict[str, str]:
     """The environment without what would make this checkout importable."""
     return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, "COLUMNS": "100"}
+
+
+@pytest.mark.slow
+def test_the_same_sources_give_the_same_files(dist: Path, tmp_path: Path) -> None:
+    first, second = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (dist, built(tmp_path)))
+    assert len(first) == 2
+    assert first == second
 
 
 @pytest.mark.slow
