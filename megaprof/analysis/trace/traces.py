@@ -43,7 +43,7 @@ _LONGEST = 1 << 61
 #: What an event takes in memory while a report is made of it, at most.
 _ROW_BYTES = 200
 _COMMUNICATING = ("c10d::", "record_param_comms")
-_ON_GPU = frozenset({"user_annotation", KERNEL, *COPIES, *LAUNCHES})
+_ON_GPU = frozenset({"user_annotation", KERNEL, INSTANTS, *COPIES, *LAUNCHES})
 
 
 class UnreadableTrace(Exception):
