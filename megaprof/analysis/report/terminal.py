@@ -81,11 +81,7 @@ def _show_target(target: TargetReport, console: Console) -> None:
     _show_verdict(target, console)
     if target.fleet is not None:
         show_over_the_run(target.fleet, console)
-    per_step = _per_step_table(measured, spread=True)
-    unbounded = console.options.update(max_width=10_000)
-    if console.measure(per_step, options=unbounded).maximum > console.width:
-        per_step = _per_step_table(measured, spread=False)
-    console.print(per_step)
+    _show_per_step(measured, console)
     if (waiting := _waiting_table(measured)) is not None:
         console.print(waiting)
     if any(s.forward_per_microbatch_ms or s.backward_per_microbatch_ms for s in measured.stages):
@@ -167,14 +163,29 @@ def _summary(measured: TargetStages) -> list[str]:
     return lines
 
 
-def _per_step_table(measured: TargetStages, *, spread: bool) -> Table:
-    several = any(stage.forward_ms and stage.forward_ms.count > 1 for stage in measured.stages)
-    cell = with_spread if spread else mean
+def _show_per_step(measured: TargetStages, console: Console) -> None:
+    """One table, where the terminal is wide enough: else without spreads, or with a second one for what is exposed."""
     exposed = [
         group
         for group in GROUPS
         if getattr(measured.sizes, group) > 1 and (group != "pp" or any(s.exposed_ms[group] for s in measured.stages))
     ]
+    unbounded = console.options.update(max_width=10_000)
+    for spread, beside in ((True, exposed), (False, exposed), (False, [])):
+        made = _per_step_table(measured, beside, spread=spread)
+        if console.measure(made, options=unbounded).maximum <= console.width:
+            break
+    console.print(made)
+    if beside != exposed:
+        apart = stage_table("exposed communication per step, ms", *exposed)
+        for stage in measured.stages:
+            apart.add_row(*stage_cells(stage), *(mean(stage.exposed_ms[group]) for group in exposed))
+        console.print(apart)
+
+
+def _per_step_table(measured: TargetStages, exposed: list[str], *, spread: bool) -> Table:
+    several = any(stage.forward_ms and stage.forward_ms.count > 1 for stage in measured.stages)
+    cell = with_spread if spread else mean
     passes = ["forward"] if measured.forward_only else ["forward", "backward"]
     columns = (*passes, "compute", *(f"exposed\n{group}" for group in exposed), "bubble")
     made = stage_table("per step, ms (mean ± standard deviation)" if spread and several else "per step, ms", *columns)

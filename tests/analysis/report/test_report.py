@@ -197,6 +197,16 @@ def test_the_text_fits_the_terminal_and_holds_the_answer(tmp_path, width):
     assert "\x1b" not in text
 
 
+def test_a_narrow_terminal_has_what_is_exposed_in_a_table_of_its_own(tmp_path):
+    pipeline(tmp_path, [6] * 7 + [4], sizes=dict.fromkeys(("tp", "cp", "ep", "dp"), 2))
+    report = analyze(tmp_path)
+    narrow, wide = printed(report, 80), printed(report, 160)
+    assert "exposed communication per step, ms" in narrow
+    assert "exposed communication per step, ms" not in wide
+    assert "…" not in narrow + wide
+    assert ["stage", "ranks", "layers", "tp", "ep", "cp", "dp"] in [line.split() for line in narrow.splitlines()]
+
+
 def test_the_verdict_stands_before_the_tables(tmp_path):
     pipeline(tmp_path, [6, 2])
     text = printed(analyze(tmp_path))
