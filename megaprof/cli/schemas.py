@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -223,15 +224,19 @@ def _names(of: Any, without: str = "") -> str:
 
 @cache
 def _about(of: Any) -> dict[str, str]:
-    """What the line below each field of a class says."""
+    """What the line below each field of a class says, in JSON's words."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(of))).body
     lines = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
-        field.target.id: inspect.cleandoc(" ".join(below.value.value.split()))
+        field.target.id: _in_json(" ".join(below.value.value.split()))
         for field, below in pairwise(lines)
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
+
+
+def _in_json(text: str) -> str:
+    return re.sub(r"\bNone\b", "null", text).replace("``", "`")
 
 
 def _complete(shape: Any) -> dict[str, Any]:
@@ -240,6 +245,8 @@ def _complete(shape: Any) -> dict[str, Any]:
     schema = msgspec.json.schema(shape)
     about = {each.__name__: _about(each) for each in _dataclasses(shape)}
     for name, definition in schema["$defs"].items():
+        if "description" in definition:
+            definition["description"] = _in_json(definition["description"])
         fields = definition.get("properties", {})
         for field, value in fields.items():
             value.pop("default", None)
