@@ -15,8 +15,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
-from tests.cli.running import ROOT
-from tests.cli.valid import check, schema_of
+from tests.cli.running import ROOT, check, schema_of
 
 COMMANDS = ("diff", "report", "status", "trigger", "watch")
 

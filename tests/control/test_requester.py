@@ -20,7 +20,7 @@ from megaprof.control.requester import Requester, first_call, selected_ranks
 from megaprof.formats.job.requests import Answer, Refused, Request
 from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from tests.cli.valid import check
+from tests.cli.running import check
 from tests.control import places
 
 

@@ -13,7 +13,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
-from tests.cli.valid import check
+from tests.cli.running import check
 
 SPREAD = {"mean", "median", "min", "max", "stdev", "count"}
 PIPELINE, TENSOR = WorldLayout(ParallelSizes.of(32, pp=4)), WorldLayout(ParallelSizes.of(32, tp=2, pp=4))

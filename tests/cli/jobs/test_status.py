@@ -18,7 +18,7 @@ from megaprof.cli import main
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import host
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from tests.cli.valid import check
+from tests.cli.running import check
 from tests.control import places
 
 ROOT = Path(__file__).parents[2]
