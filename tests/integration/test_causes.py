@@ -47,7 +47,7 @@ COMES_AND_GOES, PERIOD = 50, 10
 def at_stage(fault: str, stage: int) -> tuple[float, float]:
     """Milliseconds that this stage's layer waits in a forward and in a backward."""
     if fault == "recomputation" and stage == 1:
-        return FORWARD, BACKWARD + FORWARD
+        return FORWARD, BACKWARD + 1.25 * FORWARD  # the work of a forward beside its waiting is repeated as well
     if fault == "slow forward" and stage == 1:
         return 2.5 * FORWARD, BACKWARD
     if fault == "two slow stages" and stage in (1, 2):

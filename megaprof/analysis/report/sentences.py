@@ -311,12 +311,22 @@ def _steps(fleet: Fleet) -> Iterator[_Told]:
     for shift in fleet.times.step_shifts:
         # What became slower at that time is named already, with its own onset.
         if shift.change > EXCESS and not any(_together(fleet, shift.step, step) for step in told):
+            if any(_comes_and_goes(s, shift) for s in fleet.stragglers):
+                continue
             yield _shifted(shift, "slow_step", f"The step {_went(fleet, shift)}.")
     if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
         drifted = percent(fleet.times.drift, sign=True)
         text = f"Step times drift: they change by {drifted} from the first step to the last."
         typical = fleet.times.step.p50 if fleet.times.step else 0.0
         yield _Told(Finding("drift", "slow", text), fleet.times.drift * typical)
+
+
+def _comes_and_goes(s: Straggler, shift: Shift) -> bool:
+    """Whether a rank that is slow again and again takes as much longer as the step does from ``shift`` on: which of its
+    slow steps there are the most of before and after a step looks like a change of level."""
+    if s.share is None or not s.from_step <= shift.step <= (s.until if s.until is not None else shift.step):
+        return False
+    return s.own_ms - s.peers_ms >= (1 - EXCESS) * (shift.after_ms - shift.before_ms)
 
 
 def _unequal(fleet: Fleet) -> Iterator[_Told]:

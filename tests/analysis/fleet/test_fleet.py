@@ -20,6 +20,7 @@ from tests.analysis.telling import findings, notes
 PIPELINE = WorldLayout(ParallelSizes.of(32, pp=4))
 EXPERTS = WorldLayout(ParallelSizes.of(64, tp=2, pp=2, ep=4))
 TWO_REPLICAS = WorldLayout(ParallelSizes.of(4, pp=2))
+THREE_REPLICAS = WorldLayout(ParallelSizes.of(3))
 WARM_UP = Slow(from_step=0, until_step=4, factor=6)
 CHECKPOINTS = tuple(Slow(from_step=step, until_step=step, factor=3) for step in range(49, 300, 50))
 
@@ -275,6 +276,17 @@ def test_a_rank_that_becomes_much_slower_has_two_beginnings(tmp_path: Path) -> N
     fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
     assert [(s.ranks, s.from_step, s.until) for s in fleet.stragglers] == [((19,), 70, None), ((19,), 20, 69)]
     assert "2.4 times as slow as its 7 peers since step 70" in findings(fleet)[0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_that_take_longer_again_and_again_are_no_change_beside_the_rank_that_makes_them(
+    tmp_path: Path, seed: int
+) -> None:
+    # Of 50 steps every second five are slow, so those from some step on are slow more often than those before it.
+    slow = [Slow(rank=1, from_step=step, until_step=step + 4, factor=1.9) for step in range(5, 50, 10)]
+    fleet = fleet_of(tmp_path, THREE_REPLICAS, slow=slow, steps=50, noise=0.02, seed=seed)
+    (found,) = findings(fleet)
+    assert "is slow again and again" in found
 
 
 def test_a_rank_that_is_slow_again_and_again(tmp_path: Path) -> None:
