@@ -14,6 +14,16 @@ ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "stand_ins"
 ON_CPU = Path(__file__).parent / "on_cpu"
 SECONDS = 500
+#: What is captured of a trainer, but for where and in which steps.
+PROFILE = (
+    "--profile-target",
+    "train_actor",
+    "evaluate",
+    "--profile-select",
+    "per-stage",
+    "--profile-activities",
+    "cpu",
+)
 
 
 def environment(work: Path, edges: str, *paths: Path, **variables: str) -> dict[str, str]:

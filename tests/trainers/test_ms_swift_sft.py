@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.trainers import tiny
-from tests.trainers.running import captured, digests, environment, finds_the_first_stage_slow, layers, report, train
+from tests.trainers.running import (
+    PROFILE,
+    captured,
+    digests,
+    environment,
+    finds_the_first_stage_slow,
+    layers,
+    report,
+    train,
+)
 
 pytestmark = pytest.mark.hosts
 
@@ -27,15 +36,6 @@ ARGUMENTS = """
 --bias_dropout_fusion false --gradient_accumulation_fusion false
 """
 MEGATRON = "from swift.cli._megatron.main import cli_main; cli_main()"  # what the console script ``megatron`` runs
-PROFILE = (
-    "--profile-target",
-    "train_actor",
-    "evaluate",
-    "--profile-select",
-    "per-stage",
-    "--profile-activities",
-    "cpu",
-)
 
 
 def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:

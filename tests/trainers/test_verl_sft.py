@@ -14,6 +14,7 @@ import pytest
 
 from tests.trainers import tiny
 from tests.trainers.running import (
+    PROFILE,
     captured,
     digests,
     environment,
@@ -50,15 +51,6 @@ data.micro_batch_size_per_gpu=1 data.messages_key=messages data.num_workers=0 da
 trainer.test_freq=3 trainer.save_freq=-1 trainer.logger=["console"] trainer.total_training_steps=4
 trainer.total_epochs=1 trainer.resume_mode=disable optim.lr=1e-4 optim.lr_warmup_steps=1
 """
-PROFILE = (
-    "--profile-target",
-    "train_actor",
-    "evaluate",
-    "--profile-select",
-    "per-stage",
-    "--profile-activities",
-    "cpu",
-)
 
 
 def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
