@@ -16,7 +16,7 @@ import pytest
 
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.trace.nsys import find_nsys, read_nsys
+from megaprof.analysis.trace.nsys.files import find_nsys, read_nsys
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.cli import main
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megaprof.analysis.trace.nsys import NsysFile, find_nsys, is_nsys
+from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys
 from megaprof.analysis.trace.reading import Source, traces_in
 from megaprof.analysis.trace.traces import UnreadableTrace, find_traces
 from megaprof.formats.metadata import Metadata

@@ -24,10 +24,10 @@ from isal import igzip
 from megaprof.analysis.clocks.clocks import Alignment, align
 from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge, StepName, choose
-from megaprof.analysis.trace import nsys
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.decoding import Document, Undecodable, read
 from megaprof.analysis.trace.gpu import KERNEL
+from megaprof.analysis.trace.nsys import files as nsys
 from megaprof.analysis.trace.reading import Source, traces_in
 from megaprof.analysis.trace.traces import Part, UnreadableTrace
 from megaprof.formats import ranges

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megaprof.analysis.trace.decoding import Document, Undecodable, read, whole_number
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, arranged, spans_of
 from megaprof.analysis.trace.intervals import Intervals
-from megaprof.analysis.trace.nsys import NsysFile, Process, processes
+from megaprof.analysis.trace.nsys.files import NsysFile, Process, processes
 from megaprof.analysis.trace.reading import Source
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.formats.inputs import most_bytes

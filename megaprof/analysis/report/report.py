@@ -22,7 +22,7 @@ from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
 from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.trace.nsys import REPORT, SQLITE, find_nsys, is_nsys
+from megaprof.analysis.trace.nsys.files import REPORT, SQLITE, find_nsys, is_nsys
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.analysis.trace.calls import Call, calls_of
-from megaprof.analysis.trace.nsys import NsysFile, read_nsys
+from megaprof.analysis.trace.nsys.files import NsysFile, read_nsys
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.analysis.trace.traces import Trace, UnreadableTrace, read_trace
 from megaprof.formats.inputs import memory_left

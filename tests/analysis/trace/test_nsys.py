@@ -13,7 +13,7 @@ import pytest
 
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.report.report import NothingToReport, analyze
-from megaprof.analysis.trace.nsys import NsysFile, find_nsys, read_nsys
+from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, read_nsys
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.cli import main
 from tests.analysis.exchanging import exchanging

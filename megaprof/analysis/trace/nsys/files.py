@@ -10,21 +10,27 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from megaprof.analysis.trace.attribution import owners
 from megaprof.analysis.trace.decoding import Undecodable
-from megaprof.analysis.trace.gpu import BY_GROUP, OTHER, PP, USES, Activities, ByName, arranged
+from megaprof.analysis.trace.gpu import Activities
 from megaprof.analysis.trace.intervals import Intervals, intervals
-from megaprof.analysis.trace.nsys_export import exported
+from megaprof.analysis.trace.nsys.export import exported
+from megaprof.analysis.trace.nsys.gpu import (
+    ACTIVITIES,
+    COLUMNS,
+    COLUMNS_OF_LAUNCH,
+    COPIES,
+    LAUNCHES,
+    LONGEST,
+    PROCESS,
+    ProcessGpu,
+    is_time,
+)
 from megaprof.analysis.trace.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, UnreadableTrace
 from megaprof.formats import ranges
@@ -37,17 +43,12 @@ from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 SQLITE, REPORT = ".sqlite", ".nsys-rep"
 
-_LONGEST = 1 << 61
 #: Push/pop and start/end ranges, in `eventType`.
 _RANGE_EVENTS = "(59, 60)"
 _OURS = f"{ranges.PREFIX}*"
 _NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
 #: A capture range was opened for a window that begins this soon after the recording did.
 _OPENED_NS = 500_000_000
-_PROCESS = 0xFFFFFF
-_ACTIVITIES = ("CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE")
-_COPIES = ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET")
-_LAUNCHES = "CUPTI_ACTIVITY_KIND_RUNTIME"
 _FORWARD_ONLY = ("train_log_probs", "evaluate")
 _STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
@@ -112,13 +113,13 @@ def processes(file: NsysFile) -> list[Process]:
     with opened(exported(file.path)) as tables:
         base, found = _epoch(tables), []
         pids: set[int] = set()
-        for table in _ACTIVITIES:
-            if tables.has(table, *_COLUMNS):
-                query = f"SELECT DISTINCT (globalPid >> 24) & {_PROCESS} FROM {table} LIMIT 1024"
+        for table in ACTIVITIES:
+            if tables.has(table, *COLUMNS):
+                query = f"SELECT DISTINCT (globalPid >> 24) & {PROCESS} FROM {table} LIMIT 1024"
                 pids |= {pid for (pid,) in tables.rows(query) if isinstance(pid, int)}
         steps = _steps(tables, base)
         for pid in sorted(pids):
-            gpu = _Gpu.read(tables, base, pid)
+            gpu = ProcessGpu.read(tables, base, pid)
             found.append(Process(pid, gpu.all, gpu.names, intervals(steps.get(pid, ()))))
         return found
 
@@ -133,9 +134,9 @@ def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
         "(name LIKE '%step%' OR name LIKE '%iter%') ORDER BY start, end DESC"
     )
     for start, end, thread, name in tables.rows(query):
-        if not (_time(start) and _time(end) and end >= start and isinstance(thread, int) and isinstance(name, str)):
+        if not (is_time(start) and is_time(end) and end >= start and isinstance(thread, int) and isinstance(name, str)):
             continue
-        own = found.setdefault(thread >> 24 & _PROCESS, [])
+        own = found.setdefault(thread >> 24 & PROCESS, [])
         if _STEP.fullmatch(name) and (not own or base + start >= own[-1][1]):
             own.append((base + start, base + end))
     return found
@@ -153,29 +154,25 @@ def _events(path: Path, base: int, part: Part) -> Iterator[dict[str, Any]]:
     with opened(path) as tables:
         bounds = part.begin - base, part.end - base
         queries = [("user_annotation", f"SELECT start, end, globalTid, {_NAME} FROM NVTX_EVENTS", "globalTid")]
-        if tables.has(_LAUNCHES, *_COLUMNS_OF_LAUNCH, "nameId"):
+        if tables.has(LAUNCHES, *COLUMNS_OF_LAUNCH, "nameId"):
             queries.append(
-                ("cuda_runtime", f"SELECT start, end, globalTid, {_of('nameId')} FROM {_LAUNCHES}", "globalTid")
+                ("cuda_runtime", f"SELECT start, end, globalTid, {_of('nameId')} FROM {LAUNCHES}", "globalTid")
             )
-        for table in (*_ACTIVITIES, *_COPIES):
-            if tables.has(table, *_COLUMNS, "streamId"):
+        for table in (*ACTIVITIES, *COPIES):
+            if tables.has(table, *COLUMNS, "streamId"):
                 name = _of("demangledName") if tables.has(table, "demangledName") else f"'{table.rpartition('_')[2]}'"
-                kind = "kernel" if table in _ACTIVITIES else "gpu_memcpy"
+                kind = "kernel" if table in ACTIVITIES else "gpu_memcpy"
                 queries.append((kind, f"SELECT start, end, streamId, {name} FROM {table}", "globalPid"))
         for kind, query, process in queries:
-            where = f" WHERE start >= ? AND start < ? AND ({process} >> 24) & {_PROCESS} = ? AND end >= start"
+            where = f" WHERE start >= ? AND start < ? AND ({process} >> 24) & {PROCESS} = ? AND end >= start"
             for start, end, thread, name in tables.rows(query + where, (*bounds, part.pid)):
-                if not (_time(start) and _time(end) and isinstance(thread, int) and isinstance(name, str)):
+                if not (is_time(start) and is_time(end) and isinstance(thread, int) and isinstance(name, str)):
                     continue
-                tid = thread & _PROCESS if process == "globalTid" else f"stream {thread}"
+                tid = thread & PROCESS if process == "globalTid" else f"stream {thread}"
                 yield {
                     **{"ph": "X", "cat": kind, "name": name, "pid": part.pid, "tid": tid},
                     **{"ts": start / 1000, "dur": (end - start) / 1000},
                 }
-
-
-_COLUMNS = ("start", "end", "correlationId", "globalPid")
-_COLUMNS_OF_LAUNCH = ("start", "end", "correlationId", "globalTid")
 
 
 def _of(column: str) -> str:
@@ -240,27 +237,27 @@ class _Reader:
             if is_open:
                 last = self._last() if last is None else last
                 end = max(last, start) if isinstance(start, int) else None
-            if not (_time(start) and _time(end) and end >= start and isinstance(thread, int)):
+            if not (is_time(start) and is_time(end) and end >= start and isinstance(thread, int)):
                 self._broken += 1
                 continue
-            yield _Row(name, self._base + start, self._base + end, thread >> 24 & _PROCESS, is_open)
+            yield _Row(name, self._base + start, self._base + end, thread >> 24 & PROCESS, is_open)
 
     def _last(self) -> int:
         """When the last range ended."""
         for (last,) in self._tables.rows("SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"):
-            if _time(last):
+            if is_time(last):
                 return int(last)
         return 0
 
     def _of_process(self, rows: list[_Row], alone: bool) -> Iterator[Trace]:
         rows.sort(key=lambda r: (r.start, -r.end))
         windows = list(self._windows(rows, alone))
-        gpu: _Gpu | None = None
+        gpu: ProcessGpu | None = None
         for number, (metadata, tops, warnings) in enumerate(windows):
             pid = tops[0].pid
-            gpu = gpu or _Gpu.read(self._tables, self._base, pid)
-            begin = windows[number - 1][1][-1].end if number else -_LONGEST
-            end = windows[number + 1][1][0].start if number + 1 < len(windows) else _LONGEST
+            gpu = gpu or ProcessGpu.read(self._tables, self._base, pid)
+            begin = windows[number - 1][1][-1].end if number else -LONGEST
+            end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
             inside = tuple(TracedRange(r.name, r.start, r.end) for r in _within(rows, tops[0].start, tops[-1].end))
             activities = gpu.between(begin, end, metadata, inside)
             yield Trace(
@@ -277,7 +274,7 @@ class _Reader:
 
     def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[str, ...]]]:
         """What each window is, its outermost ranges, and what must be known about it."""
-        reach, last = -_LONGEST, None
+        reach, last = -LONGEST, None
         found: list[tuple[Path | None, Metadata, list[_Row]]] = []
         for row in rows:
             step = row.name.fields.get("step")
@@ -409,129 +406,11 @@ def _cut(rows: Sequence[_Row]) -> set[int]:
     return {row.end for row in rows if row.open or ends[row.end] > 1}
 
 
-class _Gpu:
-    """All GPU activities of one process."""
-
-    def __init__(
-        self,
-        activities: Activities,
-        unnamed: npt.NDArray[np.bool_],
-        send: npt.NDArray[np.bool_],
-        names: tuple[str, ...],
-    ) -> None:
-        self.all = activities
-        self.names = names
-        self._unnamed = unnamed
-        self._send = send
-
-    @classmethod
-    def read(cls, tables: Tables, base: int, pid: int) -> _Gpu:
-        kernels = [_table(tables, table, pid, named=True) for table in _ACTIVITIES]
-        copies = [_table(tables, table, pid, named=False) for table in _COPIES]
-        rows = np.concatenate(kernels + copies)
-        count = sum(map(len, kernels))
-        by_name, names = ByName(), _names(tables, np.unique(rows[:count, 3]))
-        use = np.zeros(len(rows), dtype=np.int8)
-        nccl = {number: by_name[name] == BY_GROUP for number, name in names.items()}
-        known = {number: OTHER if nccl[number] else by_name[name] for number, name in names.items()}
-        use[:count] = [known.get(number, 0) for number in rows[:count, 3].tolist()]
-        unnamed = np.zeros(len(rows), dtype=np.bool_)
-        unnamed[:count] = [nccl.get(number, False) for number in rows[:count, 3].tolist()]
-        send = np.zeros(len(rows), dtype=np.bool_)
-        sending = {number for number, name in names.items() if nccl[number] and "SendRecv" in name}
-        send[:count] = [number in sending for number in rows[:count, 3].tolist()]
-        launches = np.zeros((0, 3), dtype=np.int64)
-        if len(rows) and tables.has(_LAUNCHES, *_COLUMNS_OF_LAUNCH):
-            query = f"SELECT start, correlationId, 0 FROM {_LAUNCHES} WHERE (globalTid >> 24) & {_PROCESS} = ?"
-            launches = _array(tables.rows(query, (pid,)), 3)
-        order = np.argsort(rows[:, 0], kind="stable")
-        kernel = np.arange(len(rows)) < count
-        found = arranged(base + rows[:, :2], use, kernel, rows[:, 2], launches[:, 1], base + launches[:, 0])
-        called = [names.get(number, "") for number in rows[:count, 3].tolist()] + [""] * (len(rows) - count)
-        return cls(found, unnamed[order], send[order], tuple(called[place] for place in order.tolist()))
-
-    def between(self, begin: int, end: int, metadata: Metadata, inside: Sequence[TracedRange]) -> Activities | None:
-        """What was launched from ``begin`` to ``end``, with its use; None where no kernel was."""
-        rows = (self.all.launched >= begin) & (self.all.launched < end)
-        if not (rows & self.all.kernel).any():
-            return None
-        found = Activities(
-            self.all.spans[rows],
-            self.all.launched[rows],
-            self.all.known[rows],
-            self.all.use[rows],
-            self.all.kernel[rows],
-        )
-        use = _by_elimination(found, self._unnamed[rows], self._send[rows], metadata, inside)
-        return replace(found, use=use)
-
-
-def _by_elimination(
-    gpu: Activities,
-    unnamed: npt.NDArray[np.bool_],
-    send: npt.NDArray[np.bool_],
-    metadata: Metadata,
-    inside: Sequence[TracedRange],
-) -> npt.NDArray[np.int8]:
-    """Whose communication an NCCL kernel is: nsys does not know its group, our ranges say where it was launched.
-
-    In an exchange it is the pipeline's. Elsewhere it is the only group's that there can be: a send and receive outside
-    an exchange is an all-to-all, of experts or of context parallelism; the pipeline's group has no other use in a pass.
-    """
-    use = gpu.use.copy()
-    exchanges = [r for r in inside if r.name.is_p2p]
-    passes = [r for r in inside if r.name.label in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)]
-    in_exchange = owners(gpu.launched, exchanges) >= 0
-    in_pass = owners(gpu.launched, passes) >= 0
-    use[unnamed & in_exchange] = PP
-    if metadata.version is None:  # the sizes are only what the ranges show
-        return use
-    possible = [
-        (unnamed & ~in_exchange & send, ("ep", "cp")),
-        (unnamed & ~in_exchange & ~send & in_pass, ("tp", "cp", "ep", "dp")),
-        (unnamed & ~in_exchange & ~send & ~in_pass, ("tp", "cp", "ep", "pp", "dp")),
-    ]
-    for rows, axes in possible:
-        there = [axis for axis in axes if getattr(metadata.sizes, axis) > 1]
-        if len(there) == 1:
-            use[rows] = USES.index(there[0])
-    return use
-
-
-def _table(tables: Tables, table: str, pid: int, *, named: bool) -> npt.NDArray[np.int64]:
-    """Start, end, correlation and name of every activity of a process; one whose times are impossible is left out."""
-    if not tables.has(table, *_COLUMNS):
-        return np.zeros((0, 4), dtype=np.int64)
-    name = "demangledName" if named and tables.has(table, "demangledName") else "-1"
-    query = f"SELECT start, end, correlationId, {name} FROM {table} WHERE (globalPid >> 24) & {_PROCESS} = ?"
-    found = _array(tables.rows(query, (pid,)), 4)
-    return found[found[:, 1] >= found[:, 0]]
-
-
-def _array(rows: Iterable[tuple[Any, ...]], width: int) -> npt.NDArray[np.int64]:
-    """Rows of whole numbers; what is missing counts as 0, and a row with anything else is left out."""
-    numbers = chain.from_iterable(
-        (0 if value is None else value for value in row)
-        for row in rows
-        if all(value is None or _time(value) for value in row)
-    )
-    return np.fromiter(numbers, dtype=np.int64).reshape(-1, width)
-
-
-def _names(tables: Tables, numbers: npt.NDArray[np.int64]) -> dict[int, str]:
-    """Names by their number, of those that are asked for."""
-    wanted = set(numbers.tolist())
-    if not wanted or not tables.has("StringIds", "id", "value"):
-        return {}
-    rows = tables.rows("SELECT id, value FROM StringIds")
-    return {number: name for number, name in rows if number in wanted and isinstance(name, str)}
-
-
 def _epoch(tables: Tables) -> int:
     """When the session began, in nanoseconds since the epoch."""
     if tables.has("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
         for (start,) in tables.rows("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME LIMIT 1"):
-            if _time(start):
+            if is_time(start):
                 return int(start)
     raise Undecodable("it does not say when its session began (TARGET_INFO_SESSION_START_TIME)")
 
@@ -543,10 +422,6 @@ def _host(tables: Tables) -> str | None:
             if isinstance(name, str) and name:
                 return name
     return None
-
-
-def _time(value: object) -> bool:
-    return isinstance(value, int) and -_LONGEST < value < _LONGEST
 
 
 def _shown(paths: Sequence[Path]) -> ParallelSizes | None:

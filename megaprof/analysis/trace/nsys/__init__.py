@@ -1,0 +1,1 @@
+"""Files of Nsight Systems."""
