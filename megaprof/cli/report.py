@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, page: Path | None) -> int:
     if arguments.json == "-":
         _refuse_to_lose("--html", page, _is_html_report)
-        report = _analyze(arguments.dir, arguments.run, _sizes(arguments), _workers(arguments))
+        report = analyzed(arguments.dir, arguments.run, _sizes(arguments), _workers(arguments))
         sys.stdout.write(_json(report))
         _write("--html", page, lambda: _html(report))
         return 0
@@ -126,7 +126,7 @@ def report_directory(
 
     _refuse_to_lose("--json", json_file, _is_json_report)
     _refuse_to_lose("--html", html_file, _is_html_report)
-    report = _analyze(directory, number, sizes, workers)
+    report = analyzed(directory, number, sizes, workers)
     show(report, Console(highlight=False))
     if _write("--json", json_file, lambda: _json(report)):
         print(f"The same as JSON: {json_file}")
@@ -154,9 +154,11 @@ def _workers(arguments: argparse.Namespace) -> Workers | None:
     return int(given)
 
 
-def _analyze(
-    directory: Path, number: int | None, sizes: dict[str, int] | None = None, workers: Workers | None = None
+def analyzed(
+    directory: Path, number: int | None = None, sizes: dict[str, int] | None = None, workers: Workers | None = None
 ) -> Report:
+    """The report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and UsageError where
+    there is no such run."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

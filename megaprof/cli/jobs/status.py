@@ -28,7 +28,7 @@ _WAIT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """One look at a job."""
 
     job: RunningJob
@@ -92,21 +92,21 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.hang_after > 0:
         raise UsageError(f"--hang-after {arguments.hang_after:g} is not a number of seconds")
     try:
-        view = _look(_find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
+        view = look(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     except NoJob as fault:
         raise CommandError(str(fault)) from None
     if arguments.json:
-        print(json.dumps(_as_json(view)))
+        print(json.dumps(as_json(view)))
     elif view.state == "ended":
         raise CommandError(str(view.silence))
     else:
-        for line in (*_headline(view), *_verdict(view), *_table(view)):
+        for line in (*in_words(view), *_table(view)):
             sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
     return {"runs": 0, "starts": 0, "ended": FAILED}.get(view.state, UNWELL)
 
 
-def _find(directory: Path, role: str | None, wait: float) -> RunningJob:
-    """The job, as soon as it has started."""
+def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) -> RunningJob:
+    """The job, as soon as it has started. Raises NoJob after ``wait`` seconds."""
     until, told = time.monotonic() + wait, False
     while True:
         try:
@@ -120,7 +120,7 @@ def _find(directory: Path, role: str | None, wait: float) -> RunningJob:
         time.sleep(0.1)
 
 
-def _look(job: RunningJob, hang_after: float) -> _View:
+def look(job: RunningJob, hang_after: float = STUCK_SECONDS) -> View:
     """What there is to see, once every rank has had the time to say something."""
     silence = job.silence()
     statuses = job.statuses()
@@ -128,10 +128,11 @@ def _look(job: RunningJob, hang_after: float) -> _View:
         time.sleep(min(job.run.interval, 0.5))
         statuses = job.statuses()
     now = job.now(statuses, silence)
-    return _View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
+    return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
 
 
-def _as_json(view: _View) -> dict[str, Any]:
+def as_json(view: View) -> dict[str, Any]:
+    """What ``--json`` prints."""
     run, statuses, now = view.job.run, view.statuses, view.now
     return {
         "version": 1,
@@ -163,11 +164,16 @@ def _as_json(view: _View) -> dict[str, Any]:
     }
 
 
-def _heard(view: _View) -> set[int]:
+def _heard(view: View) -> set[int]:
     return {rank for rank, each in view.statuses.items() if not each.late(view.now)}
 
 
-def _headline(view: _View) -> Iterator[str]:
+def in_words(view: View) -> list[str]:
+    """Who takes part, how far it is, and what is wrong, a sentence a line, without the table."""
+    return [str(view.silence)] if view.state == "ended" else [*_headline(view), *_verdict(view)]
+
+
+def _headline(view: View) -> Iterator[str]:
     run, statuses = view.job.run, view.statuses
     shape = " ".join(f"{axis}{getattr(run.sizes, axis)}" for axis in ("tp", "pp", "cp", "ep", "dp", "vpp"))
     role = "" if run.role is None else f", role {run.role}"
@@ -200,7 +206,7 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
     return (f", takes {takes} ms" if takes != "-" else "") + (f", one every {every} ms" if every != "-" else "")
 
 
-def _verdict(view: _View) -> Iterator[str]:
+def _verdict(view: View) -> Iterator[str]:
     blame = view.blame
     silent = [culprit for culprit in blame.culprits if culprit.silent]
     guilty = [culprit for culprit in blame.culprits if not culprit.silent]
@@ -258,7 +264,7 @@ def _waiting(culprit: Culprit) -> str:
     return f"; {counted(culprit.waiting, 'rank')} {wait} for it" if culprit.waiting else ""
 
 
-def _table(view: _View) -> Iterator[str]:
+def _table(view: View) -> Iterator[str]:
     """A line per rank, or per stage where there are too many."""
     by_rank = view.job.run.world <= _LINES
     groups: dict[int, list[RankStatus]] = {}
