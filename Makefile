@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
 .PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
-    bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
+    bench-overhead bench-report bench-scale bench-timeline bench-whatif clean docs
 
 demo: .venv/ready
 	$(BIN)/megaprof demo $(ARGS)
@@ -52,6 +52,10 @@ test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
 test-nsys: .venv/ready
 	[ -x .venv/nsys/bin/nsys ] || tests/nsys/install.sh .venv/nsys $(BIN)/python || true
 	$(PYTEST) -rs $(ARGS) tests/nsys
+
+# The documentation site, in build/site. A link that leads nowhere, or a page that nothing leads to, is an error.
+docs: .venv/docs/ready
+	.venv/docs/bin/mkdocs build --strict --quiet $(ARGS)
 
 # docs/schemas, from the dataclasses.
 schemas: .venv/ready
@@ -110,6 +114,15 @@ dist: .venv/ready
 	own=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	.venv/hosts/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[hosts]" "$(TORCH)"
+	touch $@
+
+DOCS := print(*p['options.extras_require']['docs'].split())
+
+# One for the documentation, which reads the sources without importing them.
+.venv/docs/ready: setup.cfg Makefile
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $$($(PYTHON) -c "import configparser as c; p = c.ConfigParser(); p.read('setup.cfg'); $(DOCS)")
 	touch $@
 
 # Over the one before it, with the megatron-core that Megatron-Bridge needs and the transformers that verl names.
