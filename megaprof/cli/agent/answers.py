@@ -18,6 +18,7 @@ from megaprof.cli.report import analyzed
 from megaprof.control.job import NoJob
 from megaprof.formats.remote import RemotePath, files_below, place
 from megaprof.formats.timeline import SUFFIX as TIMELINE
+from megaprof.metrics.look import look_at
 
 #: What a summary leaves out of every document.
 DETAILS = frozenset(
@@ -61,7 +62,7 @@ def of_diff(before: str, after: str) -> dict[str, Any]:
 def of_status(directory: str, role: str | None) -> dict[str, Any]:
     """``megaprof status DIR --json``. Raises CommandError."""
     try:
-        view = job_status.look(job_status.find(Path(directory), role))
+        view = look_at(job_status.find(Path(directory), role))
     except NoJob as fault:
         raise CommandError(str(fault)) from None
     return {"headline": [line for line in job_status.in_words(view) if line], **job_status.as_json(view)}

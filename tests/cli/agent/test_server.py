@@ -29,6 +29,7 @@ from megaprof.cli.jobs import status as job_status
 from megaprof.cli.report import analyzed
 from megaprof.control.blame import find_culprits
 from megaprof.formats.job.requests import Answer
+from megaprof.metrics.look import View, look_at
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
@@ -442,13 +443,13 @@ def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> Non
 
 def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job) -> None:
     layout = WorldLayout(ParallelSizes.of(16384, tp=8, pp=16))
-    one = job_status.look(job_status.find(job.directory)).statuses[0]
+    one = look_at(job_status.find(job.directory)).statuses[0]
     run = replace(job.run, sizes=layout.sizes)
     now = time.time()
     statuses = {rank: replace(one, rank=rank, since=now, time=now) for rank in range(16384)}
     running_job = replace(job_status.find(job.directory), run=run)
     blame = find_culprits(run, statuses, now, 60.0)
-    view = job_status.View(running_job, statuses, now, blame, None)
+    view = View(running_job, statuses, now, blame, None)
     document = {"headline": job_status.in_words(view), **job_status.as_json(view)}
     found = json.loads(excerpt(document, details=answers.DETAILS))
     assert len(excerpt(document, details=answers.DETAILS)) <= MOST
