@@ -59,7 +59,7 @@ test-nsys: .venv/ready
 
 # The documentation site, in build/site. A link that leads nowhere, or a page that nothing leads to, is an error.
 docs: .venv/docs/ready
-	.venv/docs/bin/mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
 
 # docs/schemas, from the dataclasses.
 schemas: .venv/ready
