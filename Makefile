@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 # JOBS=4 runs four files of tests at once, on a machine with cores to spare: most tests start two ranks of their own.
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
-.PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
+.PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
     bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
 
 # In an environment with only what it needs, of which torch is most; in .venv where that is there already.
@@ -30,7 +30,7 @@ test-slow: .venv/ready
 
 # The quick tests of everything that touches megatron-core, on other versions of it. ONCE: what does not depend on its
 # version. `make test-mcore-0.14.0 QUICK=` runs the slow tests too.
-ONCE := analysis artifacts benchmarks cli config control formats integrations metrics recorders runtime viewers \
+ONCE := analysis artifacts benchmarks browser cli config control formats integrations metrics recorders runtime ui viewers \
     trainers test_docs.py test_packaging.py
 QUICK ?= -m "not slow and not alone"
 test-matrix: $(MATRIX:%=test-mcore-%)
@@ -41,6 +41,10 @@ test-mcore-%: .venv/mcore-%/ready
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready
 	.venv/viewers/bin/python -m pytest $(ARGS) tests/viewers
+
+# The pages of `megaprof ui` in a real browser. Skips with a reason where there is no Chromium; axe-core comes from npm.
+test-ui: .venv/ui/ready
+	.venv/ui/bin/python -m pytest -rs $(ARGS) tests/browser
 
 # The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
 # is skipped, and says so.
@@ -114,6 +118,17 @@ LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check
 	own=$$(.venv/viewers/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	.venv/viewers/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[viewers]" "$(TORCH)"
+	touch $@
+
+# One for the browser's driver, and axe-core beside it where npm is.
+.venv/ui/ready: .venv/ready
+	$(BIN)/python -m venv .venv/ui
+	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
+	own=$$(.venv/ui/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
+	.venv/ui/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[browser]" "$(TORCH)"
+	cd .venv/ui && if command -v npm > /dev/null; then \
+	    tar -xzf "$$(npm pack --silent axe-core@4)" package/axe.min.js; fi
 	touch $@
 
 # One for the hosts, which bring half of Hugging Face along.

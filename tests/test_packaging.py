@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 #: Modules that need a trainer when they are imported: nobody imports them before a tool is chosen, or a demo starts.
 NEED_TORCH = {"megaprof.recorders.memory", "megaprof.recorders.torch_profiler", "megaprof.testing"}
 #: Extras that a user asks for. The others are for working on megaprof.
-FOR_USERS = ("", "train", "te", "report", "export", "completion", "prometheus")
+FOR_USERS = ("", "train", "te", "report", "export", "completion", "prometheus", "ui")
 #: Hosts, which are there wherever the code that imports them runs.
 HOSTS = {"swift"}
 #: What a package is called where it is imported, if not what it is called where it is installed from.
@@ -76,7 +76,7 @@ def test_what_is_imported_is_declared() -> None:
 def test_what_training_imports_comes_with_the_base_install_or_the_extra_train() -> None:
     packages = declared()
     known = {"megaprof", *sys.stdlib_module_names} | packages[""] | packages["train"]
-    reading = {"analysis", "cli"}
+    reading = {"analysis", "cli", "ui"}
     missing = {(str(path), name) for path, name, at_once in imports() if at_once and name not in known}
     assert {each for each in missing if each[0].split("/")[1] not in reading} == set()
 

@@ -32,6 +32,7 @@ COMMANDS = {
     "run": ("training.run", "run a training command with profiling, without editing it"),
     "status": ("jobs.status", "say what a running job is doing, and whom it waits for when it hangs"),
     "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
+    "ui": ("ui", "show captures and running jobs as pages in the browser"),
     "watch": ("jobs.watch", "show a running job's stages as a live table"),
 }
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
@@ -53,7 +54,9 @@ _EXTRAS = {
     "pyarrow": "export",
     "rich": "report",
     "shtab": "completion",
+    "starlette": "ui",
     "torch": "train",
+    "uvicorn": "ui",
 }
 
 

@@ -8,7 +8,7 @@ whose time depends on the layers too, is no part of the pipeline that is predict
 
 Paced layers are the truth: real schedules and exchanges of a tiny model whose layers and output layer wait for a given
 time in each pass, as a host waits for a GPU. Waiting needs no core, so a layer costs the same in every layout. They run
-twice: as the machine is, and with one core kept busy.
+twice: as the machine is, and with one core kept busy. Cores are kept awake meanwhile (`cores.awake`).
 
 Real compute says less: two stages that compute at once may share a physical core, every layout shares it differently,
 and so a layer costs something else in each. Its errors have names of their own.
@@ -35,12 +35,9 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +48,7 @@ from megaprof.analysis.what_if.what_if import Prediction, WhatIf
 from megaprof.parallel.chunks import language_model
 from megaprof.testing import GPTWorkload, run_ranks
 from tests.analysis.scenarios import Scenario, write
+from tests.benchmarks.cores import awake, one_busy
 
 Split = tuple[int, ...]
 
@@ -187,17 +185,6 @@ def _ratio(before: Sequence[WhatIf], after: Sequence[WhatIf]) -> tuple[float, fl
     return statistics.median(ratios), 2 * scatter
 
 
-@contextmanager
-def one_core_busy() -> Iterator[None]:
-    """Another process that computes all the time."""
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        other.kill()
-        other.wait()
-
-
 def synthesised(count: int) -> Iterator[Outcome]:
     """Four stages, random layers, embedding, loss and noise."""
     rng = random.Random(7)
@@ -299,10 +286,13 @@ def main() -> None:
             for splits in (each for each in every if len(each[0]) in options.stages):
                 place = out / kind / str(len(splits[0]))
                 if kind == "busy":
-                    with one_core_busy():
+                    with awake(), one_busy():
+                        found, reasons = real(options.repeats, place, splits, paced=True)
+                elif kind == "paced":
+                    with awake():
                         found, reasons = real(options.repeats, place, splits, paced=True)
                 else:
-                    found, reasons = real(options.repeats, place, splits, paced=kind == "paced")
+                    found, reasons = real(options.repeats, place, splits, paced=False)
                 outcomes[kind] += found
                 missed += [f"{kind}, {reason}" for reason in reasons]
     for kind, each in outcomes.items():

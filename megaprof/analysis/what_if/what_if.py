@@ -15,7 +15,7 @@ import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megaprof.analysis.stages import words
@@ -26,6 +26,7 @@ from megaprof.analysis.stages.stages import LONGEST, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import Call, ModuleKey
 from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
+from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import (
     Fits,
     Prediction,
@@ -98,6 +99,8 @@ class WhatIf:
     """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
+    by_hand: ByHand | None = field(default=None, compare=False, repr=False)
+    """What answers for changes that a person chooses; None where ``warnings`` say why, and not in the JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. ``replay_error`` is the mean; flags are one string, quoted for a shell."""
@@ -272,6 +275,7 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
         layout=format_layout(pieces),
         costs=fits.best,
         candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits, memory)),
+        by_hand=ByHand(baseline, pieces, fits, memory),
         best=best,
         advice=_disturbed(baseline) or _advice(compared, best, baseline),
     )
