@@ -120,10 +120,29 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
 
 def pace(chunks: Sequence[Any]) -> None:
     """Let every decoder layer and the output layer wait in each pass."""
-    from megaprof.testing.faults import layers, linger
+    import torch
 
-    linger(layers(chunks), lambda _: PACED_LAYER)
-    linger((model.output_layer for model in map(language_model, chunks) if model.post_process), lambda _: PACED_OUTPUT)
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Any, forward_ms: float, backward_ms: float) -> Any:
+            ctx.backward_ms = backward_ms
+            time.sleep(forward_ms / 1000)
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            time.sleep(ctx.backward_ms / 1000)
+            return gradient, None, None
+
+    def waiting(times: tuple[float, float]) -> Any:
+        return lambda module, inputs, output: (Wait.apply(output[0], *times), *output[1:])
+
+    for chunk in chunks:
+        model = language_model(chunk)
+        for layer in model.decoder.layers:
+            layer.register_forward_hook(waiting(PACED_LAYER))
+        if model.post_process:
+            model.output_layer.register_forward_hook(waiting(PACED_OUTPUT))
 
 
 def name(number: int, split: Split) -> str:
