@@ -13,8 +13,11 @@ SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
     bench-overhead bench-report bench-scale bench-timeline bench-whatif clean docs
 
-demo: .venv/ready
-	$(BIN)/megaprof demo $(ARGS)
+# In an environment with only what it needs, of which torch is most; in .venv where that is there already.
+DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
+
+demo: $(DEMO)/ready
+	$(DEMO)/bin/megaprof demo $(ARGS)
 
 # Minutes; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
@@ -88,6 +91,16 @@ dist: .venv/ready
 	$(PIP) "$(TORCH)"
 	$(PIP) "$(MEGATRON_CORE)" "$(TORCH)"
 	$(PIP) --editable ".[dev]" "$(TORCH)"
+	touch $@
+
+# torch's own index has it without CUDA, which is several GB. What is never imported is never compiled.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+.venv/demo/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
+	$(PYTHON) -m venv .venv/demo
+	$(LEAN) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	$(LEAN) "$(MEGATRON_CORE)" "$(TORCH)" --editable ".[report]"
 	touch $@
 
 .PRECIOUS: .venv/mcore-%/ready
