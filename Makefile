@@ -11,10 +11,13 @@ PYTEST := $(BIN)/python -m pytest
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
-    bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
+    bench-overhead bench-report bench-scale bench-timeline bench-whatif clean docs
 
-demo: .venv/ready
-	$(BIN)/megaprof demo $(ARGS)
+# In an environment with only what it needs, of which torch is most; in .venv where that is there already.
+DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
+
+demo: $(DEMO)/ready
+	$(DEMO)/bin/megaprof demo $(ARGS)
 
 # Minutes; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
@@ -57,6 +60,10 @@ test-nsys: .venv/ready
 	[ -x .venv/nsys/bin/nsys ] || tests/nsys/install.sh .venv/nsys $(BIN)/python || true
 	$(PYTEST) -rs $(ARGS) tests/nsys
 
+# The documentation site, in build/site. A link that leads nowhere, or a page that nothing leads to, is an error.
+docs: .venv/docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
+
 # docs/schemas, from the dataclasses.
 schemas: .venv/ready
 	$(BIN)/python -m megaprof.cli.schemas docs/schemas
@@ -84,6 +91,16 @@ dist: .venv/ready
 	$(PIP) "$(TORCH)"
 	$(PIP) "$(MEGATRON_CORE)" "$(TORCH)"
 	$(PIP) --editable ".[dev]" "$(TORCH)"
+	touch $@
+
+# torch's own index has it without CUDA, which is several GB. What is never imported is never compiled.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+.venv/demo/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
+	$(PYTHON) -m venv .venv/demo
+	$(LEAN) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	$(LEAN) "$(MEGATRON_CORE)" "$(TORCH)" --editable ".[report]"
 	touch $@
 
 .PRECIOUS: .venv/mcore-%/ready
@@ -125,6 +142,15 @@ dist: .venv/ready
 	own=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	.venv/hosts/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[hosts]" "$(TORCH)"
+	touch $@
+
+DOCS := print(*p['options.extras_require']['docs'].split())
+
+# One for the documentation, which reads the sources without importing them.
+.venv/docs/ready: setup.cfg Makefile
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $$($(PYTHON) -c "import configparser as c; p = c.ConfigParser(); p.read('setup.cfg'); $(DOCS)")
 	touch $@
 
 # Over the one before it, with the megatron-core that Megatron-Bridge needs and the transformers that verl names.

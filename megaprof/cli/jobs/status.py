@@ -63,21 +63,21 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.hang_after > 0:
         raise UsageError(f"--hang-after {arguments.hang_after:g} is not a number of seconds")
     try:
-        view = look_at(_find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
+        view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     except NoJob as fault:
         raise CommandError(str(fault)) from None
     if arguments.json:
-        print(json.dumps(_as_json(view)))
+        print(json.dumps(as_json(view)))
     elif view.state == "ended":
         raise CommandError(str(view.silence))
     else:
-        for line in (*_headline(view), *_said(view), *_table(view)):
+        for line in (*in_words(view), *_table(view)):
             sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
     return {"runs": 0, "starts": 0, "ended": FAILED}.get(view.state, UNWELL)
 
 
-def _find(directory: Path, role: str | None, wait: float) -> RunningJob:
-    """The job, as soon as it has started."""
+def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) -> RunningJob:
+    """The job, as soon as it has started. Raises NoJob after ``wait`` seconds."""
     until, told = time.monotonic() + wait, False
     while True:
         try:
@@ -91,7 +91,8 @@ def _find(directory: Path, role: str | None, wait: float) -> RunningJob:
         time.sleep(0.1)
 
 
-def _as_json(view: View) -> dict[str, Any]:
+def as_json(view: View) -> dict[str, Any]:
+    """What ``--json`` prints."""
     run, statuses, now = view.job.run, view.statuses, view.now
     return {
         "version": 1,
@@ -121,6 +122,11 @@ def _as_json(view: View) -> dict[str, Any]:
             for _, each in sorted(statuses.items())
         ],
     }
+
+
+def in_words(view: View) -> list[str]:
+    """Who takes part, how far it is, and what is wrong, a sentence a line, without the table."""
+    return [str(view.silence)] if view.state == "ended" else [*_headline(view), *_said(view)]
 
 
 def _headline(view: View) -> Iterator[str]:
