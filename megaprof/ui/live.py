@@ -111,7 +111,7 @@ class Watcher:
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._capturing: asyncio.Task[None] | None = None
-        self._asking = False
+        self._asking, self._ended = False, False
         self._listeners, self._left = 0, time.monotonic()
 
     @property
@@ -139,7 +139,7 @@ class Watcher:
     async def follow(self) -> AsyncIterator[Now | None]:
         """Every look from now on, the last one first; None where there was none for a while."""
         seen = 0
-        while True:
+        while not self._ended:
             try:
                 async with self._changed:
                     await asyncio.wait_for(self._later_than(seen), SIGN_OF_LIFE)
@@ -147,11 +147,12 @@ class Watcher:
             except asyncio.TimeoutError:
                 yield None
                 continue
-            seen = now.number
-            yield now
+            if now.number > seen:
+                seen = now.number
+                yield now
 
     async def _later_than(self, number: int) -> None:
-        await self._changed.wait_for(lambda: self._now.number > number)
+        await self._changed.wait_for(lambda: self._now.number > number or self._ended)
 
     async def latest(self) -> Now:
         """The last look, or a first one."""
@@ -231,6 +232,12 @@ class Watcher:
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    async def end(self) -> None:
+        """Nothing more is shown to anybody."""
+        async with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
     async def close(self) -> None:
         """Nobody watches any more, and what was asked for and has not begun is withdrawn."""
         tasks = [task for task in (self._task, self._capturing) if task is not None]
@@ -265,6 +272,10 @@ class Jobs:
                 await self._watchers.pop(idle).close()
             self._watchers[key] = Watcher(directory, role, self._threads)
         return self._watchers[key]
+
+    async def end(self) -> None:
+        """Every answer that goes on ends."""
+        await asyncio.gather(*(watcher.end() for watcher in self._watchers.values()))
 
     async def close(self) -> None:
         """Stop all of it."""

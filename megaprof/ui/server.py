@@ -78,6 +78,10 @@ class Pages:
             Route("/static/{name}", self.static),
         ]
 
+    async def end(self) -> None:
+        """End the answers that go on, so that the server can end."""
+        await self._jobs.end()
+
     async def close(self) -> None:
         """End what runs behind the pages."""
         self._captures.close()
@@ -272,12 +276,14 @@ def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
     def busy(request: Request, fault: Exception) -> Response:
         return _refused(str(fault), 503)
 
-    return Starlette(
+    made = Starlette(
         routes=answering.routes(),
         middleware=[Middleware(Guard, token=token)],
         exception_handlers={_Missing: missing, 404: missing, Busy: busy},
         lifespan=lifespan,
     )
+    made.state.pages = answering
+    return made
 
 
 def listen(port: int | None, first: int) -> socket.socket:
@@ -297,12 +303,31 @@ def listen(port: int | None, first: int) -> socket.socket:
     raise OSError("no port was tried")
 
 
+class Server(uvicorn.Server):
+    """The server of an `app`."""
+
+    def __init__(self, pages_of: Starlette) -> None:
+        super().__init__(
+            uvicorn.Config(
+                pages_of,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=3,
+                ws="none",
+            )
+        )
+        self._pages: Pages = pages_of.state.pages
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Live pages are told first: uvicorn waits for answers, and theirs have no end."""
+        await self._pages.end()
+        await super().shutdown(sockets)
+
+
 def serve(pages_of: Starlette, opened: socket.socket, ready: Callable[[], None]) -> None:
     """Answer until Ctrl-C; ``ready`` is called when it does."""
-    settings = uvicorn.Config(
-        pages_of, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1, ws="none"
-    )
-    server = uvicorn.Server(settings)
+    server = Server(pages_of)
 
     async def run() -> None:
         serving = asyncio.create_task(server.serve([opened]))

@@ -31,6 +31,7 @@ synthesised pipelines; null where these did not run. ``load`` is the machine's a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -99,6 +100,7 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
     from megaprof.testing import build, cpu_megatron, init_distributed
 
     init_distributed()
+    gc.disable()
     steps = ",".join(str(step) for step in range(WARM_UP, WARM_UP + STEPS))
     with cpu_megatron():
         for number in range(rounds):
@@ -110,6 +112,7 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
                 gpt = build(replace(workload, layout=split))
                 if paced:
                     pace(gpt.chunks)
+                gc.collect()  # between turns, as `--manual-gc` has it: else some captured step takes 150 ms longer
                 with install_hooks(gpt.chunks, args):
                     forward_backward = get_forward_backward_func()
                     for _ in range(WARM_UP + STEPS):
@@ -120,29 +123,10 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
 
 def pace(chunks: Sequence[Any]) -> None:
     """Let every decoder layer and the output layer wait in each pass."""
-    import torch
+    from megaprof.testing.faults import layers, linger
 
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Any, forward_ms: float, backward_ms: float) -> Any:
-            ctx.backward_ms = backward_ms
-            time.sleep(forward_ms / 1000)
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            time.sleep(ctx.backward_ms / 1000)
-            return gradient, None, None
-
-    def waiting(times: tuple[float, float]) -> Any:
-        return lambda module, inputs, output: (Wait.apply(output[0], *times), *output[1:])
-
-    for chunk in chunks:
-        model = language_model(chunk)
-        for layer in model.decoder.layers:
-            layer.register_forward_hook(waiting(PACED_LAYER))
-        if model.post_process:
-            model.output_layer.register_forward_hook(waiting(PACED_OUTPUT))
+    linger(layers(chunks), lambda _: PACED_LAYER)
+    linger((model.output_layer for model in map(language_model, chunks) if model.post_process), lambda _: PACED_OUTPUT)
 
 
 def name(number: int, split: Split) -> str:

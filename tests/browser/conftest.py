@@ -104,7 +104,7 @@ def opened(browser: Any, port: int) -> Iterator[Open]:
         context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda said: complaints.append(said.text) if said.type in ("error", "warning") else None)
+        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda fault: complaints.append(str(fault)))
         here = f"http://127.0.0.1:{at or port}"
         page.goto(f"{here}/?token={TOKEN}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaprof.analysis.report.report import analyze
-from tests.browser.conftest import AXE
+from tests.browser.conftest import AXE, sync_api
 from tests.ui.pages import HOSTILE, address, serving
 
 PAGES = {
@@ -45,6 +46,16 @@ def test_pages_are_accessible_and_fit(opened: Open, top: Path, name: str, scheme
     assert told == []
 
 
+def until(page: Any, expression: str) -> None:
+    """Wait for it. Playwright's own way of waiting needs a page that lets strings be run as scripts."""
+    for _ in range(300):
+        with suppress(sync_api.Error):  # while a form leads to another page
+            if page.evaluate(expression):
+                return
+        time.sleep(0.1)
+    raise AssertionError(expression)
+
+
 def focus(page: Any, selector: str, most: int = 80) -> None:
     """Press Tab until it has the focus."""
     for _ in range(most):
@@ -66,9 +77,7 @@ def test_the_best_layout_is_found_with_the_keyboard_alone(opened: Open, top: Pat
     focus(page, "#later-0")
     for layers in (5, 4):
         page.keyboard.press("Enter")
-        page.wait_for_function(
-            "n => document.querySelector('[data-piece=\"0\"] .count').innerText === `emb+${n}`", arg=layers
-        )
+        until(page, f"document.querySelector('[data-piece=\"0\"] .count').innerText === 'emb+{layers}'")
         assert page.evaluate("document.activeElement.id") == "later-0", "the focus stays where it was"
     assert page.locator("#flags").inner_text() == " ".join(best.flags)
     assert page.locator("#tried .tiles dd").first.inner_text() != first
@@ -80,7 +89,7 @@ def test_the_best_layout_is_found_with_the_keyboard_alone(opened: Open, top: Pat
 def test_layers_are_dragged_between_stages(opened: Open, top: Path) -> None:
     page = opened(PAGES["what-if"](top))
     page.drag_and_drop("[data-piece='0'] .layer[draggable] >> nth=0", "[data-piece='1']")
-    page.wait_for_function("document.querySelector('[data-piece=\"1\"] .count').innerText === '3+loss'")
+    until(page, "document.querySelector('[data-piece=\"1\"] .count').innerText === '3+loss'")
     assert page.locator("input[name=layout]").input_value() == "Et*5|t*3L"
 
 
@@ -105,15 +114,15 @@ def test_fields_change_the_answer_and_the_chart_at_once(opened: Open, top: Path)
     assert before > 1000
     page.locator("input[name=p2p]").fill("200")
     page.keyboard.press("Tab")
-    page.wait_for_function("new URLSearchParams(location.search).get('p2p') === '200'")
+    until(page, "new URLSearchParams(location.search).get('p2p') === '200'")
     assert drawn(page) < before, "what is computed takes less of a longer step"
     page.locator("input[name=layout]").fill("t*8|EL")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.getElementById('fault').innerText.includes('must begin with the embedding')")
+    until(page, "document.getElementById('fault').innerText.includes('must begin with the embedding')")
     assert page.locator("input[name=layout]").input_value() == "t*8|EL", "what was typed can be mended"
     page.locator("input[name=layout]").fill("Et*4|t*4L")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.getElementById('fault').innerText === ''")
+    until(page, "document.getElementById('fault').innerText === ''")
 
 
 def test_verdicts_come_into_the_list(opened: Open, top: Path) -> None:
@@ -137,7 +146,7 @@ def test_two_charts_share_their_axis(opened: Open, top: Path) -> None:
 def test_the_live_page_follows_its_job(opened: Open, top: Path, living: Any) -> None:
     page = opened(PAGES["live"](top))
     living.step_ms = 4321.0
-    page.wait_for_function("document.getElementById('now').innerText.includes('43')", timeout=20_000)
+    until(page, "document.getElementById('now').innerText.includes('43')")
     page.wait_for_selector(".track polyline", timeout=20_000)
     living.step_ms = 100.0
 
@@ -145,12 +154,12 @@ def test_the_live_page_follows_its_job(opened: Open, top: Path, living: Any) -> 
 def test_the_live_page_survives_a_restart_of_the_server(opened: Open, top: Path, living: Any) -> None:
     with serving(top) as port:
         page = opened(PAGES["live"](top), at=port)
-        page.wait_for_function("document.getElementById('connection').innerText.includes('follows')")
-    page.wait_for_function("document.getElementById('connection').innerText.includes('tries again')", timeout=30_000)
+        until(page, "document.getElementById('connection').innerText.includes('follows')")
+    until(page, "document.getElementById('connection').innerText.includes('tries again')")
     with serving(top, at=port):
         living.step_ms = 7654.0
-        page.wait_for_function("document.getElementById('connection').innerText.includes('follows')", timeout=30_000)
-        page.wait_for_function("document.getElementById('now').innerText.includes('766')", timeout=30_000)
+        until(page, "document.getElementById('connection').innerText.includes('follows')")
+        until(page, "document.getElementById('now').innerText.includes('766')")
     living.step_ms = 100.0
     page.context.close()
 
@@ -159,7 +168,7 @@ def test_a_capture_is_asked_for_with_the_button(opened: Open, top: Path, living:
     page = opened(PAGES["live"](top))
     focus(page, "#capture button")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.getElementById('now').innerText.includes('waiting for 2 of 2')", timeout=20_000)
+    until(page, "document.getElementById('now').innerText.includes('waiting for 2 of 2')")
     (request,) = (living.job.directory / "control" / "requests").glob("*.json")
     assert json.loads(request.read_text())["data"]["by"] == "megaprof ui"
     request.unlink()

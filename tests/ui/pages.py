@@ -12,11 +12,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from starlette.testclient import TestClient
 
 from megaprof.ui.places import look_below
-from megaprof.ui.server import app
+from megaprof.ui.server import Server, app
 from tests.analysis.synthetic import pipeline
 
 TOKEN = "a-token-of-tests"
@@ -93,9 +92,7 @@ def serving(top: Path, at: int = 0, **options: Any) -> Iterator[int]:
     with socket.socket() as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(("127.0.0.1", at))
-        server = uvicorn.Server(
-            uvicorn.Config(app(top, TOKEN, **options), log_level="warning", timeout_graceful_shutdown=1)
-        )
+        server = Server(app(top, TOKEN, **options))
         thread = threading.Thread(target=lambda: server.run([opened]), daemon=True)
         thread.start()
         while not server.started:

@@ -100,7 +100,7 @@ def test_every_answer_says_what_pages_may_do(tmp_path: Path) -> None:
             assert "unsafe" not in headers["content-security-policy"]
             assert headers["x-frame-options"] == "DENY"
             assert headers["x-content-type-options"] == "nosniff"
-            assert headers["referrer-policy"] == "no-referrer"
+            assert headers["referrer-policy"] == "same-origin"
             assert headers["cache-control"] == "no-store"
             assert "access-control-allow-origin" not in headers
 
