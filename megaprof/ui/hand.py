@@ -12,8 +12,7 @@ from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes_of
 from megaprof.analysis.what_if.by_hand import MOST_CHUNKS, ByHand, Setting, Tried, moved, split, tried
 from megaprof.analysis.what_if.candidates import Prediction
-from megaprof.analysis.what_if.dialects import options_of
-from megaprof.analysis.what_if.layouts import format_layout, parse_layout
+from megaprof.analysis.what_if.layouts import format_layout, options_of, parse_layout
 
 _LONGEST_LAYOUT = 4000
 #: Layers of a piece that are drawn one by one.

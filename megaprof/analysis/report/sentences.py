@@ -17,7 +17,7 @@ from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.verdict import Comparison, Verdict
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
-from megaprof.analysis.what_if.dialects import options_of
+from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import TOO_NOISY, WhatIf
 from megaprof.parallel.selectors import Selector
 

@@ -20,10 +20,10 @@ from megaprof.formats.remote import RemotePath, files_below, place
 from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
-#: What a summary leaves out of every document.
-DETAILS = frozenset(
-    ["candidates", "costs", "events", "replay_error_spread", "single", "spread", "stages", "status", "stragglers"]
-)
+#: What a summary leaves out of every document: tables, and what changed over the steps of a run.
+_TABLES = "candidates costs events replay_error_spread single spread stages status stragglers"
+_SERIES = "at_most_ms buckets imbalance step_ms synchronisation_ms"
+DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: A replay of more passes than this would keep the server busy.
 _MOST_PASSES = 200_000
 _MOST_KEPT = 2

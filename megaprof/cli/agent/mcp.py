@@ -29,6 +29,6 @@ def run(arguments: argparse.Namespace) -> int:
     from megaprof.cli.agent.server import serve
 
     if sys.stdin.isatty():
-        print("megaprof mcp: waits for an MCP client on standard input, not for you (Ctrl-C ends)", file=sys.stderr)
+        print("megaprof mcp: waits for an MCP client on standard input, not for you (Ctrl-D ends)", file=sys.stderr)
     serve(allow_trigger=arguments.allow_trigger)
     return 0

@@ -11,12 +11,14 @@ if TYPE_CHECKING:
 
 SLOW_RANK, SLOW_LINK, HANG = "slow-rank", "slow-link", "hang"
 FAULTS = {
-    SLOW_RANK: "the passes of the last rank take twice as long",
+    SLOW_RANK: "the layers of the last rank take at least twice as long",
     SLOW_LINK: "exchanges between the last two stages are delayed",
     HANG: "the last rank stops in a forward, and all wait for it; with --live only",
 }
 #: The step of a live job that is the first with a fault, so that something healthy comes before it.
 FIRST_STEP = 5
+#: What a layer waits at least: a small model's own times are lost in what else a machine does.
+_LAYER_MS = 10.0
 _LINK_SECONDS = 0.05
 _LOOK_SECONDS = 0.1
 
@@ -51,7 +53,7 @@ def told(fault: str, workload: GPTWorkload, begin: int) -> str:
     rank, stage = workload.world_size - 1, workload.pp - 1
     since = f"from step {begin} on" if begin else "in every step"
     if fault == SLOW_RANK:
-        return f"rank {rank} (stage {stage}) takes twice as long for every layer, {since}"
+        return f"rank {rank} (stage {stage}) takes at least twice as long for every layer, {since}"
     if fault == SLOW_LINK:
         longer = f"{1e3 * _LINK_SECONDS:.0f} ms longer"
         return f"each exchange between stages {stage - 1} and {stage} takes {longer}, {since}"
@@ -69,7 +71,8 @@ def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lam
     workload, last = gpt.workload, torch.distributed.get_rank() == gpt.workload.world_size - 1
 
     def twice(took_ms: float) -> tuple[float, float]:  # a backward takes about two forwards
-        return (took_ms, 2 * took_ms) if gpt.step >= begin else (0.0, 0.0)
+        longer = max(took_ms, _LAYER_MS) if gpt.step >= begin else 0.0
+        return longer, 2 * longer
 
     def delay() -> None:
         if gpt.step >= begin:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt, find, written
@@ -30,7 +30,7 @@ def left_out(value: Any) -> Iterator[dict[str, Any]]:
         yield from left_out(each)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(document=st.dictionaries(_NAMES, _DOCUMENTS, max_size=40), times=st.integers(1, 60))
 def test_an_excerpt_of_any_document_fits_and_names_what_it_leaves_out(document: dict[str, Any], times: int) -> None:
     whole = {"many": [document] * times, **document}
