@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,8 @@ from megaprof.metrics.look import View, look_at, verdict, waited_for
 MOST_WATCHED, MOST_WATCHING, MOST_POINTS = 16, 16, 1200
 #: Seconds between two looks at least, for which a job is watched on when nobody looks, and between two signs of life.
 _LEAST_SECONDS, _LINGER, SIGN_OF_LIFE = 1.0, 300.0, 15.0
+#: Seconds for which a page waits for its first look: statuses of thousands of ranks take some to read.
+PATIENCE = 5.0
 _LOOK_SECONDS = 0.2
 _SLOWEST = 8
 
@@ -70,7 +72,8 @@ class Now:
     at: float
     """Wall-clock seconds."""
     state: str
-    """``runs``, ``starts``, ``hangs``, ``died``, ``ended``, or ``absent`` where there is no job."""
+    """``runs``, ``starts``, ``hangs``, ``died``, ``ended``, ``absent`` where there is no job, or ``unseen`` before the
+    first look."""
     absent: str | None = None
     """Why there is no job; None where there is one."""
     view: View | None = None
@@ -107,7 +110,7 @@ class Watcher:
     def __init__(self, directory: Path, role: str | None, threads: ThreadPoolExecutor) -> None:
         self._directory, self._role, self._threads = directory, role, threads
         self._history: deque[Point] = deque(maxlen=MOST_POINTS)
-        self._now = Now(0, time.time(), "absent", absent="nobody has looked yet")
+        self._now = Now(0, time.time(), "unseen")
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._capturing: asyncio.Task[None] | None = None
@@ -155,9 +158,10 @@ class Watcher:
         await self._changed.wait_for(lambda: self._now.number > number or self._ended)
 
     async def latest(self) -> Now:
-        """The last look, or a first one."""
+        """The last look, or a first one. Where that takes long, what was seen before: the page gets the look by itself."""
         if self._now.number == 0 or self._task is None or self._task.done():
-            await self._show(await self._in_thread(self._look))
+            with suppress(asyncio.TimeoutError):
+                await self._show(await asyncio.wait_for(self._in_thread(self._look), PATIENCE))
         return self._now
 
     async def _watch(self) -> None:

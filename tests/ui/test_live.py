@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from megaprof.formats.job.status import Calls, RankStatus, Recent
 from megaprof.metrics.compute import summarise
 from megaprof.metrics.look import View
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.ui import live
 from megaprof.ui.live import Now, Point
 from megaprof.ui.pages import now_shown, track
 from tests.cli.jobs.test_status import Job
@@ -94,6 +96,20 @@ def test_where_there_is_no_job_it_says_so(tmp_path: Path) -> None:
         shown = page(client, f"/live/{address(tmp_path, 'run')}")
     assert "The job is not there" in shown.text
     assert "--profile-on-demand" in shown.text
+
+
+def test_a_first_look_that_takes_long_keeps_no_page_waiting(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = threading.Event()
+    look = live.Watcher._look
+    monkeypatch.setattr(live, "PATIENCE", 0.1)
+    monkeypatch.setattr(live.Watcher, "_look", lambda watcher: (seen.wait(60), look(watcher))[1])
+    with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
+        with browsing(tmp_path) as client:
+            assert "The job is being looked at" in page(client, f"/live/{address(tmp_path, 'job')}").text
+            seen.set()
+        assert next(looks)["state"] == "runs"
 
 
 def test_a_hanging_job_names_whom_all_wait_for(job: Job, tmp_path: Path) -> None:
@@ -228,7 +244,7 @@ def test_a_real_job_captures_what_the_page_asks_for(tmp_path: Path) -> None:
         assert client.post(f"{where}/capture", data=fields, headers={"origin": HERE}).status_code == 200
         for _ in range(600):
             shown = page(client, where).text
-            if "Train_actor: captured step" in shown:
+            if "train_actor: captured step" in shown:
                 break
             time.sleep(0.2)
         assert "on 2 ranks" in shown
