@@ -10,11 +10,14 @@ PYTEST := $(BIN)/python -m pytest
 # JOBS=4 runs four files of tests at once, on a machine with cores to spare: most tests start two ranks of their own.
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
-.PHONY: demo test test-slow test-matrix test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
-    bench-overhead bench-report bench-scale bench-timeline bench-whatif clean
+.PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
+    bench-overhead bench-report bench-scale bench-timeline bench-whatif clean docs
 
-demo: .venv/ready
-	$(BIN)/megaprof demo $(ARGS)
+# In an environment with only what it needs, of which torch is most; in .venv where that is there already.
+DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
+
+demo: $(DEMO)/ready
+	$(DEMO)/bin/megaprof demo $(ARGS)
 
 # Minutes; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
@@ -27,7 +30,7 @@ test-slow: .venv/ready
 
 # The quick tests of everything that touches megatron-core, on other versions of it. ONCE: what does not depend on its
 # version. `make test-mcore-0.14.0 QUICK=` runs the slow tests too.
-ONCE := analysis artifacts benchmarks cli config control formats integrations metrics recorders runtime viewers \
+ONCE := analysis artifacts benchmarks browser cli config control formats integrations metrics recorders runtime ui viewers \
     trainers test_docs.py test_packaging.py
 QUICK ?= -m "not slow and not alone"
 test-matrix: $(MATRIX:%=test-mcore-%)
@@ -38,6 +41,10 @@ test-mcore-%: .venv/mcore-%/ready
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready
 	.venv/viewers/bin/python -m pytest $(ARGS) tests/viewers
+
+# The pages of `megaprof ui` in a real browser. Skips with a reason where there is no Chromium; axe-core comes from npm.
+test-ui: .venv/ui/ready
+	.venv/ui/bin/python -m pytest -rs $(ARGS) tests/browser
 
 # The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
 # is skipped, and says so.
@@ -52,6 +59,10 @@ test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
 test-nsys: .venv/ready
 	[ -x .venv/nsys/bin/nsys ] || tests/nsys/install.sh .venv/nsys $(BIN)/python || true
 	$(PYTEST) -rs $(ARGS) tests/nsys
+
+# The documentation site, in build/site. A link that leads nowhere, or a page that nothing leads to, is an error.
+docs: .venv/docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
 
 # docs/schemas, from the dataclasses.
 schemas: .venv/ready
@@ -82,6 +93,16 @@ dist: .venv/ready
 	$(PIP) --editable ".[dev]" "$(TORCH)"
 	touch $@
 
+# torch's own index has it without CUDA, which is several GB. What is never imported is never compiled.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+.venv/demo/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
+	$(PYTHON) -m venv .venv/demo
+	$(LEAN) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
+	$(LEAN) "$(MEGATRON_CORE)" "$(TORCH)" --editable ".[report]"
+	touch $@
+
 .PRECIOUS: .venv/mcore-%/ready
 
 # An environment of its own for each version, above .venv: it sees torch and the tools there, and its own megatron-core.
@@ -103,6 +124,17 @@ dist: .venv/ready
 	.venv/viewers/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[viewers]" "$(TORCH)"
 	touch $@
 
+# One for the browser's driver, and axe-core beside it where npm is.
+.venv/ui/ready: .venv/ready
+	$(BIN)/python -m venv .venv/ui
+	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
+	own=$$(.venv/ui/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
+	.venv/ui/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[browser]" "$(TORCH)"
+	cd .venv/ui && if command -v npm > /dev/null; then \
+	    tar -xzf "$$(npm pack --silent axe-core@4)" package/axe.min.js; fi
+	touch $@
+
 # One for the hosts, which bring half of Hugging Face along.
 .venv/hosts/ready: .venv/ready
 	$(BIN)/python -m venv .venv/hosts
@@ -110,6 +142,15 @@ dist: .venv/ready
 	own=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
 	.venv/hosts/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[hosts]" "$(TORCH)"
+	touch $@
+
+DOCS := print(*p['options.extras_require']['docs'].split())
+
+# One for the documentation, which reads the sources without importing them.
+.venv/docs/ready: setup.cfg Makefile
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $$($(PYTHON) -c "import configparser as c; p = c.ConfigParser(); p.read('setup.cfg'); $(DOCS)")
 	touch $@
 
 # Over the one before it, with the megatron-core that Megatron-Bridge needs and the transformers that verl names.

@@ -1,4 +1,4 @@
-"""What setup.cfg cannot say: patches, the C file, archives that are the same wherever they are made."""
+"""What setup.cfg cannot say: patches and documents, the C file, archives that are the same wherever they are made."""
 
 import gzip
 import os
@@ -11,13 +11,19 @@ from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
 
-class BuildWithPatches(build_py):
-    """The patches for hosts live beside the package in the repository, and inside it once installed."""
+class BuildWithFiles(build_py):
+    """The patches for hosts, and the pages that `megaprof mcp` shows, are beside the package in the repository, and
+    inside it once installed."""
 
     def run(self):
         super().run()
-        if not self.editable_mode:
-            shutil.copytree("patches", Path(self.build_lib) / "megaprof" / "patches", dirs_exist_ok=True)
+        if self.editable_mode:
+            return
+        package = Path(self.build_lib) / "megaprof"
+        shutil.copytree("patches", package / "patches", dirs_exist_ok=True)
+        (package / "docs").mkdir(exist_ok=True)
+        for page in sorted(Path("docs").glob("*.md")):
+            shutil.copy(page, package / "docs")
 
 
 class SameSources(sdist):
@@ -46,4 +52,4 @@ class SameSources(sdist):
 # The hot part of the timeline; `megaprof.recorders.tape` does the same in Python where there is no compiler.
 TAPE = Extension("megaprof.recorders._tape", ["megaprof/recorders/_tape.c"], optional=True)
 
-setup(cmdclass={"build_py": BuildWithPatches, "sdist": SameSources}, ext_modules=[TAPE])
+setup(cmdclass={"build_py": BuildWithFiles, "sdist": SameSources}, ext_modules=[TAPE])

@@ -26,14 +26,14 @@ EXAMPLES = ROOT / "docs" / "examples"
 NOT_MODULES = {"megaprof.actor.prom", "megaprof.dir", "megaprof.imbalance", "megaprof.step", "megaprof.target"}
 
 
-def blocks(language: str) -> list[str]:
-    """The README's code blocks in ``language``."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+def blocks(language: str, document: str = README) -> list[str]:
+    """A document's code blocks in ``language``."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", document, re.M | re.S)
 
 
-def commands() -> list[str]:
-    """What the README tells a user to type, without the prompts and the comments behind it."""
-    text = "".join(blocks("console")).replace("\\\n", "")
+def commands(document: str = README) -> list[str]:
+    """What a document tells a user to type, without the prompts and the comments behind it."""
+    text = "".join(blocks("console", document)).replace("\\\n", "")
     return [re.sub(r"\s+# .*", "", line[2:]) for line in text.splitlines() if line.startswith("$ ")]
 
 
@@ -62,7 +62,7 @@ def test_every_option_is_documented_with_its_variable_and_default() -> None:
 def test_every_benchmark_is_a_module_that_can_be_imported(path: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     import_module(f"tests.benchmarks.{path.stem}")
-    if path.stem not in ("load", "test_scale"):
+    if path.stem not in ("cores", "load", "test_scale"):
         assert f"-m tests.benchmarks.{path.stem} " in makefile
 
 
@@ -103,8 +103,9 @@ def test_the_readmes_script_is_the_example_and_two_lines_are_all_that_was_added(
     assert (EXAMPLES / "unedited.py").read_text().split("\n\n", 1)[1] == code
 
 
-def test_the_readmes_test_of_an_integration_runs(tmp_path: Path) -> None:
-    (tmp_path / "snippet.py").write_text(blocks("python")[1])
+def test_the_documented_test_of_an_integration_runs(tmp_path: Path) -> None:
+    (snippet,) = blocks("python", (ROOT / "docs" / "testing.md").read_text())
+    (tmp_path / "snippet.py").write_text(snippet)
     ran = _run([sys.executable, "snippet.py"], tmp_path)
     assert ran.returncode == 0, ran.stderr
     losses = ast.literal_eval(ran.stdout)
@@ -128,6 +129,29 @@ def test_the_readmes_commands_run_as_printed(tmp_path: Path) -> None:
     names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("traces", "traces2")]
     assert names[0] == names[1]
     assert len(names[0]) == 2
+
+
+@pytest.mark.slow
+def test_the_tutorials_commands_lead_where_it_says(tmp_path: Path) -> None:
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text()
+    said = []
+    for line in commands(tutorial):
+        assert line.startswith("megaprof ")
+        ran = _run(["bash", "-c", line], tmp_path)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        said.append(ran.stdout)
+    first, again, _, compared = (" ".join(each.split()) for each in said)  # sentences are wrapped
+    for each in (first, again):
+        assert "Stage 0 is slow" in each
+        assert "6 layers against 2" in each
+    assert "emb+6 → emb+4" in compared
+
+
+def test_the_tutorials_replay_says_that_even_is_faster(tmp_path: Path) -> None:
+    (snippet,) = blocks("python", (ROOT / "docs" / "tutorial.md").read_text())
+    ran = _run([sys.executable, "-c", snippet], tmp_path)
+    uneven, even = (float(number) for number in re.findall(r"(\d+) ms", ran.stdout))
+    assert even < uneven
 
 
 def _run(line: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
@@ -185,6 +209,16 @@ def test_every_relative_link_leads_somewhere() -> None:
     for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: megaprof\.(\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.M)
+    assert sorted(named) == sorted(set(megaprof.__all__) - {"__version__"})
+
+
+def test_the_changelog_begins_with_this_version_or_the_next_one() -> None:
+    (latest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert latest in (megaprof.__version__, "Unreleased")
 
 
 def test_every_room_is_in_the_architecture() -> None:

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 #: Modules that need a trainer when they are imported: nobody imports them before a tool is chosen, or a demo starts.
 NEED_TORCH = {"megaprof.recorders.memory", "megaprof.recorders.torch_profiler", "megaprof.testing"}
 #: Extras that a user asks for. The others are for working on megaprof.
-FOR_USERS = ("", "train", "te", "report", "export", "completion", "prometheus")
+FOR_USERS = ("", "train", "te", "report", "export", "completion", "mcp", "prometheus", "ui")
 #: Hosts, which are there wherever the code that imports them runs.
 HOSTS = {"swift"}
 #: What a package is called where it is imported, if not what it is called where it is installed from.
@@ -76,7 +76,7 @@ def test_what_is_imported_is_declared() -> None:
 def test_what_training_imports_comes_with_the_base_install_or_the_extra_train() -> None:
     packages = declared()
     known = {"megaprof", *sys.stdlib_module_names} | packages[""] | packages["train"]
-    reading = {"analysis", "cli"}
+    reading = {"analysis", "cli", "ui"}
     missing = {(str(path), name) for path, name, at_once in imports() if at_once and name not in known}
     assert {each for each in missing if each[0].split("/")[1] not in reading} == set()
 
@@ -246,6 +246,26 @@ def test_the_wheel_in_an_empty_environment(dist: Path, empty: Path, traces: Path
             install(empty, "megaprof[export]")
         check(run("megaprof", *arguments), code, says)
     assert run("python", "-c", "import torch").returncode == 1
+
+
+@pytest.mark.slow
+def test_an_agent_is_answered_from_an_environment_without_torch(empty: Path, traces: Path) -> None:
+    """Documents included, which are beside the package in a checkout."""
+    install(empty, "megaprof[mcp]")
+    code = (
+        "import asyncio, sys; from mcp import Client, StdioServerParameters\n"
+        "async def main():\n"
+        "    async with Client(StdioServerParameters(command=sys.argv[1], args=['mcp'])) as client:\n"
+        "        print((await client.call_tool('report', {'directory': 'traces'})).content[0].text[:60])\n"
+        "        for each in (await client.list_resources()).resources:\n"
+        "            print((await client.read_resource(str(each.uri))).contents[0].text.splitlines()[0])\n"
+        "asyncio.run(main())"
+    )
+    line = [str(empty / "python"), "-c", code, str(empty / "megaprof")]
+    ran = subprocess.run(line, env=alone(), cwd=traces, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "stage 0 slow" in ran.stdout
+    assert {"# The report", "# Options", "# For agents"} <= set(ran.stdout.splitlines())
 
 
 @pytest.mark.slow

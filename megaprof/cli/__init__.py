@@ -24,6 +24,7 @@ COMMANDS = {
     "demo": ("training.demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
     "diff": ("diff", "compare two captures stage by stage"),
     "export": ("export", "write timelines as a Parquet dataset, for a query engine"),
+    "mcp": ("agent.mcp", "answer the questions of an agent: a server of the Model Context Protocol"),
     "merge": ("merge", "put all captured ranks of a step on one Perfetto timeline"),
     "nsys": ("training.nsys", "print the nsys command line that goes before a training command"),
     "open": ("open", "show a captured step in Perfetto's UI, in the browser"),
@@ -32,6 +33,7 @@ COMMANDS = {
     "run": ("training.run", "run a training command with profiling, without editing it"),
     "status": ("jobs.status", "say what a running job is doing, and whom it waits for when it hangs"),
     "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
+    "ui": ("ui", "show captures and running jobs as pages in the browser"),
     "watch": ("jobs.watch", "show a running job's stages as a live table"),
 }
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143
@@ -48,12 +50,15 @@ EXIT_CODES = {
 _EXTRAS = {
     "jinja2": "report",
     "markupsafe": "report",
+    "mcp": "mcp",
     "megatron": "train",
     "msgspec": "report",
     "pyarrow": "export",
     "rich": "report",
     "shtab": "completion",
+    "starlette": "ui",
     "torch": "train",
+    "uvicorn": "ui",
 }
 
 
@@ -82,24 +87,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = module.run(parser_of(wanted).parse(arguments[place + 1 :]))
         sys.stdout.flush()
         return code
-    except (CommandError, TooMuch) as fault:
-        print(f"megaprof {wanted}: {_one_line(str(fault))}", file=sys.stderr)
-        return USAGE if isinstance(fault, UsageError) else FAILED
-    except ModuleNotFoundError as fault:
-        if (package := (fault.name or "").partition(".")[0]) not in _EXTRAS:
-            raise
-        needs = f"needs {package}: pip install 'megaprof[{_EXTRAS[package]}]'"
-        print(f"megaprof {wanted}: {needs}", file=sys.stderr)
-        return FAILED
-    except Unreachable as fault:
-        print(f"megaprof {wanted}: the files cannot be reached: {_one_line(str(fault))}", file=sys.stderr)
-        return FAILED
     except BrokenPipeError:
         # The reader (head, less) has seen enough. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except Exception as fault:
+        if (line := in_a_line(fault)) is None:
+            raise
+        print(f"megaprof {wanted}: {line}", file=sys.stderr)
+        return USAGE if isinstance(fault, UsageError) else FAILED
+
+
+def in_a_line(fault: Exception) -> str | None:
+    """What a command says of a fault that is its user's to mend; None of one that is ours."""
+    text = None
+    if isinstance(fault, (CommandError, TooMuch)):
+        text = str(fault)
+    elif isinstance(fault, Unreachable):
+        text = f"the files cannot be reached: {fault}"
+    elif isinstance(fault, ModuleNotFoundError):
+        package = (fault.name or "").partition(".")[0]
+        text = f"needs {package}: pip install 'megaprof[{_EXTRAS[package]}]'" if package in _EXTRAS else None
+    return None if text is None else _one_line(text)
 
 
 def parser_of(command: str) -> Parser:

@@ -13,6 +13,7 @@ from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.remote import Unreachable, place
 
 if TYPE_CHECKING:
+    from megaprof.analysis.report.diff import Diff
     from megaprof.analysis.report.document import Report
 
 EXAMPLES = (
@@ -32,21 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and print tables or JSON. Raises CommandError when there is nothing to compare."""
     heed_input_option(arguments)
-    from rich.console import Console
-
-    from megaprof.analysis.report.diff import NothingToCompare, compare
-    from megaprof.analysis.report.diff_terminal import show_diff
-
-    before, after = _report(arguments.before), _report(arguments.after)
-    try:
-        diff = compare(before, after)
-    except NothingToCompare as fault:
-        raise CommandError(f"{arguments.before} and {arguments.after}: {fault}") from None
+    diff = compared(arguments.before, arguments.after)
     if arguments.json:
         sys.stdout.write(json.dumps(diff.to_json(), indent=2, allow_nan=False) + "\n")
     else:
+        from rich.console import Console
+
+        from megaprof.analysis.report.diff_terminal import show_diff
+
         show_diff(diff, Console(highlight=False))
     return 0
+
+
+def compared(before: Path, after: Path) -> Diff:
+    """Two captures, or the JSON files of their reports. Raises CommandError."""
+    from megaprof.analysis.report.diff import NothingToCompare, compare
+
+    first, second = _report(before), _report(after)
+    try:
+        return compare(first, second)
+    except NothingToCompare as fault:
+        raise CommandError(f"{before} and {after}: {fault}") from None
 
 
 def _report(path: Path) -> Report:

@@ -91,9 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, page: Path | None) -> int:
     if arguments.json == "-":
         _refuse_to_lose("--html", page, _is_html_report)
-        report = _analyze(arguments.dir, arguments.run, _sizes(arguments), _workers(arguments))
+        report = analyzed(arguments.dir, arguments.run, _sizes(arguments), _workers(arguments))
+        fault = _write_files(report, None, page)
         sys.stdout.write(_json(report))
-        _write("--html", page, lambda: _html(report))
+        if fault is not None:
+            raise fault
         return 0
     json_file = Path(arguments.json) if arguments.json else None
     return report_directory(
@@ -126,11 +128,14 @@ def report_directory(
 
     _refuse_to_lose("--json", json_file, _is_json_report)
     _refuse_to_lose("--html", html_file, _is_html_report)
-    report = _analyze(directory, number, sizes, workers)
+    report = analyzed(directory, number, sizes, workers)
+    fault = _write_files(report, json_file, html_file)
     show(report, Console(highlight=False))
-    if _write("--json", json_file, lambda: _json(report)):
+    if fault is not None:
+        raise fault
+    if json_file is not None:
         print(f"The same as JSON: {json_file}")
-    if html_file is not None and _write("--html", html_file, lambda: _html(report)):
+    if html_file is not None:
         print(f"The same to send: {html_file}")
         here = shlex.join(["python3", "-m", "webbrowser", html_file.absolute().as_uri()])
         print(f"To look at it: {here if browser.is_here() else browser.fetching(html_file)}")
@@ -154,9 +159,11 @@ def _workers(arguments: argparse.Namespace) -> Workers | None:
     return int(given)
 
 
-def _analyze(
-    directory: Path, number: int | None, sizes: dict[str, int] | None = None, workers: Workers | None = None
+def analyzed(
+    directory: Path, number: int | None = None, sizes: dict[str, int] | None = None, workers: Workers | None = None
 ) -> Report:
+    """The report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and UsageError where
+    there is no such run."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -218,15 +225,25 @@ def _is_html_report(text: str) -> bool:
     return text.startswith("<!DOCTYPE html>") and "<title>megaprof: " in text
 
 
-def _write(option: str, path: Path | None, text: Callable[[], str]) -> bool:
-    """False for no path. Raises CommandError."""
+def _write_files(report: Report, json_file: Path | None, html_file: Path | None) -> CommandError | None:
+    """To be called before anything is printed, since the reader of that (head, less) may leave early. Returns why a
+    file could not be written: that is no reason to keep the report from being printed."""
+    try:
+        _write("--json", json_file, lambda: _json(report))
+        _write("--html", html_file, lambda: _html(report))
+    except CommandError as fault:
+        return fault
+    return None
+
+
+def _write(option: str, path: Path | None, text: Callable[[], str]) -> None:
+    """Nothing for no path. Raises CommandError."""
     if path is None:
-        return False
+        return
     try:
         _write_whole(path, text())
     except OSError as fault:
         raise CommandError(f"{option} {path} cannot be written: {fault.strerror or fault}") from None
-    return True
 
 
 def _write_whole(path: Path, text: str) -> None:

@@ -95,8 +95,9 @@ def _report() -> Any:
     )
     prediction = _shape(
         "Prediction",
-        (Prediction, _names(Prediction, "flags fits")),
-        step_time_ms=(float, "The same as `step_ms`."),
+        (Prediction, _names(Prediction, "step_ms flags fits")),
+        step_time_ms=(float, _about(Prediction)["step_ms"]),
+        step_ms=(float, "The same as `step_time_ms`, which is the one to read: only earlier readers need this one."),
         flags=(text, "Megatron's arguments for it, quoted for a shell; empty where no argument does it."),
     )
     cost = _shape(
@@ -111,7 +112,7 @@ def _report() -> Any:
     )
     what_if = _shape(
         "WhatIf",
-        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended")),
+        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended by_hand")),
         replay_error=(number, _about(WhatIf)["replay_error"] + " The mean."),
         replay_error_spread=(spread, _about(WhatIf)["replay_error"]),
         costs=(costs | None, _about(WhatIf)["costs"]),

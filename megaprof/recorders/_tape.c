@@ -9,6 +9,7 @@
 #include <Python.h>
 #include <structmember.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <time.h>
 
 /* The layout of a code, as in megaprof.formats.codes; a test compares both. */
@@ -639,11 +640,131 @@ static PyTypeObject HookType = {
     .tp_getset = hook_getset,
 };
 
+/* ---- pack ---- */
+
+typedef struct {
+    int64_t code, start, end;
+    Py_ssize_t place;
+} Event;
+
+/* As Python divides: towards minus infinity. */
+static int64_t
+microseconds(int64_t nanoseconds)
+{
+    int64_t whole = nanoseconds / 1000;
+    return nanoseconds % 1000 < 0 ? whole - 1 : whole;
+}
+
+/* By start; what encloses another comes before it; else as they were noted. */
+static int
+in_order(const void *one, const void *other)
+{
+    const Event *a = one, *b = other;
+    if (a->start != b->start)
+        return a->start < b->start ? -1 : 1;
+    if (a->end != b->end)
+        return a->end > b->end ? -1 : 1;
+    return a->place < b->place ? -1 : 1;
+}
+
+static unsigned char *
+put_short(unsigned char *at, int64_t number)
+{
+    at[0] = (unsigned char)(number & 255);
+    at[1] = (unsigned char)(number >> 8);
+    return at + 2;
+}
+
+/* What megaprof.recorders.timeline.packing.in_python does. */
+static PyObject *
+pack(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+{
+    static const int kinds[16] = {[1] = 1, [2] = 2, [3] = 3, [4] = 4, [5] = 5, [6] = 5}; /* a wait is an exchange */
+    if (nargs != 2) {
+        PyErr_SetString(PyExc_TypeError, "pack(events, zero)");
+        return NULL;
+    }
+    int64_t zero = PyLong_AsLongLong(args[1]);
+    if (zero == -1 && PyErr_Occurred())
+        return NULL;
+    Py_buffer view;
+    if (PyObject_GetBuffer(args[0], &view, PyBUF_SIMPLE))
+        return NULL;
+    Py_ssize_t count = view.len / (3 * (Py_ssize_t)sizeof(int64_t));
+    Event *events = PyMem_Malloc((count ? count : 1) * sizeof(Event));
+    if (events == NULL) {
+        PyBuffer_Release(&view);
+        return PyErr_NoMemory();
+    }
+    const int64_t *noted = view.buf;
+    int64_t totals[6] = {0}, longest = 0, previous = 0;
+    int sorted = 1, possible = 1;
+    for (Py_ssize_t i = 0; i < count; i++, noted += 3) {
+        Event *event = events + i;
+        event->code = noted[0];
+        event->start = microseconds(noted[1] - zero + 500);
+        event->end = microseconds(noted[2] - zero + 500);
+        event->place = i;
+        totals[kinds[event->code & 15]] += event->end - event->start;
+        sorted &= event->start >= previous || i == 0;
+        previous = event->start;
+    }
+    PyBuffer_Release(&view);
+    if (!sorted)
+        qsort(events, count, sizeof(Event), in_order);
+    previous = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int64_t after = events[i].start - previous, length = events[i].end - events[i].start;
+        possible &= after >= 0 && length >= 0;
+        longest = after > longest ? after : longest;
+        longest = length > longest ? length : longest;
+        previous = events[i].start;
+    }
+    PyObject *codes = NULL, *times = NULL, *answer = NULL;
+    if (!possible) {
+        PyErr_SetString(PyExc_ValueError, "events are not in the order of their starts, or end before they start");
+        goto done;
+    }
+    int unit = 0;
+    while (longest >> unit > 65535)
+        unit++;
+    if (unit && longest >> unit == 65535) /* rounding may add one */
+        unit++;
+    codes = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(int64_t));
+    times = PyBytes_FromStringAndSize(NULL, count ? 1 + 4 * count : 0);
+    if (codes == NULL || times == NULL)
+        goto done;
+    int64_t *code = (int64_t *)PyBytes_AS_STRING(codes);
+    unsigned char *at = (unsigned char *)PyBytes_AS_STRING(times);
+    if (count)
+        *at++ = (unsigned char)unit;
+    previous = 0;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        int64_t start = events[i].start >> unit, end = events[i].end >> unit;
+        code[i] = events[i].code;
+        at = put_short(put_short(at, start - previous), end - start);
+        previous = start;
+    }
+    answer = Py_BuildValue("(OO(LLLLL))", codes, times, (long long)totals[1], (long long)totals[2],
+                           (long long)totals[3], (long long)totals[4], (long long)totals[5]);
+done:
+    Py_XDECREF(codes);
+    Py_XDECREF(times);
+    PyMem_Free(events);
+    return answer;
+}
+
+static PyMethodDef functions[] = {
+    {"pack", (PyCFunction)(void (*)(void))pack, METH_FASTCALL, "The events of a step as a timeline file has them."},
+    {NULL, NULL, 0, NULL},
+};
+
 static struct PyModuleDef module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "megaprof.recorders._tape",
     .m_doc = "The hot part of the timeline; see megaprof.recorders.tape.",
     .m_size = -1,
+    .m_methods = functions,
 };
 
 PyMODINIT_FUNC

@@ -121,6 +121,8 @@ Gate: Any = PythonGate if _c is None else _c.Gate
 #: the way in Python when it is true.
 Hook: Any = None if _c is None else _c.Hook
 IN_C = Hook is not None
+#: `megaprof.recorders.timeline.packing.in_python` in C, None where there is none.
+pack_in_c: Any = getattr(_c, "pack", None)
 
 
 def raw(tape: Any) -> Any:

@@ -7,7 +7,8 @@ sleeps, as a process does that waits for its GPU: so a step is 100 ms long on an
 other, and hooks run in caches that have gone cold. The recorder rests in every other block of steps, by the very means
 by which a job measures its own cost (`megaprof.recorders.timeline.cost`), but in short blocks without pauses. Ranks run
 at real-time priority where that is permitted (as root), background thread included: 200 sleeps make a step, and the
-ordinary scheduler wakes each of them a little too late, which is noise. Wall time is that of the pipeline; CPU time is
+ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for the same reason, by
+processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is
 that of the whole process, background thread included, of the rank that pays more.
 
 The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more, as
@@ -23,12 +24,9 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,6 +42,7 @@ from megaprof.install import _process
 from megaprof.recorders import tape
 from megaprof.recorders.timeline import cost
 from megaprof.testing import cpu_megatron, init_distributed, run_ranks
+from tests.benchmarks.cores import awake, one_busy
 
 STEP_US = 100e3
 WIDTH = 16
@@ -100,18 +99,6 @@ def _real_time() -> bool:
     except (AttributeError, OSError):
         return False
     return True
-
-
-@contextmanager
-def _busy(wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
-        try:
-            yield
-        finally:
-            process.kill()
 
 
 def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[str, Any]:
@@ -172,7 +159,7 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true")
     args = parser.parse_args()
     quiet = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, _busy(args.busy):
+    with tempfile.TemporaryDirectory() as folder, awake(), one_busy(args.busy):
         measured = args.microbatches, args.steps, args.step_ms / 1e3, str(Path(folder))
         ranks = run_ranks(job, 2, *measured, timeout=1800, env=quiet)
     how = "C" if tape.IN_C else "Python"

@@ -8,7 +8,7 @@ whose time depends on the layers too, is no part of the pipeline that is predict
 
 Paced layers are the truth: real schedules and exchanges of a tiny model whose layers and output layer wait for a given
 time in each pass, as a host waits for a GPU. Waiting needs no core, so a layer costs the same in every layout. They run
-twice: as the machine is, and with one core kept busy.
+twice: as the machine is, and with one core kept busy. Cores are kept awake meanwhile (`cores.awake`).
 
 Real compute says less: two stages that compute at once may share a physical core, every layout shares it differently,
 and so a layer costs something else in each. Its errors have names of their own.
@@ -31,16 +31,14 @@ synthesised pipelines; null where these did not run. ``load`` is the machine's a
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +49,7 @@ from megaprof.analysis.what_if.what_if import Prediction, WhatIf
 from megaprof.parallel.chunks import language_model
 from megaprof.testing import GPTWorkload, run_ranks
 from tests.analysis.scenarios import Scenario, write
+from tests.benchmarks.cores import awake, one_busy
 
 Split = tuple[int, ...]
 
@@ -101,6 +100,7 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
     from megaprof.testing import build, cpu_megatron, init_distributed
 
     init_distributed()
+    gc.disable()
     steps = ",".join(str(step) for step in range(WARM_UP, WARM_UP + STEPS))
     with cpu_megatron():
         for number in range(rounds):
@@ -112,6 +112,7 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
                 gpt = build(replace(workload, layout=split))
                 if paced:
                     pace(gpt.chunks)
+                gc.collect()  # between turns, as `--manual-gc` has it: else some captured step takes 150 ms longer
                 with install_hooks(gpt.chunks, args):
                     forward_backward = get_forward_backward_func()
                     for _ in range(WARM_UP + STEPS):
@@ -122,29 +123,10 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
 
 def pace(chunks: Sequence[Any]) -> None:
     """Let every decoder layer and the output layer wait in each pass."""
-    import torch
+    from megaprof.testing.faults import layers, linger
 
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Any, forward_ms: float, backward_ms: float) -> Any:
-            ctx.backward_ms = backward_ms
-            time.sleep(forward_ms / 1000)
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            time.sleep(ctx.backward_ms / 1000)
-            return gradient, None, None
-
-    def waiting(times: tuple[float, float]) -> Any:
-        return lambda module, inputs, output: (Wait.apply(output[0], *times), *output[1:])
-
-    for chunk in chunks:
-        model = language_model(chunk)
-        for layer in model.decoder.layers:
-            layer.register_forward_hook(waiting(PACED_LAYER))
-        if model.post_process:
-            model.output_layer.register_forward_hook(waiting(PACED_OUTPUT))
+    linger(layers(chunks), lambda _: PACED_LAYER)
+    linger((model.output_layer for model in map(language_model, chunks) if model.post_process), lambda _: PACED_OUTPUT)
 
 
 def name(number: int, split: Split) -> str:
@@ -204,17 +186,6 @@ def _ratio(before: Sequence[WhatIf], after: Sequence[WhatIf]) -> tuple[float, fl
     ]
     scatter = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
     return statistics.median(ratios), 2 * scatter
-
-
-@contextmanager
-def one_core_busy() -> Iterator[None]:
-    """Another process that computes all the time."""
-    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        yield
-    finally:
-        other.kill()
-        other.wait()
 
 
 def synthesised(count: int) -> Iterator[Outcome]:
@@ -318,10 +289,13 @@ def main() -> None:
             for splits in (each for each in every if len(each[0]) in options.stages):
                 place = out / kind / str(len(splits[0]))
                 if kind == "busy":
-                    with one_core_busy():
+                    with awake(), one_busy():
+                        found, reasons = real(options.repeats, place, splits, paced=True)
+                elif kind == "paced":
+                    with awake():
                         found, reasons = real(options.repeats, place, splits, paced=True)
                 else:
-                    found, reasons = real(options.repeats, place, splits, paced=kind == "paced")
+                    found, reasons = real(options.repeats, place, splits, paced=False)
                 outcomes[kind] += found
                 missed += [f"{kind}, {reason}" for reason in reasons]
     for kind, each in outcomes.items():

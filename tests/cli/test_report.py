@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -105,11 +106,32 @@ def test_an_ascii_terminal_is_no_reason_to_fail(traces):
     assert (run.returncode, run.stderr) == (0, "")
 
 
-def test_a_reader_that_leaves_early_sees_no_traceback(traces):
-    command = f'"{sys.executable}" -m megaprof report "{traces}" | true'
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(["bash", "-c", command], capture_output=True, env=environment, timeout=120, text=True)
-    assert run.stderr == ""
+def test_a_reader_that_leaves_early_sees_no_traceback_and_has_all_files(traces, tmp_path):
+    for printed, files in (
+        ([], ["--json", "report.json", "--html", "page.html"]),
+        (["--json", "-"], ["--html", "2.html"]),
+    ):
+        line = shlex.join([sys.executable, "-m", "megaprof", "report", str(traces), *printed, *files])
+        run = subprocess.run(
+            ["bash", "-c", f"{line} | true"],
+            cwd=tmp_path,
+            capture_output=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            timeout=120,
+            text=True,
+        )
+        assert run.stderr == ""
+    assert json.loads((tmp_path / "report.json").read_text())["targets"]
+    for page in ("page.html", "2.html"):
+        assert (tmp_path / page).read_text().rstrip().endswith("</html>")
+
+
+def test_a_file_that_cannot_be_written_does_not_take_the_report_with_it(traces, tmp_path):
+    for printed in ([], ["--json", "-"]):
+        run = megaprof("report", traces, *printed, "--html", tmp_path / "missing" / "page.html")
+        assert run.returncode == 1
+        assert "cannot be written" in run.stderr
+        assert ("Stage 0 is slow" if not printed else '"slowest_stage": 0') in run.stdout
 
 
 def test_a_missing_extra_is_named(traces):

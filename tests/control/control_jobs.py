@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from megaprof.testing.faults import before_forward
 
 SMALL = GPTWorkload(pp=2, hidden=64, seq_length=32, layers=4, microbatches=4)
 #: Between two steps of a job that is asked, so that it need not be repeated with thousands of them.
@@ -73,7 +74,7 @@ def _look_often() -> None:
 def _sleep_in_forward(gpt: Any, slow: Slow, microbatches: int, losses: list[Any], stop: str) -> None:
     forwards = 0
 
-    def sleep(module: Any, inputs: Any) -> None:
+    def sleep() -> None:
         nonlocal forwards
         microbatch, forwards = forwards % microbatches, forwards + 1
         if microbatch != slow.microbatch or len(losses) < slow.step:
@@ -83,7 +84,7 @@ def _sleep_in_forward(gpt: Any, slow: Slow, microbatches: int, losses: list[Any]
         while slow.seconds is None and not Path(stop).exists():
             time.sleep(0.1)
 
-    gpt.chunks[0].register_forward_pre_hook(sleep)
+    before_forward(gpt.chunks[0], sleep)
 
 
 @dataclass

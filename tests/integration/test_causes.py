@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import pytest
 
 from megaprof.analysis.report.report import analyze
 from megaprof.formats.timeline import SUFFIX
-from megaprof.parallel.chunks import language_model
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from megaprof.testing.faults import before_exchange, layers, linger
 from tests.analysis.telling import findings
 
 #: Milliseconds that a layer waits in a forward and in a backward, ...
@@ -55,27 +55,6 @@ def at_stage(fault: str, stage: int) -> tuple[float, float]:
     return FORWARD, BACKWARD
 
 
-def pace(chunks: Sequence[Any], times: Callable[[], tuple[float, float]]) -> None:
-    """Let every layer wait in each pass, for as long as ``times`` says when its forward begins."""
-    import torch
-
-    class Wait(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Any) -> Any:
-            forward_ms, ctx.backward_ms = times()
-            time.sleep(forward_ms / 1000)
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            time.sleep(ctx.backward_ms / 1000)
-            return gradient
-
-    for chunk in chunks:
-        for layer in language_model(chunk).decoder.layers:
-            layer.register_forward_hook(lambda module, inputs, output: (Wait.apply(output[0]), *output[1:]))
-
-
 def run_faults(directory: str, faults: Sequence[str]) -> None:
     """One rank: every fault in turn, with a directory of its own."""
     import argparse
@@ -90,7 +69,7 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
     passes = 0
     fault = "healthy"
 
-    def times() -> tuple[float, float]:
+    def times(_: float) -> tuple[float, float]:
         nonlocal passes
         passes += 1
         forward, backward = at_stage(fault, stage)
@@ -101,17 +80,11 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
             forward, backward = (ms * rng.choice((0.1, 0.5, 1.0, 1.5, 1.9)) for ms in (forward, backward))
         return forward + (DATA if fault == "waiting for data" and stage == 0 and first else 0.0), backward
 
-    exchange = torch.distributed.batch_isend_irecv
-
-    def exchanged(operations: Any) -> Any:
-        if fault == "slow link" and stage == 1 and any(op.peer == 2 for op in operations):
-            time.sleep(LINK / 1000)
-        return exchange(operations)
-
-    torch.distributed.batch_isend_irecv = exchanged
+    if stage == 1:
+        before_exchange(2, lambda: time.sleep(LINK / 1000 if fault == "slow link" else 0))
     with cpu_megatron():
         gpt = build(PIPELINE)
-        pace(gpt.chunks, times)
+        linger(layers(gpt.chunks), times)
         forward_backward = get_forward_backward_func()
         gpt.train_step(forward_backward)
         for fault in faults:
@@ -168,14 +141,14 @@ def run_replicas(directory: str) -> None:
 
     rank, _ = init_distributed()
 
-    def times() -> tuple[float, float]:
+    def times(_: float) -> tuple[float, float]:
         slow = 2.0 if rank == 1 and gpt.step % PERIOD >= PERIOD // 2 else 1.0
         return slow * 2 * FORWARD, slow * 2 * BACKWARD
 
     args = add_profile_args(argparse.ArgumentParser()).parse_args([*FLAGS[:4], "--profile-dir", directory])
     with cpu_megatron():
         gpt = build(REPLICAS)
-        pace(gpt.chunks, times)
+        linger(layers(gpt.chunks), times)
         with install_hooks(gpt.chunks, args):
             forward_backward = get_forward_backward_func()
             for _ in range(COMES_AND_GOES):

@@ -17,6 +17,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.report.report import analyze
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from megaprof.testing.faults import before_forward
 from tests.analysis.telling import findings
 
 STEPS, SLOW_RANK, FROM = 60, 3, 20
@@ -43,7 +44,7 @@ def train(directory: str, workload: GPTWorkload, fault: str, steps: int) -> None
         if rank == SLOW_RANK and step >= FROM:
             time.sleep(seconds)
 
-    def burn(*_: Any) -> None:
+    def burn() -> None:
         if rank == SLOW_RANK and step >= FROM:
             begin = time.thread_time()
             while time.thread_time() - begin < SECONDS:
@@ -71,9 +72,9 @@ def train(directory: str, workload: GPTWorkload, fault: str, steps: int) -> None
     with cpu_megatron(), pytest.MonkeyPatch.context() as patches:
         gpt = build(workload)
         if fault == "sleep":
-            gpt.chunks[0].register_forward_pre_hook(lambda *_: slowed(SECONDS))
+            before_forward(gpt.chunks[0], lambda: slowed(SECONDS))
         elif fault == "burn":
-            gpt.chunks[0].register_forward_pre_hook(burn)
+            before_forward(gpt.chunks[0], burn)
         elif fault == "gradients":
             gpt.config.finalize_model_grads_func = finalize(gpt.config.finalize_model_grads_func)
         elif fault == "all-reduce":

@@ -16,7 +16,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.install import Handle
 from megaprof.recorders.timeline import cost, device, recorder
-from megaprof.recorders.timeline.recorder import TimelineRecorder
+from megaprof.recorders.timeline.recorder import STEPS_AT_ONCE, TimelineRecorder
 
 
 def config(directory: Path, **more: Any) -> ProfileConfig:
@@ -210,14 +210,14 @@ def test_many_steps_are_written_with_pauses_between(
             written = 0
 
         with timeline._writing:  # the background thread waits
-            for _ in range(20):
+            for _ in range(2 * STEPS_AT_ONCE + 4):
                 one_rank.train_step()
             monkeypatch.setattr(timeline._files, "append", counted)
             monkeypatch.setattr(timeline._background, "pause", pause)
             timeline._drain(pause)
-        assert between == [8, 8]
+        assert between == [STEPS_AT_ONCE] * 2
         assert written == 4
-    assert [step for step, _ in steps(tmp_path)] == list(range(20))
+    assert [step for step, _ in steps(tmp_path)] == list(range(2 * STEPS_AT_ONCE + 4))
 
 
 def test_steps_of_ever_new_lengths_do_not_grow_the_metadata(one_rank: Any, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.artifacts import writer
 from megaprof.install import Handle
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
+from megaprof.testing.faults import before_forward
 
 WORKLOAD = GPTWorkload(layers=1, microbatches=2, hidden=32, seq_length=16, heads=2)
 
@@ -31,13 +32,6 @@ def ready() -> None:
     """The test sends its signal now."""
     print("ready", flush=True)
     time.sleep(300)
-
-
-def in_forward(gpt: BuiltGPT, act: Any) -> None:
-    def hook(module: object, inputs: object) -> None:  # what a hook returns would become the inputs
-        act()
-
-    gpt.chunks[0].register_forward_pre_hook(hook)
 
 
 def returns(gpt: BuiltGPT, directory: str) -> None:
@@ -60,7 +54,7 @@ def leaves_at_once(gpt: BuiltGPT, directory: str) -> None:
 def waits_in_a_window(gpt: BuiltGPT, directory: str) -> None:
     install(gpt, directory, skip_first=1)
     gpt.train_step()
-    in_forward(gpt, ready)
+    before_forward(gpt.chunks[0], ready)
     gpt.train_step()
 
 
@@ -95,7 +89,7 @@ def has_its_own_handler(gpt: BuiltGPT, directory: str) -> None:
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     install(gpt, directory, skip_first=0)
-    in_forward(gpt, lambda: seen or (print("ready", flush=True), time.sleep(1)))
+    before_forward(gpt.chunks[0], lambda: seen or (print("ready", flush=True), time.sleep(1)))
     while not seen:
         gpt.train_step()
     sys.exit(5)
@@ -116,7 +110,7 @@ def calls_the_handler_before_it(gpt: BuiltGPT, directory: str) -> None:
         ready()
 
     install(gpt, directory, skip_first=0)
-    in_forward(gpt, late)
+    before_forward(gpt.chunks[0], late)
     gpt.train_step()
 
 
@@ -151,7 +145,7 @@ def removes_from_another_thread(gpt: BuiltGPT, directory: str) -> None:
             threads[0].join(60)
             print("asked", handle.active)
 
-    in_forward(gpt, remove)
+    before_forward(gpt.chunks[0], remove)
     gpt.train_step()
     print("removed", not handle.active, torch._C._autograd._profiler_enabled())
     gpt.train_step()
@@ -186,7 +180,7 @@ def forks(gpt: BuiltGPT, directory: str) -> None:
         os._exit(7)  # as multiprocessing does: torch itself hangs in a child that leaves a window by sys.exit
 
     handle = install(gpt, directory, skip_first=0)
-    in_forward(gpt, fork)
+    before_forward(gpt.chunks[0], fork)
     gpt.train_step()
     assert os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]) == 7
     loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context="fork")

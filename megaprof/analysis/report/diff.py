@@ -82,6 +82,17 @@ class Kept:
     inside: bool
     """Whether that is within the uncertainty."""
 
+    @property
+    def told(self) -> str:
+        """All of it, a clause."""
+        off = f"the prediction is {words.percent(self.error, sign=True)} off"
+        measured = f"measured {self.measured:.2f} times as fast ({words.number(self.measured_ms)} ms)"
+        return (
+            f"{self.what}: predicted {words.with_error(self.predicted, self.uncertainty)} times as fast "
+            f"({words.number(self.predicted_ms)} ms), {measured}: {off}, "
+            f"{'within' if self.inside else 'outside'} its uncertainty"
+        )
+
 
 @dataclass(frozen=True)
 class TargetDiff:

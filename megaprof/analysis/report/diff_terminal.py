@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megaprof.analysis.report.diff import Change, Diff, Kept, StageDiff, TargetDiff
+from megaprof.analysis.report.diff import Change, Diff, StageDiff, TargetDiff
 from megaprof.analysis.report.printing import heading, show_warnings, table, text
-from megaprof.analysis.stages.words import ABSENT, number, percent, title, with_error
+from megaprof.analysis.stages.words import ABSENT, number, percent, title
 
 _MARKS = {True: "*", False: "~", None: "?"}
 
@@ -29,18 +29,9 @@ def _show_target(target: TargetDiff, console: Console) -> None:
     slow = [f"stage {pp}" if pp is not None else "none" for pp in (target.slowest_before, target.slowest_after)]
     console.print(text(f"slow stage: {slow[0]} → {slow[1]}"))
     if target.prediction is not None:
-        console.print(text(_kept(target.prediction), "green" if target.prediction.inside else "red"))
+        console.print(text(target.prediction.told, "green" if target.prediction.inside else "red"))
     console.print(_table(target))
     show_warnings(console, target.notes)
-
-
-def _kept(kept: Kept) -> str:
-    off = f"the prediction is {percent(kept.error, sign=True)} off"
-    measured = f"measured {kept.measured:.2f} times as fast ({number(kept.measured_ms)} ms)"
-    return (
-        f"{kept.what}: predicted {with_error(kept.predicted, kept.uncertainty)} times as fast "
-        f"({number(kept.predicted_ms)} ms), {measured}: {off}, {'within' if kept.inside else 'outside'} its uncertainty"
-    )
 
 
 def _table(target: TargetDiff) -> Table:

@@ -21,7 +21,7 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS, Call
-from megaprof.analysis.what_if.dialects import options_of
+from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import Prediction, WhatIf
 from megaprof.version import __version__
 

@@ -1,7 +1,8 @@
-"""The step of every target that the HTML report draws: one rank per stage, on one clock."""
+"""Steps as reports and pages draw them: captured ones, one rank per stage on one clock, and simulated ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ from megaprof.analysis.clocks.clocks import align
 from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.passes import Pass
+from megaprof.analysis.what_if.simulation import Simulation
 from megaprof.formats import ranges
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
@@ -77,21 +80,37 @@ def boxes(step: StepTimeline) -> dict[str, Any]:
     """Rows for the script: times in microseconds from the step's start. ``boxes`` is flat, five numbers each: start
     (behind the start of the box before), duration, kind, microbatch and chunk (-1: unknown or none)."""
     first = min(row.call.extent[0] + row.offset_ns for row in step.rows)
-    names = sorted({each.kind for row in step.rows for each in row.call.laid_out})
-    numbers = {name: number for number, name in enumerate(names)}
     rows = []
     for row in step.rows:
-        call, shift = row.call, row.offset_ns - first
+        coords = row.call.metadata.coords
+        rows.append((coords.pp, coords.rank, row.call.extent, row.call.laid_out, row.offset_ns - first))
+    return _packed(rows, step.chunks)
+
+
+def boxes_of(replayed: Simulation) -> dict[str, Any]:
+    """The same of a simulated step, whose rows are of no rank."""
+    stages: list[list[Pass[float]]] = [[] for _ in range(replayed.schedule.stages)]
+    for each in replayed.events:
+        stages[each.stage].append(each)
+    whole = (0.0, 1e6 * replayed.step_ms)
+    return _packed([(stage, None, whole, own, 0) for stage, own in enumerate(stages)], replayed.schedule.chunks)
+
+
+def _packed(rows: Sequence[tuple[int, int | None, Sequence[float], Sequence[Any], int]], chunks: int) -> dict[str, Any]:
+    """``rows``: stage, rank, start and end in nanoseconds, passes, and nanoseconds to add to all of them."""
+    names = sorted({each.kind for _, _, _, passes, _ in rows for each in passes})
+    numbers = {name: number for number, name in enumerate(names)}
+    packed = []
+    for stage, rank, extent, passes, shift in rows:
         flat, before = [], 0
-        for box in call.laid_out:
+        for box in passes:
             start, end = (round((time + shift) / 1000) for time in (box.start, box.end))
             unknown = (-1 if value is None else value for value in (box.microbatch, box.chunk))
             flat += [start - before, end - start, numbers[box.kind], *unknown]
             before = start
-        coords = call.metadata.coords
-        span = [round((time + shift) / 1000) for time in call.extent]
-        rows.append({"stage": coords.pp, "rank": coords.rank, "span": span, "boxes": flat})
-    return {"names": names, "kinds": list(map(_kind, names)), "chunks": step.chunks, "rows": rows}
+        span = [round((time + shift) / 1000) for time in extent]
+        packed.append({"stage": stage, "rank": rank, "span": span, "boxes": flat})
+    return {"names": names, "kinds": list(map(_kind, names)), "chunks": chunks, "rows": packed}
 
 
 def _kind(name: str) -> str:

@@ -16,11 +16,11 @@ import base64
 import hashlib
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from megaprof.analysis.report import charts, sentences
@@ -30,16 +30,18 @@ from megaprof.analysis.stages import words
 from megaprof.version import __version__
 
 
-def page(report: Report, drawn: Mapping[tuple[str, str | None], StepTimeline]) -> str:
-    """The whole file. ``drawn``: the step of each target that is drawn, by target and role."""
-    script = _static("report.js")
+def page(
+    report: Report, drawn: Mapping[tuple[str, str | None], StepTimeline], links: Sequence[tuple[str, str]] = ()
+) -> str:
+    """The whole file. ``drawn``: the step of each target that is drawn, by target and role; ``links``: addresses and
+    what they lead to, where it is one of several pages."""
     steps = [drawn.get(target.key) for target in report.targets]
     data = json.dumps([boxes(step) if step else None for step in steps], separators=(",", ":"))
     name = report.source.absolute().name
     began = min((row.call.extent[0] for step in steps if step for row in step.rows), default=None)
     about = [name, *([_date(began)] if began is not None else []), f"megaprof {__version__}"]
     return (
-        _environment()
+        environment("megaprof.analysis.report")
         .get_template("page.html")
         .render(
             report=report,
@@ -47,24 +49,32 @@ def page(report: Report, drawn: Mapping[tuple[str, str | None], StepTimeline]) -
             name=name,
             about=about,
             data=Markup(data.replace("<", "\\u003c")),  # it cannot end the script element around it
-            css=Markup(_static("report.css")),
-            script=Markup(script),
-            digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            css=Markup(static("report.css")),
+            script=Markup(static("report.js")),
+            policy=policy(),
+            links=links,
         )
     )
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("megaprof.analysis.report"),
+def policy() -> str:
+    """The content security policy of the report: nothing is loaded, and no script runs but ours, by its hash."""
+    digest = base64.b64encode(hashlib.sha256(static("report.js").encode()).digest()).decode()
+    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def environment(*packages: str) -> Environment:
+    """Jinja2 with the templates of these packages. All text is escaped, and control characters are replaced."""
+    made = Environment(
+        loader=ChoiceLoader([PackageLoader(package) for package in packages]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         finalize=_printable,
     )
-    environment.globals |= {"charts": charts, "sentences": sentences, "shell": shlex.join, "words": words}
-    return environment
+    made.globals |= {"charts": charts, "sentences": sentences, "shell": shlex.join, "words": words}
+    return made
 
 
 def _printable(value: object) -> object:
@@ -81,5 +91,6 @@ def _date(nanoseconds: int) -> str:
         return "at an unknown time"
 
 
-def _static(name: str) -> str:
+def static(name: str) -> str:
+    """The script or the style sheet."""
     return (files("megaprof.analysis.report") / "static" / name).read_text(encoding="utf-8")

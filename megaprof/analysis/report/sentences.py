@@ -17,8 +17,8 @@ from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.verdict import Comparison, Verdict
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
-from megaprof.analysis.what_if.dialects import options_of
-from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.analysis.what_if.layouts import options_of
+from megaprof.analysis.what_if.what_if import TOO_NOISY, WhatIf
 from megaprof.parallel.selectors import Selector
 
 #: A report on more targets begins with a table of them.
@@ -132,8 +132,25 @@ def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = N
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
-    """The predictions that gain something; all are in the JSON."""
+    """The predictions that gain something, without those of which noise leaves nothing; all are in the JSON."""
+    return [each for each in _gaining(found) if each == found.best or not _is_noise(each)]
+
+
+def left_out(found: WhatIf) -> str | None:
+    """How many predictions are not shown because they are noise; None where there are none."""
+    count = len(_gaining(found)) - len(worth_showing(found))
+    if not count:
+        return None
+    which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
+    return f"{which} left out: what {gain} is within the uncertainty, which more captured steps would make smaller."
+
+
+def _gaining(found: WhatIf) -> list[Prediction]:
     return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
+
+
+def _is_noise(each: Prediction) -> bool:
+    return each.noise > TOO_NOISY and each.speedup - 1.0 <= each.speedup_uncertainty
 
 
 def caveats(shown: Sequence[Prediction]) -> list[str]:

@@ -148,6 +148,8 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
         console.print(predicted)
         for caveat in sentences.caveats(shown):
             console.print(text(caveat, "dim"))
+    if (withheld := sentences.left_out(found)) is not None:
+        console.print(text(withheld, "dim"))
     if found.costs:
         costs = ", ".join(f"{kind} {number(sum(cost))} ms" for kind, cost in found.costs.by_kind.items())
         assumptions = "".join(f"; {each}" for each in found.costs.assumptions)

@@ -89,6 +89,8 @@ class Baseline:
         self._scaled_ms = [(1.0 + error) * step.replay_ms for step in steps]
         self.replay_error = statistics.median(abs(step.replay_error) for step in steps)
         self.peers = self._peers()
+        #: What replays of the run as it is took, which every change is compared with, with the costs they belong to.
+        self._known: dict[tuple[int | None, int], tuple[Typical, float]] = {}
 
     def replay(self, at: int, typical: Typical, run: CapturedRun, resize: Any = None) -> float:
         """Milliseconds of the pipeline of the captured step number ``at`` with other costs, disturbed as its own was.
@@ -123,7 +125,7 @@ class Baseline:
         """Milliseconds of the mean step with other costs: ``before`` are those that stand for the run as it is."""
         gains = []
         for at, scaled in enumerate(self._scaled_ms):
-            now = self.replay(at, before, self.run)
+            now = self._as_is(at, before)
             gains.append(scaled * (1.0 - self.replay(at, after, run, resize) / now) if now else 0.0)
         return max(self.measured_ms - statistics.fmean(gains), 0.0)
 
@@ -164,7 +166,7 @@ class Baseline:
         scaled = statistics.fmean(self._scaled_ms)
         speedups, ratios = [], []
         for then, now, sample in zip(after, before, chosen, strict=True):
-            as_is = self._flat(self.run, now, None)
+            as_is = self._as_is(None, now)
             ratio = self._flat(run, then, resize) / as_is if as_is else 1.0
             left = sample.measured_ms - scaled * (1.0 - ratio)
             ratios.append(ratio)
@@ -183,6 +185,14 @@ class Baseline:
         if any(len(peers) != len(own) for peers, own in zip(each, self._times, strict=True)):
             return None
         return _as_typical(np.minimum(_relative(_costs(each)[..., None], self._costs)[..., 0], 1.0))
+
+    def _as_is(self, at: int | None, typical: Typical) -> float:
+        """Milliseconds of the run as it is with these costs: its captured step number ``at``, or None: undisturbed."""
+        known = self._known.get((at, id(typical)))
+        if known is None or known[0] is not typical:
+            ms = self._flat(self.run, typical, None) if at is None else self.replay(at, typical, self.run)
+            known = self._known[at, id(typical)] = typical, ms
+        return known[1]
 
     def _flat(self, run: CapturedRun, typical: Typical, resize: Any) -> float:
         wanted = np.array(typical[: 1 if run.forward_only else 2])

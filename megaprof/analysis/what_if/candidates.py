@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megaprof.analysis.stages import words
@@ -18,7 +19,21 @@ from megaprof.analysis.what_if.memory import Memory
 from megaprof.analysis.what_if.orders import PipelineSchedule
 from megaprof.analysis.what_if.replay import CapturedRun, Times, in_flight_layers
 
-__all__ = ["Fits", "Prediction", "balanced", "chunk_counts", "layouts", "microbatch_counts", "without_straggler"]
+__all__ = [
+    "OTHER_CHUNKS",
+    "Fits",
+    "Prediction",
+    "balanced",
+    "chunk_counts",
+    "in_memory",
+    "layouts",
+    "microbatch_counts",
+    "prediction_of",
+    "resliced",
+    "said_aloud",
+    "with_chunks",
+    "without_straggler",
+]
 
 _MOST_LAYOUTS = 3
 #: Where some do not fit into the measured memory, so many are looked at.
@@ -30,7 +45,7 @@ _CHUNK_COUNTS = (1, 2, 3, 4)
 _LEAST = 0.01
 #: What chunks of another number may cost beyond their layers, as a fraction of the step: a published pair of GPU runs
 #: had a last stage that became 3 % slower with two chunks.
-_OTHER_CHUNKS = 0.03
+OTHER_CHUNKS = 0.03
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,7 @@ class Fits:
         return typical_times(pieces, stages, self.best), [typical_times(pieces, stages, fit) for _, fit in self.drawn]
 
 
-def _predicted(
+def prediction_of(
     baseline: Baseline,
     kind: str,
     what: str,
@@ -115,7 +130,7 @@ def _resized(
     costs = [baseline.typical, *(sample.typical for sample in baseline.samples)]
     changed = costs if change is None else [change(each) for each in costs]
     before, after = (costs[0], costs[1:]), (changed[0], changed[1:])
-    return _predicted(baseline, kind, what, after, before, baseline.samples, resize=resize)
+    return prediction_of(baseline, kind, what, after, before, baseline.samples, resize=resize)
 
 
 def layouts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory | None) -> list[Prediction]:
@@ -138,8 +153,8 @@ def layouts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory | Non
     schedule = run.checked(baseline.microbatches)
     held = in_flight_layers(pieces, schedule)
     predictions = [
-        _in_memory(
-            _predicted(
+        in_memory(
+            prediction_of(
                 baseline,
                 "layout",
                 f"{'+'.join(map(str, candidate.layers))} layers",
@@ -153,7 +168,7 @@ def layouts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory | Non
             held,
             memory,
             layout=candidate.layout,
-            flags=_said_aloud(candidate.pieces, run.stages, candidate.flags),
+            flags=said_aloud(candidate.pieces, run.stages, candidate.flags),
         )
         for candidate in _worth_predicting([each for each in found if each.pieces != pieces], schedule, memory)
     ]
@@ -171,6 +186,15 @@ def _worth_predicting(
     return [*quickest, *fitting[: _MOST_LAYOUTS - len(quickest)]]
 
 
+def with_chunks(run: CapturedRun, chunks: int) -> CapturedRun:
+    """The run with so many model chunks per stage, in the schedule that Megatron then chooses."""
+    if chunks == run.chunks:
+        return run
+    # Megatron-LM overlaps the exchanges of the interleaved schedule unless told otherwise.
+    schedule = "1f1b" if chunks == 1 else "interleaved"
+    return replace(run, schedule=schedule, chunks=chunks, group_size=None, rendezvous=chunks == 1)
+
+
 def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory | None) -> Iterator[Prediction]:
     """Other numbers of model chunks per stage, in Megatron's even split."""
     run, flat = baseline.run, "".join(pieces)
@@ -180,14 +204,12 @@ def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory 
         layout = default_layout(run.stages, chunks, flat.count("t"), flat.count("m"))
         if chunks == run.chunks or layout is None or flat.count("t") < chunks * run.stages:
             continue
-        schedule_name = "1f1b" if chunks == 1 else "interleaved"
-        # Megatron-LM overlaps the exchanges of the interleaved schedule unless told otherwise.
-        other = replace(run, schedule=schedule_name, chunks=chunks, group_size=None, rendezvous=chunks == 1)
+        other = with_chunks(run, chunks)
         try:
             schedule = other.checked(baseline.microbatches)
         except ValueError:
             continue  # Megatron refuses this number of microbatches with so many chunks
-        predicted = _predicted(
+        predicted = prediction_of(
             baseline,
             "chunks",
             f"{words.counted(chunks, 'model chunk')} per stage, split evenly",
@@ -195,16 +217,16 @@ def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory 
             before,
             [sample for sample, _ in fits.drawn],
             run=other,
-            beside=math.hypot(fits.best.residual, fits.shared, _OTHER_CHUNKS),
+            beside=math.hypot(fits.best.residual, fits.shared, OTHER_CHUNKS),
         )
-        yield _in_memory(
+        yield in_memory(
             predicted,
             layout,
             in_flight_layers(layout, schedule),
             held,
             memory,
             layout=format_layout(layout),
-            flags=_said_aloud(layout, run.stages, to_flags(layout, run.stages)),
+            flags=said_aloud(layout, run.stages, to_flags(layout, run.stages)),
             assumes="a chunk costs what its layers cost"
             + ("" if chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"),
         )
@@ -258,13 +280,12 @@ def microbatch_counts(baseline: Baseline) -> Iterator[Prediction]:
     """Twice and half as many microbatches, of the same tokens in all."""
     many = baseline.microbatches
     assumes = "a microbatch's time is in proportion to its tokens"
-    for count, size, resize in ((2 * many, "half", _halved), (many // 2, "twice", _joined)):
+    for count, size in ((2 * many, "half"), (many // 2, "twice")):
         if count < 1 or (count < many and any(step.microbatches % 2 for step in baseline.steps)):
             continue
         try:
-            predicted = _resized(
-                baseline, "microbatches", f"{words.counted(count, 'microbatch')} of {size} the size", resize=resize
-            )
+            what, resize = f"{words.counted(count, 'microbatch')} of {size} the size", partial(resliced, count, True)
+            predicted = _resized(baseline, "microbatches", what, resize=resize)
         except ValueError:
             continue  # Megatron refuses this number of microbatches
         memory = "every microbatch holds twice the activations" if count < many else None
@@ -283,15 +304,24 @@ def typical_times(pieces: Layout, stages: int, costs: CostFit) -> Typical:
     return [forward[stage::stages] for stage in range(stages)], [backward[stage::stages] for stage in range(stages)]
 
 
-def _halved(times: Times) -> Times:
-    return [[[ms / 2 for ms in row for _ in range(2)] for row in stage] for stage in times]
+def resliced(count: int, same_tokens: bool, times: Times) -> Times:
+    """Other microbatches in the place of those in ``times``: ``count`` equal parts of the same tokens, or ``count`` of
+    the same size, beginning again from the first one where there are more."""
+    before = len(times[0][0])
+    if not same_tokens:
+        return [[[row[place % before] for place in range(count)] for row in stage] for stage in times]
+    # What each part takes of which microbatches; whole numbers, so that halves and pairs are exact.
+    shares = [
+        [
+            (place, (min((part + 1) * before, (place + 1) * count) - max(part * before, place * count)) / count)
+            for place in range(part * before // count, -(-(part + 1) * before // count))
+        ]
+        for part in range(count)
+    ]
+    return [[[sum(row[place] * size for place, size in share) for share in shares] for row in stage] for stage in times]
 
 
-def _joined(times: Times) -> Times:
-    return [[[a + b for a, b in zip(row[::2], row[1::2], strict=True)] for row in stage] for stage in times]
-
-
-def _said_aloud(pieces: Layout, stages: int, flags: tuple[str, ...]) -> tuple[str, ...]:
+def said_aloud(pieces: Layout, stages: int, flags: tuple[str, ...]) -> tuple[str, ...]:
     """Megatron's even split needs no flag for its layers; said aloud, it replaces a flag that the run has now."""
     if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
         return flags
@@ -313,7 +343,7 @@ def _activations(needs: Sequence[int], held: Sequence[int]) -> str | None:
     return f"activations at their peak, in layers x microbatches in flight: {', '.join(each)}{more}"
 
 
-def _in_memory(
+def in_memory(
     predicted: Prediction,
     pieces: Layout,
     needs: Sequence[int],

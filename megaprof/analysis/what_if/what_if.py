@@ -15,7 +15,7 @@ import shlex
 import statistics
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megaprof.analysis.stages import words
@@ -26,6 +26,7 @@ from megaprof.analysis.stages.stages import LONGEST, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import Call, ModuleKey
 from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
+from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import (
     Fits,
     Prediction,
@@ -43,7 +44,7 @@ from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
-__all__ = ["MOST_ERROR", "Prediction", "SlowPipeline", "WhatIf", "layout_of", "what_if"]
+__all__ = ["MOST_ERROR", "TOO_NOISY", "Prediction", "SlowPipeline", "WhatIf", "layout_of", "what_if"]
 
 #: Above this replay error, as a fraction of the measured pipeline, nothing is predicted.
 MOST_ERROR = 0.10
@@ -53,7 +54,7 @@ _DISTURBED = 2.0
 #: ... and as many steps as this tell a disturbance from a cost.
 ENOUGH_STEPS = 5
 #: An uncertainty above this, as a fraction of the step, is too much to call any layout as good as another.
-_TOO_NOISY = 0.05
+TOO_NOISY = 0.05
 #: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
@@ -98,6 +99,8 @@ class WhatIf:
     """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
+    by_hand: ByHand | None = field(default=None, compare=False, repr=False)
+    """What answers for changes that a person chooses; None where ``warnings`` say why, and not in the JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. ``replay_error`` is the mean; flags are one string, quoted for a shell."""
@@ -272,6 +275,7 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
         layout=format_layout(pieces),
         costs=fits.best,
         candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits, memory)),
+        by_hand=ByHand(baseline, pieces, fits, memory),
         best=best,
         advice=_disturbed(baseline) or _advice(compared, best, baseline),
     )
@@ -437,7 +441,7 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
     first = compared[0]
     if first.fits is False and first.speedup - 1.0 > first.speedup_uncertainty:
         return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
-    if first.noise > _TOO_NOISY:
+    if first.noise > TOO_NOISY:
         why = (
             _stalled(baseline.stalls[0])
             if baseline.stalls and baseline.stalls[0].factor >= _DISTURBED
@@ -456,9 +460,10 @@ def _times(prediction: Prediction) -> str:
 
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
+    """``step_time_ms`` is the contract; ``step_ms`` says the same, for readers of what earlier versions wrote."""
     values = asdict(prediction)
     del values["fits"]
-    return {**values, "step_time_ms": values.pop("step_ms"), "flags": shlex.join(prediction.flags)}
+    return {**values, "step_time_ms": prediction.step_ms, "flags": shlex.join(prediction.flags)}
 
 
 def _ms(value: float) -> str:

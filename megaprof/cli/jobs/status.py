@@ -10,48 +10,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError
-from megaprof.control.blame import STUCK_SECONDS, Blame, Culprit, find_culprits
+from megaprof.control.blame import STUCK_SECONDS
 from megaprof.control.job import NoJob, RunningJob, ago, find_job
 from megaprof.formats.checks import counted, printable
-from megaprof.formats.job.run import dead
 from megaprof.formats.job.status import RankStatus
+from megaprof.metrics.look import View, few, gone, look_at, verdict, waited_for
 
-#: Lines of the table, and culprits, that are shown: the whole fits on one screen whatever the world.
+#: Lines of the table that are shown: the whole fits on one screen whatever the world.
 _LINES = 28
-_CULPRITS = 4
 _WAIT_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class _View:
-    """One look at a job."""
-
-    job: RunningJob
-    statuses: dict[int, RankStatus]
-    """By rank, as far as they could be read."""
-    now: float
-    """Wall-clock seconds, by the job's clocks."""
-    blame: Blame
-    """Who keeps it waiting."""
-    silence: str | None
-    """Why nothing is to be expected of the whole job any more; None while it answers."""
-
-    @property
-    def state(self) -> str:
-        """One word for all of it."""
-        if self.job.run.ended is not None:
-            return "ended"
-        if self.silence is not None or any(culprit.silent for culprit in self.blame.culprits):
-            return "died"
-        if self.blame.still:
-            return "hangs"
-        return "runs" if any(each.calls for each in self.statuses.values()) else "starts"
-
 
 EXAMPLES = (
     "megaprof status traces",
@@ -92,21 +63,21 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.hang_after > 0:
         raise UsageError(f"--hang-after {arguments.hang_after:g} is not a number of seconds")
     try:
-        view = _look(_find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
+        view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     except NoJob as fault:
         raise CommandError(str(fault)) from None
     if arguments.json:
-        print(json.dumps(_as_json(view)))
+        print(json.dumps(as_json(view)))
     elif view.state == "ended":
         raise CommandError(str(view.silence))
     else:
-        for line in (*_headline(view), *_verdict(view), *_table(view)):
+        for line in (*in_words(view), *_table(view)):
             sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
     return {"runs": 0, "starts": 0, "ended": FAILED}.get(view.state, UNWELL)
 
 
-def _find(directory: Path, role: str | None, wait: float) -> RunningJob:
-    """The job, as soon as it has started."""
+def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) -> RunningJob:
+    """The job, as soon as it has started. Raises NoJob after ``wait`` seconds."""
     until, told = time.monotonic() + wait, False
     while True:
         try:
@@ -120,18 +91,8 @@ def _find(directory: Path, role: str | None, wait: float) -> RunningJob:
         time.sleep(0.1)
 
 
-def _look(job: RunningJob, hang_after: float) -> _View:
-    """What there is to see, once every rank has had the time to say something."""
-    silence = job.silence()
-    statuses = job.statuses()
-    while silence is None and job.starting(statuses):
-        time.sleep(min(job.run.interval, 0.5))
-        statuses = job.statuses()
-    now = job.now(statuses, silence)
-    return _View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
-
-
-def _as_json(view: _View) -> dict[str, Any]:
+def as_json(view: View) -> dict[str, Any]:
+    """What ``--json`` prints."""
     run, statuses, now = view.job.run, view.statuses, view.now
     return {
         "version": 1,
@@ -142,7 +103,7 @@ def _as_json(view: _View) -> dict[str, Any]:
         "ranks": run.world,
         "sizes": dataclasses.asdict(run.sizes),
         "running_s": round(now - run.started, 3),
-        "heard": sorted(_heard(view)),
+        "heard": view.heard,
         "off": sorted(each.rank for each in statuses.values() if each.off),
         "still_s": round(view.blame.still, 3),
         "stuck": list(view.blame.stuck),
@@ -150,7 +111,7 @@ def _as_json(view: _View) -> dict[str, Any]:
             {
                 "rank": culprit.rank,
                 "silent": culprit.silent,
-                "gone": _gone(culprit),
+                "gone": gone(culprit),
                 "waiting": culprit.waiting,
                 "for_s": round(culprit.seconds, 3),
             }
@@ -163,15 +124,16 @@ def _as_json(view: _View) -> dict[str, Any]:
     }
 
 
-def _heard(view: _View) -> set[int]:
-    return {rank for rank, each in view.statuses.items() if not each.late(view.now)}
+def in_words(view: View) -> list[str]:
+    """Who takes part, how far it is, and what is wrong, a sentence a line, without the table."""
+    return [str(view.silence)] if view.state == "ended" else [*_headline(view), *_said(view)]
 
 
-def _headline(view: _View) -> Iterator[str]:
+def _headline(view: View) -> Iterator[str]:
     run, statuses = view.job.run, view.statuses
     shape = " ".join(f"{axis}{getattr(run.sizes, axis)}" for axis in ("tp", "pp", "cp", "ep", "dp", "vpp"))
     role = "" if run.role is None else f", role {run.role}"
-    count = len(_heard(view))
+    count = len(view.heard)
     heard = "all" if count == run.world else f"{count}" if count else "none"
     since = ago(view.now - run.started)
     yield f"{counted(run.world, 'rank')} ({shape}){role}, running for {since}, {heard} of them heard"
@@ -188,7 +150,7 @@ def _headline(view: _View) -> Iterator[str]:
         yield f"capture {capture.request}: {capture.state}"
     off = sorted(each.rank for each in statuses.values() if each.off)
     if off:
-        yield f"! profiling is off on rank {_some(off)}: the log says why"
+        yield f"! profiling is off on rank {few(off)}: the log says why"
 
 
 def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:
@@ -200,65 +162,14 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
     return (f", takes {takes} ms" if takes != "-" else "") + (f", one every {every} ms" if every != "-" else "")
 
 
-def _verdict(view: _View) -> Iterator[str]:
-    blame = view.blame
-    silent = [culprit for culprit in blame.culprits if culprit.silent]
-    guilty = [culprit for culprit in blame.culprits if not culprit.silent]
-    if not blame.stuck and not silent and view.silence is None:
-        return
-    yield ""
-    if view.silence is not None:
-        yield f"The job appears to have died: {view.silence}."
-    elif blame.still:
-        yield f"The job appears to hang: no rank has moved for {ago(blame.still)}."
-    elif blame.stuck:
-        have = "has" if len(blame.stuck) == 1 else "have"
-        yield f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
-    unheard = [culprit for culprit in silent if culprit.status is None]
-    for culprit in [culprit for culprit in silent if culprit.status is not None][:_CULPRITS]:
-        yield f"! {_who(culprit)} {_silence(culprit)}{_waiting(culprit)}"
-    if unheard:
-        which = _some([culprit.rank for culprit in unheard])
-        yield f"! no status at all from {counted(len(unheard), 'rank')}: rank {which}"
-    for culprit in guilty[:_CULPRITS]:
-        yield f"! {_who(culprit)} {_doing(culprit.status)} for {ago(culprit.seconds)}{_waiting(culprit)}"
-    more = max(0, len(silent) - len(unheard) - _CULPRITS) + max(0, len(guilty) - _CULPRITS)
-    if more:
-        yield f"! and {more} more"
+def _said(view: View) -> Iterator[str]:
+    whole = verdict(view)
+    lines = [*([] if whole is None else [whole]), *(f"! {each}" for each in waited_for(view))]
+    if lines:
+        yield from ("", *lines)
 
 
-def _who(culprit: Culprit) -> str:
-    status = culprit.status
-    if status is None:
-        return f"rank {culprit.rank}"
-    return f"rank {culprit.rank} (stage {status.coords['pp']}, {status.name}, process {status.pid})"
-
-
-def _gone(culprit: Culprit) -> bool:
-    status = culprit.status
-    return status is not None and dead(status.host, status.pid)
-
-
-def _silence(culprit: Culprit) -> str:
-    if _gone(culprit):
-        return "is gone: the process does not exist any more"
-    return f"has given no sign of life for {ago(culprit.seconds)}"
-
-
-def _doing(status: RankStatus | None) -> str:
-    if status is None or status.place is None:
-        return "has been outside of the schedule (optimizer, data, checkpoint, ...)"
-    place = status.place
-    whose = "" if place.role is None else f" of {place.role}"
-    return f"has been in {place}, {place.target}{whose} step {place.step},"
-
-
-def _waiting(culprit: Culprit) -> str:
-    wait = "waits" if culprit.waiting == 1 else "wait"
-    return f"; {counted(culprit.waiting, 'rank')} {wait} for it" if culprit.waiting else ""
-
-
-def _table(view: _View) -> Iterator[str]:
+def _table(view: View) -> Iterator[str]:
     """A line per rank, or per stage where there are too many."""
     by_rank = view.job.run.world <= _LINES
     groups: dict[int, list[RankStatus]] = {}
@@ -306,7 +217,3 @@ def _place(status: RankStatus, now: float) -> str:
 def _median(values: list[float | None], scale: float = 1.0) -> str:
     known = [value for value in values if value is not None]
     return f"{scale * statistics.median(known):.1f}" if known else "-"
-
-
-def _some(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")

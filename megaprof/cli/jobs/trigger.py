@@ -15,12 +15,14 @@ from typing import Any
 from megaprof.cli import CommandError, UsageError
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TARGETS
-from megaprof.control.job import NoJob, find_job
+from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.control.requester import Outcome, Requester, selected_ranks
 from megaprof.control.requests import OPTIONS, new_request
 from megaprof.formats.checks import counted
-from megaprof.formats.job.requests import Refused
+from megaprof.formats.job.requests import Refused, Request
 
+#: What is asked for unless the user says otherwise.
+STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
 _LOOK_SECONDS = 0.2
 EXAMPLES = (
     "megaprof trigger traces --target train_actor",
@@ -56,13 +58,11 @@ class Answer:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=Path, help="the job's --profile-dir")
     parser.add_argument("--target", required=True, help=f"what to capture: {' | '.join(TARGETS)}")
-    parser.add_argument("--steps", type=int, default=2, help="how many steps (default: %(default)s)")
-    parser.add_argument(
-        "--select", default="per-stage", help="which ranks, as in --profile-select (default: %(default)s)"
-    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="how many steps (default: %(default)s)")
+    parser.add_argument("--select", default=SELECT, help="which ranks, as in --profile-select (default: %(default)s)")
     parser.add_argument("--role", help="whose, where several roles share a job")
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="S", help="seconds to wait altogether (default: %(default)g)"
+        "--timeout", type=float, default=TIMEOUT, metavar="S", help="seconds to wait altogether (default: %(default)g)"
     )
     parser.add_argument(
         "--json",
@@ -80,70 +80,132 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--" + option.name.replace("_", "-"), **keywords)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Ask, wait, and print the files, one a line. Raises CommandError where there are none, or not all."""
+@dataclass(frozen=True)
+class Wanted:
+    """A capture that a job can be asked for."""
+
+    directory: Path
+    """The job's save directory, as it was given."""
+    job: RunningJob
+    """The job."""
+    request: Request
+    """What it is asked for."""
+    ranks: tuple[int, ...]
+    """The ranks that the request selects, by number."""
+
+    @property
+    def pause(self) -> float:
+        """Seconds from one look at the answers to the next."""
+        return max(_LOOK_SECONDS, len(self.ranks) / 5000)
+
+    def answer(self, reason: str | None, outcome: Outcome | None = None) -> Answer:
+        """What became of it; ``outcome`` None where nothing was captured."""
+        files = tuple(str(self.directory / file) for file in outcome.files) if outcome else ()
+        captured, steps = (outcome.ranks, outcome.steps) if outcome else (0, ())
+        request = self.request
+        return Answer(1, request.id, request.target, request.role, self.ranks, captured, steps, files, reason)
+
+
+def wanted(
+    directory: Path,
+    target: str,
+    *,
+    role: str | None = None,
+    steps: int = STEPS,
+    select: str = SELECT,
+    timeout: float = TIMEOUT,
+    options: dict[str, Any] | None = None,
+) -> Wanted:
+    """A request that the job in ``directory`` can be asked; nothing is asked yet. Raises CommandError where there is no
+    such job, and UsageError."""
     try:
-        job = find_job(arguments.dir, arguments.role)
+        job = find_job(directory, role)
         if (silent := job.silence()) is not None:
             raise NoJob(silent)
     except NoJob as fault:
         raise CommandError(str(fault)) from None
-    options = {name: value for name in ("tool", *OPTIONS) if (value := getattr(arguments, name))}
     try:
         request = new_request(
-            job.run,
-            arguments.target,
-            role=arguments.role,
-            steps=arguments.steps,
-            select=arguments.select,
-            options=options,
-            timeout=arguments.timeout,
+            job.run, target, role=role, steps=steps, select=select, options=options or {}, timeout=timeout
         )
-        ranks = selected_ranks(job.run, request)
+        return Wanted(directory, job, request, tuple(selected_ranks(job.run, request)))
     except Refused as mistake:
         raise UsageError(_as_options(str(mistake))) from None
+
+
+class Asking:
+    """A request on its way. Whoever stops looking before there is an answer withdraws it."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._requester: Requester | None = None
+
+    @property
+    def state(self) -> str:
+        """For people: what it is waiting for."""
+        return self._requester.state if self._requester else ""
+
+    @property
+    def left_behind(self) -> str:
+        """For people: what becomes of the request when nobody waits for it any more."""
+        return self._requester.left_behind if self._requester else ""
+
+    def look(self) -> Answer | None:
+        """One look at what has come, the first one of which asks; the answer when there is one."""
+        wanted = self._wanted
+        try:
+            if self._requester is None:
+                self._requester = Requester(wanted.job, wanted.request, wanted.ranks)
+            outcome = self._requester.advance()
+        except Refused as refusal:
+            answered = self._requester is not None and not self._requester.missing
+            return wanted.answer(f"refused: {refusal}" if answered else str(refusal))
+        return None if outcome is None else wanted.answer(outcome.reason, outcome)
+
+    def withdraw(self) -> None:
+        """Nothing more is wanted: what has not begun will not begin."""
+        if self._requester:
+            self._requester.withdraw()
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask, wait, and print the files, one a line. Raises CommandError where there are none, or not all."""
+    asked = wanted(
+        arguments.dir,
+        arguments.target,
+        role=arguments.role,
+        steps=arguments.steps,
+        select=arguments.select,
+        timeout=arguments.timeout,
+        options={name: value for name in ("tool", *OPTIONS) if (value := getattr(arguments, name))},
+    )
     # Whoever ends the command (timeout, a batch system) wants the capture no more than with Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-
-    def answer(reason: str | None, outcome: Outcome | None = None) -> None:
-        if arguments.json:
-            files = tuple(str(arguments.dir / file) for file in outcome.files) if outcome else ()
-            captured, steps = (outcome.ranks, outcome.steps) if outcome else (0, ())
-            told = Answer(1, request.id, request.target, request.role, tuple(ranks), captured, steps, files, reason)
-            print(json.dumps(asdict(told)))
-
+    asking, told = Asking(asked), ""
     try:
-        requester = Requester(job, request, ranks)
-    except Refused as refusal:
-        answer(str(refusal))
-        raise CommandError(str(refusal)) from None
-    told = ""
-    try:
-        while (outcome := requester.advance()) is None:
-            if requester.state.partition(" ")[0] != told:  # not for every number in it
-                told = requester.state.partition(" ")[0]
-                _say(f"{arguments.target} on {counted(len(ranks), 'rank')}: {requester.state}")
-            time.sleep(max(_LOOK_SECONDS, len(ranks) / 5000))
-    except Refused as refusal:
-        why = str(refusal) if requester.missing else f"refused: {refusal}"
-        answer(why)
-        raise CommandError(why) from None
+        while (answer := asking.look()) is None:
+            if asking.state.partition(" ")[0] != told:  # not for every number in it
+                told = asking.state.partition(" ")[0]
+                _say(f"{arguments.target} on {counted(len(asked.ranks), 'rank')}: {asking.state}")
+            time.sleep(asked.pause)
     except (KeyboardInterrupt, SystemExit):
-        _say(requester.left_behind)
+        _say(asking.left_behind)
         raise
     finally:
-        requester.withdraw()
-    if outcome.steps:
-        numbers = ", ".join(map(str, outcome.steps))
-        plural = "" if len(outcome.steps) == 1 else "s"
-        on = f"{outcome.ranks} of {counted(len(ranks), 'rank')}"
+        asking.withdraw()
+    if answer.steps:
+        numbers = ", ".join(map(str, answer.steps))
+        plural = "" if len(answer.steps) == 1 else "s"
+        on = f"{answer.captured} of {counted(len(asked.ranks), 'rank')}"
         _say(f"{arguments.target}: captured step{plural} {numbers} on {on}")
-    answer(outcome.reason, outcome)
-    for file in () if arguments.json else outcome.files:
-        print(arguments.dir / file)
-    if outcome.reason is not None:
-        raise CommandError(outcome.reason)
+    if arguments.json:
+        print(json.dumps(asdict(answer)))
+    else:
+        for file in answer.files:
+            print(file)
+    if answer.reason is not None:
+        raise CommandError(answer.reason)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``megaprof demo``: a real pipeline on the CPU, captured on one rank per stage, and its report."""
+"""``megaprof demo``: a real pipeline on the CPU, captured on one rank per stage and reported; or one that runs on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaprof.cli import CommandError, UsageError
+from megaprof.cli import INTERRUPTED, TERMINATED, CommandError, UsageError
 from megaprof.cli.report import report_directory
+from megaprof.cli.training import faults, live
 from megaprof.formats.checks import counted
 
 if TYPE_CHECKING:
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Train a small real Megatron-Core GPT over gloo on this machine's CPU, no GPU needed, with its layers
 split unevenly on purpose; capture three training steps and three log-prob passes on one rank per pipeline stage; and
-report which stage is slow and which layout would be faster."""
+report which stage is slow and which layout would be faster. With --live the job runs on until Ctrl-C, to be watched and
+asked for captures from another shell."""
 #: Steps of each target that are captured: one alone may be disturbed, and nothing would tell.
 _CAPTURED = 3
+_STEPS = 6
+_PP = 2
 _TIME_LIMIT = 600.0
 #: What Kineto and a CPU-only megatron-core say about themselves would bury the progress.
 _QUIET = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
@@ -29,12 +33,31 @@ EXAMPLES = (
     "megaprof demo",
     "megaprof demo --layout 4,4",
     "megaprof demo --pp 2 --vpp 2 --layers 8 --microbatches 8",
+    "megaprof demo --live",
+    "megaprof demo --live --fault slow-rank",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
-    parser.add_argument("--pp", type=int, default=2, help="pipeline stages (default: 2)")
+    parser.epilog = (
+        "Exit code: 0, the report was printed, also when Ctrl-C ended a --live job; 1, a rank failed; 2, the arguments "
+        f"make no sense; {INTERRUPTED}, Ctrl-C before the job ran, or twice; {TERMINATED}, SIGTERM. No rank is left "
+        "behind."
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="run on until Ctrl-C, with a timeline and captures on demand"
+    )
+    parser.add_argument(
+        "--fault",
+        choices=tuple(faults.FAULTS),
+        help=f"let something go wrong: {'; '.join(f'{name}, {what}' for name, what in faults.FAULTS.items())}. With "
+        f"--live from step {faults.FIRST_STEP} on",
+    )
+    parser.add_argument("--pp", type=int, default=None, help="pipeline stages (default: 2, with slow-link 3)")
+    parser.add_argument(
+        "--dp", type=int, default=None, help="replicas, a multiple of --ep (default: --ep, with slow-rank twice that)"
+    )
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel size (default: 1)")
     parser.add_argument("--vpp", type=int, default=None, help="model chunks per stage: the interleaved schedule")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel size; more than 1 makes the layers MoE")
@@ -43,28 +66,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--layout",
         default=None,
         help="layers of every chunk, e.g. 4,4 (with --vpp: first chunks of all stages, then second chunks); "
-        "'balanced' for the same everywhere (default: most of them on stage 0, on purpose)",
+        "'balanced' for the same everywhere (default: most of them on stage 0, on purpose; with --fault evenly)",
     )
     parser.add_argument("--microbatches", type=int, default=8, help="microbatches in a step (default: 8)")
     parser.add_argument("--hidden", type=int, default=256, help="hidden size (default: 256)")
     parser.add_argument("--seq-length", type=int, default=128, help="tokens in a sequence (default: 128)")
     parser.add_argument(
-        "--steps", type=int, default=6, help=f"training steps; the last {_CAPTURED} are captured (default: 6)"
+        "--steps",
+        type=int,
+        default=None,
+        help=f"training steps, of which the last {_CAPTURED} are captured (default: {_STEPS}); with --live without end",
     )
     parser.add_argument("--out", type=Path, default=None, help="new directory for traces and report")
-    parser.add_argument("--time-limit", type=float, default=_TIME_LIMIT, help="seconds until the ranks are killed")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=None,
+        help=f"seconds until the ranks are killed (default: {_TIME_LIMIT:g}); with --live until the job ends (default: "
+        "none)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Train, capture, report. Raises UsageError for arguments that make no sense, CommandError when a rank fails."""
     try:
+        _settle(args)
         _check(args)
         workload = workload_of(args)
+        if args.fault is not None:
+            faults.check(args.fault, workload, live=args.live, steps=args.steps)
         out = _new_directory(args.out)
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
-    from megaprof.testing import RanksFailed, run_ranks
-
     split = "+".join(map(str, workload.chunk_layers))
     print(
         f"{counted(workload.world_size, 'rank')} of a real Megatron-Core GPT on this CPU: "
@@ -72,22 +105,35 @@ def run(args: argparse.Namespace) -> int:
         f"hidden {workload.hidden}",
         flush=True,
     )
-    with _progress(args.steps + 2) as advance:
+    if not args.live:
+        _capture(workload, out, args.steps, args.fault, args.time_limit)
+    elif not live.run(workload, out, fault=args.fault, steps=args.steps, time_limit=args.time_limit, env=_QUIET):
+        return TERMINATED
+    return report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
+
+
+def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:
+    """Train some steps, of which the last are captured."""
+    from megaprof.testing import RanksFailed, run_ranks
+
+    if fault is not None:
+        print(f"Fault: {faults.told(fault, workload, 0)}.", flush=True)
+    with _progress(steps + 2) as advance:
         try:
             run_ranks(
                 run_rank,
                 workload.world_size,
                 workload,
-                profile_flags(out, args.steps),
-                args.steps,
-                timeout=args.time_limit,
+                profile_flags(out, steps, fault),
+                steps,
+                fault,
+                timeout=time_limit,
                 env=_QUIET,
                 on_line=lambda rank, line: advance(line) if rank == 0 else None,
             )
         except RanksFailed as failure:
             print(failure, file=sys.stderr)
             raise CommandError(f"a rank failed (see above); what was captured is in {out}") from None
-    return report_directory(out, json_file=out / "report.json")
 
 
 def workload_of(args: argparse.Namespace) -> GPTWorkload:
@@ -99,8 +145,9 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
         pp=args.pp,
         vpp=args.vpp,
         ep=args.ep,
+        dp=args.dp,
         layers=args.layers,
-        layout=_layout(args.layout, args.layers, args.pp * (args.vpp or 1)),
+        layout=_layout(args.layout, args.layers, args.pp * (args.vpp or 1), evenly=args.fault is not None),
         microbatches=args.microbatches,
         hidden=args.hidden,
         seq_length=args.seq_length,
@@ -111,17 +158,28 @@ def workload_of(args: argparse.Namespace) -> GPTWorkload:
 _MOST_RANKS = 32
 
 
+def _settle(args: argparse.Namespace) -> None:
+    """What was not given becomes what the fault needs, or the default."""
+    sizes = faults.least(args.fault, args.ep)
+    args.pp = sizes.get("pp", _PP) if args.pp is None else args.pp
+    args.dp = sizes.get("dp") if args.dp is None else args.dp
+    if not args.live:
+        args.steps = _STEPS if args.steps is None else args.steps
+        args.time_limit = _TIME_LIMIT if args.time_limit is None else args.time_limit
+
+
 def _check(args: argparse.Namespace) -> None:
     """Raises ValueError, in the words of the options."""
-    for name in ("pp", "tp", "vpp", "ep", "layers", "microbatches", "hidden", "seq_length", "steps"):
+    for name in ("pp", "tp", "vpp", "ep", "dp", "layers", "microbatches", "hidden", "seq_length", "steps"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-    if not args.time_limit > 0:
+    if args.time_limit is not None and not args.time_limit > 0:
         raise ValueError(f"--time-limit {args.time_limit:g}: must be a number of seconds above 0")
-    ranks = args.pp * args.tp * args.ep
+    ranks = args.pp * args.tp * (args.dp or args.ep)
     if ranks > _MOST_RANKS:
-        sizes = " ".join(f"--{name} {getattr(args, name)}" for name in ("pp", "tp", "ep") if getattr(args, name) > 1)
+        given = {name: getattr(args, name) for name in ("pp", "tp", "ep", "dp")}
+        sizes = " ".join(f"--{name} {size}" for name, size in given.items() if size is not None and size > 1)
         raise ValueError(f"{sizes}: {ranks} ranks on one CPU; must be at most {_MOST_RANKS}")
     pieces = args.pp * (args.vpp or 1)
     if args.layers < pieces and args.layout is None:
@@ -129,9 +187,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--layers {args.layers}: must be at least {pieces} with {chunks}, one for every chunk")
 
 
-def _layout(text: str | None, layers: int, pieces: int) -> tuple[int, ...] | None:
+def _layout(text: str | None, layers: int, pieces: int, *, evenly: bool) -> tuple[int, ...] | None:
     if text == "balanced" or pieces <= 1:
         return None
+    if text is None and evenly:
+        return tuple(layers // pieces + (piece < layers % pieces) for piece in range(pieces))
     if text is None:
         small = max(1, layers // (2 * pieces))
         return (layers - small * (pieces - 1), *[small] * (pieces - 1))
@@ -152,7 +212,7 @@ def _new_directory(out: Path | None) -> Path:
     return directory
 
 
-def profile_flags(out: Path, steps: int) -> list[str]:
+def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
     """What a user would type behind their pretrain command. The first step, which warms up, is captured only alone."""
     captured = _captured(steps)
     return [
@@ -162,7 +222,7 @@ def profile_flags(out: Path, steps: int) -> list[str]:
         "--profile-dir",
         str(out),
         "--profile-select",
-        "per-stage",
+        "all" if fault == faults.SLOW_RANK else "per-stage",
         "--profile-steps",
         f"train_actor={_listed(captured)};train_log_probs={_listed(range(len(captured)))}",
     ]
@@ -176,7 +236,7 @@ def _listed(steps: range) -> str:
     return ",".join(map(str, steps))
 
 
-def run_rank(workload: GPTWorkload, flags: list[str], steps: int) -> dict[str, Any]:
+def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | None) -> dict[str, Any]:
     """One rank: a pretrain entrypoint in small, with the two lines that megaprof asks for."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -187,6 +247,8 @@ def run_rank(workload: GPTWorkload, flags: list[str], steps: int) -> dict[str, A
     init_distributed()
     with cpu_megatron():
         gpt = build(workload)
+        if fault is not None:
+            faults.inject(fault, gpt, 0)
         with install_hooks(gpt.chunks, args):
             forward_backward = get_forward_backward_func()
             losses = []

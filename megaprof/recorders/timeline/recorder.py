@@ -6,11 +6,10 @@ background thread does everything else.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.cost import Pairs
 from megaprof.recorders.timeline.device import device_clock
 from megaprof.recorders.timeline.files import TimelineFiles
+from megaprof.recorders.timeline.packing import pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
 from megaprof.runtime.background import Background
 
@@ -41,7 +41,7 @@ WAITING_STEPS = 256
 #: After so many, the background thread is woken before its second is over.
 WAKING_STEPS = 64
 #: How many the background thread writes in one go: it holds the interpreter's lock for about a millisecond then.
-STEPS_AT_ONCE = 8
+STEPS_AT_ONCE = 16
 #: How long the GPU may take to finish a step before it is written without times.
 GIVE_UP_SECONDS = 300.0
 #: How long the end waits for a write that is under way.
@@ -205,8 +205,8 @@ class TimelineRecorder:
 
     def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
         while lines := self._ready():
-            for alike in _alike(lines):
-                self._write(alike)
+            for line in lines:
+                self._write(line)
             if self._finished:
                 pause()
         if self._pairs.taken > self._noted and (cost := self._pairs.cost()) is not None:
@@ -229,50 +229,30 @@ class TimelineRecorder:
             lines.append(line)
         return lines
 
-    def _write(self, lines: list[Line]) -> None:
-        """Write steps that have the same events, all at once: on its own each would cost ten times as much."""
-        order, times, durations = self._times(lines)
-        lengths = times[:, :, 1] - times[:, :, 0]
-        kinds = order & codes.KIND_MASK
-        kinds[kinds == codes.WAIT] = codes.P2P  # of an overlapped exchange
-        totals = {name: lengths[:, kinds == kind].sum(axis=1).tolist() for kind, name in codes.KINDS.items()}
-        packed = format.pack_times(times)
-        shape = order.tobytes()
-        for at, line in enumerate(lines):
-            total = {name: column[at] for name, column in totals.items()}
-            begun, own = (line.step, line.index, line.start_ns, durations[at]), line.own // 1000
-            record = format.StepRecord(0, 0, *begun, (), (), total, own, line.flags, packed[at])
-            self._files.append(line.key, line.metadata, shape, record)
-            if not line.flags & (format.INCOMPLETE | format.CAPTURED | format.FAILED):
-                milliseconds = {kind: us / 1e3 for kind, us in total.items()} | {"step": durations[at] / 1e3}
-                if self._device is not None:
-                    del milliseconds["p2p"]
-                self._tally.add(line.target, line.key[1], milliseconds)
+    def _write(self, line: Line) -> None:
+        shape, times, spent, duration = self._packed(line)
+        totals = dict(zip(codes.KINDS.values(), spent, strict=True))
+        begun, own = (line.step, line.index, line.start_ns, duration), line.own // 1000
+        record = format.StepRecord(0, 0, *begun, (), (), totals, own, line.flags, times)
+        self._files.append(line.key, line.metadata, shape, record)
+        if not line.flags & (format.INCOMPLETE | format.CAPTURED | format.FAILED):
+            milliseconds = {kind: us / 1e3 for kind, us in totals.items()} | {"step": duration / 1e3}
+            if self._device is not None:
+                del milliseconds["p2p"]
+            self._tally.add(line.target, line.key[1], milliseconds)
 
-    def _times(self, lines: list[Line]) -> tuple[Int64s, Int64s, list[int]]:
-        """Of steps with the same events: codes ``[event]``, start and end of each ``[step, event, 2]`` in the order of
-        the starts, and how long the steps took; microseconds since the start of the step."""
-        if lines[0].flags & format.INCOMPLETE:
-            return np.empty(0, dtype=np.int64), np.empty((len(lines), 0, 2), dtype=np.int64), [0] * len(lines)
-        events = np.stack([_events(line) for line in lines])
+    def _packed(self, line: Line) -> tuple[bytes, bytes, tuple[int, ...], int]:
+        """What `packing.Packed` holds, and how many microseconds the step took."""
+        if line.flags & format.INCOMPLETE:
+            return b"", b"", (0,) * len(codes.KINDS), 0
         if self._device is None:
-            zero = np.array([line.began for line in lines])
-            last = np.array([line.ended for line in lines])
-        else:
-            zero, last = np.zeros(len(lines), dtype=np.int64), np.zeros(len(lines), dtype=np.int64)
-            for at, line in enumerate(lines):
-                last[at] = 1000 * self._device.microseconds(line.began, line.ended)
-                marks = [1000 * self._device.microseconds(line.began, mark) for mark in line.tape.marks]
-                events[at, :, 1], events[at, :, 2] = marks[0::2], marks[1::2]
-                self._device.take_back([line.began, *line.tape.marks, line.ended])
-        # Rounded one by one rather than as lengths, so that errors do not add up.
-        times = (events[:, :, 1:] - (zero - 500)[:, None, None]) // 1000
-        order = events[0, :, 0]
-        if (times[:, 1:, 0] < times[:, :-1, 0]).any():  # exchanges inside a combined pass end before it
-            # Of the steps in this batch, by the first one: `_alike` lets no other order in.
-            by_start = np.lexsort((-times[0, :, 1], times[0, :, 0]))
-            times, order = times[:, by_start], order[by_start]
-        return order, times, ((last - zero + 500) // 1000).tolist()
+            return *pack(raw(line.tape), line.began), (line.ended - line.began + 500) // 1000
+        duration = self._device.microseconds(line.began, line.ended)
+        marks = [1000 * self._device.microseconds(line.began, mark) for mark in line.tape.marks]
+        events = _events(line).copy()
+        events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
+        self._device.take_back([line.began, *line.tape.marks, line.ended])
+        return *pack(events, 0), duration
 
     def _describe(
         self, call: RecordedCall, target: str, role: str | None, step: int
@@ -297,21 +277,6 @@ class TimelineRecorder:
 def _events(line: Line) -> Int64s:
     """Code, start and end ``[event, 3]``. The tape cannot grow while this is held."""
     return np.frombuffer(raw(line.tape), dtype=np.int64).reshape(-1, 3)
-
-
-def _alike(lines: list[Line]) -> Iterator[list[Line]]:
-    """``lines`` in runs that can be written at once: the same events in the same order."""
-    for _, run in itertools.groupby(lines, key=_shape):
-        yield list(run)
-
-
-def _shape(line: Line) -> bytes:
-    if line.flags & format.INCOMPLETE:
-        return b""
-    events = _events(line)
-    if line.tape.marks is None and (events[1:, 1] >= events[:-1, 1]).all():
-        return events[:, 0].tobytes()
-    return id(line).to_bytes(8, "little")  # its order is known when it is sorted: by itself
 
 
 def _ranges(graph: str | None) -> dict[str, Any]:

@@ -12,8 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.terminal import show
+from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
 
 
@@ -170,6 +172,20 @@ def printed(report, width=100, **options):
     sink = io.StringIO()
     show(report, Console(file=sink, width=width, highlight=False, **options))
     return sink.getvalue()
+
+
+def test_no_prediction_is_shown_whose_gain_is_noise(tmp_path):
+    write(Scenario("noisy", layers=(9, 7), noise=0.6, steps=3, gpu=False, microbatches=8), tmp_path)
+    report = analyze(tmp_path)
+    found = report.targets[0].what_if
+    gaining = [each for each in found.candidates if each.speedup >= 1.01]
+    clear = {each.what for each in gaining if each.speedup - 1 > each.speedup_uncertainty}
+    noise = {each.what for each in gaining} - clear
+    assert "8+8 layers" in noise  # in the JSON
+    for text in (printed(report), page(report, {})):
+        assert "oo noisy to advise" in text
+        assert "left out: what " in " ".join(text.split())
+        assert {what for what in clear | noise if what in text} == clear
 
 
 def eight_busy_stages(directory):

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
+from megaprof.testing.launcher import _marked
+
 SMALL = ["--microbatches", "6", "--steps", "2"]
+SMALLER = ["--hidden", "128", "--seq-length", "64"]
+STARTING = "starting the ranks"
+LIVE = ["--live", "--microbatches", "4", "--layers", "4", "--hidden", "64", "--seq-length", "32"]
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,6 +41,9 @@ def test_the_stage_built_slow_is_the_one_named(tmp_path: Path) -> None:
         assert "ui.perfetto.dev" in finished.stdout
         assert str(out) in finished.stdout.replace("\n", "")
         assert len(list(out.glob("*.pt.trace.json.gz"))) == 4
+        assert "<title>megaprof: " in (out / "report.html").read_text()
+        assert f"The same to send: {out / 'report.html'}" in finished.stdout.replace("\n", "")
+        assert "To look at it: " in finished.stdout
         report: dict[str, Any] = json.loads((out / "report.json").read_text())
         assert [target["target"] for target in report["targets"]] == ["train_actor", "train_log_probs"]
         for target in report["targets"]:
@@ -62,6 +77,20 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
         (["--pp", "64", "--layers", "64"], "--pp 64: 64 ranks on one CPU; must be at most 32"),
         (["--layers", "1"], "--layers 1: must be at least 2 with --pp 2"),
         (["--time-limit", "0"], "--time-limit 0"),
+        (["--dp", "33"], "--pp 2 --dp 33: 66 ranks on one CPU"),
+        (["--fault", "hang"], "--fault hang: needs --live"),
+        (
+            ["--fault", "slow-rank", "--dp", "1"],
+            "--fault slow-rank with --dp 1: no other rank does the same work;",
+        ),
+        (["--fault", "slow-rank", "--ep", "2", "--dp", "2"], "--dp must be at least 4"),
+        (
+            ["--fault", "slow-link", "--pp", "1"],
+            "--pp 1: there is no link; --pp must be at least 2",
+        ),
+        (["--fault", "slow-link", "--vpp", "2"], "--fault slow-link with --vpp 2: exchanges overlap"),
+        (["--fault", "hang", "--live"], "--fault hang with --steps 2: it begins with step 5"),
+        (["--fault", "hang", "--live", "--steps", "9", "--pp", "1"], "--fault hang with one rank"),
         (["--out", "."], "--out ."),
     ],
 )
@@ -71,3 +100,156 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str, 
     assert said in finished.stderr
     assert len(finished.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "new").exists()
+
+
+class Live:
+    """A demo that runs on, with what it has printed so far."""
+
+    def __init__(self, directory: Path, arguments: list[str]) -> None:
+        self.token = f"DEMO_{uuid.uuid4().hex}"
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megaprof", "demo", *LIVE, *arguments],
+            cwd=directory,
+            env={**os.environ, self.token: "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        streams = (self.process.stdout, self.lines), (self.process.stderr, self.errors)
+        self.readers = [threading.Thread(target=self._read, args=each) for each in streams]
+        for reader in self.readers:
+            reader.start()
+
+    @staticmethod
+    def _read(stream: IO[str], found: list[str]) -> None:
+        for line in stream:
+            found.append(line)
+
+    def until(self, text: str, *, errors: bool = False) -> None:
+        """Wait until it has said ``text``."""
+        lines, deadline = self.errors if errors else self.lines, time.monotonic() + 120
+        while not any(text in line for line in lines):
+            assert self.process.poll() is None, "".join(self.errors)
+            assert time.monotonic() < deadline, (self.lines, self.errors)
+            time.sleep(0.05)
+
+    @property
+    def commands(self) -> dict[str, str]:
+        """What it tells a user to type, by the name of the command."""
+        typed = [line.strip() for line in self.lines if " megaprof " in line and line.startswith("  ")]
+        return {line.partition(" megaprof ")[2].split()[0]: line for line in typed}
+
+    def type(self, name: str) -> subprocess.CompletedProcess[str]:
+        """Type one of them as it was printed, in a shell that stands elsewhere."""
+        return subprocess.run(["bash", "-c", self.commands[name]], cwd="/", capture_output=True, text=True, timeout=120)
+
+    def end(self, number: int = signal.SIGINT) -> int:
+        """Send a signal; returns the exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        for reader in self.readers:
+            reader.join()
+        assert "Traceback" not in "".join((*self.lines, *self.errors))
+        assert _marked(self.token) == []
+        return code
+
+
+@contextmanager
+def live(directory: Path, *arguments: str) -> Iterator[Live]:
+    demo = Live(directory, list(arguments))
+    try:
+        yield demo
+    finally:
+        if demo.process.poll() is None:
+            demo.process.kill()
+
+
+@pytest.mark.slow
+def test_a_live_demo_is_watched_and_asked_by_the_printed_commands_until_ctrl_c(tmp_path: Path) -> None:
+    with live(tmp_path) as job:
+        job.until("Ctrl-C ends it")
+        assert sorted(job.commands) == ["status", "trigger", "watch"]
+        watch = subprocess.Popen(
+            ["bash", "-c", "exec " + job.commands["watch"]], cwd="/", stdout=subprocess.PIPE, text=True
+        )
+        status, trigger = job.type("status"), job.type("trigger")
+        assert job.end() == 0
+        watched, _ = watch.communicate(timeout=60)
+    assert status.returncode == 0, status.stderr
+    assert "train_actor: step " in status.stdout
+    assert trigger.returncode == 0, trigger.stderr
+    assert len([path for path in trigger.stdout.splitlines() if Path(path).is_file()]) == 4
+    assert watch.returncode == 0
+    assert "imbalance" in watched
+    said = "".join(job.lines)
+    assert "The demo has ended after " in said
+    (out,) = (tmp_path / "megaprof-demo").iterdir()
+    assert "train_actor" in said.partition("The demo has ended")[2]
+    assert "<title>megaprof: " in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_hang_is_told_by_status_and_ends(tmp_path: Path) -> None:
+    with live(tmp_path, "--fault", "hang") as job:
+        job.until("Fault: rank 1 (stage 1) stops in microbatch 2 of step 5, and the others wait for it.")
+        deadline = time.monotonic() + 90
+        while (status := job.type("status")).returncode != 3 and time.monotonic() < deadline:
+            time.sleep(1)
+        assert job.end() == 0
+    (named,) = [line for line in status.stdout.splitlines() if line.startswith("!")]
+    assert named.startswith("! rank 1 (stage 1, ")
+    assert "has been in forward of microbatch 2, train_actor step 5, for" in named
+    assert named.endswith("; 1 rank waits for it")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("after", "number", "code"),
+    [
+        ("starting the ranks", signal.SIGINT, 130),
+        ("starting the ranks", signal.SIGTERM, 143),
+        ("", signal.SIGTERM, 143),
+    ],
+)
+def test_a_signal_ends_all_ranks(tmp_path: Path, after: str, number: int, code: int) -> None:
+    with live(tmp_path) as job:
+        if after:
+            job.until(after, errors=True)
+        else:
+            job.until("Ctrl-C ends it")
+        assert job.end(number) == code
+
+
+@pytest.mark.slow
+def test_a_live_demo_ends_after_its_steps(tmp_path: Path) -> None:
+    with live(tmp_path, "--steps", "3") as job:
+        assert job.process.wait(120) == 0
+        for reader in job.readers:
+            reader.join()
+    assert "The demo has ended after 3 steps.\n" in job.lines
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("steps", [[], ["--live", "--steps", "40"]], ids=["captured", "live"])
+@pytest.mark.parametrize(
+    ("fault", "said", "cause"),
+    [
+        ("slow-rank", "Fault: rank 3 (stage 1) takes at least twice as long for every layer", ("slow_rank", 3)),
+        ("slow-link", "Fault: each exchange between stages 1 and 2 takes 50 ms longer", ("slow_link", None)),
+    ],
+)
+def test_the_report_names_the_fault(
+    tmp_path: Path, fault: str, said: str, cause: tuple[str, int | None], steps: list[str]
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "megaprof", "demo", *SMALLER, "--fault", fault, *steps, "--out", str(out)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert said in finished.stdout
+    (target,) = (t for t in json.loads((out / "report.json").read_text())["targets"] if t["target"] == "train_actor")
+    assert cause in [(each["kind"], each["rank"]) for each in target["causes"]]
+    if steps and fault == "slow-rank":
+        (slow,) = (each for each in target["fleet"]["stragglers"] if each["until"] is None)
+        assert (slow["ranks"], slow["what"]) == ([3], "compute")

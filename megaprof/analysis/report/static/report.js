@@ -50,18 +50,24 @@
 
   class Timeline {
     constructor(root, data) {
+      this.canvas = root.querySelector("canvas");
+      this.peers = [this]; // those that share its time axis
+      this.pointers = new Map();
+      this.take(data);
+      this.listen(root);
+      root.addEventListener("boxes", (event) => { this.take(event.detail); this.resize(); });
+      this.resize();
+    }
+
+    take(data) {
       this.data = data;
       this.rows = data.rows.map(unpack);
-      this.canvas = root.querySelector("canvas");
-      this.end = Math.max(1, ...this.rows.map((row) => row.span[1]));
+      this.end = Math.max(1, data.end || 0, ...this.rows.map((row) => row.span[1]));
       // No box is longer: how far before the visible part one may begin that reaches into it.
       this.longest = this.rows.map((row) => row.boxes.end.reduce((most, end, i) => Math.max(most, end - row.boxes.start[i]), 0));
       this.from = 0;
       this.to = this.end;
       this.hover = null;
-      this.pointers = new Map();
-      this.listen(root);
-      this.resize();
     }
 
     get rowHeight() {
@@ -84,9 +90,12 @@
 
     show(from, to) {
       const length = Math.min(this.end, Math.max(FEWEST_US, to - from));
-      this.from = Math.max(0, Math.min(from, this.end - length));
-      this.to = this.from + length;
-      this.soon();
+      const begin = Math.max(0, Math.min(from, this.end - length));
+      for (const each of this.peers) {
+        each.from = begin;
+        each.to = begin + length;
+        each.soon();
+      }
     }
 
     zoom(factor, at = (this.from + this.to) / 2) {
@@ -240,7 +249,8 @@
     }
 
     describe(hit) {
-      const row = this.rows[hit.row], boxes = row.boxes, lines = [`stage ${row.stage}, rank ${row.rank}`];
+      const row = this.rows[hit.row], boxes = row.boxes;
+      const lines = [`stage ${row.stage}` + (row.rank === null ? "" : `, rank ${row.rank}`)];
       if (hit.box < 0) {
         lines.unshift(hit.us < row.span[0] || hit.us > row.span[1] ? "outside its step" : "bubble");
         lines.push(`at ${time(hit.us)}`);
@@ -331,7 +341,12 @@
   }
 
   const data = JSON.parse(document.getElementById("data").textContent);
-  const timelines = [...document.querySelectorAll(".timeline")].map((root) => new Timeline(root, data[Number(root.dataset.target)]));
+  const roots = [...document.querySelectorAll(".timeline")];
+  const timelines = roots.map((root) => new Timeline(root, data[Number(root.dataset.target)]));
+  timelines.forEach((timeline, place) => {
+    const axis = roots[place].dataset.axis;
+    if (axis) timeline.peers = timelines.filter((_, other) => roots[other].dataset.axis === axis);
+  });
   const all = (does) => timelines.forEach(does);
   new ResizeObserver(() => all((timeline) => timeline.resize())).observe(document.body);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => all((timeline) => timeline.draw()));

@@ -12,7 +12,7 @@ from rich.console import Console
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
-from megaprof.analysis.what_if.dialects import options_of
+from megaprof.analysis.what_if.layouts import options_of
 from megaprof.integrations.registry import HOSTS
 from tests.analysis.scenarios import Scenario, write
 

@@ -1,0 +1,219 @@
+"""What a change that a person chooses would do: another layout, other microbatches, virtual stages, another transfer.
+
+It is predicted as the report's own candidates are (`candidates`), from the same costs, so both say the same number for
+the same change. Only the draws that give the uncertainty are fewer where a step has many passes, so that an answer
+comes at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+from megaprof.analysis.what_if.baseline import Baseline, Typical
+from megaprof.analysis.what_if.candidates import (
+    OTHER_CHUNKS,
+    Fits,
+    Prediction,
+    in_memory,
+    prediction_of,
+    resliced,
+    said_aloud,
+    with_chunks,
+)
+from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout, to_flags
+from megaprof.analysis.what_if.memory import Memory
+from megaprof.analysis.what_if.replay import in_flight_layers
+from megaprof.analysis.what_if.simulation import Simulation
+from megaprof.formats.checks import counted
+
+__all__ = ["ByHand", "Setting", "Tried", "moved", "split", "tried"]
+
+#: An answer may simulate so many passes for its uncertainty, ...
+_PASSES = 16_000
+#: ... and draws at least this often.
+_FEWEST_DRAWS = 4
+MOST_MICROBATCHES = 4096
+MOST_CHUNKS = 16
+_MOST_PASSES = 200_000
+_MOST_P2P_MS = 1e6
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a person may choose of a run."""
+
+    pieces: Layout
+    """The layers of every model chunk, in the order in which a microbatch passes them."""
+    microbatches: int
+    """Microbatches of a step."""
+    p2p_ms: float
+    """Milliseconds of one transfer between stages."""
+    same_tokens: bool = True
+    """Whether other microbatches share the tokens of the captured step; else each stays as large as it was."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a setting would do."""
+
+    setting: Setting
+    """What was chosen."""
+    prediction: Prediction
+    """The step, how uncertain that is, flags and memory."""
+    simulation: Simulation
+    """The pipeline with undisturbed costs."""
+    in_flight: tuple[int, ...]
+    """Of every stage the most layers times microbatches whose activations it holds at once."""
+
+    @property
+    def bubble(self) -> float:
+        """Part of the pipeline in which nothing is computed, average over stages."""
+        return sum(self.simulation.bubble_fraction) / len(self.simulation.bubble_fraction)
+
+    @property
+    def imbalance(self) -> float | None:
+        """The slowest stage's compute over the average stage's; None where nothing is computed."""
+        computed = self.simulation.stage_ms
+        return max(computed) * len(computed) / sum(computed) if sum(computed) else None
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """A captured run that can be changed."""
+
+    baseline: Baseline
+    """The run as it is."""
+    pieces: Layout
+    """The captured layout."""
+    fits: Fits
+    """What each kind of layer costs."""
+    memory: Memory | None
+    """What the stages had allocated; None where that was not measured."""
+
+    @property
+    def captured(self) -> Setting:
+        """The run as it was captured."""
+        return Setting(self.pieces, self.baseline.microbatches, self.baseline.run.p2p_ms)
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.baseline.run.stages
+
+    @cached_property
+    def as_captured(self) -> Tried:
+        """The captured setting, tried like any other."""
+        return tried(self, self.captured)
+
+    @cached_property
+    def _before(self) -> tuple[Typical, list[Typical]]:
+        return self.fits.times(self.pieces, self.stages)
+
+    @cached_property
+    def _as_measured(self) -> tuple[Typical, list[Typical]]:
+        return self.baseline.typical, [sample.typical for sample, _ in self.fits.drawn]
+
+
+def tried(known: ByHand, wanted: Setting) -> Tried:
+    """Predict ``wanted``. Raises ValueError where Megatron refuses it, or where it is more than can be answered at
+    once."""
+    baseline, captured = known.baseline, known.baseline.run
+    chunks, count = _checked(known, wanted)
+    run = replace(with_chunks(captured, chunks), p2p_ms=wanted.p2p_ms)
+    schedule = run.checked(count)
+    as_captured = wanted.pieces == known.pieces
+    before = known._as_measured if as_captured else known._before
+    after = before if as_captured else known.fits.times(wanted.pieces, known.stages)
+    draws = max(_FEWEST_DRAWS, _PASSES // (2 * known.stages * max(captured.chunks, chunks) * max(count, 1)))
+    samples = [sample for sample, _ in known.fits.drawn[:draws]]
+    other = 0.0 if chunks == captured.chunks else OTHER_CHUNKS
+    found = prediction_of(
+        baseline,
+        "by_hand",
+        _named(known, wanted, chunks),
+        (after[0], after[1][:draws]),
+        (before[0], before[1][:draws]),
+        samples,
+        run=run,
+        resize=None if count == baseline.microbatches else partial(resliced, count, wanted.same_tokens),
+        beside=0.0 if as_captured else math.hypot(known.fits.best.residual, known.fits.shared, other),
+    )
+    larger = baseline.microbatches / count if wanted.same_tokens else 1.0
+    needs = in_flight_layers(wanted.pieces, schedule)
+    found = in_memory(
+        found,
+        wanted.pieces,
+        needs,
+        in_flight_layers(known.pieces, captured.checked(baseline.microbatches)),
+        known.memory if larger == 1.0 else None,
+        layout=format_layout(wanted.pieces),
+        flags=said_aloud(wanted.pieces, known.stages, to_flags(wanted.pieces, known.stages)),
+        assumes=None if larger == 1.0 else "a microbatch's time is in proportion to its tokens",
+    )
+    if larger > 1.0 and not captured.forward_only:
+        found = replace(found, memory=f"every microbatch holds {larger:.3g} times the activations")
+    forward, backward = ([[[ms * larger] * count for ms in row] for row in kind] for kind in after[0])
+    simulation = run.simulate(forward, None if captured.forward_only else backward)
+    return Tried(wanted, found, simulation, tuple(needs))
+
+
+def _checked(known: ByHand, wanted: Setting) -> tuple[int, int]:
+    """Chunks and microbatches of a setting. Raises ValueError."""
+    flat, count = "".join(known.pieces), wanted.microbatches
+    check_layout(wanted.pieces, known.stages, flat.count("t"), flat.count("m"))
+    chunks = len(wanted.pieces) // known.stages
+    if not 1 <= count <= MOST_MICROBATCHES:
+        raise ValueError(f"microbatches={count} must lie between 1 and {MOST_MICROBATCHES}")
+    if known.stages * chunks * count > _MOST_PASSES:
+        raise ValueError(f"{known.stages} stages x {chunks} chunks x {count} microbatches are too many to try by hand")
+    if not 0 <= wanted.p2p_ms <= _MOST_P2P_MS:
+        raise ValueError(f"p2p_ms={wanted.p2p_ms:g} must be a number of milliseconds from 0 on")
+    return chunks, count
+
+
+def _named(known: ByHand, wanted: Setting, chunks: int) -> str:
+    captured, said = known.captured, []
+    if wanted.pieces != captured.pieces:
+        said.append(format_layout(wanted.pieces))
+    if chunks * known.stages != len(captured.pieces):
+        said.append(f"{counted(chunks, 'model chunk')} per stage")
+    if wanted.microbatches != captured.microbatches:
+        said.append(counted(wanted.microbatches, "microbatch"))
+    if wanted.p2p_ms != captured.p2p_ms:
+        said.append(f"transfers of {wanted.p2p_ms:.3g} ms")
+    return ", ".join(said) or "as captured"
+
+
+def moved(pieces: Layout, source: int, target: int, letter: str = "t") -> Layout:
+    """One decoder layer (``t``), or all MTP layers (``m``), from one piece to another; the rest stays where it is.
+
+    Raises ValueError where the piece has none, or there is no such piece.
+    """
+    if not (0 <= source < len(pieces) and 0 <= target < len(pieces)) or letter not in ("t", "m"):
+        raise ValueError(f"there is no move of {letter} from piece {source} to piece {target}")
+    count = 1 if letter == "t" else pieces[source].count("m")
+    if pieces[source].count(letter) < max(count, 1):
+        raise ValueError(f"piece {source} has no {'decoder' if letter == 't' else 'MTP'} layer to give away")
+    changed = list(pieces)
+    changed[source] = changed[source].replace(letter, "", count)
+    changed[target] = _in_order(changed[target] + letter * count)
+    return tuple(changed)
+
+
+def split(pieces: Layout, stages: int, chunks: int) -> Layout:
+    """The same layers in another number of chunks per stage: as Megatron splits them, or as evenly as they go."""
+    flat = "".join(pieces)
+    layers, mtp = flat.count("t"), flat.count("m")
+    if (even := default_layout(stages, chunks, layers, mtp)) is not None:
+        return even
+    each, rest = divmod(layers, stages * chunks)
+    made = ["t" * (each + (place < rest)) for place in range(stages * chunks)]
+    made[0] = "E" + made[0]
+    made[-1] += "m" * mtp + "L"
+    return tuple(made)
+
+
+def _in_order(piece: str) -> str:
+    return "".join(letter * piece.count(letter) for letter in "EtmL")

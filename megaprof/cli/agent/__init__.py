@@ -1,0 +1,1 @@
+"""The commands' answers for an agent, through the Model Context Protocol."""

@@ -1,0 +1,127 @@
+"""What the tools answer: the JSON of the commands, made by the same functions, with a headline in front."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megaprof.analysis.report import sentences
+from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.stages.words import mean, title
+from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
+from megaprof.analysis.trace.traces import TRACE_SUFFIXES
+from megaprof.analysis.what_if.simulation import simulate
+from megaprof.cli import CommandError, UsageError
+from megaprof.cli.diff import compared
+from megaprof.cli.jobs import status as job_status
+from megaprof.cli.report import analyzed
+from megaprof.control.job import NoJob
+from megaprof.formats.remote import RemotePath, files_below, place
+from megaprof.formats.timeline import SUFFIX as TIMELINE
+from megaprof.metrics.look import look_at
+
+#: What a summary leaves out of every document: tables, and what changed over the steps of a run.
+_TABLES = "candidates costs events replay_error_spread single spread stages status stragglers"
+_SERIES = "at_most_ms buckets imbalance step_ms synchronisation_ms"
+DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
+#: A replay of more passes than this would keep the server busy.
+_MOST_PASSES = 200_000
+_MOST_KEPT = 2
+#: Files that a report is made from. Where there are none, it is not kept.
+_SOURCES = (*TRACE_SUFFIXES, TIMELINE, SQLITE, REPORT)
+_kept: dict[tuple[str, int | None], tuple[object, Report]] = {}
+
+
+def of_report(directory: str, run: int | None) -> dict[str, Any]:
+    """``megaprof report DIR --json -``. Raises CommandError, and what reading raises."""
+    report = _report(directory, run)
+    headline = [_in_brief(target) for target in report.targets]
+    if report.foreign is not None:
+        headline.append(sentences.of_foreign(report.foreign))
+    return {"headline": headline, **report.to_json()}
+
+
+def of_layouts(directory: str, run: int | None) -> dict[str, Any]:
+    """The same report's ``what_if`` alone. Raises CommandError, and what reading raises."""
+    targets = _report(directory, run).targets
+    told = [(target, sentences.of_what_if(target.what_if, *_framework(target))) for target in targets]
+    return {
+        "headline": [f"{title(*each.key)}: {said.plain if said else 'nothing is predicted'}" for each, said in told],
+        "targets": [
+            {name: each[name] for name in ("target", "role", "sizes", "schedule", "microbatches", "what_if")}
+            for each in (target.to_json() for target in targets)
+        ],
+    }
+
+
+def of_diff(before: str, after: str) -> dict[str, Any]:
+    """``megaprof diff A B --json``. Raises CommandError, and what reading raises."""
+    return compared(place(before), place(after)).to_json()
+
+
+def of_status(directory: str, role: str | None) -> dict[str, Any]:
+    """``megaprof status DIR --json``. Raises CommandError."""
+    try:
+        view = look_at(job_status.find(Path(directory), role))
+    except NoJob as fault:
+        raise CommandError(str(fault)) from None
+    return {"headline": [line for line in job_status.in_words(view) if line], **job_status.as_json(view)}
+
+
+def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **options: Any) -> dict[str, Any]:
+    """`megaprof.simulate`, as JSON. Raises UsageError."""
+    passes = microbatches * sum(map(len, forward_ms)) * (1 if backward_ms is None else 2)
+    if passes > _MOST_PASSES:
+        raise UsageError(f"{passes:,} passes are too many; {_MOST_PASSES:,} can be replayed")
+    try:
+        found = simulate(forward_ms, backward_ms, microbatches, **options)
+    except ValueError as mistake:
+        raise UsageError(str(mistake)) from None
+    return {
+        "step_ms": found.step_ms,
+        "bubble_fraction": list(found.bubble_fraction),
+        "stage_ms": list(found.stage_ms),
+        "schedule": found.schedule._asdict(),
+        "events": [
+            {name: getattr(each, name) for name in ("stage", "chunk", "microbatch", "phase", "start_ms", "end_ms")}
+            for each in found.events
+        ],
+    }
+
+
+def _framework(target: TargetReport) -> tuple[str | None, str | None]:
+    return target.measured.framework, target.measured.role
+
+
+def _in_brief(target: TargetReport) -> str:
+    """As in the table that the report on many targets begins with."""
+    said = sentences.in_brief(target.verdict, target.fleet).text
+    imbalance = "" if target.verdict.imbalance is None else f"; imbalance {target.verdict.imbalance:.2f}"
+    step = target.measured.step_time_ms
+    return f"{title(*target.key)}: {said}{imbalance}" + (f"; a step takes {mean(step)} ms" if step else "")
+
+
+def _report(directory: str, run: int | None) -> Report:
+    """Parts of one report are asked for one after the other: it is read again when a file has changed."""
+    path = place(directory)
+    now = _stamp(path)
+    before, report = _kept.get((directory, run), (None, None))
+    if report is None or now != before:
+        report = analyzed(path, run)
+        _kept.pop((directory, run), None)
+        if now:
+            _kept[directory, run] = now, report
+        while len(_kept) > _MOST_KEPT:
+            _kept.pop(next(iter(_kept)))
+    return report
+
+
+def _stamp(path: Path) -> object:
+    """What changes when a file is written; None where that is not known. Raises TooMuch."""
+    if isinstance(path, RemotePath):
+        return None
+    try:
+        files = files_below(path, _SOURCES) if path.is_dir() else [path]
+        return {(str(file), found.st_size, found.st_mtime_ns) for file in files if (found := file.stat())}
+    except OSError:
+        return None

@@ -1,0 +1,161 @@
+"""What of a command's JSON fits into a context window. The rest is left out, and can be asked for by its name.
+
+A part is a path into the JSON: ``targets/0/stages``. Of a list it takes a number, a range (``stages/8:16``) or a field
+and its value (``status/rank=37``); of an object a field (``~1`` for a slash in its name), or a range of its fields.
+Where a part is left out, an object with its path under ``part`` stands in its place. Such an object also ends a list
+whose rest is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from itertools import islice
+from typing import Any
+
+#: Characters of an answer, at most.
+MOST = 12_000
+#: In a summary, longer lists of numbers are left out.
+_FEW_NUMBERS = 64
+#: Characters of a detail that is not worth leaving out.
+_SMALL = 120
+_RANGE = re.compile(r"(\d*):(\d*)")
+
+
+class NoPart(ValueError):
+    """The document has no such part; the message says what is there instead."""
+
+
+class _LeftOut(dict[str, Any]):
+    """What stands in the place of a list or an object; it is never cut itself."""
+
+    def __init__(self, value: list[Any] | dict[str, Any], path: str) -> None:
+        super().__init__(part=path, items=len(value), characters=len(written(value)))
+
+
+def excerpt(document: Any, part: str = "", details: Collection[str] = ()) -> str:
+    """The part of a document as JSON of at most `MOST` characters; without a part, a summary of all of it.
+
+    ``details``: names of fields that a summary leaves out wherever they stand. Raises NoPart.
+    """
+    path, document = part.strip("/"), json.loads(written(document))  # tuples are lists in JSON
+    found = find(document, path) if path else _without(document, details, "")
+    return written(_cut(found, path, MOST))
+
+
+def written(value: Any) -> str:
+    """The shortest JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def find(document: Any, path: str) -> Any:
+    """The part at a path. Raises NoPart."""
+    found, walked = document, ""
+    for name in path.split("/"):
+        try:
+            found = _inside(found, name)
+        except LookupError:
+            raise NoPart(f"there is no part {path!r}; {walked or 'it'} {_contents(found)}") from None
+        walked = f"{walked}/{name}".lstrip("/")
+    return found
+
+
+def _inside(value: Any, name: str) -> Any:
+    """Raises LookupError."""
+    field = name.replace("~1", "/").replace("~0", "~")
+    if isinstance(value, dict) and field in value:
+        return value[field]
+    if (span := _RANGE.fullmatch(name)) and isinstance(value, (dict, list)):
+        first, last = int(span[1] or 0), int(span[2] or len(value))
+        return dict(islice(value.items(), first, last)) if isinstance(value, dict) else value[first:last]
+    if isinstance(value, list):
+        if name.isdecimal():
+            return value[int(name)]
+        field, _, wanted = field.partition("=")
+        for each in value:
+            if isinstance(each, dict) and field in each and str(each[field]) == wanted:
+                return each
+    raise LookupError(name)
+
+
+def _below(path: str, name: object) -> str:
+    segment = str(name).replace("~", "~0").replace("/", "~1")
+    return f"{path}/{segment}" if path else segment
+
+
+def _contents(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"has {', '.join(list(value)[:40]) or 'nothing'}"
+    return f"is a list of {len(value)}" if isinstance(value, list) else "has no parts"
+
+
+def _without(value: Any, details: Collection[str], path: str) -> Any:
+    """With what stands in the place of details, and of long lists of numbers."""
+    if isinstance(value, dict):
+        return {
+            name: _LeftOut(each, _below(path, name))
+            if name in details and isinstance(each, (dict, list)) and len(written(each)) > _SMALL
+            else _without(each, details, _below(path, name))
+            for name, each in value.items()
+        }
+    if isinstance(value, list):
+        if len(value) > _FEW_NUMBERS and all(each is None or isinstance(each, (int, float)) for each in value):
+            return _LeftOut(value, path)
+        return [_without(each, details, _below(path, place)) for place, each in enumerate(value)]
+    return value
+
+
+def _cut(value: Any, path: str, most: int) -> Any:
+    """As much of it as ``most`` characters hold; numbers, and what stands in the place of something, stay whole."""
+    if len(written(value)) <= most or isinstance(value, _LeftOut):
+        return value
+    if isinstance(value, str):
+        while value and (over := len(written(value)) + 1 - most) > 0:
+            value = value[:-over]
+        return f"{value}…"
+    if not isinstance(value, (dict, list)):
+        return value
+    made = _cut_object(value, path, most) if isinstance(value, dict) else _cut_list(value, path, most)
+    return _LeftOut(value, path) if path and len(written(made)) > most else made
+
+
+def _cut_object(value: dict[str, Any], path: str, most: int) -> Any:
+    """Small fields whole; the others share what is left. Of very many fields the first ones."""
+    made: dict[str, Any] = dict.fromkeys(value)
+    left, still = most - 2, len(value)
+    for name in sorted(value, key=lambda name: len(written(value[name]))):
+        frame = len(written(name)) + 2
+        made[name] = _cut(value[name], _below(path, name), left // still - frame)
+        left -= len(written(made[name])) + frame
+        still -= 1
+    if left >= 0:
+        return made
+    left = most - len(written({"left_out": _LeftOut(value, _below(path, f"{len(value)}:"))}))
+    made = {}
+    for name, each in value.items():
+        piece = _cut(each, _below(path, name), 2 * _SMALL)
+        left -= len(written(name)) + len(written(piece)) + 2
+        if left < 0:
+            break
+        made[name] = piece
+    others = dict(islice(value.items(), len(made), None))
+    return {**made, "left_out": _LeftOut(others, _below(path, f"{len(made)}:"))}
+
+
+def _cut_list(value: list[Any], path: str, most: int) -> Any:
+    """The first items that fit whole, or a piece of the first one, and where the others are."""
+    left = most - len(written([_LeftOut(value, _below(path, f"{len(value)}:"))]))
+    made: list[Any] = []
+    for each in value:
+        size = len(written(each)) + 1
+        if size > left:
+            break
+        made.append(each)
+        left -= size
+    if not made and left > 2 * _SMALL:
+        made.append(_cut(value[0], _below(path, 0), left - 1))
+    if not made:
+        return _LeftOut(value, path)
+    others = value[len(made) :]
+    return [*made, _LeftOut(others, _below(path, f"{len(made)}:"))] if others else made

@@ -1,0 +1,43 @@
+"""Documents for whoever reads results: pages of the documentation, a command's help and the schema of its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megaprof.cli import COMMANDS, parser_of
+
+#: Pages of docs/ and what they say. setup.py puts the same into the package that is installed.
+PAGES = {
+    "agents": "these tools: how to ask for parts, limits, what is asked before a capture",
+    "exit-codes": "exit codes of the commands, and which of them print JSON",
+    "on-demand": "a running job: status, captures on demand",
+    "options": "every option of a job, with its variable and default",
+    "report": "how to read a report: words, causes, what-if",
+    "timeline": "the timeline that every rank can keep",
+}
+
+
+def page(name: str) -> str:
+    """The text of one of `PAGES`."""
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "docs"
+    place = installed if installed.is_dir() else package.parent / "docs"
+    return (place / f"{name}.md").read_text(encoding="utf-8")
+
+
+def help_of(command: str) -> str:
+    """What ``megaprof COMMAND --help`` prints. Raises KeyError."""
+    if command not in COMMANDS:
+        raise KeyError(f"there is no command {command}; there are {', '.join(COMMANDS)}")
+    return parser_of(command).format_help()
+
+
+def schema_of(command: str) -> str:
+    """The JSON Schema of what ``megaprof COMMAND --json`` prints. Raises KeyError."""
+    from megaprof.cli.schemas import schemas
+
+    found = schemas()
+    if command not in found:
+        raise KeyError(f"there is no schema {command}; there are {', '.join(found)}")
+    return json.dumps(found[command], indent=1)

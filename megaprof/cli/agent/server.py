@@ -1,0 +1,256 @@
+"""The server: tools and documents, registered with the SDK."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+from anyio.to_thread import run_sync
+from mcp.server.mcpserver import AcceptedElicitation, Context, Elicit, ElicitationResult, MCPServer, Resolve
+from mcp.server.mcpserver.exceptions import ResourceNotFoundError
+from mcp.server.mcpserver.resources import FunctionResource
+from mcp.types import CallToolResult, TextContent, ToolAnnotations
+from pydantic import BaseModel, Field
+
+from megaprof.cli import CommandError, in_a_line
+from megaprof.cli.agent import answers, pages
+from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
+from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, Asking, Wanted, wanted
+from megaprof.config.windows import TARGETS
+from megaprof.formats.checks import counted
+from megaprof.version import __version__
+
+INSTRUCTIONS = f"""Which pipeline stage of a Megatron-Core training run is slow, why, and what to change.
+The directory is the one that the run got as --profile-dir. Start with report (files) or status (a running job).
+An answer is JSON of at most {MOST:,} characters, a summary first. Where something is left out, an object with its path
+under "part" stands in its place: call the same tool again with that part. megaprof://docs/report says what the words
+mean, megaprof://schemas/report what each field is."""
+#: What an agent is told when its client has no way to ask the user.
+CANNOT_ASK = (
+    "a capture needs the consent of the user, and this client cannot ask for it (it does not support elicitation); "
+    "megaprof mcp --allow-trigger captures without asking, or the user runs megaprof trigger"
+)
+DECLINED = "the user did not agree; nothing was asked of the job"
+_NO_LAYOUTS = answers.DETAILS - {"candidates"}
+_READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
+_ASKS = ToolAnnotations(read_only_hint=False, destructive_hint=False, idempotent_hint=False, open_world_hint=False)
+
+_Directory = Annotated[str, Field(description="directory of traces and timelines, one of them, or s3://...")]
+_Job = Annotated[str, Field(description="the running job's --profile-dir")]
+_Role = Annotated[str | None, Field(description="whose, where several roles share a job")]
+_Part = Annotated[str, Field(description="a part by its path, such as targets/0/stages; empty: the summary")]
+_Run = Annotated[int | None, Field(description="which run of several in the directory, 1 is the oldest [the newest]")]
+_Capture = Annotated[str, Field(description=f"what to capture: {', '.join(TARGETS)}")]
+_Steps = Annotated[int, Field(description="how many steps")]
+_Select = Annotated[str, Field(description="which ranks: per-stage, all, 0,8,16 or coordinates such as pp=2,tp=0")]
+_Timeout = Annotated[float, Field(description="seconds to wait altogether")]
+_Times = Annotated[
+    list[list[float | list[float]]],
+    Field(description="milliseconds by [stage][chunk], each one number or one for every microbatch"),
+]
+
+
+class Consent(BaseModel):
+    """What the user of the client fills in."""
+
+    capture: bool = Field(default=True, title="Capture", description="Capture these steps now")
+
+
+def serve(*, allow_trigger: bool) -> None:
+    """Serve on standard input and output until the client hangs up. While it does, the SDK has standard output go to
+    standard error, so that nothing but the protocol is written there."""
+    server(allow_trigger=allow_trigger).run("stdio")
+
+
+def server(*, allow_trigger: bool) -> MCPServer[Any]:
+    """The server with all its tools and documents."""
+    made = MCPServer[Any]("megaprof", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
+    reads: tuple[Callable[..., CallToolResult], ...] = (report, layouts, diff, simulate, status)
+    for tool in reads:
+        made.add_tool(tool, description=_about(tool), annotations=_READS, structured_output=False)
+    asks = trigger if allow_trigger else trigger_with_consent
+    made.add_tool(asks, name="trigger", description=_about(trigger), annotations=_ASKS, structured_output=False)
+    for name, about in pages.PAGES.items():
+        uri = f"megaprof://docs/{name}"
+        made.add_resource(
+            FunctionResource(
+                uri=uri, name=name, description=about, mime_type="text/markdown", fn=partial(pages.page, name)
+            )
+        )
+    made.resource("megaprof://help/{command}", description="what megaprof COMMAND --help prints")(_help)
+    made.resource(
+        "megaprof://schemas/{command}",
+        description="the JSON Schema of megaprof COMMAND --json: report, diff, status, watch, trigger",
+        mime_type="application/json",
+    )(_schema)
+    return made
+
+
+def report(directory: _Directory, part: _Part = "", run: _Run = None) -> CallToolResult:
+    """Report which pipeline stage is slow, why, what it costs and which layout would be faster, from traces and
+    timelines: the JSON of megaprof report DIR --json. Parts: targets/0/stages (every stage's times),
+    targets/0/stages/pp=3, targets/0/what_if/candidates, targets/0/fleet/stragglers, ..."""
+    return _answered("report", partial(answers.of_report, directory, run), part, answers.DETAILS)
+
+
+def layouts(directory: _Directory, part: _Part = "", run: _Run = None) -> CallToolResult:
+    """Which other layouts of the layers over the stages, microbatches and chunks were predicted from a capture, with
+    step time, speedup, uncertainty and Megatron's flags: what_if of the report. Parts: targets/0/what_if/candidates,
+    targets/0/what_if/costs."""
+    return _answered("report", partial(answers.of_layouts, directory, run), part, _NO_LAYOUTS)
+
+
+def diff(before: _Directory, after: _Directory, part: _Part = "") -> CallToolResult:
+    """Compare two captures (or the JSON files of two reports) stage by stage, and what was predicted with what came:
+    the JSON of megaprof diff A B --json. Parts: targets/0/stages, targets/0/stages/pp=3."""
+    return _answered("diff", partial(answers.of_diff, before, after), part, answers.DETAILS)
+
+
+def status(directory: _Job, role: _Role = None, part: _Part = "") -> CallToolResult:
+    """What a running job is doing, where every rank stands, and whom the others wait for when it appears to hang: the
+    JSON of megaprof status DIR --json. Parts: status (every rank), status/rank=37, status/100:120, culprits."""
+    return _answered("status", partial(answers.of_status, directory, role), part, answers.DETAILS)
+
+
+def simulate(
+    forward_ms: _Times,
+    microbatches: Annotated[int, Field(ge=1, description="microbatches of a step")],
+    backward_ms: Annotated[_Times | None, Field(description="the same of backwards; null: forward only")] = None,
+    schedule: Annotated[str | None, Field(description="no_pipelining, 1f1b, interleaved [Megatron's choice]")] = None,
+    p2p_ms: Annotated[float, Field(description="milliseconds of one transfer between stages")] = 0.0,
+    microbatch_group_size: Annotated[int | None, Field(description="of the interleaved schedule")] = None,
+    rendezvous: Annotated[bool, Field(description="whether both ends of an exchange wait for each other")] = False,
+    part: _Part = "",
+) -> CallToolResult:
+    """Replay one step of a Megatron schedule from plain times, in Megatron's own order: step time, and bubble and
+    compute of every stage (megaprof.simulate). It needs no files. Parts: events, events/0:50."""
+    made = partial(
+        answers.of_simulation,
+        microbatches,
+        forward_ms,
+        backward_ms,
+        schedule=schedule,
+        p2p_ms=p2p_ms,
+        microbatch_group_size=microbatch_group_size,
+        rendezvous=rendezvous,
+    )
+    return _answered("simulate", made, part, answers.DETAILS)
+
+
+async def trigger(
+    context: Context[Any, Any],
+    directory: _Job,
+    target: _Capture,
+    role: _Role = None,
+    steps: _Steps = STEPS,
+    select: _Select = SELECT,
+    timeout: _Timeout = TIMEOUT,
+) -> CallToolResult:
+    """Make a running job capture some steps, wait for the files and name them: the JSON of megaprof trigger DIR --json.
+    The captured steps take longer than others, so the user is asked first, unless the server was started with
+    --allow-trigger. Then read the report."""
+    try:
+        asked = await run_sync(partial(_wanted, directory, target, role, steps, select, timeout))
+    except Exception as fault:
+        return _failed("trigger", fault)
+    asking, looks = Asking(asked), 0
+    try:
+        while (answer := await run_sync(asking.look)) is None:
+            looks += 1
+            await context.report_progress(looks, message=asking.state)
+            await anyio.sleep(asked.pause)
+    finally:
+        asking.withdraw()
+    return _text(excerpt(asdict(answer)), failed=answer.reason is not None)
+
+
+def ask(
+    context: Context[Any, Any],
+    directory: str,
+    target: str,
+    role: str | None,
+    steps: int,
+    select: str,
+    timeout: float,
+) -> Elicit[Consent] | CallToolResult:
+    """The question to the user, or the answer of the tool where there is nothing to ask."""
+    able = context.client_capabilities.elicitation if context.client_capabilities else None
+    if able is None or (able.form is None and able.url is not None):
+        return _failed("trigger", CommandError(CANNOT_ASK))
+    try:
+        asked = _wanted(directory, target, role, steps, select, timeout)
+    except Exception as fault:
+        return _failed("trigger", fault)
+    what = f"{counted(steps, 'step')} of {target}" + ("" if role is None else f" ({role})")
+    on = f"{counted(len(asked.ranks), 'rank')} ({select})"
+    return Elicit(
+        f"Let the running job in {directory} capture {what} on {on}? These steps take longer than others, and "
+        "their files are written there.",
+        Consent,
+    )
+
+
+async def trigger_with_consent(
+    context: Context[Any, Any],
+    consent: Annotated[ElicitationResult[Consent], Resolve(ask)],
+    directory: _Job,
+    target: _Capture,
+    role: _Role = None,
+    steps: _Steps = STEPS,
+    select: _Select = SELECT,
+    timeout: _Timeout = TIMEOUT,
+) -> CallToolResult:
+    """`trigger`, for clients whose user is asked first."""
+    said: Any = consent.data if isinstance(consent, AcceptedElicitation) else None
+    if isinstance(said, CallToolResult):
+        return said
+    if said is None or not said.capture:
+        return _failed("trigger", CommandError(DECLINED))
+    return await trigger(context, directory, target, role, steps, select, timeout)
+
+
+def _wanted(directory: str, target: str, role: str | None, steps: int, select: str, timeout: float) -> Wanted:
+    return wanted(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
+
+
+def _answered(command: str, document: Callable[[], Any], part: str, details: Collection[str]) -> CallToolResult:
+    try:
+        return _text(excerpt(document(), part, details))
+    except NoPart as mistake:
+        return _failed(command, CommandError(str(mistake)))
+    except Exception as fault:
+        return _failed(command, fault)
+
+
+def _failed(command: str, fault: Exception) -> CallToolResult:
+    """The line that the command prints. A fault of ours is raised again: the SDK logs it and names only the tool."""
+    if (line := in_a_line(fault)) is None:
+        raise fault
+    return _text(f"megaprof {command}: {line}"[:MOST], failed=True)
+
+
+def _text(text: str, *, failed: bool = False) -> CallToolResult:
+    return CallToolResult(content=[TextContent(type="text", text=text)], is_error=failed)
+
+
+def _about(tool: Callable[..., Any]) -> str:
+    return " ".join((tool.__doc__ or "").split())
+
+
+def _help(command: str) -> str:
+    return _named(pages.help_of, command)
+
+
+def _schema(command: str) -> str:
+    return _named(pages.schema_of, command)
+
+
+def _named(made: Callable[[str], str], command: str) -> str:
+    try:
+        return made(command)
+    except KeyError as unknown:
+        raise ResourceNotFoundError(unknown.args[0]) from None

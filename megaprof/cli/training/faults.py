@@ -1,0 +1,98 @@
+"""What ``megaprof demo --fault`` lets go wrong: which shape shows it, what is said about it, and how a rank has it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megaprof.testing import BuiltGPT, GPTWorkload
+
+SLOW_RANK, SLOW_LINK, HANG = "slow-rank", "slow-link", "hang"
+FAULTS = {
+    SLOW_RANK: "the layers of the last rank take at least twice as long",
+    SLOW_LINK: "exchanges between the last two stages are delayed",
+    HANG: "the last rank stops in a forward, and all wait for it; with --live only",
+}
+#: The step of a live job that is the first with a fault, so that something healthy comes before it.
+FIRST_STEP = 5
+#: What a layer waits at least: a small model's own times are lost in what else a machine does.
+_LAYER_MS = 10.0
+_LINK_SECONDS = 0.05
+_LOOK_SECONDS = 0.1
+
+
+def least(fault: str | None, ep: int) -> dict[str, int]:
+    """By the name of an option, the size that a fault needs to be seen: the default of a demo with it."""
+    return {SLOW_RANK: {"dp": 2 * ep}, SLOW_LINK: {"pp": 3}}.get(fault or "", {})
+
+
+def check(fault: str, workload: GPTWorkload, *, live: bool, steps: int | None) -> None:
+    """Raises ValueError for a fault that this shape cannot show."""
+    given = f"--fault {fault}"
+    if fault == HANG and not live:
+        raise ValueError(f"{given}: needs --live, since a job that hangs captures nothing")
+    if live and steps is not None and steps <= FIRST_STEP:
+        raise ValueError(f"{given} with --steps {steps}: it begins with step {FIRST_STEP}; must be more steps")
+    replicas = workload.dp or workload.ep
+    if fault == SLOW_RANK and replicas < 2 * workload.ep:
+        raise ValueError(
+            f"{given} with --dp {replicas}: no other rank does the same work; --dp must be at least {2 * workload.ep}"
+        )
+    if fault == SLOW_LINK and workload.pp < 2:
+        raise ValueError(f"{given} with --pp {workload.pp}: there is no link; --pp must be at least 2")
+    if fault == SLOW_LINK and workload.vpp is not None:
+        raise ValueError(f"{given} with --vpp {workload.vpp}: exchanges overlap with compute there; drop --vpp")
+    if fault == HANG and workload.world_size < 2:
+        raise ValueError(f"{given} with one rank: nobody would wait for it; --pp or --dp must be at least 2")
+
+
+def told(fault: str, workload: GPTWorkload, begin: int) -> str:
+    """What goes wrong, in a sentence."""
+    rank, stage = workload.world_size - 1, workload.pp - 1
+    since = f"from step {begin} on" if begin else "in every step"
+    if fault == SLOW_RANK:
+        return f"rank {rank} (stage {stage}) takes at least twice as long for every layer, {since}"
+    if fault == SLOW_LINK:
+        longer = f"{1e3 * _LINK_SECONDS:.0f} ms longer"
+        return f"each exchange between stages {stage - 1} and {stage} takes {longer}, {since}"
+    where = f"microbatch {_middle(workload)} of step {begin}"
+    return f"rank {rank} (stage {stage}) stops in {where}, and the others wait for it"
+
+
+def inject(fault: str, gpt: BuiltGPT, begin: int, over: Callable[[], bool] = lambda: True) -> None:
+    """Put a fault into this rank, if it is the one to have it: from step ``begin`` on; a hang lasts until ``over``."""
+    import torch
+    from megatron.core import parallel_state
+
+    from megaprof.testing.faults import before_exchange, before_forward, layers, linger
+
+    workload, last = gpt.workload, torch.distributed.get_rank() == gpt.workload.world_size - 1
+
+    def twice(took_ms: float) -> tuple[float, float]:  # a backward takes about two forwards
+        longer = max(took_ms, _LAYER_MS) if gpt.step >= begin else 0.0
+        return longer, 2 * longer
+
+    def delay() -> None:
+        if gpt.step >= begin:
+            time.sleep(_LINK_SECONDS)
+
+    forwards = 0
+
+    def stop() -> None:
+        nonlocal forwards
+        microbatch, forwards = forwards % workload.microbatches, forwards + 1
+        while gpt.step >= begin and microbatch == _middle(workload) and not over():
+            time.sleep(_LOOK_SECONDS)
+
+    if fault == SLOW_RANK and last:
+        linger(layers(gpt.chunks), twice)
+    if fault == SLOW_LINK and parallel_state.get_pipeline_model_parallel_rank() == workload.pp - 2:
+        before_exchange(parallel_state.get_pipeline_model_parallel_next_rank(), delay)
+    if fault == HANG and last:
+        before_forward(gpt.chunks[0], stop)
+
+
+def _middle(workload: GPTWorkload) -> int:
+    return workload.microbatches // 2

@@ -1,0 +1,83 @@
+"""``megaprof ui DIR``: captures and running jobs below a directory, as pages in the browser."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from megaprof.cli import CommandError, UsageError, browser
+from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.formats.checks import printable
+
+#: The first port that is tried.
+PORT = 8750
+EXAMPLES = (
+    "megaprof ui traces",
+    "megaprof ui traces --allow-trigger",
+    "megaprof ui traces --port 8750 --no-open   # on a cluster; it prints the ssh line",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = (
+        "It answers on 127.0.0.1 only, and only whoever has the address that it prints. It changes nothing; with "
+        "--allow-trigger the live page can make a running job capture. Ctrl-C ends it."
+    )
+    parser.add_argument("dir", metavar="DIR", type=Path, help="a --profile-dir, or a directory with several below it")
+    parser.add_argument("--port", type=int, metavar="N", help=f"the port [the first free one from {PORT} on]")
+    parser.add_argument("--allow-trigger", action="store_true", help="let the live page ask for captures")
+    parser.add_argument("--no-open", action="store_true", help="do not open a browser")
+    add_input_option(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until Ctrl-C. Raises CommandError."""
+    heed_input_option(arguments)
+    if arguments.port is not None and not 0 <= arguments.port < 1 << 16:
+        raise UsageError(f"--port {arguments.port} is not a number from 0 to 65535")
+    if not arguments.dir.is_dir():
+        raise CommandError(f"{arguments.dir} is no directory")
+    if arguments.dir.resolve() == Path(arguments.dir.resolve().anchor):
+        raise CommandError(f"{arguments.dir} is the whole file system; name the directory that holds the captures")
+    from megaprof.ui.guard import token_of
+    from megaprof.ui.server import app, listen, serve
+
+    token = token_of(arguments.dir)
+    try:
+        opened = listen(arguments.port, PORT)
+    except OSError as fault:
+        where = f"no port from {PORT} on can" if arguments.port is None else f"port {arguments.port} cannot"
+        raise CommandError(f"{where} be opened on 127.0.0.1: {fault.strerror or fault}") from None
+    with opened, tempfile.TemporaryDirectory(prefix="megaprof-") as private:
+        port = opened.getsockname()[1]
+        address = f"http://127.0.0.1:{port}/?token={token}"
+        try:
+            serve(
+                app(arguments.dir, token, arguments.allow_trigger),
+                opened,
+                lambda: _invite(arguments, address, port, Path(private)),
+            )
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+    return 0
+
+
+def _invite(arguments: argparse.Namespace, address: str, port: int, private: Path) -> None:
+    print(f"{printable(str(arguments.dir))}: {address}", flush=True)
+    if not arguments.no_open and browser.is_here() and browser.opened(_entrance(address, private)):
+        print("Opened in the browser; Ctrl-C ends the server.", flush=True)
+        return
+    print("From another machine, first there (then open the address there, too; Ctrl-C here ends the server):")
+    print(f"  {browser.forwarding(port)}", flush=True)
+
+
+def _entrance(address: str, private: Path) -> str:
+    """A file that only this user can read and that leads to the address: other users can see what a browser is started
+    with."""
+    page = private / "megaprof.html"
+    page.write_text(
+        f'<!DOCTYPE html><meta http-equiv="refresh" content="0; url={address}"><a href="{address}">megaprof</a>'
+    )
+    return page.as_uri()

@@ -1,0 +1,127 @@
+"""One look at a running job: where every rank stands, whom all wait for, and that in sentences."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megaprof.control.blame import STUCK_SECONDS, Blame, Culprit, find_culprits
+from megaprof.control.job import RunningJob, ago
+from megaprof.formats.checks import counted
+from megaprof.formats.job.run import dead
+from megaprof.formats.job.status import RankStatus
+
+_CULPRITS = 4
+
+
+@dataclass(frozen=True)
+class View:
+    """What was seen."""
+
+    job: RunningJob
+    """The job that was looked at."""
+    statuses: dict[int, RankStatus]
+    """By rank, as far as they could be read."""
+    now: float
+    """Wall-clock seconds, by the job's clocks."""
+    blame: Blame
+    """Who keeps it waiting."""
+    silence: str | None
+    """Why nothing is to be expected of the whole job any more; None while it answers."""
+
+    @property
+    def state(self) -> str:
+        """One word for all of it: ``starts``, ``runs``, ``hangs``, ``died`` or ``ended``."""
+        if self.job.run.ended is not None:
+            return "ended"
+        if self.silence is not None or any(culprit.silent for culprit in self.blame.culprits):
+            return "died"
+        if self.blame.still:
+            return "hangs"
+        return "runs" if any(each.calls for each in self.statuses.values()) else "starts"
+
+    @property
+    def heard(self) -> list[int]:
+        """The ranks that give signs of life, ascending."""
+        return sorted(rank for rank, each in self.statuses.items() if not each.late(self.now))
+
+
+def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool = True) -> View:
+    """What there is to see of ``job``; ``patient``: once every rank has had the time to say something.
+    ``hang_after``: seconds without a move after which a rank hangs."""
+    silence = job.silence()
+    statuses = job.statuses()
+    while patient and silence is None and job.starting(statuses):
+        time.sleep(min(job.run.interval, 0.5))
+        statuses = job.statuses()
+    now = job.now(statuses, silence)
+    return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
+
+
+def verdict(view: View) -> str | None:
+    """What is wrong with the whole job, in a sentence; None where nothing is, or only single ranks are silent."""
+    blame = view.blame
+    if view.silence is not None:
+        return f"The job appears to have died: {view.silence}."
+    if blame.still:
+        return f"The job appears to hang: no rank has moved for {ago(blame.still)}."
+    if blame.stuck:
+        have = "has" if len(blame.stuck) == 1 else "have"
+        return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
+    return None
+
+
+def waited_for(view: View) -> Iterator[str]:
+    """Of whom nothing is heard, and whom the others wait for: a clause each."""
+    culprits = view.blame.culprits
+    unheard = [culprit.rank for culprit in culprits if culprit.status is None]
+    silent = [culprit for culprit in culprits if culprit.silent and culprit.status is not None]
+    guilty = [culprit for culprit in culprits if not culprit.silent]
+    if not view.blame.stuck and not silent and not unheard and view.silence is None:
+        return
+    for culprit in silent[:_CULPRITS]:
+        yield f"{_who(culprit)} {_silence(culprit)}{_waiting(culprit)}"
+    if unheard:
+        yield f"no status at all from {counted(len(unheard), 'rank')}: rank {few(unheard)}"
+    for culprit in guilty[:_CULPRITS]:
+        yield f"{_who(culprit)} {_doing(culprit.status)} for {ago(culprit.seconds)}{_waiting(culprit)}"
+    if more := max(0, len(silent) - _CULPRITS) + max(0, len(guilty) - _CULPRITS):
+        yield f"and {more} more"
+
+
+def gone(culprit: Culprit) -> bool:
+    """Whether its process is known not to exist any more."""
+    status = culprit.status
+    return status is not None and dead(status.host, status.pid)
+
+
+def few(ranks: list[int]) -> str:
+    """The first eight."""
+    return ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+
+
+def _who(culprit: Culprit) -> str:
+    status = culprit.status
+    if status is None:
+        return f"rank {culprit.rank}"
+    return f"rank {culprit.rank} (stage {status.coords['pp']}, {status.name}, process {status.pid})"
+
+
+def _silence(culprit: Culprit) -> str:
+    if gone(culprit):
+        return "is gone: the process does not exist any more"
+    return f"has given no sign of life for {ago(culprit.seconds)}"
+
+
+def _doing(status: RankStatus | None) -> str:
+    if status is None or status.place is None:
+        return "has been outside of the schedule (optimizer, data, checkpoint, ...)"
+    place = status.place
+    whose = "" if place.role is None else f" of {place.role}"
+    return f"has been in {place}, {place.target}{whose} step {place.step},"
+
+
+def _waiting(culprit: Culprit) -> str:
+    wait = "waits" if culprit.waiting == 1 else "wait"
+    return f"; {counted(culprit.waiting, 'rank')} {wait} for it" if culprit.waiting else ""

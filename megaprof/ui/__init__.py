@@ -1,0 +1,1 @@
+"""The page behind `megaprof ui`: what lies below a directory, for a browser on this machine."""

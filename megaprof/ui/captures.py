@@ -1,0 +1,166 @@
+"""Captures that were read, each once as long as its files stay what they are. Processes of their own read them, so that
+no page waits for another one's traces, and no trace can end the server."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import OrderedDict
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from megaprof.analysis.report import sentences
+from megaprof.analysis.report.document import Report
+from megaprof.analysis.report.drawn import boxes, timelines
+from megaprof.analysis.report.html import page
+from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.stages import words
+from megaprof.formats import inputs
+from megaprof.formats.remote import TooMuch, Unreachable
+from megaprof.ui.places import Place
+
+#: Captures that are kept, and how large they may be together, in bytes.
+MOST_KEPT, MOST_BYTES = 16, 512 << 20
+#: Verdicts that are kept.
+MOST_BRIEFS = 4096
+_PROCESSES = 2
+
+_Key = tuple[str, str | None]
+
+
+class Unreadable(Exception):
+    """There is nothing to show of a capture; the message says why."""
+
+
+@dataclass(frozen=True)
+class Brief:
+    """A target at a glance."""
+
+    title: str
+    """Target and role."""
+    severity: str
+    """``slow``, ``open`` or ``fine``."""
+    verdict: str
+    """In a few words."""
+    step_ms: float | None
+    """Milliseconds of a step; None where it is not known."""
+    imbalance: float | None
+    """The slowest stage's compute over the average stage's; None where it is not known."""
+    stages: int
+    """Pipeline stages."""
+    ranks: int
+    """Ranks of the job."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What pages show of a directory."""
+
+    report: Report
+    """The report, without the calls that are drawn."""
+    page: str
+    """The HTML report."""
+    drawn: dict[_Key, dict[str, Any]]
+    """The drawn step of every target that has one, for the script."""
+    briefs: tuple[Brief, ...]
+    """Every target at a glance."""
+
+
+def read(path: Path, links: tuple[tuple[str, str], ...]) -> bytes:
+    """A `Capture`, pickled: its size is then known. Raises Unreadable. Runs in a process of its own."""
+    try:
+        report = analyze(path)
+    except (NothingToReport, Unreachable, TooMuch) as fault:
+        raise Unreadable(str(fault)) from None
+    except (OSError, MemoryError) as fault:
+        raise Unreadable(f"{path} cannot be read: {fault}") from None
+    steps = timelines(report)
+    drawn = {key: boxes(step) for key, step in steps.items()}
+    shown = page(report, steps, links)
+    return pickle.dumps(Capture(replace(report, drawn=()), shown, drawn, tuple(map(_brief, report.targets))))
+
+
+def _brief(target: Any) -> Brief:
+    said = sentences.in_brief(target.verdict, target.fleet)
+    step = target.measured.step_time_ms
+    return Brief(
+        words.title(*target.key),
+        said.severity,
+        said.text,
+        step.mean if step else None,
+        target.verdict.imbalance,
+        target.measured.sizes.pp,
+        target.measured.sizes.world,
+    )
+
+
+class Captures:
+    """The captures that were asked for last."""
+
+    def __init__(self) -> None:
+        self._pool: ProcessPoolExecutor | None = None
+        self._kept: OrderedDict[str, tuple[Capture, int]] = OrderedDict()
+        self._briefs: OrderedDict[str, tuple[Brief, ...] | str] = OrderedDict()
+        self._under_way: dict[str, asyncio.Task[Capture]] = {}
+
+    def brief(self, place: Place) -> tuple[Brief, ...] | str | None:
+        """A capture at a glance, or why there is nothing to see; None while nobody has read it."""
+        return self._briefs.get(place.identity)
+
+    async def get(self, place: Place, links: tuple[tuple[str, str], ...]) -> Capture:
+        """Read it, or take what was read. Raises Unreadable. One that is being read is not read again."""
+        if place.outside is not None:
+            raise Unreadable(f"it holds a link that leads out of the directory that is served: {place.outside}")
+        identity = place.identity
+        if (kept := self._kept.get(identity)) is not None:
+            self._kept.move_to_end(identity)
+            return kept[0]
+        if isinstance(why := self._briefs.get(identity), str):
+            raise Unreadable(why)
+        task = self._under_way.get(identity)
+        if task is None:
+            task = self._under_way[identity] = asyncio.create_task(self._read(identity, place.path, links))
+            task.add_done_callback(lambda done: self._under_way.pop(identity, None))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())  # not only those that wait see it
+        return await asyncio.shield(task)
+
+    async def _read(self, identity: str, path: Path, links: tuple[tuple[str, str], ...]) -> Capture:
+        try:
+            content = await asyncio.wrap_future(self._submit(path, links))
+            capture: Capture = await asyncio.to_thread(pickle.loads, content)
+        except Unreadable as fault:
+            self._keep_brief(identity, str(fault))
+            raise
+        except BrokenProcessPool:
+            self._pool = None
+            raise Unreadable("the process that read it was killed, most likely for its memory") from None
+        self._keep_brief(identity, capture.briefs)
+        self._kept[identity] = capture, len(content)
+        while len(self._kept) > MOST_KEPT or (
+            len(self._kept) > 1 and sum(size for _, size in self._kept.values()) > MOST_BYTES
+        ):
+            self._kept.popitem(last=False)
+        return capture
+
+    def _submit(self, path: Path, links: tuple[tuple[str, str], ...]) -> Future[bytes]:
+        if self._pool is None:
+            alike = partial(inputs.allow, inputs.allowed())
+            self._pool = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"), initializer=alike)
+        return self._pool.submit(read, path, links)
+
+    def _keep_brief(self, identity: str, brief: tuple[Brief, ...] | str) -> None:
+        self._briefs[identity] = brief
+        while len(self._briefs) > MOST_BRIEFS:
+            self._briefs.popitem(last=False)
+
+    def close(self) -> None:
+        """End the processes; what they read is not waited for."""
+        if self._pool is not None:
+            for process in list((getattr(self._pool, "_processes", None) or {}).values()):
+                process.terminate()
+            self._pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,161 @@
+"""Who may ask: whoever has the token, from a page of ours, in the name of this machine.
+
+Other users of the machine can reach the port. So can every page that is open in the user's browser, also by a name of
+its own that suddenly means 127.0.0.1 (DNS rebinding). The token keeps the first out; the names in ``Host``, ``Origin``
+and ``Sec-Fetch-Site`` keep out the second. An address with the token gives a cookie, which no other site can send.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+from contextlib import suppress
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+#: This machine's names for itself, with any port: `ssh -L` may make it another one.
+NAMES = ("127.0.0.1", "localhost", "[::1]")
+#: What pages load is the script and the style sheets of this server, and nothing else.
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "same-origin",  # without any, a form of ours would come from nowhere: ``Origin: null``
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
+#: Not a redirect: a browser that comes from elsewhere would not send the cookie along with it.
+_ENTER = (
+    '<!DOCTYPE html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="0; url=./">'
+    '<title>megaprof</title><p><a href="./">megaprof</a></p></html>'
+)
+_KEY_BYTES = 32
+_LEAST_KEY = 16
+
+
+class Guard:
+    """Lets a request through, or answers it with 403."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+        # Cookies of one name reach all ports of a host: other servers of ours have other names.
+        self._cookie = f"megaprof-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.setdefault("Content-Security-Policy", POLICY)
+                for name, value in _HEADERS.items():
+                    headers[name] = value
+            await send(message)
+
+        if scope["type"] != "http":
+            await PlainTextResponse("not found", 404)(scope, receive, send)
+        elif (reason := self._foreign(scope)) is not None:
+            await PlainTextResponse(f"megaprof: {reason}\n", 403)(scope, receive, sending)
+        elif self._enters(scope):
+            entered = HTMLResponse(_ENTER)
+            entered.set_cookie(self._cookie, self._token, httponly=True, samesite="strict", path="/")
+            await entered(scope, receive, sending)
+        elif not self._known(scope):
+            why = "open the address that megaprof ui printed: it has the token of this server in it"
+            await PlainTextResponse(f"megaprof: {why}\n", 403)(scope, receive, sending)
+        else:
+            await self._app(scope, receive, sending)
+
+    def _foreign(self, scope: Scope) -> str | None:
+        """Why the request does not come from a page of ours; None where it does."""
+        hosts, origins = (_values(scope, name) for name in (b"host", b"origin"))
+        if len(hosts) != 1 or _name_of(hosts[0]) not in NAMES:
+            return "this server answers only as 127.0.0.1 or localhost"
+        if scope["method"] not in ("GET", "HEAD") and not origins:
+            return "a request that changes something must say which page it comes from"
+        if any(origin != f"http://{hosts[0]}" for origin in origins):
+            return "the request comes from another page"
+        sites = _values(scope, b"sec-fetch-site")
+        if any(site not in ("same-origin", "none") for site in sites) and not self._enters(scope):
+            return "the request comes from another page"
+        return None
+
+    def _enters(self, scope: Scope) -> bool:
+        """Whether this is the address with the token."""
+        if scope["method"] != "GET" or scope["path"] != "/":
+            return False
+        try:
+            given = parse_qs(scope["query_string"].decode("ascii"), max_num_fields=4).get("token", [])
+        except ValueError:
+            return False
+        return len(given) == 1 and _same(given[0], self._token)
+
+    def _known(self, scope: Scope) -> bool:
+        for line in _values(scope, b"cookie"):
+            with suppress(CookieError):
+                morsel = SimpleCookie(line).get(self._cookie)
+                if morsel is not None and _same(morsel.value, self._token):
+                    return True
+        return False
+
+
+def token_of(directory: Path) -> str:
+    """The token of a directory's page. It is the same after a restart, so that open pages go on: it is made from a key
+    in a file that only this user can read. Where that cannot be, a new one."""
+    key = _key()
+    if key is None:
+        return secrets.token_urlsafe(24)
+    return hmac.new(key, os.fsencode(directory.resolve()), "sha256").hexdigest()[:48]
+
+
+def _key() -> bytes | None:
+    home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    path = Path(home) / "megaprof" / "ui.key"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileExistsError):
+            written = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(written, "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found = os.fstat(file.fileno())
+            key = file.read(_KEY_BYTES)
+    except OSError:
+        return None
+    own = found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return key if own and len(key) >= _LEAST_KEY else None
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for given, value in scope["headers"] if given == name]
+
+
+def _name_of(host: str) -> str | None:
+    """``127.0.0.1`` of ``127.0.0.1:8000``; None for what is no host."""
+    try:
+        found = urlsplit(f"//{host}")
+        _ = found.port
+    except ValueError:
+        return None
+    if found.username is not None or found.path or found.query or found.fragment:
+        return None
+    name = found.hostname or ""
+    return f"[{name}]" if ":" in name else name
+
+
+def _same(given: str, wanted: str) -> bool:
+    return hmac.compare_digest(given.encode(), wanted.encode())

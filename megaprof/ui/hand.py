@@ -1,0 +1,211 @@
+"""The what-if page: what a browser asks for, tried, and as the page shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import urlencode
+
+from megaprof.analysis.report.document import TargetReport
+from megaprof.analysis.report.drawn import boxes_of
+from megaprof.analysis.what_if.by_hand import MOST_CHUNKS, ByHand, Setting, Tried, moved, split, tried
+from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.layouts import format_layout, options_of, parse_layout
+
+_LONGEST_LAYOUT = 4000
+#: Layers of a piece that are drawn one by one.
+MOST_DRAWN = 24
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One model chunk of a stage."""
+
+    place: int
+    """Which piece it is, in the order in which a microbatch passes them."""
+    layers: int
+    """Its decoder layers."""
+    embedding: bool
+    """Whether it holds the embedding."""
+    mtp: int
+    """Its MTP layers."""
+    loss: bool
+    """Whether it holds the loss."""
+    earlier: str | None
+    """Where a layer of it goes that moves towards the embedding, in words; None where there is nothing before it."""
+    later: str | None
+    """The same towards the loss."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage of a tried layout."""
+
+    stage: int
+    """Its pipeline rank."""
+    pieces: tuple[Piece, ...]
+    """By model chunk."""
+    compute_ms: float
+    """Milliseconds that it computes in a step."""
+    share: float
+    """The same in percent of the stage that computes longest."""
+    bubble: float
+    """Part of the pipeline in which it computes nothing."""
+    in_flight: int
+    """The most layers times microbatches whose activations it holds."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the page shows."""
+
+    known: ByHand
+    """The captured run."""
+    now: Tried
+    """The setting that is shown."""
+    captured: Tried
+    """The run as it was captured, by the same simulation."""
+    fault: str | None
+    """Why what was asked for is not shown; None where it is."""
+
+    @property
+    def change(self) -> float:
+        """The step against the measured one, as a fraction."""
+        measured = self.known.baseline.measured_ms
+        return self.now.prediction.step_ms / measured - 1.0 if measured else 0.0
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks per stage."""
+        return len(self.now.setting.pieces) // self.known.stages
+
+    @property
+    def rows(self) -> list[Row]:
+        """Every stage."""
+        pieces, simulated = self.now.setting.pieces, self.now.simulation
+        longest = max(simulated.stage_ms) or 1.0
+        return [
+            Row(
+                stage,
+                tuple(self._piece(place) for place in range(stage, len(pieces), self.known.stages)),
+                computed,
+                100 * computed / longest,
+                simulated.bubble_fraction[stage],
+                self.now.in_flight[stage],
+            )
+            for stage, computed in enumerate(simulated.stage_ms)
+        ]
+
+    def _piece(self, place: int) -> Piece:
+        piece, last = self.now.setting.pieces[place], len(self.now.setting.pieces) - 1
+        return Piece(
+            place,
+            piece.count("t"),
+            "E" in piece,
+            piece.count("m"),
+            "L" in piece,
+            self._where(place - 1) if place else None,
+            self._where(place + 1) if place < last else None,
+        )
+
+    def _where(self, place: int) -> str:
+        chunk, stage = divmod(place, self.known.stages)
+        return f"stage {stage}" + (f" chunk {chunk}" if self.chunks > 1 else "")
+
+    @property
+    def boxes(self) -> dict[str, Any]:
+        """The pipeline for the script, on an axis that holds the captured one, too."""
+        end = round(1000 * max(self.now.simulation.step_ms, self.captured.simulation.step_ms))
+        return boxes_of(self.now.simulation) | {"end": end}
+
+    def query(self, target: int, **other: object) -> str:
+        """The address of what is shown, with something else in it."""
+        setting = self.now.setting
+        return urlencode(
+            {
+                "t": target,
+                "layout": format_layout(setting.pieces),
+                "was": self.chunks,
+                "chunks": self.chunks,
+                "microbatches": setting.microbatches,
+                "p2p": number_of(setting.p2p_ms),
+                "tokens": "same" if setting.same_tokens else "more",
+            }
+            | other
+        )
+
+
+def answer(known: ByHand, query: Mapping[str, str]) -> Answer:
+    """What was asked for, or, where that cannot be, why not and what comes closest."""
+    captured = known.as_captured
+    try:
+        setting = _setting(known, query)
+        now = tried(known, setting)
+    except ValueError as mistake:
+        return Answer(known, captured, captured, str(mistake))
+    if not query.get("move"):
+        return Answer(known, now, captured, None)
+    try:
+        return Answer(known, tried(known, replace(setting, pieces=_moved(setting, query["move"]))), captured, None)
+    except ValueError as mistake:
+        return Answer(known, now, captured, str(mistake))
+
+
+def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...] | None:
+    """The flags as the host that trained takes them; None where it takes the flags themselves."""
+    return options_of(target.measured.framework, target.measured.role, prediction.flags)
+
+
+def number_of(ms: float) -> str:
+    """As few digits as give it back to three places."""
+    return f"{ms:.3f}".rstrip("0").rstrip(".")
+
+
+def _setting(known: ByHand, query: Mapping[str, str]) -> Setting:
+    """Raises ValueError."""
+    captured = known.captured
+    chunks_before = len(captured.pieces) // known.stages
+    chunks = _whole("chunks", query.get("chunks"), chunks_before)
+    if not 1 <= chunks <= MOST_CHUNKS:
+        raise ValueError(f"chunks={chunks} must lie between 1 and {MOST_CHUNKS}")
+    text = query.get("layout", "").strip()
+    if len(text) > _LONGEST_LAYOUT:
+        raise ValueError(f"the layout is longer than {_LONGEST_LAYOUT} characters")
+    pieces = parse_layout(text, known.stages) if text else captured.pieces
+    # A layout that was typed may have another number of chunks; one that is asked for by number gets another layout.
+    if chunks != _whole("was", query.get("was"), chunks_before) and chunks * known.stages != len(pieces):
+        pieces = split(captured.pieces, known.stages, chunks)
+    return Setting(
+        pieces,
+        _whole("microbatches", query.get("microbatches"), captured.microbatches),
+        _milliseconds(query.get("p2p"), captured.p2p_ms),
+        query.get("tokens", "same") != "more",
+    )
+
+
+def _moved(setting: Setting, move: str) -> tuple[str, ...]:
+    source, _, rest = move.partition("-")
+    target, _, letter = rest.partition("-")
+    return moved(setting.pieces, _whole("move", source, -1), _whole("move", target, -1), letter or "t")
+
+
+def _whole(name: str, text: str | None, default: int) -> int:
+    if text is None or not text.strip():
+        return default
+    if not text.strip().isascii() or not text.strip().isdecimal() or len(text.strip()) > 9:
+        raise ValueError(f"{name}={text.strip()[:20]!r} is not a whole number")
+    return int(text)
+
+
+def _milliseconds(text: str | None, captured: float) -> float:
+    if text is None or not text.strip() or text.strip() == number_of(captured):
+        return captured  # the page shows it rounded
+    try:
+        found = float(text.strip()[:30])
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"p2p={text.strip()[:20]!r} is not a number of milliseconds")
+    return found

@@ -1,0 +1,186 @@
+"""The pages as HTML, from Jinja2 templates with the report's rules: all text is escaped."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+
+from megaprof.analysis.report import html
+from megaprof.analysis.report.charts import HEIGHT, WIDTH
+from megaprof.analysis.report.diff import Diff
+from megaprof.control.job import ago
+from megaprof.ui import hand
+from megaprof.ui.captures import Capture
+from megaprof.ui.live import Now, Point
+from megaprof.ui.places import Place
+
+#: Files that pages load, and of what type they are.
+STATIC = {
+    "report.css": "text/css",
+    "report.js": "text/javascript",
+    "ui.css": "text/css",
+    "ui.js": "text/javascript",
+}
+
+
+@functools.cache
+def static(name: str) -> str:
+    """One of `STATIC`."""
+    if name.startswith("report"):
+        return html.static(name)
+    return (files("megaprof.ui") / "static" / name).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _environment() -> Environment:
+    made = html.environment("megaprof.ui", "megaprof.analysis.report")
+    made.globals |= {"ago": ago, "date": _date, "size": _size, "hand": hand, "WIDTH": WIDTH, "HEIGHT": HEIGHT}
+    return made
+
+
+def render(template: str, **values: Any) -> str:
+    """A page, or a part of one."""
+    return _environment().get_template(template).render(**values)
+
+
+def data_of(drawn: Sequence[Mapping[str, Any] | None]) -> Markup:
+    """Drawings for the script, as JSON that cannot end the element around it."""
+    return Markup(json.dumps(drawn, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def links_of(place: Place) -> tuple[tuple[str, str], ...]:
+    """Where one gets from a capture."""
+    links = [("/", "All captures"), (f"/capture/{place.id}/what-if", "What if"), (f"/compare?a={place.id}", "Compare")]
+    return (*links, *([(f"/live/{place.id}", "Live")] if place.job else []))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One stage of two captures on one scale."""
+
+    pp: int
+    """Its pipeline rank."""
+    before: tuple[float, float] | None
+    """Percent of the longest bar that it computes and that it waits, in the first capture; None without numbers."""
+    after: tuple[float, float] | None
+    """The same in the second capture."""
+
+
+def bars(target: Any) -> list[Bar]:
+    """Of a `TargetDiff`: what every stage computes and waits; none where nothing is known."""
+
+    def parts(stage: Any, which: str) -> tuple[float, float] | None:
+        compute, bubble = (getattr(stage.changes[name], which) for name in ("compute_ms", "bubble_ms"))
+        return None if compute is None else (compute, bubble or 0.0)
+
+    rows = [(stage.pp, parts(stage, "before"), parts(stage, "after")) for stage in target.stages]
+    longest = max((sum(each) for _, *both in rows for each in both if each), default=0.0)
+    if not longest:
+        return []
+
+    def scaled(each: tuple[float, float] | None) -> tuple[float, float] | None:
+        return None if each is None else (100 * each[0] / longest, 100 * each[1] / longest)
+
+    return [Bar(pp, scaled(before), scaled(after)) for pp, before, after in rows]
+
+
+def on_one_axis(key: tuple[str, str | None], captures: Sequence[Capture]) -> list[dict[str, Any]] | None:
+    """The drawn steps of one target in several captures, each as long as the longest; None where one has none."""
+    drawn = [capture.drawn.get(key) for capture in captures]
+    known = [each for each in drawn if each is not None]
+    if len(known) < len(drawn):
+        return None
+    end = max(row["span"][1] for each in known for row in each["rows"])
+    return [each | {"end": end} for each in known]
+
+
+def compared(diff: Diff, captures: Sequence[Capture]) -> tuple[list[list[int] | None], list[dict[str, Any]]]:
+    """Where the drawings of each target stand among all of them, and these."""
+    places: list[list[int] | None] = []
+    drawings: list[dict[str, Any]] = []
+    for target in diff.targets:
+        drawn = on_one_axis((target.target, target.role), captures)
+        places.append(None if drawn is None else [len(drawings), len(drawings) + 1])
+        drawings += drawn or []
+    return places, drawings
+
+
+@dataclass(frozen=True)
+class Track:
+    """A quantity over time."""
+
+    name: str
+    """What it is."""
+    unit: str
+    """Of its numbers."""
+    lines: tuple[str, ...]
+    """Points of each stretch without a gap, as SVG wants them."""
+    top: float
+    """What the upper end of the drawing stands for."""
+    bottom: float
+    """The same of its lower end."""
+    last: float
+    """The newest value."""
+    seconds: float
+    """From the first to the last point."""
+
+
+def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:
+    """None with fewer than two values."""
+    known = [value for point in points if (value := getattr(point, field)) is not None]
+    if len(known) < 2 or max(known) <= bottom:
+        return None
+    top, begin = max(known), points[0].at
+    span = max(points[-1].at - begin, 1e-3)
+    stretches: list[list[str]] = [[]]
+    run = points[0].run
+    for point in points:
+        value = getattr(point, field)
+        if value is None or point.run != run:
+            stretches.append([])
+        run = point.run
+        if value is not None:
+            high = (1 - (value - bottom) / (top - bottom)) * (HEIGHT - 10) + 5
+            stretches[-1].append(f"{(point.at - begin) / span * WIDTH:.1f},{high:.1f}")
+    lines = tuple(" ".join(stretch) for stretch in stretches if stretch)
+    return Track(name, unit, lines, top, bottom, known[-1], span)
+
+
+def now_shown(now: Now) -> str:
+    """What a live page shows of one look."""
+    tracks = [
+        track("step time", "ms", now.history, "step_ms"),
+        track("imbalance", "", now.history, "imbalance", bottom=1.0),
+    ]
+    return render("now.html", now=now, tracks=[each for each in tracks if each is not None])
+
+
+def _date(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):
+        return "at an unknown time"
+
+
+def age(seconds: float) -> str:
+    """Since a moment, in words."""
+    return ago(time.time() - seconds)
+
+
+def _size(count: int) -> str:
+    return (
+        f"{count / 1e9:.1f} GB"
+        if count >= 1e9
+        else f"{count / 1e6:.1f} MB"
+        if count >= 1e5
+        else f"{count / 1e3:.0f} kB"
+    )

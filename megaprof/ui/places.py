@@ -1,0 +1,153 @@
+"""What lies below a directory: captures and running jobs. A browser names one of these by a number of ours, never by a
+path."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
+from megaprof.analysis.trace.traces import TRACE_SUFFIXES
+from megaprof.control.directory import CONTROL
+from megaprof.formats.job.run import NAME as RUN
+from megaprof.formats.names import is_shard, parse_artifact_name
+from megaprof.formats.timeline import SUFFIX as TIMELINE
+
+_KINDS = {
+    TIMELINE: "timeline",
+    SQLITE: "file of nsys",
+    REPORT: "file of nsys",
+    **dict.fromkeys(TRACE_SUFFIXES, "trace"),
+}
+#: Files that are read, ours or not, have one of these endings.
+_READ = (".json", ".gz", *_KINDS)
+#: Entries of directories that are looked at, and places that are shown.
+MOST_ENTRIES = 300_000
+MOST_PLACES = 500
+
+
+@dataclass
+class Place:
+    """One directory with captures, or of a job."""
+
+    path: Path
+    """Where it lies."""
+    name: str
+    """The same from the directory that is served, for people."""
+    files: dict[str, int] = field(default_factory=dict)
+    """How many files of each kind lie in it, and in its directories of many ranks."""
+    targets: set[str] = field(default_factory=set)
+    """What they are of, by their names."""
+    steps: tuple[int, int] | None = None
+    """The first and the last step in their names."""
+    newest: float = 0.0
+    """When the last file was written, in wall-clock seconds; 0 without a file."""
+    bytes: int = 0
+    """How large all of them are together."""
+    job: bool = False
+    """Whether a job writes, or wrote, its status there."""
+    outside: str | None = None
+    """A file in it that is a link to somewhere else; such a place is not read."""
+    _seen: list[tuple[str, int, int]] = field(default_factory=list)
+
+    @cached_property
+    def id(self) -> str:
+        """What it is called in addresses."""
+        return hashlib.sha256(os.fsencode(self.name)).hexdigest()[:16]
+
+    @cached_property
+    def identity(self) -> str:
+        """Another one as soon as a file in it is another one."""
+        return hashlib.sha256(
+            repr((str(self.path), sorted(set(self._seen)))).encode("utf-8", "surrogatepass")
+        ).hexdigest()
+
+    def add(self, entry: os.DirEntry[str], top: Path) -> None:
+        """Count a file, if it is one of ours."""
+        if entry.is_symlink() and entry.name.endswith(_READ):
+            if not Path(os.path.realpath(entry.path)).is_relative_to(top):
+                self.outside = entry.name
+            return
+        kind = next((kind for suffix, kind in _KINDS.items() if entry.name.endswith(suffix)), None)
+        if kind is None or entry.name.startswith("."):
+            return
+        try:
+            found = entry.stat(follow_symlinks=False)
+        except OSError:
+            return
+        self.files[kind] = self.files.get(kind, 0) + 1
+        self.newest = max(self.newest, found.st_mtime)
+        self.bytes += found.st_size
+        self._seen.append((entry.path, found.st_size, found.st_mtime_ns))
+        if (named := parse_artifact_name(entry.name)) is not None:
+            self.targets.add(named.target if named.role is None else f"{named.target} ({named.role})")
+            first, last = self.steps or (named.step, named.step)
+            self.steps = min(first, named.step), max(last, named.step)
+
+    def contain(self, seen: Iterable[tuple[str, int, int]], outside: str | None) -> None:
+        """Another place lies in this one."""
+        self._seen += seen
+        self.outside = self.outside or outside
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Everything that was found."""
+
+    places: tuple[Place, ...]
+    """The newest first."""
+    more: bool
+    """Whether there was more than is looked at."""
+
+    def find(self, identity: str) -> Place | None:
+        """The place that an address names."""
+        return next((place for place in self.places if place.id == identity), None)
+
+
+def look_below(top: Path) -> Listing:
+    """Every place at or below ``top``. No link to a directory is followed."""
+    top = top.resolve()
+    places: dict[Path, Place] = {}
+    left, waiting = MOST_ENTRIES, [(top, top)]
+    while waiting and left > 0:
+        folder, owner = waiting.pop()
+        place = places.setdefault(owner, Place(owner, "." if owner == top else str(owner.relative_to(top))))
+        for entry in _entries(folder):
+            if (left := left - 1) <= 0:
+                break
+            if entry.is_dir(follow_symlinks=False):
+                below = Path(entry.path)
+                place.job = place.job or (entry.name == CONTROL and folder == owner and _has_run(below))
+                own = entry.name == CONTROL or entry.name.startswith(".") or is_shard(entry.name)
+                waiting.append((below, owner if own else below))
+            else:
+                place.add(entry, top)
+    found = [place for place in places.values() if place.files or place.job]
+    for place, seen, outside in [(each, tuple(each._seen), each.outside) for each in places.values()]:
+        for above in place.path.parents:  # what is read of a place is read with all that lies below it
+            if above in places:
+                places[above].contain(seen, outside)
+    found.sort(key=lambda place: (-place.newest, place.name))
+    shown = tuple(found[:MOST_PLACES])
+    for place in shown:
+        _ = place.id, place.identity  # here, where it keeps nobody waiting
+    return Listing(shown, left <= 0 or len(found) > MOST_PLACES)
+
+
+def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except OSError:
+        return
+
+
+def _has_run(control: Path) -> bool:
+    """Whether there is a run, or one of a role."""
+    if (control / RUN).is_file():
+        return True
+    return any(entry.is_dir(follow_symlinks=False) and Path(entry.path, RUN).is_file() for entry in _entries(control))

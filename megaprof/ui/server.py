@@ -1,0 +1,391 @@
+"""`megaprof ui`: the addresses, and the server behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+from markupsafe import Markup
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+
+from megaprof.analysis.report import html
+from megaprof.analysis.report.diff import NothingToCompare, compare
+from megaprof.analysis.report.document import TargetReport
+from megaprof.control.directory import parts_with_a_run
+from megaprof.formats.files import Unsafe
+from megaprof.formats.job.requests import Refused
+from megaprof.ui import pages
+from megaprof.ui.captures import Capture, Captures, Unreadable
+from megaprof.ui.guard import Guard
+from megaprof.ui.hand import answer, host_options
+from megaprof.ui.live import Busy, Jobs, Watcher
+from megaprof.ui.places import Listing, Place, look_below
+
+#: Seconds for which a listing counts, after which a page that waits is shown, and after which it asks again.
+_LISTED, _PATIENCE, _AGAIN = 2.0, 0.4, 2
+#: Bytes of a form.
+_LONGEST_FORM = 4096
+_MOST_STEPS = 20
+_REPORT_POLICY = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+
+
+class _Missing(Exception):
+    """There is no such page."""
+
+
+class Pages:
+    """What answers. ``allow_trigger``: whether captures can be asked for."""
+
+    def __init__(self, directory: Path, allow_trigger: bool) -> None:
+        self._directory, self._allow_trigger = directory, allow_trigger
+        self._captures, self._jobs = Captures(), Jobs()
+        self._listing: Listing | None = None
+        self._listed = 0.0
+        self._looking: asyncio.Task[Listing] | None = None
+
+    def routes(self) -> list[Route]:
+        """Every address."""
+        return [
+            Route("/", self.home),
+            Route("/brief/{id}", self.brief),
+            Route("/capture/{id}", self.capture),
+            Route("/capture/{id}/what-if", self.what_if),
+            Route("/capture/{id}/what-if.json", self.tried),
+            Route("/compare", self.compare),
+            Route("/live/{id}", self.live),
+            Route("/live/{id}/events", self.events),
+            Route("/live/{id}/capture", self.trigger, methods=["POST"]),
+            Route("/static/{name}", self.static),
+        ]
+
+    async def end(self) -> None:
+        """End the answers that go on, so that the server can end."""
+        await self._jobs.end()
+
+    async def close(self) -> None:
+        """End what runs behind the pages."""
+        self._captures.close()
+        await self._jobs.close()
+
+    async def static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in pages.STATIC:
+            raise _Missing
+        return Response(pages.static(name), media_type=pages.STATIC[name])
+
+    async def home(self, request: Request) -> Response:
+        listing = await self._list()
+        briefs = [self._captures.brief(place) for place in listing.places]
+        rows = list(zip(listing.places, briefs, strict=True))
+        return _page("home.html", directory=self._directory, rows=rows, more=listing.more)
+
+    async def brief(self, request: Request) -> Response:
+        """One row's verdict, as the home page puts it in."""
+        place = await self._place(request)
+        try:
+            briefs: object = (await self._captures.get(place, pages.links_of(place))).briefs
+        except Unreadable as fault:
+            briefs = str(fault)
+        return HTMLResponse(pages.render("brief.html", place=place, briefs=briefs))
+
+    async def capture(self, request: Request) -> Response:
+        place = await self._place(request)
+        capture = await self._read(place)
+        if isinstance(capture, Response):
+            return capture
+        return HTMLResponse(capture.page, headers={"Content-Security-Policy": html.policy() + _REPORT_POLICY})
+
+    async def what_if(self, request: Request) -> Response:
+        place = await self._place(request)
+        capture = await self._read(place)
+        if isinstance(capture, Response):
+            return capture
+        targets = capture.report.targets
+        number, target = _chosen(request, targets)
+        known = None if target is None else target.what_if.by_hand
+        shared: dict[str, Any] = {"place": place, "targets": targets, "number": number, "target": target}
+        if target is None or known is None:
+            return _page("what_if.html", **shared, answer=None, data=None)
+        found = await run_in_threadpool(answer, known, request.query_params)
+        options = host_options(target, found.now.prediction)
+        return _page("what_if.html", **shared, answer=found, options=options, data=pages.data_of([found.boxes]))
+
+    async def tried(self, request: Request) -> Response:
+        """The same for the script: what changes on the page."""
+        place = await self._place(request)
+        try:
+            capture = await self._captures.get(place, pages.links_of(place))
+        except Unreadable as fault:
+            return JSONResponse({"fault": str(fault)})
+        number, target = _chosen(request, capture.report.targets)
+        known = None if target is None else target.what_if.by_hand
+        if target is None or known is None:
+            raise _Missing
+
+        def try_it() -> dict[str, object]:
+            found = answer(known, request.query_params)
+            if found.fault is not None:
+                return {"fault": found.fault}
+            shown = pages.render(
+                "tried.html",
+                place=place,
+                number=number,
+                target=target,
+                answer=found,
+                options=host_options(target, found.now.prediction),
+            )
+            return {"fault": None, "html": shown, "query": found.query(number), "boxes": found.boxes}
+
+        return JSONResponse(await run_in_threadpool(try_it))
+
+    async def compare(self, request: Request) -> Response:
+        listing = await self._list()
+        both = [listing.find(request.query_params.get(name, "")) for name in ("a", "b")]
+        values: dict[str, Any] = {"places": [place for place in listing.places if place.files], "both": both}
+        if both[0] is None or both[1] is None:
+            return _page("compare.html", **values, diff=None, fault=None, data=None)
+        captures: list[Capture] = []
+        for place in both:
+            if place is not None:
+                read = await self._read(place)
+                if isinstance(read, Response):
+                    return read
+                captures.append(read)
+        try:
+            diff = await run_in_threadpool(compare, captures[0].report, captures[1].report)
+        except NothingToCompare as fault:
+            return _page("compare.html", **values, diff=None, fault=str(fault), data=None)
+        drawn, drawings = pages.compared(diff, captures)
+        data = pages.data_of(drawings) if drawings else None
+        return _page("compare.html", **values, diff=diff, drawn=drawn, bars=pages.bars, fault=None, data=data)
+
+    async def live(self, request: Request) -> Response:
+        place = await self._place(request)
+        roles = await run_in_threadpool(_roles, place.path)
+        watcher = await self._watcher(request, place, roles)
+        now = await watcher.latest()
+        return _page(
+            "live.html",
+            place=place,
+            now=now,
+            shown=Markup(pages.now_shown(now)),
+            roles=roles,
+            role=_role(request, roles),
+            allowed=self._allow_trigger,
+        )
+
+    async def events(self, request: Request) -> Response:
+        place = await self._place(request)
+        watcher = await self._watcher(request, place, await run_in_threadpool(_roles, place.path))
+        watcher.check_room()
+
+        async def stream() -> AsyncIterator[str]:
+            yield "retry: 2000\n\n"
+            with watcher.listening():
+                async for now in watcher.follow():
+                    if now is None:
+                        yield ": nothing new\n\n"
+                        continue
+                    shown = await run_in_threadpool(pages.now_shown, now)
+                    yield f"data: {json.dumps({'html': shown, 'state': now.state})}\n\n"
+
+        return StreamingResponse(stream(), media_type="text/event-stream")
+
+    async def trigger(self, request: Request) -> Response:
+        if not self._allow_trigger:
+            return _refused("captures are not asked for from here: megaprof ui was started without --allow-trigger")
+        place = await self._place(request)
+        roles = await run_in_threadpool(_roles, place.path)
+        form = await _form(request)
+        if form is None:
+            return _refused("this is no form of the live page", 400)
+        steps = form.get("steps", "2")
+        if not steps.isascii() or not steps.isdecimal() or not 1 <= int(steps[:9]) <= _MOST_STEPS:
+            return _refused(f"steps={steps[:20]} is not a number from 1 to {_MOST_STEPS}", 400)
+        try:
+            watcher = await self._watcher(request, place, roles)
+            await watcher.capture(form.get("target", ""), int(steps), form.get("select", "") or "per-stage")
+        except (Refused, Busy) as refusal:
+            return _refused(str(refusal), 409)
+        return RedirectResponse(_live_address(place, _role(request, roles)), 303)
+
+    async def _watcher(self, request: Request, place: Place, roles: list[str]) -> Watcher:
+        return await self._jobs.watcher(place.path, _role(request, roles))
+
+    async def _list(self) -> Listing:
+        """What lies there, a moment ago at most; where looking takes long, what lay there before."""
+        if self._listing is not None and monotonic() - self._listed <= _LISTED:
+            return self._listing
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(run_in_threadpool(look_below, self._directory))
+        if self._listing is not None:
+            await asyncio.wait({self._looking}, timeout=_PATIENCE)
+        if self._listing is None or self._looking.done():
+            self._listing, self._listed = await asyncio.shield(self._looking), monotonic()
+        return self._listing
+
+    async def _place(self, request: Request) -> Place:
+        place = (await self._list()).find(request.path_params["id"])
+        if place is None:
+            raise _Missing
+        return place
+
+    async def _read(self, place: Place) -> Capture | Response:
+        """The capture, or a page that says that it is being read, or why it cannot be."""
+        try:
+            return await asyncio.wait_for(self._captures.get(place, pages.links_of(place)), _PATIENCE)
+        except asyncio.TimeoutError:
+            return _page("reading.html", place=place, refresh=_AGAIN)
+        except Unreadable as fault:
+            return _page("message.html", 422, title=place.name, message=str(fault))
+
+
+def app(directory: Path, token: str, allow_trigger: bool = False) -> Starlette:
+    """The pages of what lies below ``directory``, for whoever has the token."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        await answering.close()
+
+    answering = Pages(directory, allow_trigger)
+
+    def missing(request: Request, fault: Exception) -> Response:
+        return _page("message.html", 404, title="Not found", message="There is no such page, or not any more.")
+
+    def busy(request: Request, fault: Exception) -> Response:
+        return _refused(str(fault), 503)
+
+    made = Starlette(
+        routes=answering.routes(),
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers={_Missing: missing, 404: missing, Busy: busy},
+        lifespan=lifespan,
+    )
+    made.state.pages = answering
+    return made
+
+
+def listen(port: int | None, first: int) -> socket.socket:
+    """A socket on 127.0.0.1: on ``port``, or on the first free one from ``first`` on. Raises OSError."""
+    tries = [first + place for place in range(20)] if port is None else [port]
+    for number in tries:
+        opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            opened.bind(("127.0.0.1", number))
+        except OSError:
+            opened.close()
+            if number == tries[-1]:
+                raise
+        else:
+            return opened
+    raise OSError("no port was tried")
+
+
+class Server(uvicorn.Server):
+    """The server of an `app`."""
+
+    def __init__(self, pages_of: Starlette) -> None:
+        super().__init__(
+            uvicorn.Config(
+                pages_of,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=3,
+                ws="none",
+            )
+        )
+        self._pages: Pages = pages_of.state.pages
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Live pages are told first: uvicorn waits for answers, and theirs have no end."""
+        await self._pages.end()
+        await super().shutdown(sockets)
+
+
+def serve(pages_of: Starlette, opened: socket.socket, ready: Callable[[], None]) -> None:
+    """Answer until Ctrl-C; ``ready`` is called when it does."""
+    server = Server(pages_of)
+
+    async def run() -> None:
+        serving = asyncio.create_task(server.serve([opened]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            await asyncio.to_thread(ready)
+        await serving
+
+    asyncio.run(run())
+
+
+def _page(template: str, status: int = 200, /, **values: Any) -> HTMLResponse:
+    return HTMLResponse(pages.render(template, **({"refresh": None} | values)), status)
+
+
+def _refused(message: str, status: int = 403) -> Response:
+    return PlainTextResponse(f"megaprof: {message}\n", status)
+
+
+def _chosen(request: Request, targets: tuple[TargetReport, ...]) -> tuple[int, TargetReport | None]:
+    """The target that is asked for; without one the first that can be changed by hand."""
+    text = request.query_params.get("t", "")
+    if text.isascii() and text.isdecimal() and int(text[:6]) < len(targets):
+        return int(text[:6]), targets[int(text[:6])]
+    able = next((place for place, each in enumerate(targets) if each.what_if.by_hand is not None), 0)
+    return able, targets[able] if targets else None
+
+
+def _roles(directory: Path) -> list[str]:
+    """Of a job whose roles each have a part of their own."""
+    try:
+        found = parts_with_a_run(directory)
+    except Unsafe:
+        return []
+    return [part.removeprefix("role-") for part in found if part is not None]
+
+
+def _role(request: Request, roles: list[str]) -> str | None:
+    """The one that is asked for, of those that there are; of several the first."""
+    role = request.query_params.get("role")
+    return role if role in roles else roles[0] if roles else None
+
+
+def _live_address(place: Place, role: str | None) -> str:
+    return f"/live/{place.id}" + ("" if role is None else f"?role={role}")
+
+
+async def _form(request: Request) -> dict[str, str] | None:
+    """The fields of a small form; None for anything else."""
+    if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
+        return None
+    content = b""
+    async for part in request.stream():
+        content += part
+        if len(content) > _LONGEST_FORM:
+            return None
+    try:
+        return {name: values[0] for name, values in parse_qs(content.decode("ascii"), max_num_fields=16).items()}
+    except ValueError:
+        return None

@@ -1,0 +1,144 @@
+"""Changes that a person chooses, against the report's own predictions and Megatron's rules."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.what_if.by_hand import ByHand, moved, split, tried
+from megaprof.analysis.what_if.candidates import resliced
+from megaprof.analysis.what_if.layouts import check_layout, parse_layout
+from megaprof.analysis.what_if.what_if import WhatIf
+from tests.analysis.scenarios import Scenario, write
+from tests.analysis.synthetic import pipeline
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> WhatIf:
+    directory = tmp_path_factory.mktemp("run")
+    write(Scenario("by hand", layers=(6, 4, 4, 2), loss=4.0, microbatches=8, noise=0.005, steps=3), directory)
+    (target,) = analyze(directory).targets
+    return target.what_if
+
+
+@pytest.fixture(scope="module")
+def known(found: WhatIf) -> ByHand:
+    assert found.by_hand is not None
+    return found.by_hand
+
+
+def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: ByHand) -> None:
+    as_captured = tried(known, known.captured)
+    assert as_captured.prediction.step_ms == pytest.approx(found.measured_ms)
+    assert as_captured.prediction.speedup == pytest.approx(1.0)
+    assert as_captured.prediction.layout == found.layout == "Et*6|t*4|t*4|t*2L"
+    assert as_captured == known.as_captured
+
+
+def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: ByHand) -> None:
+    by_kind: dict[str, int] = {}
+    for each in found.candidates:
+        if each.kind == "microbatches":
+            wanted = replace(known.captured, microbatches=int(each.what.split()[0]))
+        elif each.layout is not None:
+            wanted = replace(known.captured, pieces=parse_layout(each.layout, known.stages))
+        else:
+            continue
+        by_kind[each.kind] = by_kind.get(each.kind, 0) + 1
+        mine = tried(known, wanted).prediction
+        assert mine.step_ms == pytest.approx(each.step_ms, rel=1e-9), each.what
+        # Of so few passes all draws are made here, too.
+        assert mine.uncertainty_ms == pytest.approx(each.uncertainty_ms, rel=1e-6), each.what
+        assert mine.layout == each.layout or each.kind == "microbatches"
+        assert mine.flags == each.flags or each.kind == "microbatches"
+    assert by_kind.keys() == {"layout", "chunks", "microbatches"}
+
+
+def test_it_survives_the_way_between_processes(known: ByHand) -> None:
+    wanted = replace(known.captured, pieces=moved(known.pieces, 0, 3))
+    again: ByHand = pickle.loads(pickle.dumps(known))
+    assert tried(again, wanted).prediction == tried(known, wanted).prediction
+
+
+def test_more_microbatches_of_the_same_size_take_longer(known: ByHand) -> None:
+    same = replace(known.captured, microbatches=16)
+    more = replace(same, same_tokens=False)
+    measured = known.baseline.measured_ms
+    assert tried(known, same).prediction.step_ms < measured < tried(known, more).prediction.step_ms
+    assert tried(known, more).prediction.memory is None
+    half = tried(known, replace(known.captured, microbatches=4)).prediction
+    assert half.memory == "every microbatch holds 2 times the activations"
+
+
+def test_slower_transfers_make_the_step_longer(known: ByHand) -> None:
+    slow = replace(known.captured, p2p_ms=known.captured.p2p_ms + 5.0)
+    assert tried(known, slow).prediction.step_ms > known.baseline.measured_ms + 5.0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"pieces": ("Et*6",) * 4}, "must end with the loss"),
+        ({"pieces": ("Etttttt", "tttt", "ttttt", "ttL")}, "expected 16"),
+        ({"pieces": ("E", "t" * 16, "L")}, "multiple of pp=4"),
+        ({"microbatches": 0}, "between 1 and 4096"),
+        ({"microbatches": 10**9}, "between 1 and 4096"),
+        ({"p2p_ms": float("nan")}, "number of milliseconds"),
+        ({"p2p_ms": -1.0}, "number of milliseconds"),
+    ],
+)
+def test_what_megatron_refuses_is_refused(known: ByHand, change: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        tried(known, replace(known.captured, **change))  # type: ignore[arg-type]
+
+
+def test_the_interleaved_schedule_wants_its_groups_whole(known: ByHand) -> None:
+    chunks = split(known.pieces, known.stages, 2)
+    assert tried(known, replace(known.captured, pieces=chunks)).simulation.schedule.name == "interleaved"
+    with pytest.raises(ValueError, match="microbatches=6 leaves 2 in the last group"):
+        tried(known, replace(known.captured, pieces=chunks, microbatches=6))
+
+
+def test_moves_keep_every_layer_and_their_order() -> None:
+    pieces = parse_layout("Et*2|tt|ttmmL", 3)
+    assert moved(pieces, 0, 2) == ("Et", "tt", "tttmmL")
+    assert moved(pieces, 2, 0) == ("Ettt", "tt", "tmmL")
+    everything = moved(moved(pieces, 2, 1), 2, 1)
+    assert everything == ("Ett", "tttt", "mmL")
+    apart = moved(everything, 2, 1, "m")
+    assert apart == ("Ett", "ttttmm", "L")
+    check_layout(apart, 3, 6, 2)
+    for source, target, letter in ((0, 3, "t"), (-1, 0, "t"), (2, 1, "E"), (0, 1, "m")):
+        with pytest.raises(ValueError, match="piece"):
+            moved(pieces, source, target, letter)
+    with pytest.raises(ValueError, match="no decoder layer"):
+        moved(everything, 2, 1)
+
+
+@pytest.mark.parametrize(("layers", "chunks"), [(16, 2), (10, 2), (5, 2), (3, 1)])
+def test_another_number_of_chunks_is_split_evenly(layers: int, chunks: int) -> None:
+    pieces = split(("E" + "t" * layers, "", "", "L"), 4, chunks)
+    check_layout(pieces, 4, layers)
+    counts = [piece.count("t") for piece in pieces]
+    assert len(pieces) == 4 * chunks
+    assert max(counts) - min(counts) <= 1
+
+
+def test_other_microbatches_share_the_tokens() -> None:
+    times = [[[1.0, 2.0, 3.0, 6.0]]]
+    assert resliced(4, True, times) == times
+    assert resliced(8, True, times) == [[[0.5, 0.5, 1.0, 1.0, 1.5, 1.5, 3.0, 3.0]]]
+    assert resliced(2, True, times) == [[[3.0, 9.0]]]
+    assert resliced(3, True, times)[0][0] == pytest.approx([1 + 2 / 3, 4 / 3 + 3 * 2 / 3, 1 + 6.0])
+    assert resliced(6, False, times) == [[[1.0, 2.0, 3.0, 6.0, 1.0, 2.0]]]
+
+
+def test_a_run_that_is_not_predicted_cannot_be_changed(tmp_path: Path) -> None:
+    pipeline(tmp_path, [4])
+    (target,) = analyze(tmp_path).targets
+    assert target.what_if.by_hand is None
+    assert target.what_if.warnings

@@ -1,0 +1,40 @@
+"""What the cores of the machine do besides a benchmark."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_IDLE = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
+_COMPUTE = "while True: pass"
+
+
+@contextmanager
+def awake() -> Iterator[None]:
+    """A process on every core that computes whenever nothing else wants to: ranks that sleep most of the time wake up
+    late and slow on cores that doze off between, a virtual machine's above all, and not alike from run to run. Nothing
+    where the system has no such priority."""
+    count = os.cpu_count() or 1
+    with _running(_IDLE + _COMPUTE, count if hasattr(os, "SCHED_IDLE") else 0):
+        yield
+
+
+@contextmanager
+def one_busy(wanted: bool = True) -> Iterator[None]:
+    """Another process that computes all the time, at ordinary priority."""
+    with _running(_COMPUTE, int(wanted)):
+        yield
+
+
+@contextmanager
+def _running(code: str, count: int) -> Iterator[None]:
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()

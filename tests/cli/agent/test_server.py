@@ -1,0 +1,501 @@
+"""`megaprof mcp`, as the SDK's own client speaks with it: a process, its standard input and output, every tool."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp import Client, StdioServerParameters
+from mcp.client.stdio import stdio_client
+from mcp.shared.exceptions import MCPError
+from mcp.types import CallToolResult, ElicitResult, TextContent
+
+from megaprof.cli import FAILED, main
+from megaprof.cli.agent import answers, pages
+from megaprof.cli.agent.excerpt import MOST, excerpt
+from megaprof.cli.agent.server import CANNOT_ASK, DECLINED, server
+from megaprof.cli.jobs import status as job_status
+from megaprof.cli.report import analyzed
+from megaprof.control.blame import find_culprits
+from megaprof.formats.job.requests import Answer
+from megaprof.metrics.look import View, look_at
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.synthetic import pipeline
+from tests.cli.jobs.test_status import Job
+from tests.cli.running import ROOT, check
+from tests.control import places
+from tests.control.control_jobs import running
+
+Talk = Callable[[Client], Awaitable[Any]]
+TOOLS = {"report", "layouts", "diff", "simulate", "status", "trigger"}
+
+
+def talk(log: Path, conversation: Talk, *options: str, **client: Any) -> Any:
+    """What a conversation with a server of its own comes to; the server's standard error goes to ``log``."""
+
+    async def run() -> Any:
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        line = StdioServerParameters(
+            command=sys.executable, args=["-m", "megaprof", "mcp", *options], env={"PYTHONPATH": path}
+        )
+        with open(log, "w") as errors:
+            async with Client(stdio_client(line, errlog=errors), read_timeout_seconds=120, **client) as connected:
+                return await conversation(connected)
+
+    return asyncio.run(run())
+
+
+async def call(client: Client, tool: str, **arguments: Any) -> Any:
+    """A tool's answer as data."""
+    result = await client.call_tool(tool, arguments)
+    assert not result.is_error, text(result)
+    return json.loads(text(result))
+
+
+def text(result: CallToolResult) -> str:
+    (content,) = result.content
+    assert isinstance(content, TextContent)
+    assert len(content.text) <= MOST
+    return content.text
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert main([*map(str, arguments)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before, after, run = (str(tmp_path / name) for name in ("before", "after", "run"))
+    pipeline(Path(before), [6, 2])
+    pipeline(Path(after), [4, 4])
+    layout = WorldLayout(ParallelSizes.of(4, pp=2))
+    write_timelines(Path(run), layout, steps=60, slow=[Slow(rank=1, from_step=20, factor=2.0)])
+    reports = {each: printed(capsys, "report", each, "--json", "-") for each in (before, run)}
+    difference = printed(capsys, "diff", before, after, "--json")
+
+    async def conversation(client: Client) -> None:
+        listed = (await client.list_tools()).tools
+        assert {tool.name for tool in listed} == TOOLS
+        assert {tool.name for tool in listed if tool.annotations and tool.annotations.read_only_hint} == TOOLS - {
+            "trigger"
+        }
+        assert all(tool.description for tool in listed)
+
+        summary = await call(client, "report", directory=before)
+        assert summary["headline"][0].startswith("train_actor: stage 0 slow; imbalance 1.50; a step takes ")
+        (target,), (whole,) = summary["targets"], reports[before]["targets"]
+        for name in ("causes", "notes", "slowest_stage", "imbalance", "step_time_ms", "sizes", "warnings"):
+            assert target[name] == whole[name]
+        assert target["what_if"]["best"] == whole["what_if"]["best"]
+        assert target["stages"]["part"] == "targets/0/stages"
+        assert await call(client, "report", directory=before, part="targets/0/stages") == whole["stages"]
+        assert await call(client, "report", directory=before, part="targets/0/stages/pp=1") == whole["stages"][1]
+        assert await call(client, "report", directory=before, part="targets") == reports[before]["targets"]
+
+        (target,), (whole,) = (await call(client, "report", directory=run))["targets"], reports[run]["targets"]
+        assert "over the run" in (await call(client, "report", directory=run, part="headline"))[0]
+        assert target["fleet"]["findings"] == whole["fleet"]["findings"]
+        assert target["fleet"]["step_ms"]["items"] == len(whole["fleet"]["step_ms"]) == 60
+        asked = await call(client, "report", directory=run, part="targets/0/fleet/stragglers")
+        assert asked == whole["fleet"]["stragglers"]
+
+        layouts = await call(client, "layouts", directory=before)
+        predicted = reports[before]["targets"][0]["what_if"]
+        assert layouts["targets"][0]["what_if"]["candidates"] == predicted["candidates"]
+        assert predicted["best"]["flags"] in layouts["headline"][0]
+
+        compared = await call(client, "diff", before=before, after=after)
+        assert compared["targets"][0]["prediction"] == difference["targets"][0]["prediction"]
+        assert (
+            await call(client, "diff", before=before, after=after, part="targets/0/stages")
+            == (difference["targets"][0]["stages"])
+        )
+
+        replayed = await call(client, "simulate", forward_ms=[[1.0]] * 2, backward_ms=[[2.0]] * 2, microbatches=4)
+        assert (replayed["step_ms"], replayed["schedule"]["name"]) == (15.0, "1f1b")
+        arguments = {"forward_ms": [[[1, 2]], [1]], "microbatches": 2, "part": "events/3"}
+        assert await call(client, "simulate", **arguments) == {
+            **{"stage": 1, "chunk": 0, "microbatch": 1, "phase": "forward"},
+            **{"start_ms": 3.0, "end_ms": 4.0},
+        }
+
+    talk(tmp_path / "log", conversation)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_report_is_read_again_when_a_file_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[object] = []
+
+    def counted(*given: Any) -> Any:
+        reads.append(given)
+        return analyzed(*given)
+
+    monkeypatch.setattr(answers, "analyzed", counted)
+    pipeline(tmp_path, [6, 2])
+    for _ in range(2):
+        assert len(answers.of_report(str(tmp_path), None)["targets"]) == 1
+        answers.of_layouts(str(tmp_path), None)
+    assert len(reads) == 1
+    pipeline(tmp_path, [4, 4], target="train_log_probs")
+    assert len(answers.of_report(str(tmp_path), None)["targets"]) == 2
+    assert len(reads) == 2
+
+
+# -- a running job ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "job").mkdir()
+    job = Job(tmp_path / "job")
+    job.begin()
+    for rank in (0, 1):
+        job.status(rank)
+    return job
+
+
+@contextmanager
+def answering(job: Job, *, last: str = "done") -> Iterator[None]:
+    """Its two ranks answer a request, in a thread of this process, as their files would."""
+    ended = threading.Event()
+    gate = job.gate
+    assert gate is not None
+
+    def ranks() -> None:
+        while gate.gate.current is None and not ended.wait(0.02):
+            for rank in (0, 1):
+                job.status(rank)
+            gate.look()
+        if (request := gate.gate.current) is None:
+            return
+
+        def say(rank: int, state: str, **more: Any) -> None:
+            places.write(gate.paths.answer(request.id, rank), Answer(rank, state, **more).as_record(job.run.run))
+
+        for rank in (0, 1):
+            say(rank, "accepted", calls=1, seconds=0.1)
+        while not gate.paths.go(request.id).exists() and not ended.wait(0.02):
+            pass
+        say(0, "done", steps=(5, 6), files=("0.gz",))
+        say(1, last, **({"steps": (5, 6), "files": ("1.gz",)} if last == "done" else {"reason": "too late"}))
+
+    thread = threading.Thread(target=ranks)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def requests(job: Job) -> list[Path]:
+    assert job.gate is not None
+    return list(job.gate.paths.requests.iterdir())
+
+
+def test_status_of_a_job_and_of_one_of_its_ranks(job: Job, tmp_path: Path) -> None:
+    async def conversation(client: Client) -> None:
+        summary = await call(client, "status", directory=str(job.directory))
+        first, second = summary["headline"]
+        assert first.startswith("2 ranks (tp1 pp2 cp1 ep1 dp1 vpp1), running for ")
+        assert second == "train_actor: step 4, one every 200.0 ms"
+        assert (summary["state"], summary["heard"]) == ("runs", [0, 1])
+        assert summary["status"]["part"] == "status"
+        assert (await call(client, "status", directory=str(job.directory), part="status/rank=1"))["rank"] == 1
+        del summary["headline"]
+        summary["status"] = await call(client, "status", directory=str(job.directory), part="status")
+        check("status", summary)
+
+    talk(tmp_path / "log", conversation)
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+def test_a_capture_is_made_when_the_user_agrees(mode: str, job: Job, tmp_path: Path) -> None:
+    asked = []
+
+    async def agree(context: object, question: Any) -> ElicitResult:
+        asked.append((question.message, requests(job)))
+        return ElicitResult(action="accept", content={"capture": True})
+
+    async def conversation(client: Client) -> Any:
+        return await call(client, "trigger", directory=str(job.directory), target="train_actor", timeout=60)
+
+    with answering(job):
+        found = talk(tmp_path / "log", conversation, mode=mode, elicitation_callback=agree)
+    check("trigger", found)
+    assert (found["selected"], found["captured"], found["steps"], found["reason"]) == ([0, 1], 2, [5, 6], None)
+    assert found["files"] == [str(job.directory / name) for name in ("0.gz", "1.gz")]
+    ((question, before),) = asked
+    assert f"job in {job.directory} capture 2 steps of train_actor on 2 ranks (per-stage)?" in question
+    assert before == [], "nothing was asked of the job before"
+
+
+@pytest.mark.parametrize(
+    ("mode", "answer", "says"),
+    [
+        ("auto", ElicitResult(action="decline"), DECLINED),
+        ("legacy", ElicitResult(action="cancel"), DECLINED),
+        ("auto", ElicitResult(action="accept", content={"capture": False}), DECLINED),
+        ("auto", None, CANNOT_ASK),
+        ("legacy", None, CANNOT_ASK),
+    ],
+)
+def test_without_consent_nothing_is_asked_of_the_job(
+    mode: str, answer: ElicitResult | None, says: str, job: Job, tmp_path: Path
+) -> None:
+    async def reply(context: object, question: object) -> ElicitResult:
+        assert answer is not None
+        return answer
+
+    async def conversation(client: Client) -> CallToolResult:
+        return await client.call_tool("trigger", {"directory": str(job.directory), "target": "train_actor"})
+
+    result = talk(
+        tmp_path / "log", conversation, mode=mode, **({} if answer is None else {"elicitation_callback": reply})
+    )
+    assert (result.is_error, text(result)) == (True, f"megaprof trigger: {says}")
+    assert requests(job) == []
+
+
+def test_a_server_that_may_capture_asks_nobody_and_says_what_is_missing(job: Job, tmp_path: Path) -> None:
+    async def conversation(client: Client) -> CallToolResult:
+        arguments = {"directory": str(job.directory), "target": "train_actor", "timeout": 60}
+        return await client.call_tool("trigger", arguments)
+
+    with answering(job, last="missed"):
+        result = talk(tmp_path / "log", conversation, "--allow-trigger")
+    found = json.loads(text(result))
+    check("trigger", found)
+    assert result.is_error, "not all of it was done"
+    assert (found["captured"], found["reason"]) == (1, "rank 1 missed: too late")
+
+
+def test_a_request_is_withdrawn_when_the_client_hangs_up(job: Job, tmp_path: Path) -> None:
+    async def conversation(client: Client) -> None:
+        arguments = {"directory": str(job.directory), "target": "train_actor"}
+        calling = asyncio.create_task(client.call_tool("trigger", arguments))
+        until = time.monotonic() + 60
+        while not requests(job):
+            assert time.monotonic() < until
+            await asyncio.sleep(0.05)
+        calling.cancel()
+
+    talk(tmp_path / "log", conversation, "--allow-trigger")
+    assert requests(job) == []
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+#: A tool, its arguments, and the command that fails alike; None where only the tool can be asked so.
+FAULTS: list[tuple[str, dict[str, Any], list[str] | None]] = [
+    ("report", {"directory": "nowhere"}, ["report", "nowhere"]),
+    ("report", {"directory": "empty"}, ["report", "empty"]),
+    ("report", {"directory": "/"}, ["report", "/"]),
+    ("report", {"directory": "traces", "part": "stages"}, None),
+    ("layouts", {"directory": "empty"}, ["report", "empty"]),
+    ("diff", {"before": "traces", "after": "empty"}, ["diff", "traces", "empty"]),
+    ("diff", {"before": "traces", "after": "other"}, ["diff", "traces", "other"]),
+    ("diff", {"before": "traces", "after": "text.txt"}, ["diff", "traces", "text.txt"]),
+    ("status", {"directory": "nowhere"}, ["status", "nowhere"]),
+    ("trigger", {"directory": "nowhere", "target": "x"}, ["trigger", "nowhere", "--target", "x"]),
+    ("trigger", {"directory": "job", "target": "x"}, ["trigger", "job", "--target", "x"]),
+    ("trigger", {"directory": "job", "target": "evaluate", "steps": 0}, ["trigger", "job", "--target", "evaluate"]),
+    ("simulate", {"forward_ms": [[1], [1, 2]], "microbatches": 4}, None),
+    ("simulate", {"forward_ms": [[1]] * 4, "microbatches": 10**8}, None),
+]
+
+
+def test_a_fault_is_the_line_that_the_command_prints(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    pipeline(place / "traces", [6, 2])
+    pipeline(place / "other", [6, 2], target="train_log_probs")
+    (place / "empty").mkdir()
+    (place / "job").symlink_to(job.directory)
+    (place / "text.txt").write_text("no report")
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+
+    async def conversation(client: Client) -> list[CallToolResult]:
+        return [await client.call_tool(tool, arguments) for tool, arguments, _ in FAULTS]
+
+    results = talk(tmp_path / "log", conversation, "--allow-trigger")
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    for (tool, arguments, line), result in zip(FAULTS, results, strict=True):
+        assert result.is_error, tool
+        said = text(result)
+        assert len(said.splitlines()) == 1
+        if line is None:
+            assert said.startswith(f"megaprof {tool}: ")
+            continue
+        steps = ["--steps", str(arguments["steps"])] if "steps" in arguments else []
+        assert main([*line, *steps]) != 0
+        assert capsys.readouterr().err.splitlines()[-1] == said
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+    assert requests(job) == []
+
+
+def test_a_fault_of_ours_tells_the_agent_nothing_but_the_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(answers, "of_report", broken)
+
+    async def conversation() -> CallToolResult:
+        async with Client(server(allow_trigger=False)) as client:
+            return await client.call_tool("report", {"directory": "."})
+
+    result = asyncio.run(conversation())
+    assert (result.is_error, text(result)) == (True, "Error executing tool report")
+
+
+def test_without_the_extra_one_line_names_it(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(mcp=None)\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    for arguments, code, says in (
+        ([], FAILED, "megaprof mcp: needs mcp: pip install 'megaprof[mcp]'\n"),
+        (["--help"], 0, ""),
+    ):
+        line = [sys.executable, "-m", "megaprof", "mcp", *arguments]
+        ran = subprocess.run(line, env=environment, input="", capture_output=True, text=True, timeout=60, check=False)
+        assert (ran.returncode, ran.stderr) == (code, says)
+
+
+def test_nothing_but_the_protocol_is_written_to_standard_output(tmp_path: Path) -> None:
+    """A report that starts processes of its own, and a server that ends when its input does."""
+    pipeline(tmp_path / "traces", [6, 2])
+    about = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "0"}}
+    report = {"name": "report", "arguments": {"directory": str(tmp_path / "traces")}}
+    sent = [
+        {"id": 1, "method": "initialize", "params": about},
+        {"method": "notifications/initialized"},
+        {"id": 2, "method": "tools/call", "params": report},
+    ]
+    line = [sys.executable, "-m", "megaprof", "mcp"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for each in sent:
+            process.stdin.write(json.dumps({"jsonrpc": "2.0", **each}) + "\n")
+            process.stdin.flush()
+        received = [json.loads(process.stdout.readline()) for _ in range(2)]
+        process.stdin.close()
+        rest = process.stdout.read()
+        assert process.wait(60) == 0
+    assert [each["id"] for each in received] == [1, 2]
+    assert "stage 0 slow" in received[1]["result"]["content"][0]["text"]
+    assert rest == ""
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_documents_help_and_schemas_can_be_read(tmp_path: Path) -> None:
+    async def conversation(client: Client) -> None:
+        async def read(uri: str) -> str:
+            (content,) = (await client.read_resource(uri)).contents
+            found: str = content.text  # type: ignore[union-attr]
+            return found
+
+        listed = {str(each.uri) for each in (await client.list_resources()).resources}
+        assert listed == {f"megaprof://docs/{name}" for name in pages.PAGES}
+        for name in pages.PAGES:
+            assert await read(f"megaprof://docs/{name}") == (ROOT / "docs" / f"{name}.md").read_text()
+        assert "--allow-trigger" in await read("megaprof://help/mcp")
+        for name in ("report", "diff", "status", "watch", "trigger"):
+            schema = json.loads(await read(f"megaprof://schemas/{name}"))
+            assert schema == json.loads((ROOT / "docs" / "schemas" / f"{name}.json").read_text())
+        for unknown in ("help/rm", "schemas/x", "docs/../setup.cfg"):
+            with pytest.raises(MCPError):
+                await read(f"megaprof://{unknown}")
+
+    talk(tmp_path / "log", conversation)
+
+
+# -- how large an answer may be ---------------------------------------------------------------------------------------
+
+
+def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> None:
+    pipeline(tmp_path, [2] * 40 + [4] + [2] * 23)
+    found = excerpt(answers.of_report(str(tmp_path), None), details=answers.DETAILS)
+    assert len(found) <= MOST
+    summary = json.loads(found)
+    (target,) = summary["targets"]
+    assert (target["slowest_stage"], target["stages"]["items"]) == (40, 64)
+    assert "stage 40 slow" in summary["headline"][0]
+    assert ("layers", 40) in [(cause["kind"], cause["stage"]) for cause in target["causes"]]
+
+
+def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job) -> None:
+    layout = WorldLayout(ParallelSizes.of(16384, tp=8, pp=16))
+    one = look_at(job_status.find(job.directory)).statuses[0]
+    run = replace(job.run, sizes=layout.sizes)
+    now = time.time()
+    statuses = {rank: replace(one, rank=rank, since=now, time=now) for rank in range(16384)}
+    running_job = replace(job_status.find(job.directory), run=run)
+    blame = find_culprits(run, statuses, now, 60.0)
+    view = View(running_job, statuses, now, blame, None)
+    document = {"headline": job_status.in_words(view), **job_status.as_json(view)}
+    found = json.loads(excerpt(document, details=answers.DETAILS))
+    assert len(excerpt(document, details=answers.DETAILS)) <= MOST
+    assert (found["ranks"], found["heard"]["items"], found["status"]["items"]) == (16384, 16384, 16384)
+    assert found["headline"][0].startswith("16384 ranks")
+    assert json.loads(excerpt(document, "status/rank=37"))["rank"] == 37
+
+
+@pytest.mark.slow  # 16,384 timelines
+def test_a_report_on_16384_ranks_fits_and_names_the_slow_one(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(16384, tp=8, pp=16))
+    write_timelines(tmp_path, layout, steps=40, slow=[Slow(rank=3700, factor=1.6)], events=False)
+    found = excerpt(answers.of_report(str(tmp_path), None), details=answers.DETAILS)
+    assert len(found) <= MOST
+    (target,) = json.loads(found)["targets"]
+    assert target["fleet"]["ranks"] == 16384
+    assert any("3696" in each for each in target["fleet"]["findings"]), "it and those that wait for it in a microbatch"
+
+
+# -- a real job -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # two real ranks that train
+def test_an_agent_looks_at_a_real_job_captures_and_reports(tmp_path: Path) -> None:
+    directory = tmp_path / "job"
+    asked = []
+
+    async def agree(context: object, question: Any) -> ElicitResult:
+        asked.append(question.message)
+        return ElicitResult(action="accept", content={"capture": True})
+
+    async def conversation(client: Client) -> None:
+        now = await call(client, "status", directory=str(directory))
+        assert now["state"] in ("starts", "runs")
+        captured = await call(client, "trigger", directory=str(directory), target="train_actor", steps=2)
+        assert (captured["captured"], len(captured["steps"]), captured["reason"]) == (2, 2, None)
+        assert all(Path(file).is_file() for file in captured["files"])
+        report = await call(client, "report", directory=str(directory))
+        (target,) = report["targets"]
+        assert target["steps"] == captured["steps"]
+        stages = await call(client, "report", directory=str(directory), part="targets/0/stages")
+        assert [stage["pp"] for stage in stages] == [0, 1]
+        layouts = await call(client, "layouts", directory=str(directory))
+        assert layouts["targets"][0]["what_if"]["measured_ms"] == target["what_if"]["measured_ms"]
+
+    with running(directory, ["--profile-tool", "timeline", "--profile-on-demand"], quick=True):
+        talk(tmp_path / "log", conversation, elicitation_callback=agree)
+    assert len(asked) == 1

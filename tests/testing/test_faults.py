@@ -1,0 +1,38 @@
+"""Faults made on purpose: who waits, for how long, and that numbers stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof.testing import faults
+
+
+def test_modules_that_linger_wait_in_both_passes_and_compute_the_same(
+    one_rank: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, waited, took = one_rank.log_probs_pass(), [], []
+    monkeypatch.setattr(faults.time, "sleep", waited.append)
+
+    def more(ms: float) -> tuple[float, float]:
+        took.append(ms)
+        return 10.0, 30.0
+
+    faults.linger(faults.layers(one_rank.chunks), more)
+    after = one_rank.log_probs_pass()
+    layers, microbatches = 2, 3
+    assert all(torch.equal(*each) for each in zip(before, after, strict=True))
+    assert waited == [0.01] * layers * microbatches
+    assert all(ms > 0 for ms in took)
+    waited.clear()
+    one_rank.train_step()
+    assert sorted(waited) == [0.01] * layers * microbatches + [0.03] * layers * microbatches
+
+
+def test_something_comes_before_each_forward(one_rank: Any) -> None:
+    seen: list[bool] = []
+    faults.before_forward(one_rank.chunks[0], lambda: seen.append(torch.is_grad_enabled()) or "no input")
+    one_rank.train_step()
+    assert seen == [True] * 3

@@ -1,0 +1,280 @@
+"""The live page, on jobs that are made of files, and a capture that it asks a real job for."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megaprof.control.blame import Blame
+from megaprof.control.job import RunningJob
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import Calls, RankStatus, Recent
+from megaprof.metrics.compute import summarise
+from megaprof.metrics.look import View
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.ui.live import Now, Point
+from megaprof.ui.pages import now_shown, track
+from tests.cli.jobs.test_status import Job
+from tests.control import places
+from tests.control.control_jobs import running
+from tests.ui.pages import HERE, TOKEN, Reader, address, browsing, page, serving
+
+RECENT = {
+    "target": "train_actor",
+    "steps": 8,
+    "step_ms": 100.0,
+    "forward_ms": 20.0,
+    "backward_ms": 40.0,
+    "combined_ms": 0.0,
+    "finalize_ms": 5.0,
+    "p2p_ms": 10.0,
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path / "job")
+    job.directory.mkdir()
+    job.begin()
+    for rank in (0, 1):
+        job.status(rank, recent=RECENT)
+    return job
+
+
+@contextmanager
+def following(port: int, place: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """The looks of a live page, as the browser gets them."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", f"/?token={TOKEN}")
+    entered = connection.getresponse()
+    cookie = entered.headers["set-cookie"].partition(";")[0]
+    entered.read()
+    connection.request("GET", f"/live/{place}/events", headers={"cookie": cookie})
+    answer = connection.getresponse()
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
+
+    def looks() -> Iterator[dict[str, Any]]:
+        while line := answer.readline():
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])
+
+    try:
+        yield looks()
+    finally:
+        connection.close()
+
+
+def test_the_page_shows_stages_and_their_times(job: Job, tmp_path: Path) -> None:
+    job.status(1, recent=RECENT | {"forward_ms": 50.0})
+    with browsing(tmp_path) as client:
+        shown = page(client, f"/live/{address(tmp_path, 'job')}")
+    assert "The job runs: 2 ranks, 2 of them heard" in shown.text
+    assert "1.20" in shown.text  # imbalance: 90 over 75
+    assert "--allow-trigger" in shown.text
+    assert not shown.all("form")
+    assert [each["data-events"] for each in shown.all("div") if "data-events" in each] == [
+        f"/live/{address(tmp_path, 'job')}/events"
+    ]
+
+
+def test_where_there_is_no_job_it_says_so(tmp_path: Path) -> None:
+    from tests.analysis.synthetic import pipeline
+
+    pipeline(tmp_path / "run", [1, 1])
+    with browsing(tmp_path) as client:
+        shown = page(client, f"/live/{address(tmp_path, 'run')}")
+    assert "The job is not there" in shown.text
+    assert "--profile-on-demand" in shown.text
+
+
+def test_a_hanging_job_names_whom_all_wait_for(job: Job, tmp_path: Path) -> None:
+    since = time.time() - 900
+    job.run = replace(job.run, started=since)
+    job.write_run()
+    place = {"target": "train_actor", "step": 7, "chunk": 0, "since": since}
+    job.status(0, since=since, position=place | {"phase": "forward", "microbatch": 2})
+    job.status(1, since=since, position=place | {"phase": "recv_forward", "microbatch": None, "chunk": None})
+    with browsing(tmp_path) as client:
+        shown = page(client, f"/live/{address(tmp_path, 'job')}")
+    assert "The job appears to hang" in shown.text
+    assert "Rank 0 (stage 0, here, process" in shown.text
+    assert "has been in forward of microbatch 2, train_actor step 7" in shown.text
+    assert "1 rank waits for it" in shown.text
+
+
+def test_looks_come_by_themselves_and_go_on_when_the_job_begins_again(job: Job, tmp_path: Path) -> None:
+    with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
+        assert next(looks)["state"] == "runs"
+        job.run = replace(job.run, ended=time.time())
+        job.write_run()
+        assert "ended" in {next(looks)["state"] for _ in range(4)}
+        again = Job(job.directory)
+        again.gate = job.gate
+        again.run = replace(again.run, run="another", started=time.time() - 60)
+        again.write_run()
+        for rank in (0, 1):
+            again.status(rank, recent=RECENT | {"step_ms": 321.0})
+        seen = [next(looks) for _ in range(4)]
+        assert seen[-1]["state"] == "runs"
+        assert "321 ms" in Reader(seen[-1]["html"]).text
+
+
+def test_the_server_may_begin_again(job: Job, tmp_path: Path) -> None:
+    for _ in range(2):
+        with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
+            assert next(looks)["state"] == "runs"
+
+
+def test_pages_that_watch_do_not_keep_the_server_from_ending(job: Job, tmp_path: Path) -> None:
+    with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
+        next(looks)
+        before = time.monotonic()
+    assert time.monotonic() - before < 25  # `serving` would have failed
+
+
+def test_hostile_statuses_are_text(job: Job, tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    job.status(0, recent=RECENT | {"target": hostile}, name=hostile)
+    with browsing(tmp_path, allow_trigger=True) as client:
+        shown = page(client, f"/live/{address(tmp_path, 'job')}")
+    assert not shown.all("img")
+    assert hostile in shown.text
+
+
+def test_roles_have_a_page_each(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes(pp=1))
+    for role, ms in (("actor", 111.0), ("critic", 222.0)):
+        own = Job(tmp_path / "job", layout)
+        own.run = RunRecord.new(layout.coords(0), layout, ("train_actor",), role, 0.1)
+        paths = places.Paths.of(tmp_path / "job", role, 1)
+        (paths.root / "status").mkdir(parents=True)
+        own.gate = SimpleNamespace(paths=paths)  # type: ignore[assignment]
+        places.write(paths.run, own.run.as_record())
+        own.status(0, recent=RECENT | {"step_ms": ms})
+    with browsing(tmp_path) as client:
+        where = f"/live/{address(tmp_path, 'job')}"
+        assert "111 ms" in page(client, where).text
+        assert "222 ms" in page(client, f"{where}?role=critic").text
+        assert "111 ms" in page(client, f"{where}?role=nobody").text
+
+
+# -- captures ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_capture_is_asked_for_by_the_files_of_trigger(job: Job, tmp_path: Path) -> None:
+    where = f"/live/{address(tmp_path, 'job')}"
+    requests = places.Paths.of(job.directory, None, 2).requests
+    with browsing(tmp_path, allow_trigger=True) as client:
+        shown = page(client, where)
+        (form,) = shown.all("form")
+        assert (form["method"], form["action"]) == ("post", f"{where}/capture")
+        fields = {"target": "train_actor", "steps": "1", "select": "per-stage"}
+        asked = client.post(f"{where}/capture", data=fields, headers={"origin": HERE}, follow_redirects=False)
+        assert (asked.status_code, asked.headers["location"]) == (303, where)
+        (request,) = requests.glob("*.json")
+        record = json.loads(request.read_text())["data"]
+        assert (record["target"], record["steps"], record["by"]) == ("train_actor", 1, "megaprof ui")
+        assert "waiting for 2 of 2 to answer" in _until(client, where, "waiting for")
+        twice = client.post(f"{where}/capture", data=fields, headers={"origin": HERE})
+        assert (twice.status_code, "still under way" in twice.text) == (409, True)
+    assert not list(requests.glob("*.json")), "nobody waits for it any more"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"target": "nothing", "steps": "1"}, 409),
+        ({"target": "train_actor", "steps": "0"}, 400),
+        ({"target": "train_actor", "steps": "1e3"}, 400),
+        ({"target": "train_actor", "steps": "1", "select": "99"}, 409),
+        ({"target": "train_actor", "steps": "1", "select": "x" * 5000}, 400),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(job: Job, tmp_path: Path, fields: dict[str, str], code: int) -> None:
+    with browsing(tmp_path, allow_trigger=True) as client:
+        where = f"/live/{address(tmp_path, 'job')}/capture"
+        answer = client.post(where, data=fields, headers={"origin": HERE})
+        assert answer.status_code == code, answer.text
+        assert client.post(where, content=b"{}", headers={"origin": HERE}).status_code == 400
+    assert not list(places.Paths.of(job.directory, None, 2).requests.glob("*.json"))
+
+
+def _until(client: Any, where: str, text: str) -> str:
+    for _ in range(100):
+        if text in (shown := page(client, where).text):
+            return shown
+        time.sleep(0.1)
+    raise AssertionError(shown)
+
+
+@pytest.mark.slow
+def test_a_real_job_captures_what_the_page_asks_for(tmp_path: Path) -> None:
+    with (
+        running(tmp_path / "job", ["--profile-tool", "timeline", "--profile-on-demand"], quick=True),
+        browsing(tmp_path, allow_trigger=True) as client,
+    ):
+        where = f"/live/{address(tmp_path, 'job')}"
+        assert "The job" in _until(client, where, "The job runs: 2 ranks")
+        fields = {"target": "train_actor", "steps": "1", "select": "per-stage"}
+        assert client.post(f"{where}/capture", data=fields, headers={"origin": HERE}).status_code == 200
+        for _ in range(600):
+            shown = page(client, where).text
+            if "Train_actor: captured step" in shown:
+                break
+            time.sleep(0.2)
+        assert "on 2 ranks" in shown
+    assert len(list((tmp_path / "job").rglob("*.pt.trace.json.gz"))) == 2
+
+
+# -- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def status(layout: WorldLayout, rank: int, compute: float) -> RankStatus:
+    coords = layout.coords(rank)
+    recent = Recent("train_actor", 8, 100.0, compute / 3, 2 * compute / 3, 0.0, 5.0, 10.0)
+    return RankStatus(
+        "run",
+        rank,
+        {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")},
+        "h",
+        "h",
+        1,
+        100.0,
+        1.0,
+        100.0,
+        (Calls("train_actor", begun=5),),
+        recent=recent,
+    )
+
+
+def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(16384, pp=16))
+    run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 16.0)
+    statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
+    summary = summarise(run, statuses.values())
+    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None)
+    history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
+    shown = now_shown(Now(1, 100.0, "runs", None, view, summary, history=history))
+    text = Reader(shown).text
+    assert "16384 ranks" in text
+    assert "777" in text
+    assert "+50%" in text
+    assert len(shown) < 60_000
+
+
+def test_a_curve_breaks_where_the_job_began_again() -> None:
+    points = [Point(float(at), "one" if at < 5 else "two", 100.0, None) for at in range(10)]
+    drawn = track("step time", "ms", points, "step_ms")
+    assert drawn is not None
+    assert [len(line.split()) for line in drawn.lines] == [5, 5]
+    assert track("imbalance", "", points, "imbalance") is None
+    assert track("step time", "ms", points[:1], "step_ms") is None
