@@ -52,8 +52,8 @@ test-ui: .venv/ui/ready
 # Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, and verl on it), on that.
 test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
 	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/integrations tests/trainers || [ $$? = 5 ]
-	.venv/hosts-0.19.2/bin/python -m pytest -rs $(ARGS) tests/trainers/test_megatron_bridge_pretrain.py \
-	    tests/trainers/test_verl_sft.py || [ $$? = 5 ]
+	.venv/hosts-0.19.2/bin/python -m pytest -rs $(ARGS) tests/integrations/test_megatron_bridge.py \
+	    tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
 
 # The real Nsight Systems, which needs no GPU for NVTX ranges. Skips with a reason where Debian's package cannot be had.
 test-nsys: .venv/ready

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
 import typing
@@ -59,8 +60,15 @@ class _Edges(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def replace_missing(*names: str) -> list[str]:
     """Put nothing in the place of each package that is not installed; returns those names."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
+    _undistributed(missing)
     sys.meta_path.append(_Edges(frozenset(missing)))
     return missing
+
+
+def _undistributed(names: list[str]) -> None:
+    """transformers asks which distribution brought a package that it finds. None did: it takes these for missing."""
+    found = importlib.metadata.packages_distributions
+    importlib.metadata.packages_distributions = lambda: found() | {name: ["nothing"] for name in names}
 
 
 def replace(*names: str) -> None:
