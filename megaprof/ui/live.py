@@ -158,7 +158,7 @@ class Watcher:
         await self._changed.wait_for(lambda: self._now.number > number or self._ended)
 
     async def latest(self) -> Now:
-        """The last look, or a first one. Where that takes long, what was seen before: the page gets the look by itself."""
+        """The last look, or a first one. Where that takes long, what was seen before: looks come by themselves."""
         if self._now.number == 0 or self._task is None or self._task.done():
             with suppress(asyncio.TimeoutError):
                 await self._show(await asyncio.wait_for(self._in_thread(self._look), PATIENCE))
