@@ -187,7 +187,7 @@ def what_if(
         return replace(replayed, advice=_disturbed(baseline), warnings=(many,))
     if slow:
         stages = {stage.pp for stage in measured.stages if set(slow) & set(stage.ranks)}
-        return _fixed(replayed, without_straggler(baseline, slow, stages), slow)
+        return _fixed(replayed, without_straggler(baseline, slow, stages), slow, len(steps))
     by_stage: dict[int, list[Call]] = {}
     for call in own:
         by_stage.setdefault(call.metadata.coords.pp, []).append(call)
@@ -233,21 +233,26 @@ def _mended(replayed: WhatIf, slow: SlowPipeline, measured: TargetStages, least_
             examine(list(slow.calls), measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp
         )
     except Withheld:
-        return _fixed(replayed, None, slow.ranks)
+        return _fixed(replayed, None, slow.ranks, 0)
     baseline = Baseline(run, steps, replayed.measured_ms or 0.0)
     if baseline.replay_error > MOST_ERROR:
-        return _fixed(replayed, None, slow.ranks)
+        return _fixed(replayed, None, slow.ranks, len(steps))
     shares = [[[slow.share if stage == slow.stage else 1.0] * run.chunks for stage in range(run.stages)]] * 2
     least_ms += statistics.fmean(step.outside_ms for step in steps)
-    return _fixed(replayed, without_straggler(baseline, slow.ranks, {slow.stage}, shares, least_ms), slow.ranks)
+    without = without_straggler(baseline, slow.ranks, {slow.stage}, shares, least_ms)
+    return _fixed(replayed, without, slow.ranks, len(steps))
 
 
-def _fixed(replayed: WhatIf, fixed: Prediction | None, ranks: Sequence[int]) -> WhatIf:
-    """Nothing but ``fixed``: what the run takes without its slow ranks, None where that is not known."""
+def _fixed(replayed: WhatIf, fixed: Prediction | None, ranks: Sequence[int], steps: int) -> WhatIf:
+    """Nothing but ``fixed``: what the run takes without its slow ranks, None where that is not known. ``steps``: how
+    many were captured."""
     which = words.ranks(sorted(ranks))
     waits = "layouts are not compared while the pipeline waits for a slow rank"
     if fixed is None:
         return replace(replayed, warnings=(f"nothing is predicted: fix {which} first; {waits}",))
+    if fixed.speedup - 1.0 <= fixed.speedup_uncertainty:
+        advice = f"fix {which}; how much that gains is too uncertain to say: {_more_steps(steps)}; {waits}"
+        return replace(replayed, candidates=(fixed,), advice=advice)
     advice = (
         f"fix {which}: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
         f"{_ms(replayed.measured_ms or 0.0)} ms ({_times(fixed)}); {waits}"

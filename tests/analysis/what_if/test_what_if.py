@@ -22,6 +22,7 @@ from megaprof.analysis.what_if.layouts import check_layout, default_layout, pars
 from megaprof.analysis.what_if.orders import PipelineSchedule
 from megaprof.analysis.what_if.replay import in_flight_layers
 from megaprof.analysis.what_if.simulation import simulate
+from tests.analysis.agreeing import contradictions
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline
 from tests.analysis.what_if.oracle import replay_layout
@@ -255,6 +256,18 @@ def test_a_straggler_among_peers_is_replayed_without_it():
     assert what_if.advice is not None
     assert what_if.advice.startswith("fix rank 3: ")
     assert not [each for each in healthy.candidates if each.kind == "no_straggler"]
+
+
+def test_what_fixing_a_straggler_gains_is_not_said_where_it_is_noise(tmp_path):
+    write(Scenario("noisy straggler", peers=2, slow={1: 1.5}, noise=0.6, steps=2, **CPU), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    (without,) = target.what_if.candidates
+    assert without.speedup - 1 <= without.speedup_uncertainty
+    assert target.what_if.best is None
+    assert target.what_if.advice.startswith(
+        "fix rank 3; how much that gains is too uncertain to say: capture 5 steps; layouts are not compared"
+    )
+    assert contradictions(target) == []
 
 
 def test_no_layout_rests_on_stages_that_cannot_be_told_apart(tmp_path):
