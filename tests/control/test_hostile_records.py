@@ -127,9 +127,8 @@ def read_status(record: dict[str, Any]) -> None:
 
 
 def read_request_record(record: dict[str, Any]) -> None:
-    if (
-        record.get("created") == REQUEST["created"]
-    ):  # made when the tests were collected, which is minutes ago in a long run
+    # When the tests were collected, which is minutes ago in a long run.
+    if record.get("created") == REQUEST["created"]:
         record = {**record, "created": time.time()}
     request = read_request(through_a_file(record), RUN)
     assert 1 <= request.steps <= 100
