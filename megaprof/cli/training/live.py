@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.cli import TERMINATED, CommandError
 from megaprof.cli.training import faults
+from megaprof.control.job import NoJob, find_job
 
 if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
@@ -94,14 +95,25 @@ def run_rank(workload: GPTWorkload, flags: list[str], fault: str | None, steps: 
             faults.inject(fault, gpt, faults.FIRST_STEP, Path(stop).exists)
         with install_hooks(gpt.chunks, args):
             forward_backward = get_forward_backward_func()
-            go_on = torch.ones(1)
+            go_on, announced = torch.ones(1), rank != 0
             while go_on.item():
                 gpt.train_step(forward_backward)
-                if gpt.step == 1 and rank == 0:
+                if not announced and _answers(Path(args.profile_dir)):
+                    announced = True
                     print(_RUNNING, flush=True)
                 go_on[0] = gpt.step != steps and not Path(stop).exists()
                 torch.distributed.broadcast(go_on, 0)
     return gpt.step
+
+
+def _answers(directory: Path) -> bool:
+    """Whether commands find the job: what it says of itself is written by a thread of its own, some time after the
+    first step."""
+    try:
+        find_job(directory, None)
+    except NoJob:
+        return False
+    return True
 
 
 def _introduce(out: Path, fault: str | None) -> None:
