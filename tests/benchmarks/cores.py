@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_IDLE = "import os; os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\n"
-_COMPUTE = "while True: pass"
+_IDLE = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
+#: Until the benchmark is gone, however it ended.
+_COMPUTE = "while os.getppid() == parent:\n    for _ in range(1_000_000): pass"
 
 
 @contextmanager
@@ -18,19 +19,20 @@ def awake() -> Iterator[None]:
     late and slow on cores that doze off between, a virtual machine's above all, and not alike from run to run. Nothing
     where the system has no such priority."""
     count = os.cpu_count() or 1
-    with _running(_IDLE + _COMPUTE, count if hasattr(os, "SCHED_IDLE") else 0):
+    with _running(count if hasattr(os, "SCHED_IDLE") else 0, _IDLE):
         yield
 
 
 @contextmanager
 def one_busy(wanted: bool = True) -> Iterator[None]:
     """Another process that computes all the time, at ordinary priority."""
-    with _running(_COMPUTE, int(wanted)):
+    with _running(int(wanted)):
         yield
 
 
 @contextmanager
-def _running(code: str, count: int) -> Iterator[None]:
+def _running(count: int, first: str = "") -> Iterator[None]:
+    code = "\n".join(("import os", "parent = os.getppid()", first, _COMPUTE))
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(count)]
     try:
         yield
