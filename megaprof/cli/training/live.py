@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -28,6 +29,8 @@ _HANG_SECONDS = 1500.0
 #: How long the ranks may take to end a step and to finish their files, in seconds; then they are killed.
 _GRACE_SECONDS = 15.0
 _NEVER_SECONDS = 1e6
+#: How long a job may take to be found by commands, in seconds; then they are printed all the same.
+_ANSWER_SECONDS = 30.0
 _RUNNING = "running"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,6 +59,7 @@ def run(
             def heard(rank: int, line: str) -> None:
                 if line.strip() == _RUNNING:
                     ending.begun = True
+                    _wait_for_answers(out)
                     _introduce(out, fault and faults.told(fault, workload, faults.FIRST_STEP))
 
             print("  starting the ranks", file=sys.stderr, flush=True)
@@ -95,25 +99,25 @@ def run_rank(workload: GPTWorkload, flags: list[str], fault: str | None, steps: 
             faults.inject(fault, gpt, faults.FIRST_STEP, Path(stop).exists)
         with install_hooks(gpt.chunks, args):
             forward_backward = get_forward_backward_func()
-            go_on, announced = torch.ones(1), rank != 0
+            go_on = torch.ones(1)
             while go_on.item():
                 gpt.train_step(forward_backward)
-                if not announced and _answers(Path(args.profile_dir)):
-                    announced = True
+                if gpt.step == 1 and rank == 0:
                     print(_RUNNING, flush=True)
                 go_on[0] = gpt.step != steps and not Path(stop).exists()
                 torch.distributed.broadcast(go_on, 0)
     return gpt.step
 
 
-def _answers(directory: Path) -> bool:
-    """Whether commands find the job: what it says of itself is written by a thread of its own, some time after the
-    first step."""
-    try:
-        find_job(directory, None)
-    except NoJob:
-        return False
-    return True
+def _wait_for_answers(directory: Path) -> None:
+    """Until commands find the job: what it says of itself is written by a thread of its own, after the first step."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            find_job(directory)
+            return
+        except NoJob:
+            time.sleep(0.1)
 
 
 def _introduce(out: Path, fault: str | None) -> None:
