@@ -56,9 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
-    except Unreachable:
-        raise
     except OSError as fault:
+        if isinstance(fault, Unreachable) or fault.filename == str(arguments.dir):
+            raise
         raise CommandError(f"--parquet {out} cannot be written: {fault.strerror or fault}") from None
     _say(
         f"{out}: {counted(exported.rows, 'row')} from {counted(exported.files, 'file')}, "

@@ -79,9 +79,9 @@ def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
         raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"-o {mistake}") from None
-    except Unreachable:
-        raise
     except OSError as fault:
+        if isinstance(fault, Unreachable) or fault.filename == str(arguments.dir):
+            raise
         raise CommandError(f"-o {out} cannot be written: {fault.strerror or fault}") from None
 
 
