@@ -5,6 +5,7 @@ A test that drives a host's real function replaces these, and only these, at the
 
 from __future__ import annotations
 
+import abc
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -17,13 +18,26 @@ from typing import Any
 from unittest.mock import MagicMock
 
 
-class _Class(type):
-    """A class whose every attribute exists and does nothing."""
+class _Class(abc.ABCMeta):
+    """A class whose every attribute exists and does nothing. Hosts derive from such ones beside abstract ones."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return MagicMock(name=f"{cls.__name__}.{name}")
+
+
+class _Anything(metaclass=_Class):
+    """It is made of whatever arguments there are, and told whatever there is to do."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        other = getattr(super(), "__getattr__", None)  # of a host's class that derives from this one and another
+        return MagicMock(name=f"{type(self).__name__}().{name}", return_value=None) if other is None else other(name)
 
 
 class _Nothing(ModuleType):
@@ -35,7 +49,7 @@ class _Nothing(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = _Class(name, (), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
+        value = _Class(name, (_Anything,), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
 

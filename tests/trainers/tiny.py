@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_lowercase
 
 LAYERS = 8
 _TEMPLATE = (
@@ -29,6 +31,9 @@ def model(directory: Path, layers: int = LAYERS) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(directory)
+    text = "ab #### 1"
+    if tokenizer.encode(text) != tokens(text):
+        raise AssertionError(f"{text!r} is {tokenizer.encode(text)}, not {tokens(text)}")
     config = Qwen3Config(
         vocab_size=384,
         hidden_size=64,
@@ -77,3 +82,38 @@ def parquet(path: Path) -> Path:
 
     pq.write_table(pa.Table.from_pylist(conversations()), path)
     return path
+
+
+def questions(path: Path, count: int) -> Path:
+    """Prompts for RL, as verl and as SkyRL read them, each of another length. The answer to every one is 1."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "ab " * (1 + number)}],
+            "data_source": "openai/gsm8k",
+            "env_class": "gsm8k",
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+            "reward_spec": {"method": "rule", "ground_truth": "1"},
+            "extra_info": {"index": number},
+        }
+        for number in range(count)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def answer(prompt: Sequence[int], number: int) -> list[int]:
+    """What stands for an inference engine answers: the same text to the same prompt and number, right for odd numbers.
+
+    Two answers to one prompt differ in length.
+    """
+    draw = random.Random(str([*prompt, number]))
+    letters = "".join(draw.choices(ascii_lowercase, k=4 + (sum(prompt) + 5 * number) % 16))
+    return tokens(f"{letters} #### {number % 2}")
+
+
+def tokens(text: str) -> list[int]:
+    """As the tokenizer has it: its letters are sorted, ASCII first, and a space is written as a later one."""
+    return [220 if letter == " " else ord(letter) - ord("!") for letter in text]
