@@ -11,7 +11,6 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
-import typing
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -88,12 +87,3 @@ def _undistributed(names: list[str]) -> None:
 def replace(*names: str) -> None:
     """Put nothing in the place of each module that is not loaded yet, installed or not."""
     sys.meta_path.insert(0, _Edges(frozenset(names) - sys.modules.keys()))
-
-
-def newer_typing() -> None:
-    """What hosts made for Python 3.12 take from its ``typing``, on an older Python."""
-    if sys.version_info < (3, 12):
-        import typing_extensions
-
-        typing.override = typing_extensions.override  # type: ignore[attr-defined]
-        typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses the older one

@@ -61,7 +61,8 @@ def _on_cpu() -> None:
     from importlib import import_module
 
     from megaprof.testing import cpu_process
-    from tests.integrations.edges import newer_typing, replace_missing
+    from tests.integrations.edges import replace_missing
+    from tests.integrations.newer import newer_typing
 
     newer_typing()
     cpu_process(gpus=2)
@@ -84,7 +85,7 @@ if "TRAINERS_EDGES" in os.environ:
     if "RANK" in os.environ:
         _on_cpu()
     elif "TRAINERS_RAY" in os.environ and not any("spawn_main" in argument for argument in sys.orig_argv):
-        from tests.integrations.edges import newer_typing
+        from tests.integrations.newer import newer_typing
         from tests.trainers.loading import after
 
         newer_typing()  # some modules of hosts are loaded before torch is
