@@ -34,13 +34,14 @@ def _digests(directory: str) -> None:
 
 
 def _patient(ray: Any) -> None:
-    """Ray gives its own processes 15 seconds to start, which are too few on a busy machine: it may try again."""
+    """Ray gives its own processes 15 to 30 seconds to start, too few on a busy machine: it may try again, and needs no
+    dashboard."""
     init = ray.init
 
     def patient(*args: Any, **kwargs: Any) -> Any:
         for attempts_left in reversed(range(5)):
             try:
-                return init(*args, **kwargs)
+                return init(*args, **{"include_dashboard": False, **kwargs})
             except Exception:
                 ray.shutdown()
                 if not attempts_left:
@@ -57,16 +58,21 @@ def _loaded(module: object) -> None:
         _on_cpu()
 
 
+def _edges(_: object = None) -> list[str]:
+    from tests.integrations.edges import replace_missing
+
+    return replace_missing(*filter(None, os.environ["TRAINERS_EDGES"].split(",")))
+
+
 def _on_cpu() -> None:
     from importlib import import_module
 
     from megaprof.testing import cpu_process
-    from tests.integrations.edges import replace_missing
     from tests.integrations.newer import newer_typing
 
     newer_typing()
     cpu_process(gpus=2)
-    if "modelopt" in replace_missing(*filter(None, os.environ["TRAINERS_EDGES"].split(","))):
+    if "modelopt" in _edges():
         # Without distillation Megatron-Bridge asks it for a function all the same, and takes None for none.
         import modelopt.torch.distill.plugins.megatron as distillation
 
@@ -90,5 +96,6 @@ if "TRAINERS_EDGES" in os.environ:
 
         newer_typing()  # some modules of hosts are loaded before torch is
         after("ray", _patient)
+        after("slime", _edges)  # which imports some of them before torch
         after("torch", _loaded)
         after("megatron.core", _loaded)
