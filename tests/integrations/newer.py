@@ -1,4 +1,4 @@
-"""What hosts made for a newer Python take from its library; this imports little, since every process of Ray's runs it."""
+"""What hosts made for a newer Python take from its library. It imports little: each process of Ray's runs it."""
 
 import sys
 import typing
