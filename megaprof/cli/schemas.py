@@ -112,7 +112,7 @@ def _report() -> Any:
     )
     what_if = _shape(
         "WhatIf",
-        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended by_hand")),
+        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended replayed by_hand")),
         replay_error=(number, _about(WhatIf)["replay_error"] + " The mean."),
         replay_error_spread=(spread, _about(WhatIf)["replay_error"]),
         costs=(costs | None, _about(WhatIf)["costs"]),

@@ -20,7 +20,7 @@ from megaprof.formats.job.status import Position, RankStatus
 STUCK_SECONDS, STUCK_INTERVALS, STUCK_STEPS = 10.0, 3, 5
 #: Nor does a rank hang that has not moved for less than this many seconds in its first step, or before it.
 FIRST_STEP_SECONDS = 300.0
-_COMPUTING = frozenset((ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED))
+_COMPUTING = frozenset(ranges.PASSES)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast, get_type_hints
 
 Check = Callable[[object], Any]
@@ -32,6 +32,19 @@ def build(record: type[T], data: object) -> T:
         elif required:
             raise ValueError(f"{name} is missing")
     return record(**values)
+
+
+class Record:
+    """A record that is a file of its own."""
+
+    def as_record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"version": 1, **dataclasses.asdict(cast(Any, self))}
+
+    @classmethod
+    def from_record(cls: type[T], record: dict[str, Any]) -> T:
+        """Raises ValueError."""
+        return build(cls, record)
 
 
 def whole(least: int, most: int) -> Check:
@@ -122,6 +135,11 @@ def nested(record: type[T]) -> Check:
 def counted(count: int, noun: str) -> str:
     """``1 layer``, ``4 layers``, ``4 microbatches``."""
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """``a, b, c``; of more than `most` the first ones, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def printable(value: str) -> str:

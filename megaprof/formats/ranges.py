@@ -34,6 +34,8 @@ DOMAIN = "megaprof"
 FORWARD = "forward"
 BACKWARD = "backward"
 COMBINED = "combined"
+#: What a microbatch runs in.
+PASSES = (FORWARD, BACKWARD, COMBINED)
 FINALIZE_GRADS = "finalize_grads"
 
 #: Megatron's exchanges between stages, in every version from 0.12: functions of ``p2p_communication`` up to 0.13,

@@ -47,8 +47,9 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.layouts import layers_per_stage, parse_layout
-from megaprof.analysis.what_if.what_if import Prediction, WhatIf
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.chunks import language_model
 from megaprof.testing import GPTWorkload, run_ranks
 from tests.analysis.scenarios import Scenario, write

@@ -16,6 +16,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megaprof.formats.checks import counted, listed
+
 Interval = tuple[int, int]
 
 #: What timestamps of one clock may contradict each other by, and what clocks may drift apart within a step (at 50 ppm,
@@ -151,8 +153,7 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
     warnings += _disagreements(graph, reached)
     lost = sorted({_clock_name(clock) for clock in clock_of.values() if clock not in reached})
     if lost:
-        shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
-        warnings.append(f"no captured messages connect rank {reference} with {shown}: clocks not aligned")
+        warnings.append(f"no captured messages connect rank {reference} with {listed(lost)}: clocks not aligned")
     clocks = {rank: reached[clock] for rank, clock in sorted(clock_of.items()) if clock in reached}
     return Alignment(reference, clocks, dict(hosts), tuple(dict.fromkeys(warnings)))
 
@@ -265,7 +266,7 @@ def _miscounted(link: Link) -> str:
 def _off(clock: Clock) -> str:
     off = abs(clock.offset_ns) / 1e6
     way = "ahead" if clock.offset_ns < 0 else "behind"
-    messages = f"{clock.messages} message" + ("" if clock.messages == 1 else "s")
+    messages = counted(clock.messages, "message")
     if clock.uncertainty_ns is None:
         return f"clock {off:.3f} ms {way}, bounded from one side only (by {messages}, all in one direction)"
     return f"clock {off:.3f} ms {way}, ±{clock.uncertainty_ns / 1e6:.3f} ms (from {messages})"

@@ -35,16 +35,16 @@ def offsets(step: Sequence[Call]) -> Alignment | None:
     """The clocks of one step's ranks aligned by its send-receive kernels; None without kernels."""
     if any(call.gpu is None for call in step):
         return None
-    ends = {call.metadata.coords.rank: ends_of(call.metadata, [call]) for call in step}
-    hosts = {call.metadata.coords.rank: call.metadata.host for call in step}
+    ends = {call.rank: ends_of(call.metadata, [call]) for call in step}
+    hosts = {call.rank: call.metadata.host for call in step}
     return align(hosts, [link for link, _ in links_between(ends) if link.rendezvous])
 
 
 def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeting]:
     """By rank, for those whose every exchange has its other end in ``step``; ``offset`` puts ranks on one clock."""
     # By rank and kernel the time at which the later end of it came, on the rank's own clock.
-    both: dict[int, dict[Interval, int]] = {call.metadata.coords.rank: {} for call in step}
-    for link, _ in links_between({call.metadata.coords.rank: ends_of(call.metadata, [call]) for call in step}):
+    both: dict[int, dict[Interval, int]] = {call.rank: {} for call in step}
+    for link, _ in links_between({call.rank: ends_of(call.metadata, [call]) for call in step}):
         if not link.rendezvous:
             continue
         mine, theirs = both[link.sender], both[link.receiver]
@@ -54,12 +54,12 @@ def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeti
             theirs[receive] = max(theirs.get(receive, receive[0]), send[0] - between)
     found = {}
     for call in step:
-        met = both[call.metadata.coords.rank]
+        met = both[call.rank]
         if call.gpu is None or not call.gpu.exchanges or len(met) < (1 - _UNMATCHED) * len(call.gpu.exchanges):
             continue
         moving = union(intervals((min(came, end), end) for (_, end), came in met.items()))
         transfer = intersection(call.gpu.pipeline, moving)
-        found[call.metadata.coords.rank] = Meeting(transfer, total(call.gpu.pipeline) - total(transfer))
+        found[call.rank] = Meeting(transfer, total(call.gpu.pipeline) - total(transfer))
     return found
 
 
@@ -69,6 +69,3 @@ def uncertainty(alignment: Alignment) -> int | None:
         return None
     known = [clock.uncertainty_ns for clock in alignment.clocks.values()]
     return max((each for each in known if each is not None), default=0) if None not in known else None
-
-
-__all__ = ["MOST_UNCERTAIN", "Meeting", "meetings", "offsets", "uncertainty"]

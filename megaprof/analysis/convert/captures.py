@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys
-from megaprof.analysis.trace.reading import Source, traces_in
-from megaprof.analysis.trace.traces import UnreadableTrace, find_traces
+from megaprof.analysis.trace.nsys.files import NsysFile
+from megaprof.analysis.trace.reading import Source, sources_in, traces_in
+from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.parallel.selectors import Selector
@@ -57,12 +57,6 @@ class Chosen:
     """Ranks of it that are not among ``files``."""
 
 
-@dataclass(frozen=True)
-class _File:
-    source: Source
-    coords: Place
-
-
 def choose(
     source: Path,
     warnings: list[str],
@@ -79,15 +73,15 @@ def choose(
     """
     if not source.exists():
         raise NothingToMerge(f"{source} does not exist")
-    captures: dict[StepName, list[_File]] = {}
-    for file in _sources(source):
+    captures: dict[StepName, list[tuple[Source, Place]]] = {}
+    for file in sources_in(source):
         try:
-            found = _read_name(file) or _read_metadata(file)
+            found = _named(file) or [(StepName.of(t.metadata), t.metadata.coords) for t in traces_in(file)]
         except UnreadableTrace as fault:
             warnings.append(f"{fault.path.name} was skipped: {fault.reason}")
             continue
         for name, coords in found:
-            captures.setdefault(name, []).append(_File(file, coords))
+            captures.setdefault(name, []).append((file, coords))
     if not captures:
         raise NothingToMerge(f"{source} holds no trace of megaprof's" + "".join(f"; {w}" for w in warnings[:5]))
     wanted = [
@@ -101,39 +95,29 @@ def choose(
         raise NothingToMerge(f"{source} holds no such step, but: {', '.join(map(str, sorted(captures)[:20]))}")
     chosen = min(wanted, key=lambda c: (_preference(c.target), c.target, -c.step, c.role))
     files = captures.pop(chosen)
-    there = {file.coords.rank for file in files}
-    taken = _taken(files, there, ranks)
+    there = {coords.rank for _, coords in files}
+    taken = _taken([coords for _, coords in files], there, ranks)
     if not taken:
         raise NothingToMerge(f"{chosen} was captured on {len(there):,} ranks, and none of them is in '{ranks}'")
-    used = tuple(dict.fromkeys(file.source for file in files if file.coords.rank in taken))
+    used = tuple(dict.fromkeys(file for file, coords in files if coords.rank in taken))
     return Chosen(chosen, used, tuple(sorted(captures)), len(there) - len(taken))
 
 
-def _taken(files: Iterable[_File], there: set[int], ranks: Selector | None) -> set[int]:
+def _taken(places: Iterable[Place], there: set[int], ranks: Selector | None) -> set[int]:
     if ranks is not None:
-        return {file.coords.rank for file in files if ranks.selects(file.coords)}
+        return {place.rank for place in places if ranks.selects(place)}
     if len(there) <= MOST_RANKS:
         return there
     lowest: dict[int, int] = {}
-    for file in files:
-        lowest[file.coords.pp] = min(file.coords.rank, lowest.get(file.coords.pp, file.coords.rank))
+    for place in places:
+        lowest[place.pp] = min(place.rank, lowest.get(place.pp, place.rank))
     return set(lowest.values())
 
 
-def _sources(source: Path) -> list[Source]:
-    if source.is_file():
-        return list(find_nsys(source)) if is_nsys(source) else [source]
-    return [*find_traces(source), *find_nsys(source)]
-
-
-def _read_name(source: Source) -> list[tuple[StepName, Place]]:
+def _named(source: Source) -> list[tuple[StepName, Place]]:
     """What the name of a trace says; nothing for a file that may hold several."""
     name = None if isinstance(source, NsysFile) else parse_artifact_name(source.name)
     return [(StepName(name.target, name.role or "", name.step), name.place)] if name else []
-
-
-def _read_metadata(source: Source) -> list[tuple[StepName, Place]]:
-    return [(StepName.of(trace.metadata), trace.metadata.coords) for trace in traces_in(source)]
 
 
 def _preference(target: str) -> int:

@@ -23,7 +23,8 @@ from isal import igzip
 
 from megaprof.analysis.clocks.clocks import Alignment, align
 from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
-from megaprof.analysis.convert.captures import NothingToMerge, StepName, choose
+from megaprof.analysis.convert.captures import NothingToMerge as NothingToMerge
+from megaprof.analysis.convert.captures import StepName, choose
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.decoding import Document, Undecodable, read
 from megaprof.analysis.trace.gpu import KERNEL
@@ -31,14 +32,12 @@ from megaprof.analysis.trace.nsys import files as nsys
 from megaprof.analysis.trace.reading import Source, traces_in
 from megaprof.analysis.trace.traces import Part, UnreadableTrace
 from megaprof.formats import ranges
-from megaprof.formats.checks import counted
+from megaprof.formats.checks import counted, listed
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 from megaprof.version import __version__
-
-__all__ = ["MARK", "Merged", "NothingToMerge", "merge"]
 
 #: Key of the object that tells a merged timeline from every other file.
 MARK = "megaprofMerge"
@@ -208,7 +207,7 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[str]) ->
     for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
         if reason and len(ranks) > 1:
             which = [str(rank.coords.rank) for rank in ranks if rank.ends.unknown == reason]
-            warnings.append(f"rank{'s' if len(which) > 1 else ''} {_some(which)}: no arrows, because {reason}")
+            warnings.append(f"rank{'s' if len(which) > 1 else ''} {listed(which)}: no arrows, because {reason}")
     arrows = backwards = 0
     for link, messages in links:
         sender, receiver = of_rank[link.sender], of_rank[link.receiver]
@@ -397,7 +396,3 @@ def _refuse_to_lose(out: Path) -> None:
         return
     if not is_merged(out):
         raise ValueError(f"{out} exists and is no merged timeline of megaprof's: it is not overwritten")
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

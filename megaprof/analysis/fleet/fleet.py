@@ -7,8 +7,10 @@ communication inside a microbatch (tensor-, expert- and context-parallel), which
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -216,6 +218,13 @@ class Fleet:
     stalls: Stalls | None = None
     """Single stalls that hit many ranks in turn; None where there are none."""
 
+    @property
+    def shifts(self) -> list[Shift]:
+        """What changed on a stage or in gradient synchronisation."""
+        own = self.synchronisation
+        of_stages = [*(shift for stage in self.stages for shift in stage.shifts), *own.synchronisation_shifts]
+        return of_stages + [shift for _, shift in own.stage_synchronisation]
+
 
 def survey(reading: FleetReading, directory: Path) -> list[Fleet]:
     """One `Fleet` for every target, role and set of sizes in ``reading``, of the job that writes to ``directory``."""
@@ -298,12 +307,9 @@ def _unbalanced(series: Series, times: StepTimes, stragglers: Iterable[Straggler
 
 def _stalls(ranks: Sequence[RankSeries], steps: int) -> Stalls | None:
     """Without the steps that stall on many ranks at once, as for an evaluation or a longer sequence."""
-    by_step: dict[int, list[tuple[int, float]]] = {}
-    for rank in ranks:
-        for step, longer in rank.stalls:
-            by_step.setdefault(step, []).append((rank.coords.rank, longer))
-    most = max(1, len(ranks) // 4)
-    alone = [(rank, step, ms) for step, each in sorted(by_step.items()) if len(each) <= most for rank, ms in each]
+    every = [(rank.coords.rank, *stall) for rank in ranks for stall in rank.stalls]
+    at_once, most = Counter(step for _, step, _ in every), max(1, len(ranks) // 4)
+    alone = sorted((each for each in every if at_once[each[1]] <= most), key=itemgetter(1))
     hit = tuple(sorted({rank for rank, _, _ in alone}))
     if len(hit) < max(3, len(ranks) / 4) or len(alone) > RARE * steps * len(ranks):
         return None

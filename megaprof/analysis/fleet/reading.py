@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
-from megaprof.analysis.fleet.trends import AROUND, LASTING_BUCKETS, MAD, Floats, Integers, moving_median
+from megaprof.analysis.fleet.trends import AROUND, LASTING_BUCKETS, Floats, Integers, moving_median, scatter
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.formats import timeline as format
 from megaprof.formats.checks import counted
@@ -431,8 +431,7 @@ def _stalls(steps: Integers, compute: Floats) -> tuple[tuple[int, float], ...]:
         return ()
     usual = moving_median(compute, min(2 * AROUND + 1, (len(compute) - 1) | 1))
     longer = compute - usual
-    scatter = MAD * float(np.median(np.abs(longer - np.median(longer))))
-    stalled = np.flatnonzero(longer > np.maximum(_STALL * usual, max(_STALL_SIGMAS * scatter, _STALL_MS)))
+    stalled = np.flatnonzero(longer > np.maximum(_STALL * usual, max(_STALL_SIGMAS * scatter(longer), _STALL_MS)))
     worst = stalled[np.argsort(-longer[stalled], kind="stable")][:_MOST_STALLS]
     return tuple((int(steps[n]), float(longer[n])) for n in sorted(worst.tolist()))
 

@@ -10,6 +10,7 @@ import numpy as np
 from megaprof.analysis.fleet.reading import Key, RankSeries
 from megaprof.analysis.fleet.stragglers import Buckets, Run, coupled, groups_of, layout_of, slow_rows
 from megaprof.analysis.fleet.trends import Floats, others_median
+from megaprof.analysis.trace.calls import grouped
 from megaprof.parallel.selectors import Selector
 
 #: A rank that computes longer is why its pipeline comes late if that is at least this part of what the others wait: a
@@ -173,9 +174,7 @@ def late_ranks(
     ``between``: from step to step; ``slow``: ranks that compute longer.
     """
     typical = float(np.nanmedian(step_ms))
-    groups: dict[Group, list[int]] = {}
-    for row, rank in enumerate(ranks):
-        groups.setdefault((rank.coords.pp, rank.coords.tp), []).append(row)
+    groups = grouped(range(len(ranks)), lambda row: (ranks[row].coords.pp, ranks[row].coords.tp))
     pipeline = {r.coords.rank: (r.coords.dp, r.coords.cp) for r in ranks}
 
     def explained(run: Run) -> bool:

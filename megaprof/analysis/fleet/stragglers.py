@@ -20,7 +20,6 @@ from megaprof.analysis.fleet.trends import (
     LASTING_BUCKETS,
     LASTING_SECONDS,
     LASTING_STEPS,
-    MAD,
     SIGMAS,
     Floats,
     Integers,
@@ -32,8 +31,10 @@ from megaprof.analysis.fleet.trends import (
     low_median,
     moving_median,
     others_median,
+    scatter,
     shifts,
 )
+from megaprof.analysis.stages.samples import MAD
 from megaprof.analysis.stages.slow import EXCESS, exceeds
 from megaprof.parallel.topology import DEFAULT_ORDER, ParallelSizes, Place, WorldLayout
 
@@ -175,7 +176,6 @@ def slow_rows(
     least = max(EXCESS, SPREAD * usual if len(values) >= _ENOUGH else 0.0)
     found: list[Run] = []
     suspects = _suspects(relative, buckets, 1 + 0.9 * least)
-    shares = _shares(relative, buckets, least)
     for row in suspects:
         known = np.flatnonzero(np.isfinite(relative[row]))
         slow = [
@@ -193,7 +193,7 @@ def slow_rows(
             factor = own_ms / max(peers_ms, 1e-3)
             ends = bool(first == known[0]), bool(last == known[-1])
             found.append(Run(row, first, last, factor, own_ms, peers_ms, *ends))
-    return _with_recurring(found, values, peers, relative, least, shares, buckets)
+    return _with_recurring(found, values, peers, relative, least, buckets)
 
 
 def _shares(relative: Floats, buckets: Buckets, least: float) -> Floats:
@@ -212,10 +212,10 @@ def _with_recurring(
     peers: Floats,
     relative: Floats,
     least: float,
-    shares: Floats,
     buckets: Buckets,
 ) -> list[Run]:
     """With rows that are slow now and then, again and again, and more often than the others are."""
+    shares = _shares(relative, buckets, least)
     slow_in = relative > 1 + least
     whole = [run for run in found if slow_in[run.row, run.first : run.last + 1].mean() >= _WHOLE]
     for row in range(len(values)):
@@ -265,13 +265,8 @@ def _unlike(all_steps: Floats, slow: Floats, rest: Floats, least: float, spells:
     """Whether one of two rows has slow steps that noise does not explain: it may last, so that its spells count."""
     others = np.count_nonzero(all_steps < 1 / (1 + least)) * spells / len(slow)
     gap = float(np.median(logarithms(slow)) - np.median(logarithms(rest))) if len(rest) else np.inf
-    spread = max(_scatter(logarithms(each)) for each in (slow, rest) if len(each))
+    spread = max(scatter(logarithms(each)) for each in (slow, rest) if len(each))
     return spells - others > TWO_SIGMAS * np.sqrt(others + 1) and gap > TWO_HEAPS * spread
-
-
-def _scatter(x: Floats) -> float:
-    """Standard deviation by the median absolute deviation."""
-    return MAD * float(np.median(np.abs(x - np.median(x))))
 
 
 def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> list[tuple[Shift, ...]]:
@@ -323,10 +318,7 @@ def _median(values: Floats) -> float:
 def _usual(relative: Floats) -> float:
     """Standard deviation between rows, of their medians over time."""
     rows = relative[np.isfinite(relative).any(axis=1)]
-    if not len(rows):
-        return 0.0
-    middles = np.nanmedian(rows, axis=1)
-    return MAD * float(np.median(np.abs(middles - np.median(middles))))
+    return scatter(np.nanmedian(rows, axis=1)) if len(rows) else 0.0
 
 
 def noise_of(relative: Floats) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
+from megaprof.analysis.stages.samples import MAD, MEDIAN_ERROR
 from megaprof.analysis.stages.slow import exceeds
 
 #: How many standard errors a change must be. Many series are looked at, at many places of each.
@@ -32,9 +33,6 @@ SINGLE_SIGMAS = 6.0
 AROUND = 25
 
 _OF_A_HALF = 3.0
-#: Standard deviation of normal samples by their median absolute deviation, and what a median errs by, of n = 1.
-MAD = 1.4826
-MEDIAN_ERROR = 1.2533
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -148,6 +146,11 @@ def differ(before: Level, after: Level) -> bool:
     """Whether two levels differ by more than the thresholds of this module."""
     low, high = sorted((before.value, after.value))
     return exceeds(high, low, error=math.hypot(before.error, after.error), errors=SIGMAS)
+
+
+def scatter(x: Floats) -> float:
+    """Standard deviation by the median absolute deviation."""
+    return MAD * float(np.median(np.abs(x - np.median(x))))
 
 
 def logarithms(times: Floats) -> Floats:

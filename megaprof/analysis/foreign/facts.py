@@ -12,6 +12,7 @@ import numpy as np
 
 from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
+from megaprof.analysis.trace.attribution import unfed
 from megaprof.analysis.trace.gpu import axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
 from megaprof.formats.checks import counted
@@ -141,11 +142,9 @@ class _Axes:
 def _facts(recording: Recording, axes: _Axes) -> RankFacts:
     gpu = recording.gpu
     communicates = np.array([each is not None for each in recording.operation], dtype=np.bool_)
-    computing, everything = union(gpu.spans[~communicates]), union(gpu.spans)
+    computing = union(gpu.spans[~communicates])
     start, end = int(gpu.spans[:, 0].min()), int(gpu.spans[:, 1].max())
-    idle = difference(intervals([(start, end)] if end > start else []), everything)
-    launched = np.searchsorted(np.sort(gpu.launched), idle[:, 0], side="right")
-    begun = np.searchsorted(gpu.spans[:, 0], idle[:, 0], side="left")
+    idle = difference(union(intervals([(start, end)])), union(gpu.spans))
     rows: defaultdict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     for place, (operation, group) in enumerate(zip(recording.operation, recording.group, strict=True)):
         if operation is not None and group is not None:
@@ -165,7 +164,7 @@ def _facts(recording: Recording, axes: _Axes) -> RankFacts:
         compute_ms=total(computing) / 1e6,
         exposed=tuple(sorted(exposed, key=lambda each: -each.ms)),
         idle_ms=total(idle) / 1e6,
-        host_bound_ms=total(idle[launched <= begun]) / 1e6 if gpu.known.any() else 0.0,
+        host_bound_ms=total(unfed(gpu, idle)) / 1e6 if gpu.known.any() else 0.0,
     )
 
 

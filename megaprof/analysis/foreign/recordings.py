@@ -12,15 +12,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.decoding import Document, Undecodable, read, whole_number
-from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, Activities, arranged, spans_of
+from megaprof.analysis.trace.decoding import Args, Document, Event, Undecodable, read, whole_number
+from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, LONGEST, Activities, arranged, numbers_of, spans_of
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.analysis.trace.nsys.files import NsysFile, Process, processes
-from megaprof.analysis.trace.reading import Source
-from megaprof.analysis.trace.traces import UnreadableTrace
+from megaprof.analysis.trace.reading import Source, path_of
+from megaprof.analysis.trace.traces import UnreadableTrace, refusing
 from megaprof.formats.inputs import most_bytes
 
-_LONGEST = 1 << 61
 #: What an event takes in memory while a report is made of it, at most.
 _ROW_BYTES = 200
 _NONE = np.zeros(0, dtype=np.int64)
@@ -38,34 +37,20 @@ _RANK_IN_NAME = re.compile(r"(?:rank|worker)[._-]?(\d{1,7})(?!\d)", re.I)
 
 
 class _Args(
-    msgspec.Struct,
+    Args,
     gc=False,
     frozen=True,
-    rename={
-        "description": "Process Group Description",
-        "group": "Process Group Name",
-        "ranks": "Process Group Ranks",
-        "collective": "Collective name",
-        "external": "External id",
-    },
+    rename={"group": "Process Group Name", "ranks": "Process Group Ranks", "external": "External id"},
 ):
-    correlation: int = 0
     external: int = 0
-    description: str | None = None
     group: str | None = None
     ranks: str | None = None
-    collective: str | None = None
 
 
 _NO_ARGS = _Args()
 
 
-class _Event(msgspec.Struct, gc=False):
-    name: str = ""
-    ph: str = ""
-    cat: str | None = None
-    ts: float = 0.0
-    dur: float = 0.0
+class _Event(Event, gc=False):
     args: _Args = _NO_ARGS
 
 
@@ -109,13 +94,9 @@ class Recording:
 
 def read_recording(source: Source) -> list[Recording]:
     """Every GPU process in a file. Raises UnreadableTrace."""
-    path = source.path if isinstance(source, NsysFile) else source
-    try:
+    path = path_of(source)
+    with refusing(path):
         found = list(_nsys(source)) if isinstance(source, NsysFile) else [_kineto(source)]
-    except Undecodable as fault:
-        raise UnreadableTrace(path, str(fault)) from None
-    except OSError as fault:
-        raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
     found = [each for each in found if each.gpu.kernel.any()]
     if not found:
         raise UnreadableTrace(path, "nothing in it tells a stage, and it holds no GPU kernels either")
@@ -130,7 +111,7 @@ def _kineto(path: Path) -> Recording:
         if seen.rows > most:
             raise Undecodable(f"it has more than the {most:,} events that fit into memory (see --max-input-mib)")
     base = whole_number(document, "baseTimeNanoseconds")
-    base = base if abs(base) < _LONGEST else 0
+    base = base if abs(base) < LONGEST else 0
     gpu, communication = seen.activities(base)
     notes = _Notes(_moved(seen.notes, base), seen.said)
     operation: list[str | None] = [None] * len(gpu.spans)
@@ -181,7 +162,7 @@ class _Seen:
         self._add_activities([e for e, kind in zip(complete, kinds, strict=True) if kind == KERNEL], kernels=True)
         self._add_activities([e for e, kind in zip(complete, kinds, strict=True) if kind in COPIES], kernels=False)
         if launches := [e for e, kind in zip(complete, kinds, strict=True) if kind in LAUNCHES]:
-            self._launches.append((_numbers(launches), spans_of(0, launches)[0][:, 0].copy()))
+            self._launches.append((numbers_of(launches), spans_of(0, launches)[0][:, 0].copy()))
             self.rows += len(launches)
         self.params |= {e.args.external: e.args for e in complete if e.name == "record_param_comms" and e.args.external}
         said = [event for event in complete if event.name.startswith("nccl:")]
@@ -193,7 +174,7 @@ class _Seen:
     def _add_activities(self, events: Sequence[_Event], *, kernels: bool) -> None:
         if not events:
             return
-        self._activities.append((spans_of(0, events)[0], np.full(len(events), kernels), _numbers(events)))
+        self._activities.append((spans_of(0, events)[0], np.full(len(events), kernels), numbers_of(events)))
         if kernels:
             for place, event in enumerate(events, self._count):
                 if _COMMUNICATION.search(event.name):
@@ -293,11 +274,6 @@ def _count(value: object) -> int | None:
 
 def _moved(pieces: Sequence[Intervals], base: int) -> Intervals:
     return np.concatenate((_NO_TIMES, *pieces)) + base
-
-
-def _numbers(events: Sequence[_Event]) -> npt.NDArray[np.int64]:
-    numbers = (event.args.correlation for event in events)
-    return np.fromiter((n if abs(n) < _LONGEST else 0 for n in numbers), dtype=np.int64, count=len(events))
 
 
 def _decoded(document: Document[_Event], name: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report import sentences
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import number, percent
 from megaprof.analysis.trace.calls import GROUPS
@@ -59,21 +59,21 @@ def bars(measured: TargetStages) -> Bars | None:
     """None where no stage computed anything."""
     stages = measured.stages
     parts = [_parts(stage) for stage in stages]
-    longest = max([sum(row.values()) for row in parts] + [_mean(measured.step_time_ms) or 0.0], default=0.0)
+    longest = max([sum(row.values()) for row in parts] + [mean_of(measured.step_time_ms) or 0.0], default=0.0)
     if not longest or not any(stage.compute_ms for stage in stages):
         return None
-    groups = [group for group in GROUPS if any(_mean(stage.exposed_ms[group]) for stage in stages)]
-    passes = passes_of(measured)
-    slowest = max(_mean(stage.compute_ms) or 0.0 for stage in stages)
+    groups = [group for group in GROUPS if any(mean_of(stage.exposed_ms[group]) for stage in stages)]
+    passes = measured.passes
+    slowest = max(mean_of(stage.compute_ms) or 0.0 for stage in stages)
     rows = [
         Bar(
             stage,
             tuple(Piece(kind, 100 * ms / longest, _hint(stage, kind, ms)) for kind, ms in row.items() if ms),
             (
-                *(_mean(getattr(stage, f"{name}_ms")) for name in (*passes, "compute")),
-                *(_mean(stage.exposed_ms[group]) for group in groups),
+                *(mean_of(getattr(stage, f"{name}_ms")) for name in (*passes, "compute")),
+                *(mean_of(stage.exposed_ms[group]) for group in groups),
             ),
-            len(stages) > 1 and (_mean(stage.compute_ms) or 0.0) == slowest,
+            len(stages) > 1 and (mean_of(stage.compute_ms) or 0.0) == slowest,
         )
         for stage, row in zip(stages, parts, strict=True)
     ]
@@ -82,13 +82,9 @@ def bars(measured: TargetStages) -> Bars | None:
     return Bars(columns, (("compute", "compute"), *exposed, ("bubble", "bubble")), tuple(rows))
 
 
-def passes_of(measured: TargetStages) -> tuple[str, ...]:
-    return ("forward",) if measured.forward_only else ("forward", "backward")
-
-
 def _parts(stage: Stage) -> dict[str, float]:
     spreads = {"compute": stage.compute_ms, **{group: stage.exposed_ms[group] for group in GROUPS}}
-    return {kind: _mean(spread) or 0.0 for kind, spread in (spreads | {"bubble": stage.bubble_ms}).items()}
+    return {kind: mean_of(spread) or 0.0 for kind, spread in (spreads | {"bubble": stage.bubble_ms}).items()}
 
 
 def _hint(stage: Stage, kind: str, ms: float) -> str:
@@ -125,7 +121,7 @@ class Whiskers:
 
 def whiskers(measured: TargetStages) -> Whiskers | None:
     """None where no microbatch was timed."""
-    kinds = passes_of(measured)
+    kinds = measured.passes
     spreads = [[getattr(stage, f"{kind}_per_microbatch_ms") for kind in kinds] for stage in measured.stages]
     longest = max((spread.max for row in spreads for spread in row if spread), default=0.0)
     if not longest:
@@ -198,15 +194,7 @@ def curve(fleet: Fleet) -> Curve | None:
             stretches.append([])
         else:
             stretches[-1].append(f"{(step - begin) / span * WIDTH:.1f},{(1 - ms / top) * (HEIGHT - 10) + 5:.1f}")
-    shifts = [shift for stage in fleet.stages for shift in stage.shifts]
-    shifts += [
-        *fleet.synchronisation.synchronisation_shifts,
-        *(shift for _, shift in fleet.synchronisation.stage_synchronisation),
-    ]
-    onsets = {s.from_step for s in fleet.stragglers if not s.since_start} | {s.step for s in shifts if s.change > 0}
+    onsets = {s.from_step for s in fleet.stragglers if not s.since_start}
+    onsets |= {shift.step for shift in fleet.shifts if shift.change > 0}
     marks = tuple((step, (step - begin) / span * WIDTH) for step in sorted(onsets))
     return Curve(tuple(" ".join(points) for points in stretches if points), marks, top)
-
-
-def _mean(spread: Spread | None) -> float | None:
-    return spread.mean if spread else None

@@ -17,12 +17,13 @@ import msgspec
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report import sentences
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS, Call
+from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.layouts import options_of
-from megaprof.analysis.what_if.what_if import Prediction, WhatIf
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.version import __version__
 
 #: What the JSON gives as the mean, and the spread of under ``spread``.
@@ -63,7 +64,7 @@ class TargetReport:
             "schedule": measured.schedule,
             "forward_only": measured.forward_only,
             "microbatches": measured.microbatches,
-            "step_time_ms": _mean(measured.step_time_ms),
+            "step_time_ms": mean_of(measured.step_time_ms),
             "step_time_basis": measured.step_time_basis,
             "spread": {"step_time_ms": _spread(measured.step_time_ms)},
             "stages": [_stage(stage) for stage in measured.stages],
@@ -173,11 +174,11 @@ def _stage(stage: Stage) -> dict[str, Any]:
         "pp": stage.pp,
         "ranks": list(stage.ranks),
         "chunks": [asdict(chunk.holds) if chunk.holds else None for chunk in stage.chunks],
-        **{name: _mean(spread) for name, spread in per_step.items()},
+        **{name: mean_of(spread) for name, spread in per_step.items()},
         "bubble_fraction": stage.bubble_fraction,
-        "bubble_split": {part: _mean(spread) for part, spread in stage.bubble_split.items()},
-        "exposed_ms": {group: _mean(stage.exposed_ms[group]) for group in GROUPS},
-        "host_ms": {kind: _mean(spread) for kind, spread in stage.host_ms.items()},
+        "bubble_split": {part: mean_of(spread) for part, spread in stage.bubble_split.items()},
+        "exposed_ms": {group: mean_of(stage.exposed_ms[group]) for group in GROUPS},
+        "host_ms": {kind: mean_of(spread) for kind, spread in stage.host_ms.items()},
         "modules_ms": {name: _spread(spread) for name, spread in stage.modules_ms.items()},
         "per_microbatch": {
             "forward_ms": _spread(stage.forward_per_microbatch_ms),
@@ -207,10 +208,6 @@ def _fleet(fleet: Fleet) -> dict[str, Any]:
 
 def _without(plain: dict[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in names}
-
-
-def _mean(spread: Spread | None) -> float | None:
-    return spread.mean if spread else None
 
 
 def _spread(spread: Spread | None) -> dict[str, float] | None:

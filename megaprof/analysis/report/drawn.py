@@ -59,20 +59,20 @@ def timelines(report: Report) -> dict[_Key, StepTimeline]:
         place, stages = call.metadata.coords, chosen.setdefault((call.label, call.role), {})
         best = stages.get(place.pp)
         # Of a call that was captured twice the later one counts.
-        if not call.index and (best is None or (place.rank, -call.start) < (best.metadata.coords.rank, -best.start)):
+        if not call.index and (best is None or (place.rank, -call.start) < (best.rank, -best.start)):
             stages[place.pp] = call
     return {key: _aligned([stages[pp] for pp in sorted(stages)]) for key, stages in chosen.items()}
 
 
 def _aligned(calls: list[Call]) -> StepTimeline:
     """Calls of one step, one a stage."""
-    ends = {call.metadata.coords.rank: ends_of(call.metadata, [call]) for call in calls}
+    ends = {call.rank: ends_of(call.metadata, [call]) for call in calls}
     hosts = {rank: each.metadata.host for rank, each in ends.items()}
     alignment = align(hosts, [link for link, _ in links_between(ends)])
     notes = [*alignment.sentences(), *alignment.warnings] if len(set(hosts.values())) > 1 else list(alignment.warnings)
     if any(call.has_kernels and call.gpu is None for call in calls):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
-    rows = tuple(Row(call, alignment.offset(call.metadata.coords.rank)) for call in calls)
+    rows = tuple(Row(call, alignment.offset(call.rank)) for call in calls)
     return StepTimeline(calls[0].step, rows, tuple(notes))
 
 

@@ -22,13 +22,14 @@ from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
 from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.trace.nsys.files import REPORT, SQLITE, find_nsys, is_nsys
+from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
-from megaprof.analysis.trace.reading import Source, read_all
-from megaprof.analysis.trace.traces import UnreadableTrace, find_traces
+from megaprof.analysis.trace.reading import Source, read_all, sources_in
+from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.analysis.what_if.gains import with_gains
 from megaprof.analysis.what_if.what_if import SlowPipeline, what_if
+from megaprof.formats.checks import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
 
@@ -92,13 +93,10 @@ def analyze(
 def _files(path: Path) -> tuple[list[Source], list[Path]]:
     """Traces and timelines. Raises NothingToReport."""
     if path.is_file():
-        if is_nsys(path):
-            return list(find_nsys(path)), []
-        return ([], [path]) if path.name.endswith(SUFFIX) else ([path], [])
+        return ([], [path]) if path.name.endswith(SUFFIX) else (sources_in(path), [])
     if not path.is_dir():
         raise NothingToReport(f"{path} does not exist")
-    traces: list[Source] = [*find_traces(path), *find_nsys(path)]
-    timelines = find_timelines(path)
+    traces, timelines = sources_in(path), find_timelines(path)
     if not traces and not timelines:
         traces = [*_others(path)]
     if not traces and not timelines:
@@ -179,7 +177,7 @@ def _target(
         causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
     verdict = replace(verdict, causes=causes)
     found = what_if(measured, calls, verdict, slow.get(fleet.key) if fleet is not None else None)
-    verdict = replace(verdict, causes=with_gains(measured, causes, calls, found))
+    verdict = replace(verdict, causes=with_gains(measured, causes, found))
     return TargetReport(measured, verdict, found, fleet and _with_gains(fleet, verdict.causes))
 
 
@@ -240,10 +238,7 @@ def _others(directory: Path) -> list[Path]:
 
 def _contents(directory: Path) -> str:
     names = sorted(entry.name for entry in directory.iterdir())
-    if not names:
-        return "it is empty"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"it holds {', '.join(names[:5])}{more}"
+    return f"it holds {listed(names, 5)}" if names else "it is empty"
 
 
 def _sentences(warnings: list[str]) -> Iterator[str]:

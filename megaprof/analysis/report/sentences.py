@@ -321,9 +321,7 @@ def _steps(fleet: Fleet) -> Iterator[_Told]:
     told = [
         *(s.from_step for s in fleet.stragglers if not s.since_start),
         *(s.until + 1 for s in fleet.stragglers if s.until is not None),
-        *(shift.step for stage in fleet.stages for shift in stage.shifts),
-        *(shift.step for shift in fleet.synchronisation.synchronisation_shifts),
-        *(shift.step for _, shift in fleet.synchronisation.stage_synchronisation),
+        *(shift.step for shift in fleet.shifts),
     ]
     for shift in fleet.times.step_shifts:
         # What became slower at that time is named already, with its own onset.

@@ -188,8 +188,7 @@ def _show_per_step(measured: TargetStages, console: Console) -> None:
 def _per_step_table(measured: TargetStages, exposed: list[str], *, spread: bool) -> Table:
     several = any(stage.forward_ms and stage.forward_ms.count > 1 for stage in measured.stages)
     cell = with_spread if spread else mean
-    passes = ["forward"] if measured.forward_only else ["forward", "backward"]
-    columns = (*passes, "compute", *(f"exposed\n{group}" for group in exposed), "bubble")
+    columns = (*measured.passes, "compute", *(f"exposed\n{group}" for group in exposed), "bubble")
     made = stage_table("per step, ms (mean ± standard deviation)" if spread and several else "per step, ms", *columns)
     slowest = max((s.compute_ms.mean for s in measured.stages if s.compute_ms), default=0.0)
     for stage in measured.stages:
@@ -234,8 +233,7 @@ def _modules_table(stage: Stage) -> Table:
 
 
 def _per_microbatch_table(measured: TargetStages) -> Table:
-    passes = ["forward"] if measured.forward_only else ["forward", "backward"]
-    made = stage_table("per microbatch, ms (median, and fastest to slowest)", *passes)
+    made = stage_table("per microbatch, ms (median, and fastest to slowest)", *measured.passes)
 
     def row(cells: tuple[str, str, Text], forward: Spread | None, backward: Spread | None) -> None:
         made.add_row(*cells, reach(forward), *([] if measured.forward_only else [reach(backward)]))

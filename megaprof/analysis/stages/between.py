@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from megaprof.analysis.stages.consistency import shifted
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.steps import Step
-from megaprof.analysis.trace.calls import Call, consumer
+from megaprof.analysis.trace.calls import Call, consumer, grouped
 from megaprof.formats import ranges
 
 _StepKey = tuple[int, int]  # step, and which of its calls
@@ -35,7 +36,7 @@ def links_of(calls: Iterable[Call], steps: Mapping[_StepKey, Step]) -> tuple[Lin
     """Every link on which a stage was seen waiting for its input; none where the stages have no common clock."""
     samples: dict[tuple[int, int], list[float]] = {}
     for key, own in _by_step(calls, steps):
-        for sender, receiver, ns in _transfers(own, steps[key].offset):
+        for sender, receiver, ns in transfers(own, steps[key].offset):
             samples.setdefault((sender, receiver), []).append(ns / 1e6)
     return tuple(
         Link(*ends, spread, sorted(each)[len(each) // 4])
@@ -55,18 +56,15 @@ def lateness(calls: Sequence[Call], steps: Mapping[_StepKey, Step]) -> dict[int,
     found: dict[int, list[float]] = {}
     for key, own in _by_step(calls, steps):
         offset = steps[key].offset
-        columns: dict[_Column, list[Call]] = {}
-        for call in own:
-            columns.setdefault(_column(call), []).append(call)
-        for column in columns.values():
-            for call in column:
-                others = [other for other in column if other is not call]
+        for pipeline in grouped(own, column).values():
+            for call in pipeline:
+                others = [other for other in pipeline if other is not call]
                 gaps = [away[id(other)] for other in others if id(other) in away]
                 waited = _waited_for(call, others, offset)
                 if id(call) not in away or not gaps or len(gaps) < len(others) or waited is None:
                     continue
                 late = min(waited, away[id(call)] - statistics.median(gaps))
-                found.setdefault(call.metadata.coords.rank, []).append(max(0.0, late) / 1e6)
+                found.setdefault(call.rank, []).append(max(0.0, late) / 1e6)
     return {rank: tuple(each) for rank, each in sorted(found.items())}
 
 
@@ -81,46 +79,42 @@ def first_input_ms(calls: Iterable[Call]) -> tuple[float, ...]:
 
 
 def _by_step(calls: Iterable[Call], steps: Mapping[_StepKey, Step]) -> Iterator[tuple[_StepKey, list[Call]]]:
-    by_step: dict[_StepKey, list[Call]] = {}
-    for call in calls:
-        by_step.setdefault((call.step, call.index), []).append(call)
-    return ((key, own) for key, own in sorted(by_step.items()) if steps[key].one_clock and len(own) > 1)
+    by_step = sorted(grouped(calls, lambda call: call.key).items())
+    return ((key, own) for key, own in by_step if steps[key].one_clock and len(own) > 1)
 
 
-def _column(call: Call) -> _Column:
+def column(call: Call) -> _Column:
+    """The pipeline that its rank is of."""
     c = call.metadata.coords
     return c.tp, c.cp, c.ep, c.dp
 
 
-def _transfers(step: Sequence[Call], offset: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Sender, receiver, nanoseconds."""
+def transfers(step: Sequence[Call], offset: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Sending stage, receiving stage, and nanoseconds that an input was under way for which its stage already waited.
+    ``offset``: nanoseconds that put each rank on one clock."""
     made: dict[tuple[_Column, int, str, int, int], tuple[int, int]] = {}
     for call in step:
-        by = offset.get(call.metadata.coords.rank, 0)
+        by = offset.get(call.rank, 0)
         for phase in call.phases:
             if phase.kind == ranges.COMBINED or phase.chunk is None or phase.microbatch is None:
                 continue
             if (target := consumer(call.metadata, phase.kind, phase.chunk)) is not None:
-                key = (_column(call), target[0], phase.kind, target[1], phase.microbatch)
-                made[key] = call.metadata.coords.pp, phase.end + by
+                key = (column(call), target[0], phase.kind, target[1], phase.microbatch)
+                made[key] = call.stage, phase.end + by
     for call in step:
-        by, stage = offset.get(call.metadata.coords.rank, 0), call.metadata.coords.pp
-        free = call.extent[0] + by
+        by, free = offset.get(call.rank, 0), shifted(call, offset)[0]
         for phase in sorted(call.phases, key=lambda p: p.start):
-            key = (_column(call), stage, phase.kind, phase.chunk or 0, phase.microbatch or 0)
-            if key in made and made[key][0] != stage and free <= made[key][1] <= phase.start + by:
-                yield made[key][0], stage, phase.start + by - made[key][1]
+            key = (column(call), call.stage, phase.kind, phase.chunk or 0, phase.microbatch or 0)
+            if key in made and made[key][0] != call.stage and free <= made[key][1] <= phase.start + by:
+                yield made[key][0], call.stage, phase.start + by - made[key][1]
             free = phase.end + by
 
 
 def _away(calls: Iterable[Call]) -> dict[int, int]:
     """Nanoseconds since a rank's call before, by the call's identity, where nothing was left out between them."""
-    by_rank: dict[int, list[Call]] = {}
-    for call in calls:
-        by_rank.setdefault(call.metadata.coords.rank, []).append(call)
     found = {}
-    for own in by_rank.values():
-        own.sort(key=lambda call: (call.step, call.index))
+    for own in grouped(calls, lambda call: call.rank).values():
+        own.sort(key=lambda call: call.key)
         for before, call in itertools.pairwise(own):
             if before.source == call.source and call.step <= before.step + 1:
                 found[id(call)] = call.extent[0] - before.extent[1]
@@ -129,13 +123,13 @@ def _away(calls: Iterable[Call]) -> dict[int, int]:
 
 def _waited_for(call: Call, others: Sequence[Call], offset: Mapping[int, int]) -> int | None:
     """For how many nanoseconds the pipeline had everything that it needs but this rank."""
-    start, stage = call.extent[0] + offset.get(call.metadata.coords.rank, 0), call.metadata.coords.pp
-    if stage == 0:
-        starts = [other.extent[0] + offset.get(other.metadata.coords.rank, 0) for other in others]
+    start = shifted(call, offset)[0]
+    if call.stage == 0:
+        starts = [shifted(other, offset)[0] for other in others]
         return start - round(statistics.median(starts)) if starts else None
     for other in others:
-        if other.metadata.coords.pp == stage - 1:
-            by = offset.get(other.metadata.coords.rank, 0)
+        if other.stage == call.stage - 1:
+            by = offset.get(other.rank, 0)
             first = (p.end + by for p in other.phases if p.kind == ranges.FORWARD and not p.microbatch and not p.chunk)
             return next((start - end for end in first), None)
     return None

@@ -12,12 +12,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megaprof.analysis.stages.between import Link
-from megaprof.analysis.stages.loads import FEWEST, MAD, NOISE, Cause, Load, Sizes, load_of
+from megaprof.analysis.stages.loads import FEWEST, NOISE, Cause, Load, Sizes, load_of
+from megaprof.analysis.stages.samples import MAD, scatter
 from megaprof.analysis.stages.slow import EXCESS, exceeds
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import counted, number, percent
-from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP
+from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, grouped
 from megaprof.formats import ranges
 
 #: Exposed communication of one group, or time in which the GPU waits for the host, as a fraction of the step.
@@ -110,7 +110,7 @@ def pipeline_causes(target: TargetStages) -> list[Cause]:
 
 
 def _communication(target: TargetStages) -> Iterator[Cause]:
-    step = target.step_time_ms.mean if target.step_time_ms else 0.0
+    step = target.step_ms
     for group in GROUPS:
         # Of several ranks the one that waited least: what the others had more was waiting for it.
         exposed = {
@@ -137,7 +137,7 @@ def _communication(target: TargetStages) -> Iterator[Cause]:
 
 
 def _host_bound(target: TargetStages) -> Iterator[Cause]:
-    step = target.step_time_ms.mean if target.step_time_ms else 0.0
+    step = target.step_ms
     idle = {stage.pp: stage.host_bound_ms.mean for stage in target.stages if stage.host_bound_ms}
     if not idle or step <= 0 or max(idle.values()) <= OF_STEP * step:
         return
@@ -155,11 +155,9 @@ def _host_bound(target: TargetStages) -> Iterator[Cause]:
 
 def _slow_links(target: TargetStages) -> Iterator[Cause]:
     """Neighbouring stages whose exchanges take longer than those of the others."""
-    step, microbatches = target.step_time_ms.mean if target.step_time_ms else 0.0, target.microbatches or 0
+    step, microbatches = target.step_ms, target.microbatches or 0
     known = [link for link in target.links if link.transfer_ms.count >= FEWEST]
-    pairs: dict[frozenset[int], list[Link]] = {}
-    for link in known:
-        pairs.setdefault(frozenset((link.sender, link.receiver)), []).append(link)
+    pairs = grouped(known, lambda link: frozenset((link.sender, link.receiver)))
     for pair, links in sorted(pairs.items(), key=lambda each: min(each[0])):
         others = [link.transfer_ms.median for link in known if not pair & {link.sender} or not pair & {link.receiver}]
         if not others and target.sizes.pp > 2:
@@ -186,7 +184,7 @@ def _slow_links(target: TargetStages) -> Iterator[Cause]:
 
 
 def _late_entry(target: TargetStages) -> Iterator[Cause]:
-    step = target.step_time_ms.mean if target.step_time_ms else 0.0
+    step = target.step_ms
     for stage in target.stages:
         for rank, late in stage.late_ms.items():
             usual = _in_most(late)
@@ -207,7 +205,7 @@ def _late_entry(target: TargetStages) -> Iterator[Cause]:
 
 def _data_wait(target: TargetStages) -> Iterator[Cause]:
     """Only the first microbatch is late, and only where the data comes in."""
-    step = target.step_time_ms.mean if target.step_time_ms else 0.0
+    step = target.step_ms
     first = next((stage for stage in target.stages if stage.pp == 0), None)
     if first is None or step <= 0 or not first.chunks or (usual := first.chunks[0].forward_ms) is None:
         return
@@ -280,12 +278,9 @@ class _Variation:
 
 def _variation(stages: Sequence[Stage]) -> _Variation:
     common = set.intersection(*(set(stage.microbatch_ms) for stage in stages)) if stages else set()
-    by_call: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for key in sorted(common):
-        by_call.setdefault(key[:2], []).append(key)
     keys: list[tuple[int, int, int]] = []
     own: list[list[float]] = [[] for _ in stages]
-    for each in by_call.values():
+    for each in grouped(sorted(common), lambda key: key[:2]).values():
         if len(each) < _FEWEST_MICROBATCHES:
             continue
         keys += each
@@ -317,7 +312,7 @@ def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
         )
     # What a stage has beyond what microbatches have in common.
     alone = [[own / max(common, 1e-9) for own, common in zip(each, found.together, strict=True)] for each in found.own]
-    spreads = [_scatter(each) for each in (alone if found.alike else found.own)]
+    spreads = [scatter(each) for each in (alone if found.alike else found.own)]
     for place, stage in enumerate(target.stages):
         others = statistics.median(spreads[:place] + spreads[place + 1 :])
         if spreads[place] <= max(UNEVEN_ALONE, _TIMES_AS_LONG * others):
@@ -353,12 +348,6 @@ def _by_tokens(target: TargetStages, found: _Variation) -> str | None:
         took = statistics.fmean(stage.microbatch_ms[key] for stage in target.stages)
         ends.append(f"one of {counted(tokens, 'token')} takes {number(took)} ms per stage")
     return f"their tokens explain it (correlation {agree:.2f}): {' and '.join(ends)}"
-
-
-def _scatter(values: Sequence[float]) -> float:
-    """Standard deviation by the median absolute deviation: a few disturbed microbatches do not count."""
-    middle = statistics.median(values)
-    return MAD * statistics.median(abs(value - middle) for value in values)
 
 
 def _agreement(own: Sequence[float], stages: Sequence[Sequence[float]]) -> float:

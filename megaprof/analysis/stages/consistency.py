@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, offsets, uncertainty
 from megaprof.analysis.stages.words import stages as stages_in_words
-from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
 
@@ -65,7 +66,7 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
     Adds what it leaves out to ``findings``, and blocks a verdict that the rest does not allow.
     """
     calls = _without_duplicates(calls, findings)
-    missing = set(range(sizes.pp)) - {call.metadata.coords.pp for call in calls}
+    missing = set(range(sizes.pp)) - {call.stage for call in calls}
     if missing:
         captured = f"{sizes.pp - len(missing)} of {sizes.pp} stages"
         advice = "--profile-select per-stage captures one rank of every stage"
@@ -88,7 +89,7 @@ def comparable(step: list[Call]) -> Clocks:
             return Clocks(one_clock=False, problems=(f"{_no_clock(step)}; {_UNKNOWN}",))
         offset, aligned = found
     reach = None
-    for begin, end in sorted(_shifted(call, offset) for call in step):
+    for begin, end in sorted(shifted(call, offset) for call in step):
         if reach is not None and begin >= reach:
             problem = (
                 f"the stages of step {step[0].step} do not overlap in time, so their traces are of different "
@@ -101,7 +102,7 @@ def comparable(step: list[Call]) -> Clocks:
 
 def _no_clock(step: list[Call]) -> str:
     """Why the calls of one step have no clock in common."""
-    unnamed = {call.metadata.coords.pp for call in step if call.metadata.host is None}
+    unnamed = {call.stage for call in step if call.metadata.host is None}
     if unnamed:
         return f"no host is named for {stages_in_words(unnamed)}, so nothing says whether the stages share a clock"
     hosts = sorted({str(call.metadata.host) for call in step})
@@ -109,9 +110,10 @@ def _no_clock(step: list[Call]) -> str:
     return f"the stages ran on {len(hosts)} hosts ({shown}), whose clocks are not aligned"
 
 
-def _shifted(call: Call, offset: dict[int, int]) -> tuple[int, int]:
+def shifted(call: Call, offset: Mapping[int, int]) -> tuple[int, int]:
+    """When it ran, on the clock that ``offset`` puts each rank on."""
     begin, end = call.extent
-    by = offset.get(call.metadata.coords.rank, 0)
+    by = offset.get(call.rank, 0)
     return begin + by, end + by
 
 
@@ -130,7 +132,7 @@ def _aligned(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
     kept: dict[tuple[int, int, int], Call] = {}
     for call in sorted(calls, key=lambda c: (c.start, c.source)):
-        key = (call.metadata.coords.rank, call.step, call.index)
+        key = (call.rank, call.step, call.index)
         if key in kept:
             findings.warn(
                 f"rank {key[0]} has step {call.step} twice ({kept[key].source}, {call.source}): the later one counts"
@@ -158,21 +160,19 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
     if len({call.has_kernels for call in calls}) > 1:
         findings.warn("some traces hold GPU kernels and some do not: their times are not comparable")
         findings.block("some traces hold GPU kernels and some do not")
-    counts: dict[tuple[int, int], set[int]] = {}
-    for call in calls:
-        if call.metadata.microbatches is not None:
-            counts.setdefault((call.step, call.index), set()).add(call.metadata.microbatches)
-    if any(len(each) > 1 for each in counts.values()):
+    counted = grouped((call for call in calls if call.metadata.microbatches is not None), lambda call: call.key)
+    counts = [frozenset(call.metadata.microbatches for call in own) for own in counted.values()]
+    if any(len(each) > 1 for each in counts):
         findings.warn("within one step the stages report different numbers of microbatches")
         findings.block("the stages report different numbers of microbatches")
-    elif len({frozenset(each) for each in counts.values()}) > 1:
+    elif len(set(counts)) > 1:
         findings.warn("the steps have different numbers of microbatches; times per step are averaged over all of them")
 
 
 def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
     """Without the steps that begin with the opening of a tool, if there are others."""
-    opening = {(call.step, call.index) for call in calls if call.after_opening}
-    others = [call for call in calls if (call.step, call.index) not in opening]
+    opening = {call.key for call in calls if call.after_opening}
+    others = [call for call in calls if call.key not in opening]
     if not opening or not others:
         return calls
     shown = ", ".join(str(step) for step, _ in sorted(opening)[:8])
@@ -184,10 +184,8 @@ def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
-    stages: dict[tuple[int, int], set[int]] = {}
-    for call in calls:
-        stages.setdefault((call.step, call.index), set()).add(call.metadata.coords.pp)
-    captured = {call.metadata.coords.pp for call in calls}
+    stages = {key: {call.stage for call in own} for key, own in grouped(calls, lambda call: call.key).items()}
+    captured = {call.stage for call in calls}
     common = {key for key, present in stages.items() if present == captured}
     if not common:
         findings.warn("no step was captured on every stage: the stages' times are of different steps")
@@ -196,4 +194,4 @@ def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
     for step, index in sorted(stages.keys() - common):
         which = f"step {step}" + (f" (call {index})" if index else "")
         findings.warn(f"{which} was captured on {stages_in_words(stages[step, index])} only and is left out")
-    return [call for call in calls if (call.step, call.index) in common]
+    return [call for call in calls if call.key in common]

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megaprof.analysis.stages.samples import MEDIAN_ERROR, scatter
 from megaprof.analysis.stages.stages import ChunkTimes, Stage
 from megaprof.formats import ranges
 
@@ -15,11 +16,6 @@ from megaprof.formats import ranges
 NOISE = 2.0
 #: Fewer samples of a pass than this say nothing about noise.
 FEWEST = 3
-
-# Standard error of a median of n normal samples is 1.2533 sigma / sqrt(n), and sigma is 1.4826 times their median
-# absolute deviation (both asymptotic; Rousseeuw & Croux 1993).
-MAD = 1.4826
-_MEDIAN_ERROR = 1.2533 * MAD
 
 Sizes = Mapping[tuple[int, int, int | None], float]
 """The work of a microbatch as a multiple of the usual one, by step, call and microbatch."""
@@ -118,7 +114,8 @@ def load_of(stage: Stage, rank: int, chunks: Sequence[ChunkTimes], sizes: Sizes 
             return None
         for kind in kinds:
             samples = [each.ms / (sizes or {}).get(each.key, 1.0) for each in chunk.compute_ms[kind]]
-            found[chunk.chunk, kind] = Typical(statistics.median(samples), _error(samples), min(samples))
+            error = MEDIAN_ERROR * scatter(samples) / math.sqrt(len(samples))
+            found[chunk.chunk, kind] = Typical(statistics.median(samples), error, min(samples))
     if not found or (chunks[0].holds is not None and None in {chunk.holds for chunk in chunks}):
         return None
     return Load(stage, rank, found)
@@ -131,12 +128,6 @@ def slowest(stage: Stage, without: Iterable[int] = (), sizes: Sizes | None = Non
     loads = [load_of(stage, rank, chunks, sizes) for rank, chunks in chosen.items()]
     known = [load for load in loads if load is not None]
     return max(known, key=lambda load: load.median) if known and len(known) == len(loads) else None
-
-
-def _error(samples: Sequence[float]) -> float:
-    middle = statistics.median(samples)
-    deviation = statistics.median(abs(sample - middle) for sample in samples)
-    return _MEDIAN_ERROR * deviation / math.sqrt(len(samples))
 
 
 def extras_of(chunk: ChunkTimes) -> list[str]:

@@ -6,6 +6,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Both asymptotic (Rousseeuw & Croux 1993).
+#: Standard deviation of normal samples by their median absolute deviation, ...
+MAD = 1.4826
+#: ... and standard error of the median of n of them, times the root of n, by their standard deviation.
+MEDIAN_ERROR = 1.2533
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -37,3 +43,14 @@ class Spread:
             stdev=statistics.pstdev(samples),
             count=len(samples),
         )
+
+
+def mean_of(spread: Spread | None) -> float | None:
+    """The average; None for no samples."""
+    return spread.mean if spread else None
+
+
+def scatter(samples: Sequence[float]) -> float:
+    """Standard deviation by the median absolute deviation: a few disturbed samples do not count."""
+    middle = statistics.median(samples)
+    return MAD * statistics.median(abs(sample - middle) for sample in samples)

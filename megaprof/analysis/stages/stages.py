@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from megaprof.analysis.stages.between import Link, first_input_ms, lateness, links_of
 from megaprof.analysis.stages.consistency import Findings, examine
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
 from megaprof.analysis.stages.words import without_ranges
-from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call
+from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call, grouped
 from megaprof.analysis.trace.intervals import total
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.formats import ranges
@@ -143,12 +143,20 @@ class TargetStages:
     links: tuple[Link, ...] = ()
     """How long exchanges took, by pair of stages; none without a common clock."""
 
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """Kinds of passes: ``forward``, and ``backward`` where there is one."""
+        return ("forward",) if self.forward_only else ("forward", "backward")
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of the mean step; 0 where no step is whole."""
+        return mean_of(self.step_time_ms) or 0.0
+
 
 def measure(calls: Iterable[Call]) -> list[TargetStages]:
     """Group calls by label, role and parallel sizes, and measure the stages of each group."""
-    groups: dict[tuple[str, str | None, ParallelSizes], list[Call]] = {}
-    for call in calls:
-        groups.setdefault((call.label, call.role, call.metadata.sizes), []).append(call)
+    groups = grouped(calls, lambda call: (call.label, call.role, call.metadata.sizes))
     measured = []
     for label, role, sizes in sorted(groups, key=lambda key: (_order(key[0]), key[0], key[1] or "", str(key[2]))):
         findings = Findings(stages=sizes.pp)
@@ -168,10 +176,8 @@ def _order(label: str) -> int:
 
 def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
     """Without the first step, where it is far longer than the others."""
-    lengths: dict[_StepKey, int] = {}
-    for call in calls:
-        begin, end = call.extent
-        lengths[call.step, call.index] = max(lengths.get((call.step, call.index), 0), end - begin)
+    by_step = grouped(calls, lambda call: call.key)
+    lengths = {key: max(end - begin for begin, end in (call.extent for call in own)) for key, own in by_step.items()}
     first = min(call.step for call in calls)
     own = [ns for (step, _), ns in lengths.items() if step == first]
     others = [ns for (step, _), ns in lengths.items() if step != first]
@@ -185,12 +191,8 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
-    by_step: dict[_StepKey, list[Call]] = {}
-    by_stage: dict[int, list[Call]] = {}
-    for call in calls:
-        by_step.setdefault((call.step, call.index), []).append(call)
-        by_stage.setdefault(call.metadata.coords.pp, []).append(call)
-    steps = {key: lay_out(step, findings) for key, step in by_step.items()}
+    by_stage = grouped(calls, lambda call: call.stage)
+    steps = {key: lay_out(step, findings) for key, step in grouped(calls, lambda call: call.key).items()}
     late = lateness(calls, steps)
     first = calls[0]
     counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
@@ -238,19 +240,19 @@ def _stage(
     on_gpu = [call for call in measured if call.gpu is not None]
     of_one_pass = [] if calls[0].label == WHOLE_STEP else [call for call in calls if call.phases]
     apart = [] if combined else of_one_pass
-    bubbles = [(bubble, step) for call in measured for step in [_step(steps, call)] if (bubble := step.bubble(call))]
+    bubbles = [(bubble, step) for call in measured if (bubble := (step := steps[call.key]).bubble(call))]
     fractions = [bubble.total / 1e6 / step.ms if step.ms else 0.0 for bubble, step in bubbles]
-    met = [step.met[c.metadata.coords.rank] for c in on_gpu for step in [_step(steps, c)] if _is_met(c, step)]
+    met = [step.met[call.rank] for call in on_gpu if call.rank in (step := steps[call.key]).met]
     if on_gpu and calls[0].metadata.sizes.pp > 1 and len(met) < len(on_gpu):
         findings.note(UNMET, pp)
     return Stage(
         pp=pp,
-        ranks=tuple(sorted({call.metadata.coords.rank for call in calls})),
+        ranks=tuple(sorted({call.rank for call in calls})),
         chunks=_chunks(of_one_pass) or tuple(_holding(calls)),
-        forward_ms=Spread.of([_milliseconds(call, ranges.FORWARD) for call in separate]),
-        backward_ms=Spread.of([_milliseconds(call, ranges.BACKWARD) for call in separate]),
+        forward_ms=_of_passes(separate, ranges.FORWARD, "pass_ns"),
+        backward_ms=_of_passes(separate, ranges.BACKWARD, "pass_ns"),
         compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in measured]),
-        exposed_ms={group: _spread([_step(steps, call).exposed_ns(call, group) for call in whole]) for group in GROUPS},
+        exposed_ms=_exposed(whole, steps),
         bubble_ms=Spread.of([bubble.total / 1e6 for bubble, _ in bubbles]),
         bubble_fraction=sum(fractions) / len(fractions) if fractions else None,
         forward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.FORWARD)),
@@ -260,29 +262,20 @@ def _stage(
             "steady_ms": _spread([bubble.steady for bubble, _ in bubbles]),
             "cooldown_ms": _spread([bubble.cooldown for bubble, _ in bubbles]),
         },
-        dp_tail_ms=_spread([_step(steps, call).tail_ns(call) for call in whole]),
+        dp_tail_ms=_spread([steps[call.key].tail_ns(call) for call in whole]),
         pp_waiting_ms=_spread([each.waiting_ns for each in met]) if len(met) == len(on_gpu) else None,
         host_bound_ms=_spread([total(call.gpu.host_bound) for call in on_gpu if call.gpu]),
-        host_ms={kind: _host(on_gpu if not combined else [], kind) for kind in (ranges.FORWARD, ranges.BACKWARD)},
+        host_ms={kind: _of_passes([] if combined else on_gpu, kind, "duration_ns") for kind in ranges.PASSES[:2]},
         microbatch_ms=_microbatches(of_one_pass),
         modules_ms=_modules(calls),
-        by_rank=_by_rank(of_one_pass),
-        exposed_by_rank=_exposed_by_rank(whole, steps),
-        late_ms={
-            call.metadata.coords.rank: late[call.metadata.coords.rank]
-            for call in calls
-            if call.metadata.coords.rank in late
+        by_rank={rank: _chunks(own) for rank, own in _by_rank(of_one_pass)},
+        exposed_by_rank={
+            rank: {group: mean_of(each) for group, each in _exposed(own, steps).items()}
+            for rank, own in _by_rank(whole)
         },
+        late_ms={call.rank: late[call.rank] for call in calls if call.rank in late},
         first_input_ms=first_input_ms(whole),
     )
-
-
-def _step(steps: dict[_StepKey, Step], call: Call) -> Step:
-    return steps[call.step, call.index]
-
-
-def _is_met(call: Call, step: Step) -> bool:
-    return call.metadata.coords.rank in step.met
 
 
 def _explain(call: Call, pp: int, findings: Findings) -> None:
@@ -307,12 +300,9 @@ def _explain(call: Call, pp: int, findings: Findings) -> None:
         findings.note(reason, pp)
 
 
-def _milliseconds(call: Call, kind: str) -> float:
-    return sum(phase.pass_ns for phase in call.phases if phase.kind == kind) / 1e6
-
-
-def _host(calls: list[Call], kind: str) -> Spread | None:
-    return Spread.of([sum(p.duration_ns for p in call.phases if p.kind == kind) / 1e6 for call in calls])
+def _of_passes(calls: list[Call], kind: str, time: str) -> Spread | None:
+    """Of all passes of one kind in a call, one of the times that `MeasuredPass` has."""
+    return Spread.of([sum(getattr(each, time) for each in call.phases if each.kind == kind) / 1e6 for call in calls])
 
 
 def _spread(nanoseconds: list[int | None]) -> Spread | None:
@@ -320,37 +310,30 @@ def _spread(nanoseconds: list[int | None]) -> Spread | None:
     return Spread.of([ns / 1e6 for ns in nanoseconds if ns is not None]) if None not in nanoseconds else None
 
 
-def _by_rank(calls: list[Call]) -> dict[int, tuple[ChunkTimes, ...]]:
-    by_rank: dict[int, list[Call]] = {}
-    for call in calls:
-        by_rank.setdefault(call.metadata.coords.rank, []).append(call)
-    return {rank: _chunks(each) for rank, each in sorted(by_rank.items())}
+def _by_rank(calls: Iterable[Call]) -> list[tuple[int, list[Call]]]:
+    return sorted(grouped(calls, lambda call: call.rank).items())
 
 
-def _exposed_by_rank(calls: list[Call], steps: dict[_StepKey, Step]) -> dict[int, dict[str, float | None]]:
-    samples: dict[int, dict[str, list[int | None]]] = {}
-    for call in calls:
-        own = samples.setdefault(call.metadata.coords.rank, {group: [] for group in GROUPS})
-        for group in GROUPS:
-            own[group].append(_step(steps, call).exposed_ns(call, group))
-    spreads = {rank: {group: _spread(each) for group, each in own.items()} for rank, own in samples.items()}
-    return {rank: {group: s.mean if s else None for group, s in own.items()} for rank, own in sorted(spreads.items())}
+def _exposed(calls: list[Call], steps: dict[_StepKey, Step]) -> dict[str, Spread | None]:
+    return {group: _spread([steps[call.key].exposed_ns(call, group) for call in calls]) for group in GROUPS}
 
 
 def _microbatches(calls: list[Call]) -> dict[tuple[int, int, int], float]:
     """Computation of every microbatch on all chunks of the stage, where it is complete."""
     found: dict[tuple[int, int, int], float] = {}
     for call in calls:
-        parts: dict[int, list[int]] = {}
-        for phase in call.phases:
-            if phase.microbatch is not None and phase.kind != ranges.COMBINED:
-                parts.setdefault(phase.microbatch, []).append(phase.compute_ns)
+        parts = _parts(each for each in call.phases if each.kind != ranges.COMBINED)
         complete = max(map(len, parts.values()), default=0)
         for microbatch, each in parts.items():
             if len(each) == complete:
-                key = (call.step, call.index, microbatch)
-                found[key] = max(found.get(key, 0.0), sum(each) / 1e6)
+                key = (*call.key, microbatch)
+                found[key] = max(found.get(key, 0.0), sum(one.compute_ns for one in each) / 1e6)
     return found
+
+
+def _parts(passes: Iterable[MeasuredPass]) -> dict[int, list[MeasuredPass]]:
+    """By microbatch, where that is known."""
+    return {number: own for number, own in grouped(passes, lambda each: each.microbatch).items() if number is not None}
 
 
 def _modules(calls: list[Call]) -> dict[str, Spread]:
@@ -367,7 +350,7 @@ def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
     for call in calls:
         for phase in call.phases:
             if phase.chunk is not None:
-                by_chunk.setdefault(phase.chunk, []).append(((call.step, call.index), phase))
+                by_chunk.setdefault(phase.chunk, []).append((call.key, phase))
     return tuple(
         ChunkTimes(
             chunk=chunk,
@@ -376,7 +359,7 @@ def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
             backward_ms=Spread.of([p.pass_ns / 1e6 for _, p in passes if p.kind == ranges.BACKWARD]),
             compute_ms={
                 kind: tuple(Sample((*at, p.microbatch), p.compute_ns / 1e6) for at, p in passes if p.kind == kind)
-                for kind in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)
+                for kind in ranges.PASSES
             },
         )
         for chunk, passes in sorted(by_chunk.items())
@@ -401,10 +384,7 @@ def _per_microbatch(calls: list[Call], kind: str) -> list[float]:
         if len(call.metadata.chunks) == 1:
             samples += [phase.pass_ns / 1e6 for phase in passes]
             continue
-        parts: dict[int, list[int]] = {}
-        for phase in passes:
-            if phase.microbatch is not None:
-                parts.setdefault(phase.microbatch, []).append(phase.pass_ns)
+        parts = _parts(passes)
         complete = len(call.metadata.chunks) or max(map(len, parts.values()), default=0)
-        samples += [sum(each) / 1e6 for each in parts.values() if len(each) == complete]
+        samples += [sum(one.pass_ns for one in each) / 1e6 for each in parts.values() if len(each) == complete]
     return samples

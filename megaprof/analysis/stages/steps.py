@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.analysis.clocks.exchanges import Meeting, meetings
-from megaprof.analysis.stages.consistency import Findings, comparable
+from megaprof.analysis.stages.consistency import Findings, comparable, shifted
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.intervals import Intervals, difference, intersection, intervals, total, union
 from megaprof.formats import ranges
@@ -61,23 +61,23 @@ class Step:
             return Bubble(0, 0, 0, 0)  # nobody to wait for
         if self.ms is None or not self.waits or call.label == WHOLE_STEP:
             return None
-        rank = call.metadata.coords.rank
+        rank = call.rank
         busy = difference(call.busy, self.waited.get(rank, intervals(())))
         if rank in self.met:
             busy = union(np.concatenate((busy, self.met[rank].transfer)))
         if not self.one_clock:
             return Bubble(max(0, round(self.ms * 1e6) - total(busy)), None, None, None)
         offset = self.offset.get(rank, 0)
-        idle = difference(intervals([(self.bounds[0] - offset, self.bounds[1] - offset)]), busy)
-        filled, drained = _edges(call)
         start, end = self.bounds[0] - offset, self.bounds[1] - offset
+        idle = difference(intervals([(start, end)]), busy)
+        filled, drained = _edges(call)
         warmup = total(intersection(idle, intervals([(start, max(start, filled))])))
         cooldown = total(intersection(idle, intervals([(min(max(filled, drained), end), end)])))
         return Bubble(total(idle), warmup, total(idle) - warmup - cooldown, cooldown)
 
     def exposed_ns(self, call: Call, group: str) -> int | None:
         """Exposed communication of one group, as far as this step tells more than the call alone."""
-        rank, known = call.metadata.coords.rank, call.exposed_ns[group]
+        rank, known = call.rank, call.exposed_ns[group]
         if group == "pp" and call.metadata.sizes.pp > 1:
             return total(self.met[rank].transfer) if rank in self.met else None
         if group == "dp" and known and call.gpu is None:
@@ -92,7 +92,7 @@ class Step:
             return None
         if call.metadata.sizes.dp == 1:
             return 0
-        return total(call.finalize) - total(self.waited.get(call.metadata.coords.rank, intervals(())))
+        return total(call.finalize) - total(self.waited.get(call.rank, intervals(())))
 
 
 def lay_out(step: Sequence[Call], findings: Findings) -> Step:
@@ -103,11 +103,7 @@ def lay_out(step: Sequence[Call], findings: Findings) -> Step:
     if clocks.different_runs:
         findings.block("the stages' traces are of different runs")
     offset = clocks.offset
-    extents = [
-        (begin + offset.get(c.metadata.coords.rank, 0), end + offset.get(c.metadata.coords.rank, 0))
-        for c in step
-        for begin, end in [c.extent]
-    ]
+    extents = [shifted(call, offset) for call in step]
     bounds = min(begin for begin, _ in extents), max(end for _, end in extents)
     apart = max(begin for begin, _ in extents) - bounds[0]
     if clocks.one_clock and any(call.after_opening for call in step) and apart > _OPENED * (bounds[1] - bounds[0]):
@@ -124,7 +120,7 @@ def lay_out(step: Sequence[Call], findings: Findings) -> Step:
         waits=whole and not clocks.different_runs,
         bounds=bounds,
         offset=offset,
-        waited={c.metadata.coords.rank: _waited(c, step, clocks.one_clock) for c in step if c.gpu is None},
+        waited={c.rank: _waited(c, step, clocks.one_clock) for c in step if c.gpu is None},
         met=meetings(step, offset) if clocks.one_clock else {},
     )
 
@@ -154,8 +150,8 @@ def _waited(call: Call, step: Sequence[Call], one_clock: bool) -> Intervals:
         and len(other.finalize)
         and (
             metadata.sizes.dp == 1
-            or other.metadata.coords.pp == metadata.coords.pp
-            or {other.metadata.coords.pp, metadata.coords.pp} == set(ends)
+            or other.stage == metadata.coords.pp
+            or {other.stage, metadata.coords.pp} == set(ends)
         )
     ]
     if not others or not one_clock:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megaprof.analysis.stages.samples import Spread
 from megaprof.formats.checks import counted as counted
+from megaprof.formats.checks import listed
 from megaprof.formats.metadata import ModelChunk, WithoutRange
 from megaprof.parallel.selectors import join_spans, spans_of
 
@@ -90,8 +91,7 @@ def _plural(noun: str, numbers: Sequence[int], most: int | None = None) -> str:
 def spans(numbers: Iterable[int], most: int | None = None) -> str:
     """``3, 8-10``; of more than ``most`` parts the first ones, and how many more there are."""
     parts = join_spans(spans_of(numbers), ",").split(",")
-    more = f" and {len(parts) - most} more" if most is not None and len(parts) > most else ""
-    return ", ".join(parts[:most]) + more
+    return listed(parts, len(parts) if most is None else most)
 
 
 def some(numbers: Sequence[int]) -> str:

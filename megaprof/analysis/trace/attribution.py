@@ -24,7 +24,7 @@ from megaprof.analysis.trace.intervals import (
     union_by,
 )
 from megaprof.analysis.trace.passes import Exchange
-from megaprof.analysis.trace.traces import TracedRange
+from megaprof.analysis.trace.traces import TracedRange, times_of
 from megaprof.formats import ranges
 
 _Rows = npt.NDArray[np.bool_]
@@ -73,6 +73,7 @@ def attribute(
     use = _by_elimination(gpu, own, exchanges)
     computing = union(gpu.spans[use == COMPUTE])  # whoever launched it: what runs beside it is hidden
     start, end = _extent(gpu, own, outer)
+    whole = union(intervals([(start, end)]))
     owner = owners(gpu.launched, passes)
     owner[~own] = _NOBODY
     alone = own & (use != COMPUTE) & (use != PP)
@@ -81,10 +82,10 @@ def attribute(
     exposed_by = {name: total(difference(union(spans), computing)) for name, spans in communication.items()}
     inside = compute & gpu.kernel | own & np.isin(use, _IN_PASSES)
     extents = _extents(gpu, owner, inside, len(passes))
-    everything = union(gpu.spans)
     rows = extents[extents[:, 1] > extents[:, 0]]
     work = union(np.concatenate((gpu.spans[compute | alone], rows)))
-    host_bound = _host_bound(gpu, everything, union(np.concatenate((rows, _times(passes)))), (start, end))
+    idle = difference(whole, union(gpu.spans))
+    host_bound = intersection(unfed(gpu, idle), union(np.concatenate((rows, times_of(passes)))))
     data_parallel = difference(union(communication["dp"]), computing)
     last = int(gpu.spans[compute, 1].max()) if compute.any() else end
     return Attribution(
@@ -94,8 +95,8 @@ def attribute(
         exposed=_per_owner(owner, alone, gpu.spans, len(passes), hidden_by=computing),
         extents=extents,
         exposed_by=exposed_by,
-        tail=total(intersection(data_parallel, intervals([(last, end)] if end > last else []))),
-        busy=intersection(union(np.concatenate((work, host_bound))), intervals([(start, end)])),
+        tail=total(intersection(data_parallel, union(intervals([(last, end)])))),
+        busy=intersection(union(np.concatenate((work, host_bound))), whole),
         host_bound=host_bound,
         pipeline=difference(union(communication["pp"]), computing),
         exchanges=_exchanges(gpu, own & (use == PP), exchanges),
@@ -105,7 +106,7 @@ def attribute(
 
 def owners(times: npt.NDArray[np.int64], opened: Sequence[TracedRange]) -> npt.NDArray[np.int64]:
     """For every moment which of the ranges, sorted by start, was open then; -1 for none, the innermost of several."""
-    spans = _times(opened)
+    spans = times_of(opened)
     place = np.searchsorted(spans[:, 0], times, side="right") - 1
     if not len(spans):
         return place
@@ -161,14 +162,11 @@ def _per_owner(
     return listed
 
 
-def _host_bound(gpu: Activities, busy: Intervals, passes: Intervals, extent: tuple[int, int]) -> Intervals:
-    """The GPU's idle times inside passes at whose beginning nothing that had been launched was left to run."""
-    idle = difference(intervals([extent] if extent[1] > extent[0] else []), busy)
-    if not len(idle):
-        return idle
+def unfed(gpu: Activities, idle: Intervals) -> Intervals:
+    """Those of the GPU's idle times at whose beginning nothing that had been launched was left to run."""
     launched = np.searchsorted(np.sort(gpu.launched), idle[:, 0], side="right")
     begun = np.searchsorted(gpu.spans[:, 0], idle[:, 0], side="left")
-    return intersection(idle[launched <= begun], passes)
+    return idle[launched <= begun]
 
 
 def _exchanges(gpu: Activities, rows: _Rows, operations: Sequence[TracedRange]) -> tuple[Exchange, ...]:
@@ -180,7 +178,3 @@ def _exchanges(gpu: Activities, rows: _Rows, operations: Sequence[TracedRange]) 
         )
         if which != _NOBODY and operations[which].name.label in ranges.P2P_OPERATIONS
     )
-
-
-def _times(things: Sequence[TracedRange]) -> Intervals:
-    return intervals((t.start, t.end) for t in things)

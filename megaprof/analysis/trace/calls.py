@@ -7,17 +7,18 @@ several of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from itertools import compress
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.gpu import Peak, memory_of
-from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
+from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, total, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass, PassId
-from megaprof.analysis.trace.traces import Collective, Trace, TracedRange
+from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 
@@ -28,12 +29,15 @@ RECOMPUTE = "recompute"
 #: Communication that cannot be given to a group is told from this fraction of the call on.
 _UNNAMED = 0.01
 
-_PHASES = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)
-_FORWARD_ONLY = ("train_log_probs", "evaluate")
+#: Targets without a backward, where nothing else says it.
+FORWARD_ONLY = ("train_log_probs", "evaluate")
 #: Who may use a collective inside a microbatch, by operation; any of tp, cp, ep and dp where not listed. Megatron's
 #: tensor and data parallelism have no all-to-all: tokens are dispatched by it (ep), and heads exchanged (cp).
 _USERS = {"all_to_all": ("ep", "cp")}
 _ANY_USER = ("tp", "ep", "cp", "dp")
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 
 
 class ModuleKey(NamedTuple):
@@ -101,16 +105,30 @@ class Call:
     @property
     def laid_out(self) -> list[Pass[int]]:
         """Everything that took its time, in order: passes, gradient finalisation, and exchanges beside them."""
-        stage, rank = self.metadata.coords.pp, self.metadata.coords.rank
         exchanges = self.exchanges if self.gpu is None else self.gpu.exchanges
         found: list[Pass[int]] = [*self.phases]
-        found += (Pass(e.label, stage, None, None, e.start, e.end, rank) for e in exchanges)
+        found += (Pass(e.label, self.stage, None, None, e.start, e.end, self.rank) for e in exchanges)
         if self.gpu is None:
             found += (
-                Pass(ranges.FINALIZE_GRADS, stage, None, None, start, end, rank)
+                Pass(ranges.FINALIZE_GRADS, self.stage, None, None, start, end, self.rank)
                 for start, end in self.finalize.tolist()
             )
         return sorted(found, key=lambda each: (each.start, -each.end))
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its step, and which of the calls of that it is."""
+        return self.step, self.index
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+        return self.metadata.coords.rank
+
+    @property
+    def stage(self) -> int:
+        """Its pipeline rank."""
+        return self.metadata.coords.pp
 
     @property
     def forward_only(self) -> bool:
@@ -118,26 +136,32 @@ class Call:
             return all(each.kind == ranges.FORWARD for each in self.phases)
         if self.label == self.metadata.target:
             return self.metadata.forward_only
-        return self.label in _FORWARD_ONLY
+        return self.label in FORWARD_ONLY
 
 
 def calls_of(trace: Trace) -> list[Call]:
     """Every schedule call in ``trace``, in order of time."""
-    exposed = difference(_collective_times(trace.collectives), trace.compute)
-    outermost = [r for r in trace.ranges if r.name.fields.get("step") is not None]
+    exposed = difference(union(times_of(trace.collectives)), trace.compute)
+    outermost = [(r, step) for r in trace.ranges if (step := r.name.fields.get("step")) is not None]
     of_roles = [r for r in trace.ranges if r.name.role is not None]
     seen: Counter[tuple[str, int]] = Counter()
     calls = []
-    for outer in outermost:
-        label, step = outer.name.label, outer.name.fields["step"]
-        if step is None:
-            continue
+    for outer, step in outermost:
+        label = outer.name.label
         call = _call(trace, outer, step, seen[label, step], exposed)
         around = [r for r in of_roles if r.start <= outer.start and outer.end <= r.end]
         role = max(around, key=lambda r: (r.start, -r.end)).name.role if around else trace.metadata.role
-        calls.append(replace(call, role=role, after_opening=trace.after_opening and outer.start <= outermost[0].end))
+        calls.append(replace(call, role=role, after_opening=trace.after_opening and outer.start <= outermost[0][0].end))
         seen[label, step] += 1
     return calls
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """``items`` by their ``key``, in order."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | None:
@@ -152,9 +176,9 @@ def consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | Non
 def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Intervals) -> Call:
     metadata, label = trace.metadata, outer.name.label
     inside = [r for r in trace.ranges if outer.start <= r.start and r.end <= outer.end]
-    passes = [r for r in inside if r.name.label in _PHASES]
+    passes = [r for r in inside if r.name.label in ranges.PASSES]
     finalizing = [r for r in inside if r.name.label == ranges.FINALIZE_GRADS]
-    finalize = union(_times(finalizing))
+    finalize = union(times_of(finalizing))
     exchanges = [r for r in inside if r.name.is_p2p]
     gpu = None if trace.gpu is None else attribute(trace.gpu, outer, passes, exchanges)
     if gpu is not None:
@@ -162,9 +186,9 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         busy = gpu.busy
         split, reasons = _split_gpu(metadata, gpu)
     else:
-        waited = covered(exposed, _times(passes)).tolist()
+        waited = covered(exposed, times_of(passes)).tolist()
         phases = tuple(_phase(r, metadata, ns) for r, ns in zip(passes, waited, strict=True))
-        busy = union(_times(passes + finalizing))
+        busy = union(times_of(passes + finalizing))
         split, reasons = _split(trace, passes, finalize)
     return Call(
         label=label,
@@ -216,12 +240,8 @@ def _gpu_times(gpu: Attribution) -> Iterator[tuple[int, int, tuple[int, int] | N
 
 def _modules(inside: list[TracedRange], passes: list[TracedRange], trace: Trace) -> dict[ModuleKey, tuple[int, ...]]:
     """Every pass through a module: the GPU's computation for it, the CPU's whole time."""
-    by_label: dict[str, list[TracedRange]] = {}
-    for r in inside:
-        if r.name.module is not None:
-            by_label.setdefault(r.name.label, []).append(r)
     found: dict[ModuleKey, list[int]] = {}
-    for opened in by_label.values():
+    for opened in grouped((r for r in inside if r.name.module is not None), lambda r: r.name.label).values():
         within = owners(np.array([r.start for r in opened], dtype=np.int64), passes).tolist()
         times = [r.end - r.start for r in opened] if trace.gpu is None else busy_in(trace.gpu, opened)
         for r, which, ns in zip(opened, within, times, strict=True):
@@ -252,9 +272,7 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
     reasons: list[str] = []
     if sizes.dp > 1:
         split["dp"] = total(finalize)
-    if trace.timeline is not None:
-        return _split_timeline(trace, split)
-    if not trace.knows_collectives:
+    if trace.timeline is not None or not trace.knows_collectives:
         return _split_unseen(trace, split)
     if sizes.pp > 1:
         split["pp"] = None
@@ -266,19 +284,20 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
         split.update({group: None for group in GROUPS if getattr(sizes, group) > 1})
         reasons.append("exposed communication is not measured: the trace does not say who launched its GPU kernels")
         return split, reasons
-    passing = union(_times(passes))
-    within = [c for c, part in zip(trace.collectives, _overlaps(trace.collectives, passing), strict=True) if part]
+    passing = union(times_of(passes))
+    within = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
     even = _even(passes, within)
-    by_user: dict[tuple[str, ...], list[Collective]] = {}
-    for collective in within:
+
+    def users_of(collective: Collective) -> tuple[str, ...]:
         possible = _USERS.get(collective.operation, _ANY_USER)
         present = [group for group in possible if getattr(sizes, group) > 1]
         if even and len(present) > 1 and "dp" in present:
             present.remove("dp")
-        by_user.setdefault(tuple(present), []).append(collective)
-    for users, collectives in by_user.items():
+        return tuple(present)
+
+    for users, collectives in grouped(within, users_of).items():
         if len(users) == 1 and (known := split[users[0]]) is not None:
-            alone = difference(_collective_times(collectives), trace.compute)
+            alone = difference(union(times_of(collectives)), trace.compute)
             split[users[0]] = known + int(covered(alone, passing).sum())
         elif len(users) > 1:
             split.update(dict.fromkeys(users))
@@ -288,32 +307,21 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
     return split, reasons
 
 
-def _split_timeline(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
-    """Of the groups, a timeline knows gradient synchronisation only."""
-    sizes, reasons = trace.metadata.sizes, []
-    if sizes.pp > 1:
-        split["pp"] = None
-        why = "the gaps between phases hold" if trace.timeline == "device" else "an exchange is"
-        reasons.append(f"exposed pp is not measured: in a timeline {why} waiting and transfer in one, both are bubble")
-    inside = [group for group in ("tp", "ep", "cp") if getattr(sizes, group) > 1]
-    if inside:
-        split.update(dict.fromkeys(inside))
-        reasons.append(f"exposed {', '.join(inside)} are in compute: a timeline does not look inside a microbatch")
-    if sizes.dp > 1:
-        reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
-    return split, reasons
-
-
 def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
-    """Ranges alone know gradient synchronisation only."""
+    """Without collectives, of the groups only gradient synchronisation is known: in a timeline, and in bare ranges."""
     sizes, reasons = trace.metadata.sizes, []
+    where, why = {
+        None: ("ranges hold", "the file has ranges, but no collectives"),
+        "host": ("in a timeline an exchange is", "a timeline does not look inside a microbatch"),
+        "device": ("in a timeline the gaps between phases hold", "a timeline does not look inside a microbatch"),
+    }[trace.timeline]
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append("exposed pp is not measured: ranges hold waiting and transfer in one, both are in the bubble")
+        reasons.append(f"exposed pp is not measured: {where} waiting and transfer in one, both are in the bubble")
     inside = [group for group in ("tp", "ep", "cp") if getattr(sizes, group) > 1]
     if inside:
         split.update(dict.fromkeys(inside))
-        reasons.append(f"exposed {', '.join(inside)} are in compute: the file has ranges, but no collectives")
+        reasons.append(f"exposed {', '.join(inside)} are in compute: {why}")
     if sizes.dp > 1:
         reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
     return split, reasons
@@ -322,17 +330,12 @@ def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str,
 def _even(passes: list[TracedRange], collectives: list[Collective]) -> bool:
     """Whether every microbatch issued equally many collectives, on every chunk: then none of them is of gradients or
     parameters, which data-parallel ranks exchange once per step."""
-    times = _times(passes)
+    times = times_of(passes)
     edges = np.searchsorted(np.array([c.start for c in collectives], dtype=np.int64), times)
     counts: dict[tuple[str, int | None], list[int]] = {}
     for phase, count in zip(passes, (edges[:, 1] - edges[:, 0]).tolist(), strict=True):
         counts.setdefault((phase.name.label, phase.name.fields.get("chunk")), []).append(count)
     return all(len(each) > 1 and len(set(each)) == 1 for each in counts.values())
-
-
-def _overlaps(collectives: tuple[Collective, ...], passes: Intervals) -> list[int]:
-    times: list[int] = covered(passes, _times(collectives)).tolist()
-    return times
 
 
 def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[MeasuredPass, ...]) -> str | None:
@@ -354,11 +357,3 @@ def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[Measure
 def _chunk(phase: TracedRange, metadata: Metadata) -> int | None:
     chunk = phase.name.fields.get("chunk")
     return 0 if chunk is None and len(metadata.chunks) == 1 else chunk
-
-
-def _times(things: list[TracedRange] | tuple[Collective, ...] | list[Collective]) -> Intervals:
-    return intervals((t.start, t.end) for t in things)
-
-
-def _collective_times(collectives: tuple[Collective, ...] | list[Collective]) -> Intervals:
-    return union(_times(collectives))

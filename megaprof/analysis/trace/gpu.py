@@ -36,6 +36,7 @@ COMPUTE, PP, OTHER = USES.index("compute"), USES.index("pp"), USES.index("other"
 #: Axes of Megatron's process groups by the description it gives them (``megatron.core.parallel_state``, 0.12 to 0.19),
 #: by beginning, the longest match first. Of several axes the first with more than one rank counts.
 _GROUPS: dict[str, tuple[str, ...]] = {
+    "": (),  # another's group
     "TENSOR_MODEL_PARALLEL_GROUP": ("tp",),
     "TENSOR_AND_CONTEXT_PARALLEL_GROUP": ("cp", "tp"),
     "TENSOR_AND_DATA_PARALLEL_GROUP": ("dp", "cp", "tp"),
@@ -61,7 +62,9 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 #: Communication kernels that bring no metadata: DeepEP's dispatch and combine, Transformer Engine's user buffers.
 _NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "userbuffers": "tp"}
 BY_GROUP = -1
-_LONGEST = 1 << 61
+#: Times beyond these, in nanoseconds, are no times. Base, start and duration each stay below a quarter of int64, so
+#: that no sum of them overflows.
+LONGEST = 1 << 61
 _START, _DURATION = attrgetter("ts"), attrgetter("dur")
 _CORRELATION = attrgetter("args.correlation")
 _Numbers = npt.NDArray[np.int64]
@@ -99,7 +102,7 @@ def spans_of(base: int, events: Sequence[Timed]) -> tuple[Intervals, npt.NDArray
         start = np.fromiter(map(_START, events), dtype=np.float64, count=len(events)) * 1000
         duration = np.fromiter(map(_DURATION, events), dtype=np.float64, count=len(events)) * 1000
     # A comparison with NaN is false, so this also drops what is not a number.
-    usable = (np.abs(start) < _LONGEST) & (duration >= 0) & (duration < _LONGEST)
+    usable = (np.abs(start) < LONGEST) & (duration >= 0) & (duration < LONGEST)
     begin = base + np.rint(start[usable]).astype(np.int64)
     return np.column_stack((begin, begin + np.rint(duration[usable]).astype(np.int64))), usable
 
@@ -125,11 +128,11 @@ class Gathered:
             uses = np.zeros(len(events), dtype=np.int32)
             uses[: len(kernels)] = self._uses(kernels)
             kernel = np.arange(len(events)) < len(kernels)
-            correlations = _numbers(list(map(_CORRELATION, events)))
+            correlations = numbers_of(events)
             self._activities.append((spans, uses[usable], kernel[usable], correlations[usable]))
         if launches:
             spans, usable = spans_of(0, launches)
-            self._launches.append((_numbers(list(map(_CORRELATION, launches)))[usable], spans[:, 0].copy()))
+            self._launches.append((numbers_of(launches)[usable], spans[:, 0].copy()))
         self.rows += len(events) + len(launches)
 
     def activities(self, base: int, sizes: object) -> Activities:
@@ -184,11 +187,13 @@ def _launches(
     return starts[place], (numbers[place] == wanted) & (wanted > 0)
 
 
-def _numbers(values: list[int]) -> npt.NDArray[np.int64]:
+def numbers_of(events: Iterable[Event]) -> npt.NDArray[np.int64]:
+    """The number that each shares with its launch."""
+    values = list(map(_CORRELATION, events))
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError:  # a hostile file
-        return np.array([value if abs(value) < _LONGEST else 0 for value in values], dtype=np.int64)
+        return np.array([value if abs(value) < LONGEST else 0 for value in values], dtype=np.int64)
 
 
 class ByName(dict[str, int]):
@@ -202,15 +207,15 @@ class ByName(dict[str, int]):
 
 def axis_of(description: str) -> str | None:
     """The first axis of the process group that Megatron describes so; None for another's."""
-    known = [name for name in _GROUPS if description.startswith(name)]
-    return _GROUPS[max(known, key=len)][0] if known else None
+    return next(iter(_axes(description)), None)
+
+
+def _axes(description: str) -> tuple[str, ...]:
+    return _GROUPS[max((name for name in _GROUPS if description.startswith(name)), key=len)]
 
 
 def _axis(description: str | None, sizes: object) -> str:
-    axes: tuple[str, ...] = ()
-    for known in sorted(_GROUPS, key=len):
-        if description is not None and description.startswith(known):
-            axes = _GROUPS[known]
+    axes = _axes(description or "")
     parallel = [axis for axis in axes or _AXES if (getattr(sizes, axis, 1) or 1) > 1]
     if axes:
         return parallel[0] if parallel else axes[0]
@@ -259,7 +264,7 @@ class GatheredMemory:
             device, allocated = event.args.device, event.args.allocated
             if event.name != _ALLOCATION or device is None or device < 0 or allocated is None:
                 continue
-            if math.isfinite(event.ts) and abs(event.ts) * 1000 < _LONGEST and 0 <= allocated < _MOST_BYTES:
+            if math.isfinite(event.ts) and abs(event.ts) * 1000 < LONGEST and 0 <= allocated < _MOST_BYTES:
                 self._found.setdefault(device, []).append((round(event.ts * 1000), allocated))
 
     def allocations(self, base: int, document: Document[Any]) -> Allocations | None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.analysis.trace.calls import Call, calls_of
-from megaprof.analysis.trace.nsys.files import NsysFile, read_nsys
+from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys, read_nsys
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
-from megaprof.analysis.trace.traces import Trace, UnreadableTrace, read_trace
+from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
 from megaprof.formats.inputs import memory_left
 
 #: Bytes of files below which one process is quicker than several.
@@ -34,9 +34,21 @@ class Reading:
     """What must be known about it, and why there are no calls."""
 
 
+def sources_in(place: Path) -> list[Source]:
+    """Every file under a directory whose name ends like a trace's, or the one file that this is."""
+    if place.is_file():
+        return [*find_nsys(place)] if is_nsys(place) else [place]
+    return [*find_traces(place), *find_nsys(place)]
+
+
+def path_of(source: Source) -> Path:
+    """Its file."""
+    return source.path if isinstance(source, NsysFile) else source
+
+
 def read(source: Source) -> Reading:
     """Read one file; whatever it holds, nothing is raised."""
-    path = source.path if isinstance(source, NsysFile) else source
+    path = path_of(source)
     try:
         traces = traces_in(source)
     except UnreadableTrace as fault:
@@ -57,7 +69,7 @@ def traces_in(source: Source) -> list[Trace]:
 def read_all(sources: Sequence[Source], workers: Workers = 1, progress: Progress | None = None) -> Iterator[Reading]:
     """Read every file, in order. ``workers``: processes at most, or a Ray cluster (`pool.each`); fewer processes are
     used where it does not pay or would not fit into memory. Raises NoCluster."""
-    paths = [source.path if isinstance(source, NsysFile) else source for source in sources]
+    paths = list(map(path_of, sources))
     for done, reading in enumerate(each(read, sources, at_most(workers, _useful(paths))), 1):
         if progress is not None:
             progress(done, len(paths))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from megaprof.analysis.trace.gpu import (
     INSTANTS,
     KERNEL,
     LAUNCHES,
+    LONGEST,
     Activities,
     Allocations,
     Gathered,
@@ -38,8 +40,6 @@ from megaprof.parallel.topology import RankCoords
 
 TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
-# Base, start and duration each stay below a quarter of int64, so that no sum of them overflows.
-_LONGEST = 1 << 61
 #: What an event takes in memory while a report is made of it, at most.
 _ROW_BYTES = 200
 _COMMUNICATING = ("c10d::", "record_param_comms")
@@ -128,24 +128,36 @@ class Trace:
     """How much was allocated on its device; None where it was captured without ``--profile-memory``."""
 
 
+def times_of(things: Sequence[TracedRange | Collective]) -> Intervals:
+    """Start and end of each in nanoseconds, shape ``[n, 2]``."""
+    return intervals((each.start, each.end) for each in things)
+
+
 def find_traces(directory: Path) -> list[Path]:
     """Every file under ``directory`` whose name ends like a trace of ours, sorted. Hidden files are unfinished ones."""
     return sorted(files_below(directory, TRACE_SUFFIXES))
 
 
-def read_trace(path: Path) -> Trace:
-    """Read one trace, gzipped or plain, of any size. Raises UnreadableTrace, whatever the file holds."""
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Whatever a file cannot be read for becomes UnreadableTrace."""
     try:
-        gathered = _Gathered(path, on_gpu=True)
-        if not gathered.gpu.kernels:
-            gathered = _Gathered(path, on_gpu=False)  # its operators are wanted after all
-        return gathered.trace()
+        yield
     except Undecodable as fault:
         raise UnreadableTrace(path, str(fault)) from None
     except OSError as fault:
         raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
     except MemoryError:
         raise UnreadableTrace(path, "it does not fit into memory") from None
+
+
+def read_trace(path: Path) -> Trace:
+    """Read one trace, gzipped or plain, of any size. Raises UnreadableTrace, whatever the file holds."""
+    with refusing(path):
+        gathered = _Gathered(path, on_gpu=True)
+        if not gathered.gpu.kernels:
+            gathered = _Gathered(path, on_gpu=False)  # its operators are wanted after all
+        return gathered.trace()
 
 
 class _Gathered:
@@ -184,7 +196,7 @@ class _Gathered:
         document, path = self._document, self.path
         base = whole_number(document, "baseTimeNanoseconds")
         metadata = _metadata(document)
-        if not -_LONGEST < base < _LONGEST:
+        if not -LONGEST < base < LONGEST:
             raise Undecodable("its `baseTimeNanoseconds` is out of range")
         warnings = list(_name_warnings(path, metadata.coords))
         if unusable := self._broken + document.unreadable:
@@ -279,7 +291,7 @@ _DISPATCHED = {
 
 def _span(event: Event) -> tuple[int, int] | None:
     start, duration = event.ts * 1000, event.dur * 1000
-    if not (math.isfinite(start) and abs(start) < _LONGEST and 0 <= duration < _LONGEST):
+    if not (math.isfinite(start) and abs(start) < LONGEST and 0 <= duration < LONGEST):
         return None
     begin = round(start)
     return begin, begin + round(duration)

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.stages.samples import MAD
 from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times
-
-__all__ = ["Baseline", "Sample", "Stall", "Typical"]
 
 #: Uncertainties cover this many standard errors, ...
 ERRORS = 2.0
@@ -34,7 +33,6 @@ _STALL = 0.5
 _STALL_SIGMAS = 5.0
 #: Disturbances only add time, so of many passes the quicker ones say what one costs.
 _COST = 0.25
-_SIGMA = 1.4826  # the standard deviation over the median absolute deviation, of normal samples
 #: However quick a disturbed pass was: what is left of it with other costs is at least this part of them.
 _LEAST = 0.5
 #: Bootstrap samples: so many, fewer where they would simulate more passes than this, ...
@@ -81,7 +79,7 @@ class Baseline:
         self._costs = _costs(self._times)
         self.typical: Typical = _as_typical(self._costs)
         #: Of every step and microbatch: how many times the usual work it has.
-        self._sizes = [_lower_median(_relative(each, self._costs)) for each in self._times]
+        self._sizes = [_common(_relative(each, self._costs)) for each in self._times]
         #: Of every step and pass, [kind, stage, chunk, microbatch]: milliseconds beyond its work.
         self._beyond = [t - self._costs[..., None] * size for t, size in zip(self._times, self._sizes, strict=True)]
         # What every replay misses scales with the pipeline; what single steps lost does not.
@@ -110,7 +108,7 @@ class Baseline:
             [_relative(t, self._costs) / size for t, size in zip(self._times, self._sizes, strict=True)], axis=-1
         )
         middle = np.median(every, axis=-1)[..., None]
-        sigma = _SIGMA * np.median(np.abs(every - middle), axis=-1)[..., None]
+        sigma = MAD * np.median(np.abs(every - middle), axis=-1)[..., None]
         limit = middle + np.maximum(_STALL * middle, _STALL_SIGMAS * sigma)
         found, first = [], 0
         for step in self.steps:
@@ -139,8 +137,9 @@ class Baseline:
         mean_ms = statistics.fmean(step.pipeline_ms + step.outside_ms for step in self.steps)
         samples = []
         for _ in range(count):
-            chosen = _drawn(rng, len(self.steps))
-            times = [each[..., _drawn(rng, each.shape[-1])] for each in (self._times[at] for at in chosen)]
+            chosen = rng.choices(range(len(self.steps)), k=len(self.steps))
+            every = [self._times[at] for at in chosen]
+            times = [each[..., rng.choices(range(each.shape[-1]), k=each.shape[-1])] for each in every]
             drawn = statistics.fmean(self.steps[at].pipeline_ms + self.steps[at].outside_ms for at in chosen)
             typical = _as_typical(_costs(times))
             samples.append(Sample(typical, self.measured_ms * drawn / mean_ms))
@@ -214,13 +213,9 @@ class Baseline:
         return _OF_FEW_STEPS.get(len(times), ERRORS) * error
 
 
-def _drawn(rng: random.Random, count: int) -> list[int]:
-    return rng.choices(range(count), k=count)
-
-
 def _array(step: CapturedStep) -> _Array:
     """A step's passes as [kind, stage, chunk, microbatch]."""
-    return np.array([step.forward_ms] if step.backward_ms is None else [step.forward_ms, step.backward_ms])
+    return np.array(step.passes)
 
 
 def _costs(times: Sequence[_Array]) -> _Array:
@@ -241,10 +236,9 @@ def _as_typical(costs: _Array) -> Typical:
     return plain[0], plain[1] if len(plain) > 1 else np.zeros_like(costs[0]).tolist()
 
 
-def _lower_median(factors: _Array) -> _Array:
+def _common(factors: _Array) -> _Array:
     """Of every microbatch the factor that half of its passes exceed; of two passes the smaller one."""
-    passes = factors.reshape(-1, factors.shape[-1])
-    found: _Array = np.sort(passes, axis=0)[(len(passes) - 1) // 2]
+    found: _Array = np.quantile(factors.reshape(-1, factors.shape[-1]), 0.5, axis=0, method="lower")
     return found
 
 

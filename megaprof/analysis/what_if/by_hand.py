@@ -7,28 +7,14 @@ comes at once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from megaprof.analysis.what_if.baseline import Baseline, Typical
-from megaprof.analysis.what_if.candidates import (
-    OTHER_CHUNKS,
-    Fits,
-    Prediction,
-    in_memory,
-    prediction_of,
-    resliced,
-    said_aloud,
-    with_chunks,
-)
-from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout, to_flags
-from megaprof.analysis.what_if.memory import Memory
+from megaprof.analysis.what_if.candidates import Known, Prediction, relaid, resliced, typical_times, with_chunks
+from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout
 from megaprof.analysis.what_if.replay import in_flight_layers
 from megaprof.analysis.what_if.simulation import Simulation
 from megaprof.formats.checks import counted
-
-__all__ = ["ByHand", "Setting", "Tried", "moved", "split", "tried"]
 
 #: An answer may simulate so many passes for its uncertainty, ...
 _PASSES = 16_000
@@ -80,40 +66,18 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class ByHand:
+class ByHand(Known):
     """A captured run that can be changed."""
-
-    baseline: Baseline
-    """The run as it is."""
-    pieces: Layout
-    """The captured layout."""
-    fits: Fits
-    """What each kind of layer costs."""
-    memory: Memory | None
-    """What the stages had allocated; None where that was not measured."""
 
     @property
     def captured(self) -> Setting:
         """The run as it was captured."""
         return Setting(self.pieces, self.baseline.microbatches, self.baseline.run.p2p_ms)
 
-    @property
-    def stages(self) -> int:
-        """Pipeline stages."""
-        return self.baseline.run.stages
-
     @cached_property
     def as_captured(self) -> Tried:
         """The captured setting, tried like any other."""
         return tried(self, self.captured)
-
-    @cached_property
-    def _before(self) -> tuple[Typical, list[Typical]]:
-        return self.fits.times(self.pieces, self.stages)
-
-    @cached_property
-    def _as_measured(self) -> tuple[Typical, list[Typical]]:
-        return self.baseline.typical, [sample.typical for sample, _ in self.fits.drawn]
 
 
 def tried(known: ByHand, wanted: Setting) -> Tried:
@@ -122,39 +86,25 @@ def tried(known: ByHand, wanted: Setting) -> Tried:
     baseline, captured = known.baseline, known.baseline.run
     chunks, count = _checked(known, wanted)
     run = replace(with_chunks(captured, chunks), p2p_ms=wanted.p2p_ms)
-    schedule = run.checked(count)
-    as_captured = wanted.pieces == known.pieces
-    before = known._as_measured if as_captured else known._before
-    after = before if as_captured else known.fits.times(wanted.pieces, known.stages)
-    draws = max(_FEWEST_DRAWS, _PASSES // (2 * known.stages * max(captured.chunks, chunks) * max(count, 1)))
-    samples = [sample for sample, _ in known.fits.drawn[:draws]]
-    other = 0.0 if chunks == captured.chunks else OTHER_CHUNKS
-    found = prediction_of(
-        baseline,
+    larger = baseline.microbatches / count if wanted.same_tokens else 1.0
+    needs = in_flight_layers(wanted.pieces, run.checked(count))
+    found = relaid(
+        known,
         "by_hand",
         _named(known, wanted, chunks),
-        (after[0], after[1][:draws]),
-        (before[0], before[1][:draws]),
-        samples,
-        run=run,
-        resize=None if count == baseline.microbatches else partial(resliced, count, wanted.same_tokens),
-        beside=0.0 if as_captured else math.hypot(known.fits.best.residual, known.fits.shared, other),
-    )
-    larger = baseline.microbatches / count if wanted.same_tokens else 1.0
-    needs = in_flight_layers(wanted.pieces, schedule)
-    found = in_memory(
-        found,
         wanted.pieces,
         needs,
-        in_flight_layers(known.pieces, captured.checked(baseline.microbatches)),
-        known.memory if larger == 1.0 else None,
-        layout=format_layout(wanted.pieces),
-        flags=said_aloud(wanted.pieces, known.stages, to_flags(wanted.pieces, known.stages)),
+        run=run,
+        resize=None if count == baseline.microbatches else partial(resliced, count, wanted.same_tokens),
+        draws=max(_FEWEST_DRAWS, _PASSES // (2 * known.stages * max(captured.chunks, chunks) * max(count, 1))),
+        memory=known.memory if larger == 1.0 else None,
         assumes=None if larger == 1.0 else "a microbatch's time is in proportion to its tokens",
     )
     if larger > 1.0 and not captured.forward_only:
         found = replace(found, memory=f"every microbatch holds {larger:.3g} times the activations")
-    forward, backward = ([[[ms * larger] * count for ms in row] for row in kind] for kind in after[0])
+    as_captured = wanted.pieces == known.pieces
+    costs = baseline.typical if as_captured else typical_times(wanted.pieces, known.stages, known.fits.best)
+    forward, backward = ([[[ms * larger] * count for ms in row] for row in kind] for kind in costs)
     simulation = run.simulate(forward, None if captured.forward_only else backward)
     return Tried(wanted, found, simulation, tuple(needs))
 

@@ -7,33 +7,15 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
 
 from megaprof.analysis.stages import words
 from megaprof.analysis.what_if.baseline import Baseline, Sample, Typical
 from megaprof.analysis.what_if.cost_model import CostFit
-from megaprof.analysis.what_if.layout_search import Candidate, Cost, search
+from megaprof.analysis.what_if.layout_search import Cost, search
 from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
 from megaprof.analysis.what_if.memory import Memory
-from megaprof.analysis.what_if.orders import PipelineSchedule
 from megaprof.analysis.what_if.replay import CapturedRun, Times, in_flight_layers
-
-__all__ = [
-    "OTHER_CHUNKS",
-    "Fits",
-    "Prediction",
-    "balanced",
-    "chunk_counts",
-    "in_memory",
-    "layouts",
-    "microbatch_counts",
-    "prediction_of",
-    "resliced",
-    "said_aloud",
-    "with_chunks",
-    "without_straggler",
-]
 
 _MOST_LAYOUTS = 3
 #: Where some do not fit into the measured memory, so many are looked at.
@@ -98,6 +80,35 @@ class Fits:
         return typical_times(pieces, stages, self.best), [typical_times(pieces, stages, fit) for _, fit in self.drawn]
 
 
+@dataclass(frozen=True)
+class Known:
+    """A captured run of which it is known what its layers cost."""
+
+    baseline: Baseline
+    """The run as it is."""
+    pieces: Layout
+    """The captured layout."""
+    fits: Fits
+    """What each kind of layer costs."""
+    memory: Memory | None
+    """What the stages had allocated; None where that was not measured."""
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages."""
+        return self.baseline.run.stages
+
+    @cached_property
+    def held(self) -> list[int]:
+        """Of every stage the most layers times microbatches whose activations it holds at once."""
+        return in_flight_layers(self.pieces, self.baseline.run.checked(self.baseline.microbatches))
+
+    @cached_property
+    def before(self) -> tuple[Typical, list[Typical]]:
+        """The captured layout, by what its layers cost."""
+        return self.fits.times(self.pieces, self.stages)
+
+
 def prediction_of(
     baseline: Baseline,
     kind: str,
@@ -134,57 +145,81 @@ def _resized(
     return prediction_of(baseline, kind, what, after, before, baseline.samples, resize=resize)
 
 
-def layouts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory | None) -> list[Prediction]:
-    """The quickest layouts other than the captured one (``pieces``), whether they gain anything or not; of those that
-    do not fit into ``memory`` only the quickest."""
-    run, flat = baseline.run, "".join(pieces)
+def relaid(
+    known: Known,
+    kind: str,
+    what: str,
+    pieces: Layout,
+    needs: Sequence[int],
+    *,
+    run: CapturedRun | None = None,
+    resize: Callable[[Times], Times] | None = None,
+    draws: int | None = None,
+    memory: Memory | None = None,
+    assumes: str | None = None,
+) -> Prediction:
+    """The run with other ``pieces``, or with its own; ``needs``: as `Known.held`. Its uncertainty comes from so many
+    ``draws``, None: all."""
+    as_captured = pieces == known.pieces
+    before = (known.baseline.typical, [each.typical for each, _ in known.fits.drawn]) if as_captured else known.before
+    after = before if as_captured else known.fits.times(pieces, known.stages)
+    other = OTHER_CHUNKS if len(pieces) != len(known.pieces) else 0.0
+    predicted = prediction_of(
+        known.baseline,
+        kind,
+        what,
+        (after[0], after[1][:draws]),
+        (before[0], before[1][:draws]),
+        [sample for sample, _ in known.fits.drawn[:draws]],
+        run=run,
+        resize=resize,
+        beside=0.0 if as_captured else math.hypot(known.fits.best.residual, known.fits.shared, other),
+    )
+    described = replace(
+        predicted,
+        layout=format_layout(pieces),
+        flags=_said_aloud(pieces, known.stages),
+        assumes=assumes,
+        activations=_activations(needs, known.held),
+    )
+    if memory is None:
+        return replace(described, memory=_memory(needs, known.held))
+    found = memory.fit(pieces, needs)
+    if not found.fits:
+        return replace(described, memory=f"does not fit: {found}", fits=False)
+    told = str(found) if described.activations is None else f"{described.activations}; {found}"
+    return replace(described, activations=told, fits=True)
+
+
+def layouts(known: Known) -> list[Prediction]:
+    """The quickest layouts other than the captured one, whether they gain anything or not; of those that do not fit
+    into the measured memory only the quickest."""
+    run, flat, microbatches = known.baseline.run, "".join(known.pieces), known.baseline.microbatches
     found = search(
-        fits.best.model(run.p2p_ms),
+        known.fits.best.model(run.p2p_ms),
         run.stages,
         run.chunks,
         flat.count("t"),
-        baseline.microbatches,
+        microbatches,
         mtp_layers=flat.count("m"),
         forward_only=run.forward_only,
         microbatch_group_size=run.group_size,
         rendezvous=run.rendezvous,
-        top=_MOST_LAYOUTS + 1 if memory is None else _MOST_SEARCHED,
+        top=_MOST_LAYOUTS + 1 if known.memory is None else _MOST_SEARCHED,
     )
-    before = fits.times(pieces, run.stages)
-    schedule = run.checked(baseline.microbatches)
-    held = in_flight_layers(pieces, schedule)
-    predictions = [
-        in_memory(
-            prediction_of(
-                baseline,
-                "layout",
-                f"{'+'.join(map(str, candidate.layers))} layers",
-                fits.times(candidate.pieces, run.stages),
-                before,
-                [sample for sample, _ in fits.drawn],
-                beside=math.hypot(fits.best.residual, fits.shared),
-            ),
-            candidate.pieces,
-            in_flight_layers(candidate.pieces, schedule),
-            held,
-            memory,
-            layout=candidate.layout,
-            flags=said_aloud(candidate.pieces, run.stages, candidate.flags),
-        )
-        for candidate in _worth_predicting([each for each in found if each.pieces != pieces], schedule, memory)
-    ]
+    schedule = run.checked(microbatches)
+    others = [each.pieces for each in found if each.pieces != known.pieces]
+    if known.memory is not None:  # the quickest ones that fit, and the quickest of all
+        fit = known.memory.fit
+        fitting = [pieces for pieces in others if fit(pieces, in_flight_layers(pieces, schedule)).fits]
+        quickest = [pieces for pieces in others[:1] if pieces not in fitting]
+        others = [*quickest, *fitting[: _MOST_LAYOUTS - len(quickest)]]
+    predictions = []
+    for pieces in others:
+        what = f"{'+'.join(map(str, layers_per_stage(pieces, run.stages)))} layers"
+        needs = in_flight_layers(pieces, schedule)
+        predictions.append(relaid(known, "layout", what, pieces, needs, memory=known.memory))
     return sorted(predictions, key=lambda each: each.step_ms)[:_MOST_LAYOUTS]
-
-
-def _worth_predicting(
-    found: Sequence[Candidate], schedule: PipelineSchedule, memory: Memory | None
-) -> Sequence[Candidate]:
-    """The quickest ones that fit, and the quickest of all."""
-    if memory is None:
-        return found
-    fitting = [each for each in found if memory.fit(each.pieces, in_flight_layers(each.pieces, schedule)).fits]
-    quickest = [each for each in found[:1] if each not in fitting]
-    return [*quickest, *fitting[: _MOST_LAYOUTS - len(quickest)]]
 
 
 def with_chunks(run: CapturedRun, chunks: int) -> CapturedRun:
@@ -196,41 +231,23 @@ def with_chunks(run: CapturedRun, chunks: int) -> CapturedRun:
     return replace(run, schedule=schedule, chunks=chunks, group_size=None, rendezvous=chunks == 1)
 
 
-def chunk_counts(baseline: Baseline, pieces: Layout, fits: Fits, memory: Memory | None) -> Iterator[Prediction]:
+def chunk_counts(known: Known) -> Iterator[Prediction]:
     """Other numbers of model chunks per stage, in Megatron's even split."""
-    run, flat = baseline.run, "".join(pieces)
-    before = fits.times(pieces, run.stages)
-    held = in_flight_layers(pieces, run.checked(baseline.microbatches))
+    run, flat = known.baseline.run, "".join(known.pieces)
     for chunks in _CHUNK_COUNTS:
         layout = default_layout(run.stages, chunks, flat.count("t"), flat.count("m"))
         if chunks == run.chunks or layout is None or flat.count("t") < chunks * run.stages:
             continue
         other = with_chunks(run, chunks)
         try:
-            schedule = other.checked(baseline.microbatches)
+            schedule = other.checked(known.baseline.microbatches)
         except ValueError:
             continue  # Megatron refuses this number of microbatches with so many chunks
-        predicted = prediction_of(
-            baseline,
-            "chunks",
-            f"{words.counted(chunks, 'model chunk')} per stage, split evenly",
-            fits.times(layout, run.stages),
-            before,
-            [sample for sample, _ in fits.drawn],
-            run=other,
-            beside=math.hypot(fits.best.residual, fits.shared, OTHER_CHUNKS),
-        )
-        yield in_memory(
-            predicted,
-            layout,
-            in_flight_layers(layout, schedule),
-            held,
-            memory,
-            layout=format_layout(layout),
-            flags=said_aloud(layout, run.stages, to_flags(layout, run.stages)),
-            assumes="a chunk costs what its layers cost"
-            + ("" if chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"),
-        )
+        what = f"{words.counted(chunks, 'model chunk')} per stage, split evenly"
+        overlapped = "" if chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"
+        assumes = f"a chunk costs what its layers cost{overlapped}"
+        needs = in_flight_layers(layout, schedule)
+        yield relaid(known, "chunks", what, layout, needs, run=other, memory=known.memory, assumes=assumes)
 
 
 def balanced(baseline: Baseline) -> Prediction:
@@ -322,8 +339,10 @@ def resliced(count: int, same_tokens: bool, times: Times) -> Times:
     return [[[sum(row[place] * size for place, size in share) for share in shares] for row in stage] for stage in times]
 
 
-def said_aloud(pieces: Layout, stages: int, flags: tuple[str, ...]) -> tuple[str, ...]:
-    """Megatron's even split needs no flag for its layers; said aloud, it replaces a flag that the run has now."""
+def _said_aloud(pieces: Layout, stages: int) -> tuple[str, ...]:
+    """Megatron's flags for a layout. Its even split needs none for its layers; said aloud, it replaces a flag that the
+    run has now."""
+    flags = to_flags(pieces, stages)
     if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
         return flags
     return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, stages)[0]), *flags)
@@ -342,25 +361,6 @@ def _activations(needs: Sequence[int], held: Sequence[int]) -> str | None:
     ]
     more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
     return f"activations at their peak, in layers x microbatches in flight: {', '.join(each)}{more}"
-
-
-def in_memory(
-    predicted: Prediction,
-    pieces: Layout,
-    needs: Sequence[int],
-    held: Sequence[int],
-    memory: Memory | None,
-    **described: Any,
-) -> Prediction:
-    """With what it does to the memory of the stages: measured, where that is known, else in words."""
-    activations = _activations(needs, held)
-    if memory is None:
-        return replace(predicted, memory=_memory(needs, held), activations=activations, **described)
-    found = memory.fit(pieces, needs)
-    if not found.fits:
-        return replace(predicted, memory=f"does not fit: {found}", activations=activations, fits=False, **described)
-    told = str(found) if activations is None else f"{activations}; {found}"
-    return replace(predicted, activations=told, fits=True, **described)
 
 
 def _memory(needs: Sequence[int], held: Sequence[int]) -> str | None:

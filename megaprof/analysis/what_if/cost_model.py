@@ -13,13 +13,12 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.what_if.layout_search import Cost, CostModel
-
-__all__ = ["EXPLAINED", "MOST_RESIDUAL", "ChunkCost", "CostFit", "NoCostModel", "fit_costs"]
+from megaprof.analysis.what_if.layout_search import FREE, Cost, CostModel
 
 #: How far a model may be from a chunk's measured time to count as explaining it.
 EXPLAINED = 0.01
@@ -30,7 +29,6 @@ LAYER_RANGES = "layer ranges"
 STAGE_TIMES = "the stages' times"
 _EMBEDDING, _MTP, _LOSS = "embedding", "mtp", "loss"
 _EXTRAS = (_EMBEDDING, _MTP, _LOSS)
-_FREE = Cost(0.0, 0.0)
 # Every subset of the kinds is tried; a hybrid model has three or four.
 _MOST_KINDS = 6
 
@@ -86,7 +84,7 @@ class CostFit:
     def model(self, p2p_ms: float = 0.0) -> CostModel:
         """The costs as `layout_search.search` takes them."""
         each = tuple(self.by_kind[kind] for kind in self.kinds)
-        embedding, loss, mtp = (self.by_kind.get(name, _FREE) for name in (_EMBEDDING, _LOSS, _MTP))
+        embedding, loss, mtp = (self.by_kind.get(name, FREE) for name in (_EMBEDDING, _LOSS, _MTP))
         return CostModel(each[0] if len(set(each)) == 1 else each, embedding, loss, mtp, p2p_ms)
 
 
@@ -111,7 +109,11 @@ def fit_costs(chunks: Sequence[ChunkCost], error: float = 0.0) -> CostFit:
     if not fits:
         raise NoCostModel("the stages' times do not tell the cost of a layer from that of an embedding or a loss")
     explaining = [fit for fit in fits if fit.residual <= max(EXPLAINED, error)]
-    best = min(explaining, key=lambda fit: (fit.unknowns, fit.residual)) if explaining else min(fits, key=_residual)
+    best = (
+        min(explaining, key=lambda fit: (fit.unknowns, fit.residual))
+        if explaining
+        else min(fits, key=attrgetter("residual"))
+    )
     if best.residual > max(MOST_RESIDUAL, error):
         chunk, off = best.worst(chunks)
         raise NoCostModel(
@@ -146,10 +148,6 @@ class _Fit:
         return chunks[index], float(-self.deviations[index])
 
 
-def _residual(fit: _Fit) -> float:
-    return fit.residual
-
-
 def _groupings(kinds: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Every kind with a cost of its own, or one cost for all of them."""
     different = sorted(set(kinds))
@@ -162,7 +160,7 @@ def _fits(chunks: Sequence[ChunkCost], grouping: tuple[tuple[str, ...], ...]) ->
     present = [name for name in _EXTRAS if any(chunk.count(name) for chunk in chunks)]
     for count in range(len(present) + 1):
         for extras in combinations(present, count):
-            fit = _solve(chunks, (*grouping, *((name,) for name in extras)), [_FREE] * len(chunks))
+            fit = _solve(chunks, (*grouping, *((name,) for name in extras)), [FREE] * len(chunks))
             if fit is not None:
                 yield fit
 

@@ -6,17 +6,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.loads import Cause
+from megaprof.analysis.stages.samples import mean_of
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.words import ranks as ranks_in_words
 from megaprof.analysis.stages.words import stages as stages_in_words
-from megaprof.analysis.trace.calls import Call
-from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times, Withheld, captured_run
+from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats import ranges
-
-__all__ = ["with_gains"]
 
 #: Of a stage's computing: which passes they take longer in, None: in both.
 _COMPUTING: dict[str, str | None] = {
@@ -41,31 +38,13 @@ _MOST_STEPS = 4
 _Change = Callable[[Times, str, CapturedStep], Times]
 
 
-def with_gains(
-    measured: TargetStages, causes: Sequence[Cause], calls: Sequence[Call], found: WhatIf
-) -> tuple[Cause, ...]:
-    """``causes`` with ``gain_ms``, what costs most first. ``calls``: everything that was read, of any target;
-    ``found``: what was predicted of it, so that what a slow rank costs is what the advice says."""
-    if not causes:
-        return ()
-    steps = set(measured.steps[-_MOST_STEPS:])
-    own = [
-        call
-        for call in calls
-        if (call.label, call.role, call.metadata.sizes) == (measured.target, measured.role, measured.sizes)
-        and call.step in steps
-    ]
-    replayed: tuple[CapturedRun, list[CapturedStep]] | None = None
-    if own:
-        try:
-            replayed = captured_run(examine(own, measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
-        except Withheld:
-            replayed = None
-    advised = {cause: replaced for cause in causes if (replaced := _as_advised(cause, found)) is not None}
+def with_gains(measured: TargetStages, causes: Sequence[Cause], found: WhatIf) -> tuple[Cause, ...]:
+    """``causes`` with ``gain_ms``, what costs most first. ``found``: what was predicted, so that what a slow rank costs
+    is what the advice says, and what was replayed."""
+    advised = {cause: told for cause in causes if (told := _as_advised(cause, found)) is not None}
     others = [cause for cause in causes if cause not in advised]
-    gaining = [advised.get(cause) or _with_gain(cause, others, measured, replayed) for cause in causes]
-    step = measured.step_time_ms.mean if measured.step_time_ms else 0.0
-    kept = [cause for cause in gaining if not _harmless(cause, step)]
+    gaining = [advised.get(cause) or _with_gain(cause, others, measured, found) for cause in causes]
+    kept = [cause for cause in gaining if not _harmless(cause, measured.step_ms)]
     return tuple(sorted(kept, key=lambda cause: -1.0 if cause.gain_ms is None else cause.gain_ms, reverse=True))
 
 
@@ -74,11 +53,12 @@ def _as_advised(cause: Cause, found: WhatIf) -> Cause | None:
     own = cause.ranks or (() if cause.rank is None else (cause.rank,))
     if cause.kind != "slow_rank" or found.best is None or found.measured_ms is None or not set(own) & set(found.mended):
         return None
-    gain = max(0.0, found.measured_ms - found.best.step_ms)
-    if set(own) == set(found.mended):
-        return replace(cause, gain_ms=gain)
-    told = f"{cause.evidence}; its cost is that of {ranks_in_words(sorted(found.mended))} together"
-    return replace(cause, gain_ms=gain, evidence=told)
+    told = replace(cause, gain_ms=max(0.0, found.measured_ms - found.best.step_ms))
+    return told if set(own) == set(found.mended) else _of_all(told, ranks_in_words(sorted(found.mended)))
+
+
+def _of_all(cause: Cause, which: str) -> Cause:
+    return replace(cause, evidence=f"{cause.evidence}; its cost is that of {which} together")
 
 
 def _harmless(cause: Cause, step_ms: float) -> bool:
@@ -87,41 +67,35 @@ def _harmless(cause: Cause, step_ms: float) -> bool:
     return alone and cause.gain_ms is not None and cause.gain_ms < LEAST * step_ms
 
 
-def _with_gain(
-    cause: Cause,
-    causes: Sequence[Cause],
-    measured: TargetStages,
-    replayed: tuple[CapturedRun, list[CapturedStep]] | None,
-) -> Cause:
+def _with_gain(cause: Cause, causes: Sequence[Cause], measured: TargetStages, found: WhatIf) -> Cause:
     if cause.kind in _OF_STEP or (cause.kind, cause.group) == ("communication", "dp"):
         return replace(cause, gain_ms=cause.excess_ms)
-    if replayed is None:
+    if found.replayed is None:
         return replace(cause, gain_ms=_estimated(cause, measured))
-    run, steps = replayed
+    run, steps = found.replayed[0], found.replayed[1][-_MOST_STEPS:]
     if cause.kind == "slow_link":
         return replace(cause, gain_ms=_of_link(cause, measured, run, steps))
     if statistics.median(abs(step.replay_error) for step in steps) > _MOST_MISSED:
         return replace(cause, gain_ms=_estimated(cause, measured))
+    stages: set[int] = set()
     if cause.kind in _COMPUTING:
         # One of two slow stages gains nothing as long as the other holds the pipeline.
         alike = [c for c in causes if c.kind == cause.kind and c.stage is not None and c.basis == cause.basis]
         captured = {rank for stage in measured.stages for rank in stage.ranks}
-        outside = cause.kind == "slow_rank" and cause.basis.startswith("per step") and cause.rank not in captured
-        if outside:
-            return replace(cause, gain_ms=max(0.0, -_gained(run, steps, _computing([cause], measured, sign=-1.0))))
-        gain = max(0.0, _gained(run, steps, _computing(alike, measured)))
-        if len(stages := {c.stage for c in alike if c.stage is not None}) > 1:
-            told = f"{cause.evidence}; its cost is that of {stages_in_words(sorted(stages))} together"
-            return replace(cause, gain_ms=gain, evidence=told)
-        return replace(cause, gain_ms=gain)
-    if cause.kind == "uneven_microbatches":
-        return replace(cause, gain_ms=max(0.0, _gained(run, steps, _even(cause.stage))))
-    if cause.kind == "communication" and cause.group == "pp":
-        quick = replace(run, p2p_ms=0.0)
-        return replace(cause, gain_ms=max(0.0, _gained(run, steps, lambda times, kind, step: times, quick)))
-    if cause.kind == "communication":
-        return replace(cause, gain_ms=max(0.0, _gained(run, steps, _hidden(cause.group or "", measured))))
-    return cause
+        if cause.kind == "slow_rank" and cause.basis.startswith("per step") and cause.rank not in captured:
+            gain = -_gained(run, steps, _computing([cause], sign=-1.0))
+        else:
+            gain, stages = _gained(run, steps, _computing(alike)), {c.stage for c in alike if c.stage is not None}
+    elif cause.kind == "uneven_microbatches":
+        gain = _gained(run, steps, _even(cause.stage))
+    elif cause.kind != "communication":
+        return cause
+    elif cause.group == "pp":
+        gain = _gained(run, steps, lambda times, kind, step: times, replace(run, p2p_ms=0.0))
+    else:
+        gain = _gained(run, steps, _hidden(cause.group or "", measured))
+    told = replace(cause, gain_ms=max(0.0, gain))
+    return told if len(stages) < 2 else _of_all(told, stages_in_words(sorted(stages)))
 
 
 def _gained(
@@ -137,22 +111,24 @@ def _gained(
     return statistics.fmean(gains)
 
 
-def _computing(causes: Sequence[Cause], measured: TargetStages, sign: float = 1.0) -> _Change:
+def _less(rows: list[list[float]], lost: float, of: Sequence[Times], stage: int) -> list[list[float]]:
+    """The passes of a stage without their part of ``lost`` milliseconds, which all passes ``of`` it take together."""
+    total = sum(sum(map(sum, each[stage])) for each in of)
+    factor = max(0.0, 1.0 - lost / total) if total > 0 else 1.0
+    return [[ms * factor for ms in row] for row in rows]
+
+
+def _computing(causes: Sequence[Cause], sign: float = 1.0) -> _Change:
     """Stages without what they compute too long; ``sign`` -1: with it."""
 
     def change(times: Times, kind: str, step: CapturedStep) -> Times:
         changed = list(times)
         for cause in causes:
             own = _COMPUTING[cause.kind]
-            if cause.stage is None or own not in (None, kind):
-                continue
-            every = [step.forward_ms] if step.backward_ms is None else [step.forward_ms, step.backward_ms]
-            counted = every if own is None else [times]
-            total = sum(sum(map(sum, each[cause.stage])) for each in counted)
-            if not cause.basis.startswith("per step"):
-                total /= step.microbatches
-            factor = max(0.0, 1.0 - sign * cause.excess_ms / total) if total > 0 else 1.0
-            changed[cause.stage] = [[ms * factor for ms in row] for row in changed[cause.stage]]
+            if cause.stage is not None and own in (None, kind):
+                lost = sign * cause.excess_ms * (1 if cause.basis.startswith("per step") else step.microbatches)
+                of = step.passes if own is None else [times]
+                changed[cause.stage] = _less(changed[cause.stage], lost, of, cause.stage)
         return changed
 
     return change
@@ -172,16 +148,10 @@ def _even(stage: int | None) -> _Change:
 
 def _hidden(group: str, measured: TargetStages) -> _Change:
     """Passes without the exposed communication of a group."""
-    exposed = {s.pp: spread.mean for s in measured.stages if (spread := s.exposed_ms.get(group)) is not None}
+    exposed = {stage.pp: mean_of(stage.exposed_ms.get(group)) or 0.0 for stage in measured.stages}
 
     def change(times: Times, kind: str, step: CapturedStep) -> Times:
-        changed = []
-        for place, rows in enumerate(times):
-            every = [step.forward_ms] if step.backward_ms is None else [step.forward_ms, step.backward_ms]
-            total = sum(sum(map(sum, each[place])) for each in every)
-            factor = max(0.0, 1.0 - exposed.get(place, 0.0) / total) if total > 0 else 1.0
-            changed.append([[ms * factor for ms in row] for row in rows])
-        return changed
+        return [_less(rows, exposed.get(place, 0.0), step.passes, place) for place, rows in enumerate(times)]
 
     return change
 

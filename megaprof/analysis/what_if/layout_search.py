@@ -8,10 +8,8 @@ from itertools import combinations, pairwise
 from math import comb, inf, isfinite
 from typing import NamedTuple
 
-from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
+from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
 from megaprof.analysis.what_if.simulation import Simulation, simulate
-
-__all__ = ["Candidate", "Cost", "CostModel", "search"]
 
 _PHASES_PER_SEARCH = 12_000_000  # replayed phases; about 2 s of one core
 _FEWEST, _MOST = 100, 2000  # replays a search
@@ -27,7 +25,7 @@ class Cost(NamedTuple):
     backward_ms: float = 0.0
 
 
-_FREE = Cost(0.0)
+FREE = Cost(0.0)
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,11 @@ class CostModel:
 
     layer: Cost | tuple[Cost, ...]
     """One cost for all decoder layers, or one for each in the model's order (dense and MoE layers mixed)."""
-    embedding: Cost = _FREE
+    embedding: Cost = FREE
     """The embedding."""
-    loss: Cost = _FREE
+    loss: Cost = FREE
     """The output layer and the loss."""
-    mtp: Cost = _FREE
+    mtp: Cost = FREE
     """Each multi-token prediction layer."""
     p2p_ms: float = 0.0
     """Milliseconds of one transfer."""
@@ -69,18 +67,12 @@ class CostModel:
 class Candidate:
     """A layout and what its replay says."""
 
-    layout: str
-    """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
+    pieces: Layout
+    """The layers of each piece."""
     flags: tuple[str, ...]
     """Megatron's arguments for it."""
     step_ms: float
     """Milliseconds of the replayed step."""
-    layers: tuple[int, ...]
-    """Decoder layers of each stage."""
-    bubble_fraction: tuple[float, ...]
-    """Of each stage: the fraction of the step in which it computes nothing."""
-    pieces: Layout
-    """The layers of each piece."""
 
 
 class _Problem:
@@ -290,12 +282,11 @@ def _best(problem: _Problem, top: int) -> list[Candidate]:
         if step(counts) > limit:
             break
         pieces = problem.pieces(counts)
-        replay, flags = problem.replays[counts], to_flags(pieces, problem.pp)
-        stages = layers_per_stage(pieces, problem.pp)
+        flags = to_flags(pieces, problem.pp)
         candidates.append(
             (
                 (step(counts), "--pipeline-model-parallel-layout" in flags, len(flags), counts),
-                Candidate(format_layout(pieces), flags, replay.step_ms, stages, replay.bubble_fraction, pieces),
+                Candidate(pieces, flags, problem.replays[counts].step_ms),
             )
         )
     return [candidate for _, candidate in sorted(candidates, key=lambda pair: pair[0])[:top]]

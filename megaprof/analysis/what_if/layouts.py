@@ -18,17 +18,6 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 
-__all__ = [
-    "Layout",
-    "check_layout",
-    "default_layout",
-    "format_layout",
-    "layers_per_stage",
-    "options_of",
-    "parse_layout",
-    "to_flags",
-]
-
 Layout = tuple[str, ...]
 
 _KINDS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}

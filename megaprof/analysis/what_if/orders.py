@@ -13,17 +13,6 @@ from typing import NamedTuple, TypeVar
 
 from megaprof.analysis.trace.passes import PassId
 
-__all__ = [
-    "SCHEDULES",
-    "PipelineSchedule",
-    "SendReceive",
-    "arrange",
-    "backward_order",
-    "forward_order",
-    "phase_order",
-    "stage_program",
-]
-
 T = TypeVar("T")
 
 SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
@@ -61,9 +50,6 @@ class PipelineSchedule(NamedTuple):
     """Microbatches that pass one chunk before the next one's turn; only the interleaved schedule looks at it."""
     forward_only: bool = False
     """Whether there are no backwards."""
-    overlap_moe: bool = False
-    """Megatron's ``overlap_moe_expert_parallel_comm`` (combined 1F1B), which runs one more forward before the first
-    backward so that both are independent of each other."""
 
     @classmethod
     def checked(
@@ -75,7 +61,6 @@ class PipelineSchedule(NamedTuple):
         name: str | None = None,
         group_size: int | None = None,
         forward_only: bool = False,
-        overlap_moe: bool = False,
     ) -> PipelineSchedule:
         """The schedule that Megatron would run, or a refusal where Megatron refuses.
 
@@ -114,9 +99,7 @@ class PipelineSchedule(NamedTuple):
                     f"interleaved schedule wants a multiple of microbatch_group_size={group}, or at least {stages} "
                     "(the number of stages) in the last group"
                 )
-        if overlap_moe and name == "1f1b" and stages > 1 and not forward_only:
-            raise ValueError("overlap_moe_expert_parallel_comm with several stages needs the interleaved schedule")
-        return cls(name, stages, chunks, microbatches, group, forward_only, overlap_moe)
+        return cls(name, stages, chunks, microbatches, group, forward_only)
 
     def warmup(self, stage: int) -> int:
         """How many forwards ``stage`` runs before its first backward follows one (``get_pp_rank_microbatches``)."""
@@ -125,10 +108,8 @@ class PipelineSchedule(NamedTuple):
             return total
         behind = self.stages - stage - 1
         if self.name == "interleaved":
-            count = 2 * behind + (self.chunks - 1) * self.group_size + self.overlap_moe
-        else:
-            count = behind + self.overlap_moe
-        return min(count, total)
+            behind = 2 * behind + (self.chunks - 1) * self.group_size
+        return min(behind, total)
 
 
 @lru_cache(maxsize=16)

@@ -11,18 +11,16 @@ before the receiver has asked for it. With 2 stages Megatron only runs the inter
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from operator import itemgetter
 
+from megaprof.analysis.stages.between import column, transfers
 from megaprof.analysis.stages.consistency import comparable
-from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.analysis.what_if.layouts import Layout
 from megaprof.analysis.what_if.orders import PipelineSchedule, phase_order
 from megaprof.analysis.what_if.simulation import Simulation, simulate
 from megaprof.formats import ranges
-
-__all__ = ["CapturedRun", "CapturedStep", "Times", "Withheld", "captured_run", "in_flight_layers", "run_schedule"]
 
 Times = list[list[list[float]]]
 """Milliseconds as ``[stage][chunk][microbatch]``."""
@@ -116,6 +114,11 @@ class CapturedStep:
     def microbatches(self) -> int:
         return len(self.forward_ms[0][0])
 
+    @property
+    def passes(self) -> list[Times]:
+        """Forwards, and backwards where there are any."""
+        return [self.forward_ms] if self.backward_ms is None else [self.forward_ms, self.backward_ms]
+
 
 def run_schedule(calls: Sequence[Call], stages: int) -> CapturedRun:
     """What the calls' metadata say about the schedule. Raises Withheld when they do not, or when it is not known."""
@@ -146,16 +149,12 @@ def captured_run(calls: Sequence[Call], stages: int) -> tuple[CapturedRun, list[
         Withheld: no step can be.
     """
     run = run_schedule(calls, stages)
-    by_step: dict[tuple[int, int], list[Call]] = {}
-    for call in calls:
-        by_step.setdefault((call.step, call.index), []).append(call)
-    transfers: list[float] = []
+    by_step = grouped(calls, lambda call: call.key)
+    took: list[int] = []
     for step in by_step.values():
         clocks = comparable(step)
-        for pipeline in _pipelines(step, stages) if clocks.one_clock else ():
-            transfers += _transfers(pipeline, run, clocks.offset)
-    p2p_ms = statistics.median(transfers) if len(transfers) >= _FEWEST else 0.0
-    run = replace(run, p2p_ms=p2p_ms)
+        took += (ns for _, _, ns in transfers(step, clocks.offset)) if clocks.one_clock else ()
+    run = replace(run, p2p_ms=statistics.median(took) / 1e6 if len(took) >= _FEWEST else 0.0)
     captured, reason = [], Withheld("no step was captured")
     for (number, _), step in sorted(by_step.items()):
         try:
@@ -209,15 +208,11 @@ def _pipelines(step: Sequence[Call], stages: int) -> list[list[list[Call]]]:
     Ranks that differ in their stage alone form a pipeline. Where no such set was captured whole, all calls of a stage
     are taken together.
     """
-    by_place: dict[tuple[int, int, int, int], dict[int, Call]] = {}
-    by_stage: dict[int, list[Call]] = {}
-    for call in step:
-        c = call.metadata.coords
-        by_place.setdefault((c.tp, c.cp, c.ep, c.dp), {})[c.pp] = call
-        by_stage.setdefault(c.pp, []).append(call)
-    whole = [[[own[stage]] for stage in range(stages)] for _, own in sorted(by_place.items()) if len(own) == stages]
+    columns = [sorted(own, key=lambda call: call.stage) for _, own in sorted(grouped(step, column).items())]
+    whole = [[[call] for call in own] for own in columns if [call.stage for call in own] == list(range(stages))]
     if whole:
         return whole
+    by_stage = grouped(step, lambda call: call.stage)
     if len(by_stage) < stages:
         raise Withheld("a stage was not captured")
     return [[by_stage[stage] for stage in range(stages)]]
@@ -226,7 +221,7 @@ def _pipelines(step: Sequence[Call], stages: int) -> list[list[list[Call]]]:
 def _check_order(step: Sequence[Call], run: CapturedRun) -> None:
     """Raises Withheld where the passes of a stage did not begin in the order of Megatron's schedule."""
     for call in step:
-        stage, ran = call.metadata.coords.pp, sorted(call.phases, key=lambda phase: phase.start)
+        stage, ran = call.stage, sorted(call.phases, key=lambda phase: phase.start)
         order = phase_order(run.checked(call.metadata.microbatches or 0), stage)
         for phase, due in zip(ran, order, strict=False):
             if (phase.kind, phase.chunk, phase.microbatch) != due and None not in (phase.chunk, phase.microbatch):
@@ -274,10 +269,10 @@ def _measured(number: int, step: list[Call], run: CapturedRun) -> tuple[float, f
             raise Withheld(
                 "the hosts' clocks are not aligned, and a forward-only pass begins and ends on different stages"
             )
-        step = [call for call in step if call.metadata.coords.pp == 0][:1]
+        step = [call for call in step if call.stage == 0][:1]
     passes, extents = [], []
     for call in step:
-        offset = clocks.offset.get(call.metadata.coords.rank, 0)
+        offset = clocks.offset.get(call.rank, 0)
         passes += [(phase.start + offset, phase.end + offset) for phase in call.phases]
         extents.append(tuple(ns + offset for ns in call.extent))
     pipeline = max(end for _, end in passes) - min(start for start, _ in passes)
@@ -317,10 +312,8 @@ def _as_peers(step: list[Call], kind: str, stages: int) -> Times | None:
     That is the lower median of their computation (of two the quicker one's), with the least exposed communication of
     them: the others' holds the waiting for the slowest.
     """
-    by_stage: list[list[Call]] = [[] for _ in range(stages)]
-    for call in step:
-        by_stage[call.metadata.coords.pp].append(call)
-    if all(len(ranks) < 2 for ranks in by_stage):
+    by_stage = grouped(step, lambda call: call.stage)
+    if all(len(ranks) < 2 for ranks in by_stage.values()):
         return None
 
     def common(times: tuple[_Pass, ...]) -> float:
@@ -329,32 +322,7 @@ def _as_peers(step: list[Call], kind: str, stages: int) -> Times | None:
     return [
         [
             [common(same) for same in zip(*rows, strict=True)]
-            for rows in zip(*(_passes(c, kind) for c in own), strict=True)
+            for rows in zip(*(_passes(call, kind) for call in by_stage[stage]), strict=True)
         ]
-        for own in by_stage
+        for stage in range(stages)
     ]
-
-
-def _transfers(pipeline: list[list[Call]], run: CapturedRun, offset: dict[int, int]) -> Iterator[float]:
-    """How long each input was under way for which a stage was already waiting, in milliseconds.
-
-    Only the first rank of a stage is looked at. ``offset``: nanoseconds to add to a rank's times.
-    """
-    passes = []
-    ends = {}
-    for stage, ranks in enumerate(pipeline):
-        call = ranks[0]
-        by = offset.get(call.metadata.coords.rank, 0)
-        passes.append(sorted(((phase.start + by, phase.end + by, phase) for phase in call.phases), key=itemgetter(0)))
-        ends.update({(stage, phase.kind, phase.chunk, phase.microbatch): end for _, end, phase in passes[-1]})
-    for stage, own in enumerate(passes):
-        free = None
-        for start, end, phase in own:
-            towards = -1 if phase.kind == ranges.FORWARD else 1
-            source, chunk = stage + towards, phase.chunk or 0
-            if not 0 <= source < run.stages:
-                source, chunk = source % run.stages, chunk + towards
-            produced = ends.get((source, phase.kind, chunk, phase.microbatch))
-            if source != stage and produced is not None and (free is None or free <= produced) and produced <= start:
-                yield (start - produced) / 1e6
-            free = end

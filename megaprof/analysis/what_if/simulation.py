@@ -13,7 +13,6 @@ Two models of communication:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -30,8 +29,6 @@ from megaprof.analysis.what_if.orders import (
     phase_order,
     stage_program,
 )
-
-__all__ = ["Simulation", "Times", "simulate"]
 
 Times = Sequence[Sequence[Any]]
 """[stage][chunk], each entry a number of milliseconds or one number for each microbatch."""
@@ -172,10 +169,10 @@ def _buffered_plan(schedule: PipelineSchedule) -> _Plan:
     inputs = [slots.inputs(stage) for stage in range(stages)]
     plan = _Plan([], [], [], [[] for _ in range(stages)])
     last, position = [_START] * stages, [0] * stages
-    waiting = _Waiting(stages)
+    waiting = list(range(stages))
     while waiting:
         # Run one stage as far as the inputs known so far allow; its results may let both neighbours go on.
-        stage = waiting.pop()
+        stage = waiting.pop(0)
         order, needs, own, previous = orders[stage], inputs[stage], plan.phases[stage], last[stage]
         begun = index = position[stage]
         while index < len(order):
@@ -188,7 +185,7 @@ def _buffered_plan(schedule: PipelineSchedule) -> _Plan:
             index += 1
         if index > begun:
             last[stage], position[stage] = previous, index
-            waiting.push_neighbours(stage)
+            _await_neighbours(waiting, stage, stages)
     plan.check_complete(schedule, slots.each)
     return plan
 
@@ -197,7 +194,7 @@ def _buffered_plan(schedule: PipelineSchedule) -> _Plan:
 def _rendezvous_plan(schedule: PipelineSchedule) -> _Plan:
     rendezvous = _Rendezvous(schedule)
     while rendezvous.waiting:
-        rendezvous.run(rendezvous.waiting.pop())
+        rendezvous.run(rendezvous.waiting.pop(0))
     rendezvous.plan.check_complete(schedule, rendezvous.slots.each)
     return rendezvous.plan
 
@@ -209,7 +206,7 @@ class _Rendezvous:
         self.slots = _Slots(schedule)
         self.programs = [stage_program(schedule, stage) for stage in range(schedule.stages)]
         self.plan = _Plan([], [], [], [[] for _ in self.programs])
-        self.waiting = _Waiting(schedule.stages)
+        self.waiting = list(range(schedule.stages))
         self.last, self.position = [_START] * schedule.stages, [0] * schedule.stages
         # The node after which each end of each transfer was posted, -1 until then; the receiver's end is 2 * slot of
         # the pass that needs it, the sender's the one after.
@@ -233,7 +230,7 @@ class _Rendezvous:
         if self.posts[ends[0]] < 0:
             for end in ends:
                 self.posts[end] = self.last[stage]
-            self.waiting.push_neighbours(stage)
+            _await_neighbours(self.waiting, stage, len(self.programs))
         others = [self.posts[end ^ 1] for end in ends]
         if min(others) < 0:
             return False
@@ -242,6 +239,13 @@ class _Rendezvous:
             self.last[stage] = self.plan.add(self.last[stage], other, no_time)
         self.last[stage] = self.plan.add(self.last[stage], others[-1], transfer_time)
         return True
+
+
+def _await_neighbours(waiting: list[int], stage: int, stages: int) -> None:
+    """The stages beside one may be able to go on; each waits for its turn once."""
+    for each in ((stage + 1) % stages, (stage - 1) % stages):
+        if each != stage and each not in waiting:
+            waiting.append(each)
 
 
 class _Slots:
@@ -300,29 +304,6 @@ class _Slots:
         if send_prev is not None:
             ends.append(2 * self.of(send_prev, (stage - 1) % stages) + 1)
         return ends
-
-
-class _Waiting:
-    """The stages that may be able to go on, each at most once."""
-
-    def __init__(self, stages: int) -> None:
-        self.stages = stages
-        self.queue = deque(range(stages))
-        self.queued = [True] * stages
-
-    def __bool__(self) -> bool:
-        return bool(self.queue)
-
-    def pop(self) -> int:
-        stage = self.queue.popleft()
-        self.queued[stage] = False
-        return stage
-
-    def push_neighbours(self, stage: int) -> None:
-        for neighbour in ((stage + 1) % self.stages, (stage - 1) % self.stages):
-            if not self.queued[neighbour] and neighbour != stage:
-                self.queued[neighbour] = True
-                self.queue.append(neighbour)
 
 
 def _shape(label: str, times: Times) -> tuple[int, int]:

@@ -21,10 +21,10 @@ from typing import Any
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.causes import slow_ranks
 from megaprof.analysis.stages.consistency import Findings, examine
-from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import LONGEST, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
-from megaprof.analysis.trace.calls import Call, ModuleKey
+from megaprof.analysis.trace.calls import Call, ModuleKey, grouped
 from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import (
@@ -40,11 +40,9 @@ from megaprof.analysis.what_if.cost_model import ChunkCost, CostFit, NoCostModel
 from megaprof.analysis.what_if.layout_search import Cost
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
 from megaprof.analysis.what_if.memory import measured as measured_memory
-from megaprof.analysis.what_if.replay import CapturedRun, Withheld, captured_run, in_flight_layers
+from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Withheld, captured_run, in_flight_layers
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
-
-__all__ = ["MOST_ERROR", "TOO_NOISY", "Prediction", "SlowPipeline", "WhatIf", "layout_of", "what_if"]
 
 #: Above this replay error, as a fraction of the measured pipeline, nothing is predicted.
 MOST_ERROR = 0.10
@@ -99,21 +97,19 @@ class WhatIf:
     """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
+    replayed: tuple[CapturedRun, list[CapturedStep]] | None = field(default=None, compare=False, repr=False)
+    """The run and the steps that were replayed; not in the JSON."""
     by_hand: ByHand | None = field(default=None, compare=False, repr=False)
     """What answers for changes that a person chooses; None where ``warnings`` say why, and not in the JSON."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. ``replay_error`` is the mean; flags are one string, quoted for a shell."""
         costs = self.costs
+        same = ("replay_ms", "measured_ms", "outside_ms", "rendezvous", "p2p_ms", "layout", "advice")
         return {
-            "replay_ms": self.replay_ms,
-            "replay_error": self.replay_error.mean if self.replay_error else None,
+            **{name: getattr(self, name) for name in same},
+            "replay_error": mean_of(self.replay_error),
             "replay_error_spread": asdict(self.replay_error) if self.replay_error else None,
-            "measured_ms": self.measured_ms,
-            "outside_ms": self.outside_ms,
-            "rendezvous": self.rendezvous,
-            "p2p_ms": self.p2p_ms,
-            "layout": self.layout,
             "costs": None
             if costs is None
             else {
@@ -124,7 +120,6 @@ class WhatIf:
             },
             "candidates": [_plain(candidate) for candidate in self.candidates],
             "best": _plain(self.best) if self.best else None,
-            "advice": self.advice,
             "warnings": list(self.warnings),
         }
 
@@ -154,7 +149,7 @@ def what_if(
     own = [call for call in calls if _belongs(call, measured)]
     slow = [cause.rank for cause in slow_ranks(measured.stages) if cause.rank is not None]
     try:
-        run, steps = captured_run(examine(own, measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
+        run, steps = _replayed(own, measured)
     except Withheld as reason:
         return WhatIf(warnings=(f"not replayed: {reason}",))
     error = Spread.of([step.replay_error for step in steps])
@@ -168,6 +163,7 @@ def what_if(
         outside_ms=outside,
         rendezvous=run.rendezvous,
         p2p_ms=run.p2p_ms,
+        replayed=(run, steps),
     )
     if run.stages == 1:
         return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",))
@@ -188,10 +184,7 @@ def what_if(
     if slow:
         stages = {stage.pp for stage in measured.stages if set(slow) & set(stage.ranks)}
         return _fixed(replayed, without_straggler(baseline, slow, stages), slow, len(steps))
-    by_stage: dict[int, list[Call]] = {}
-    for call in own:
-        by_stage.setdefault(call.metadata.coords.pp, []).append(call)
-    found = _agreeing(_predict(replayed, baseline, by_stage), verdict, len(steps))
+    found = _agreeing(_predict(replayed, baseline, grouped(own, lambda call: call.stage)), verdict, len(steps))
     told = [] if run.refit is None else [run.refit]
     if measured.step_time_basis == LONGEST:
         told.append(f"no exchange takes time in the replay: {_NO_CLOCK}")
@@ -226,12 +219,15 @@ def _belongs(call: Call, measured: TargetStages) -> bool:
     return whose == (measured.target, measured.role, measured.sizes) and call.step in measured.steps
 
 
+def _replayed(calls: Sequence[Call], measured: TargetStages) -> tuple[CapturedRun, list[CapturedStep]]:
+    """Raises Withheld."""
+    return captured_run(examine(list(calls), measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
+
+
 def _mended(replayed: WhatIf, slow: SlowPipeline, measured: TargetStages, least_ms: float) -> WhatIf:
     """The run without its slow rank, from the pipeline of that rank. ``least_ms``: what another pipeline takes."""
     try:
-        run, steps = captured_run(
-            examine(list(slow.calls), measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp
-        )
+        run, steps = _replayed(slow.calls, measured)
     except Withheld:
         return _fixed(replayed, None, slow.ranks, 0)
     baseline = Baseline(run, steps, replayed.measured_ms or 0.0)
@@ -255,7 +251,7 @@ def _fixed(replayed: WhatIf, fixed: Prediction | None, ranks: Sequence[int], ste
         return replace(replayed, candidates=(fixed,), advice=advice)
     advice = (
         f"fix {which}: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
-        f"{_ms(replayed.measured_ms or 0.0)} ms ({_times(fixed)}); {waits}"
+        f"{words.number(replayed.measured_ms)} ms ({_times(fixed)}); {waits}"
     )
     return replace(replayed, candidates=(fixed,), best=fixed, advice=advice, mended=tuple(sorted(ranks)))
 
@@ -270,7 +266,8 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
         warning = f"no other layout is predicted: {reason}"
         return replace(replayed, candidates=tuple(others), advice=_disturbed(baseline), warnings=(warning,))
     memory = measured_memory(calls, pieces, in_flight_layers(pieces, baseline.run.checked(baseline.microbatches)))
-    compared = layouts(baseline, pieces, fits, memory)
+    known = ByHand(baseline, pieces, fits, memory)
+    compared = layouts(known)
     shorter = [each for each in compared if each.speedup > 1.0]
     best = None if _disturbed(baseline) else _best(shorter)
     shared = _shared_cores(calls)
@@ -279,8 +276,8 @@ def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]])
         warnings=() if shared is None else (shared,),
         layout=format_layout(pieces),
         costs=fits.best,
-        candidates=(*shorter, *others, *chunk_counts(baseline, pieces, fits, memory)),
-        by_hand=ByHand(baseline, pieces, fits, memory),
+        candidates=(*shorter, *others, *chunk_counts(known)),
+        by_hand=known,
         best=best,
         advice=_disturbed(baseline) or _advice(compared, best, baseline),
     )
@@ -293,17 +290,9 @@ def _fits(baseline: Baseline, calls: dict[int, list[Call]]) -> Fits:
     best = fit_costs(chunks, error)
     drawn = []
     for sample in baseline.samples:
-        # A draw that no model explains says nothing about layers.
-        with suppress(NoCostModel):
-            drawn.append(
-                (
-                    sample,
-                    fit_costs(
-                        [_drawn(chunk, place, sample.typical, baseline.run) for place, chunk in enumerate(chunks)],
-                        error,
-                    ),
-                )
-            )
+        costs = [_drawn(chunk, place, sample.typical, baseline.run) for place, chunk in enumerate(chunks)]
+        with suppress(NoCostModel):  # a draw that no model explains says nothing about layers
+            drawn.append((sample, fit_costs(costs, error)))
     if not drawn:
         raise NoCostModel("the times of single passes differ too much to tell what a layer costs")
     return Fits(best, tuple(drawn), 0.0 if _shared_cores(calls) is None else _SHARED_CORES)
@@ -338,19 +327,23 @@ def _drawn(chunk: ChunkCost, place: int, typical: Typical, run: CapturedRun) -> 
     )
 
 
+def _held(run: CapturedRun, calls: dict[int, list[Call]]) -> list[tuple[int, int, ModelChunk]]:
+    """Stage, chunk, and what that holds, in the order of the pieces."""
+    every = [(stage, chunk) for chunk in range(run.chunks) for stage in range(run.stages)]
+    return [(stage, chunk, calls[stage][0].metadata.chunks[chunk]) for stage, chunk in every]
+
+
 def _pieces(run: CapturedRun, calls: dict[int, list[Call]]) -> Layout:
     """The captured layout. Raises Withheld where the traces do not say what a chunk holds, or say what cannot be."""
     pieces = []
-    for chunk in range(run.chunks):
-        for stage in range(run.stages):
-            own = calls[stage][0].metadata.chunks[chunk]
-            if own.layers is None or own.embedding is None or own.loss is None:
-                raise Withheld(f"the traces of stage {stage} do not say what it holds")
-            if own.layers > _MOST_LAYERS or (own.mtp or 0) > _MOST_LAYERS:
-                raise Withheld(f"the traces say that stage {stage} holds {own.layers} layers")
-            if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
-                raise Withheld(f"the traces of stage {stage} contradict themselves about its layers")
-            pieces.append(_piece(own))
+    for stage, _, own in _held(run, calls):
+        if own.layers is None or own.embedding is None or own.loss is None:
+            raise Withheld(f"the traces of stage {stage} do not say what it holds")
+        if own.layers > _MOST_LAYERS or (own.mtp or 0) > _MOST_LAYERS:
+            raise Withheld(f"the traces say that stage {stage} holds {own.layers} layers")
+        if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
+            raise Withheld(f"the traces of stage {stage} contradict themselves about its layers")
+        pieces.append(_piece(own))
     flat = "".join(pieces)
     try:
         check_layout(pieces, run.stages, flat.count("t"), flat.count("m"))
@@ -363,25 +356,22 @@ def _chunk_costs(baseline: Baseline, calls: dict[int, list[Call]]) -> list[Chunk
     """What every chunk holds and takes, in the order of the pieces."""
     run, (forward, backward) = baseline.run, baseline.typical
     costs = []
-    for chunk in range(run.chunks):
-        for stage in range(run.stages):
-            own = calls[stage][0].metadata.chunks[chunk]
-            count, mtp = own.layers or 0, own.mtp or 0
-            numbers = own.layer_numbers if own.layer_numbers is not None else (None,) * count
-            each = _module_costs(calls[stage], ranges.LAYER, numbers, run.forward_only)
-            of_mtp = _module_costs(calls[stage], ranges.MTP_LAYER, range(1, mtp + 1), run.forward_only)
-            costs.append(
-                ChunkCost(
-                    stage=stage,
-                    kinds=own.kinds if own.kinds is not None else ("layer",) * count,
-                    cost=Cost(forward[stage][chunk], backward[stage][chunk]),
-                    embedding=bool(own.embedding),
-                    mtp=mtp,
-                    loss=bool(own.loss),
-                    layers=each,
-                    mtp_layers=Cost(sum(c[0] for c in of_mtp), sum(c[1] for c in of_mtp)) if of_mtp else None,
-                )
+    for stage, chunk, own in _held(run, calls):
+        count, mtp = own.layers or 0, own.mtp or 0
+        numbers = own.layer_numbers if own.layer_numbers is not None else (None,) * count
+        of_mtp = _module_costs(calls[stage], ranges.MTP_LAYER, range(1, mtp + 1), run.forward_only)
+        costs.append(
+            ChunkCost(
+                stage=stage,
+                kinds=own.kinds if own.kinds is not None else ("layer",) * count,
+                cost=Cost(forward[stage][chunk], backward[stage][chunk]),
+                embedding=bool(own.embedding),
+                mtp=mtp,
+                loss=bool(own.loss),
+                layers=_module_costs(calls[stage], ranges.LAYER, numbers, run.forward_only),
+                mtp_layers=Cost(*map(sum, zip(*of_mtp, strict=True))) if of_mtp else None,
             )
+        )
     return costs
 
 
@@ -407,15 +397,8 @@ def _best(shorter: Sequence[Prediction]) -> Prediction | None:
     gaining = [each for each in shorter if each.speedup - 1.0 > each.speedup_uncertainty and each.fits is not False]
     if not gaining:
         return None
-    quickest = gaining[0]
-    return next(
-        (
-            each
-            for each in gaining
-            if each.memory is None and each.step_ms - quickest.step_ms <= quickest.uncertainty_ms
-        ),
-        quickest,
-    )
+    most = gaining[0].step_ms + gaining[0].uncertainty_ms
+    return next((each for each in gaining if each.memory is None and each.step_ms <= most), gaining[0])
 
 
 def _disturbed(baseline: Baseline) -> str | None:
@@ -439,7 +422,7 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
     if best is not None:
         return (
             f"{best.what}: {_times(best)}, {words.with_error(best.step_ms, best.uncertainty_ms)} ms a step instead of "
-            f"{_ms(baseline.measured_ms)} ms"
+            f"{words.number(baseline.measured_ms)} ms"
         )
     if not compared:
         return "no other layout of these layers exists with as many stages and chunks"
@@ -447,14 +430,10 @@ def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: B
     if first.fits is False and first.speedup - 1.0 > first.speedup_uncertainty:
         return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
     if first.noise > TOO_NOISY:
-        why = (
-            _stalled(baseline.stalls[0])
-            if baseline.stalls and baseline.stalls[0].factor >= _DISTURBED
-            else "passes vary"
-        )
-        steps = len(baseline.steps)
+        disturbed = bool(baseline.stalls) and baseline.stalls[0].factor >= _DISTURBED
+        why = _stalled(baseline.stalls[0]) if disturbed else "passes vary"
         uncertain = f"what another layout gains is uncertain by {words.percent(first.noise)}"
-        return f"too noisy to advise: {why}, and {uncertain}; {_more_steps(steps)}"
+        return f"too noisy to advise: {why}, and {uncertain}; {_more_steps(len(baseline.steps))}"
     if first.speedup - 1.0 >= _GAIN:
         return f"no other layout is better by more than the uncertainty: {first.what} might be {_times(first)}"
     return f"with as many model chunks no other split of the layers is better: {first.what} would be {_times(first)}"
@@ -469,7 +448,3 @@ def _plain(prediction: Prediction) -> dict[str, Any]:
     values = asdict(prediction)
     del values["fits"]
     return {**values, "step_time_ms": prediction.step_ms, "flags": shlex.join(prediction.flags)}
-
-
-def _ms(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -176,34 +176,21 @@ def test_tables_and_warmup_counts_are_megatron_cores():
         only = schedule._replace(forward_only=True)
         assert [(phase.microbatch, phase.chunk) for phase in phase_order(only, 0)] == table
         for stage in range(schedule.stages):
-            for overlap_moe in (False, True):
-                communicator = SimpleNamespace(
-                    pp_group=SimpleNamespace(size=lambda p=schedule.stages: p, rank=lambda s=stage: s),
-                    virtual_pipeline_model_parallel_size=schedule.chunks,
-                )
-                _, _, warmup, _ = schedules.get_pp_rank_microbatches(
-                    schedule.microbatches,
-                    schedule.chunks,
-                    schedule.group_size,
-                    forward_only=schedule.forward_only,
-                    overlap_moe_expert_parallel_comm=overlap_moe,
-                    p2p_communicator=communicator,
-                )
-                assert schedule._replace(overlap_moe=overlap_moe).warmup(stage) == warmup
-                seen += 1
-    assert seen > 1000
-
-
-def test_combined_1f1b_without_pipelining_runs_one_forward_ahead():
-    order = phase_order(PipelineSchedule.checked(1, 1, 3, overlap_moe=True), 0)
-    assert [(phase.kind[0], phase.microbatch) for phase in order] == [
-        ("f", 0),
-        ("f", 1),
-        ("b", 0),
-        ("f", 2),
-        ("b", 1),
-        ("b", 2),
-    ]
+            communicator = SimpleNamespace(
+                pp_group=SimpleNamespace(size=lambda p=schedule.stages: p, rank=lambda s=stage: s),
+                virtual_pipeline_model_parallel_size=schedule.chunks,
+            )
+            _, _, warmup, _ = schedules.get_pp_rank_microbatches(
+                schedule.microbatches,
+                schedule.chunks,
+                schedule.group_size,
+                forward_only=schedule.forward_only,
+                overlap_moe_expert_parallel_comm=False,
+                p2p_communicator=communicator,
+            )
+            assert schedule.warmup(stage) == warmup
+            seen += 1
+    assert seen > 500
 
 
 def test_every_phase_runs_once_and_every_transfer_has_both_ends():
@@ -241,7 +228,6 @@ def test_every_phase_runs_once_and_every_transfer_has_both_ends():
         ({"chunks": 2, "microbatches": 3}, ["microbatch_group_size=4", "3"]),
         ({"chunks": 2, "group_size": 3}, ["microbatch_group_size=3", "4"]),
         ({"chunks": 2, "group_size": 0}, ["microbatch_group_size", "0"]),
-        ({"overlap_moe": True}, ["overlap_moe", "interleaved"]),
     ],
 )
 def test_what_megatron_refuses_is_refused_with_the_value(arguments, words):

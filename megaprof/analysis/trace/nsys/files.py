@@ -16,8 +16,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megaprof.analysis.trace.calls import FORWARD_ONLY, grouped
 from megaprof.analysis.trace.decoding import Undecodable
-from megaprof.analysis.trace.gpu import Activities
+from megaprof.analysis.trace.gpu import LONGEST, Activities
 from megaprof.analysis.trace.intervals import Intervals, intervals
 from megaprof.analysis.trace.nsys.export import exported
 from megaprof.analysis.trace.nsys.gpu import (
@@ -26,13 +27,12 @@ from megaprof.analysis.trace.nsys.gpu import (
     COLUMNS_OF_LAUNCH,
     COPIES,
     LAUNCHES,
-    LONGEST,
     PROCESS,
     ProcessGpu,
     is_time,
 )
 from megaprof.analysis.trace.tables import Tables, opened
-from megaprof.analysis.trace.traces import Part, Trace, TracedRange, UnreadableTrace
+from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
 from megaprof.formats import ranges
 from megaprof.formats.checks import counted
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
@@ -49,7 +49,6 @@ _OURS = f"{ranges.PREFIX}*"
 _NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
 #: A capture range was opened for a window that begins this soon after the recording did.
 _OPENED_NS = 500_000_000
-_FORWARD_ONLY = ("train_log_probs", "evaluate")
 _STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
 
@@ -85,13 +84,8 @@ def find_nsys(source: Path) -> list[NsysFile]:
 def read_nsys(file: NsysFile) -> list[Trace]:
     """Every window of ours in a file, in order of process and time. Raises UnreadableTrace, whatever the file holds."""
     path = file.path
-    try:
-        with opened(exported(path)) as tables:
-            return _Reader(replace(file, path=exported(path)), tables).traces()
-    except Undecodable as fault:
-        raise UnreadableTrace(path, str(fault)) from None
-    except OSError as fault:
-        raise UnreadableTrace(path, f"it cannot be read: {fault.strerror or fault}") from None
+    with refusing(path), opened(exported(path)) as tables:
+        return _Reader(replace(file, path=exported(path)), tables).traces()
 
 
 @dataclass(frozen=True)
@@ -208,9 +202,7 @@ class _Reader:
         self._said: list[str] = []
 
     def traces(self) -> list[Trace]:
-        by_process: dict[int, list[_Row]] = {}
-        for row in self.rows():
-            by_process.setdefault(row.pid, []).append(row)
+        by_process = grouped(self.rows(), attrgetter("pid"))
         found = [
             trace for pid, rows in sorted(by_process.items()) for trace in self._of_process(rows, len(by_process) == 1)
         ]
@@ -343,7 +335,7 @@ class _Reader:
         """What the ranges alone say; None where they have no coordinates."""
         place = {axis: top.name.fields.get(axis) for axis in AXES}
         inside = _within(rows, top.start, top.end)
-        passes = [r.name for r in inside if r.name.label in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)]
+        passes = [r.name for r in inside if r.name.label in ranges.PASSES]
         chunks = 1 + max((name.fields.get("chunk") or 0 for name in passes), default=0)
         known = {axis: number for axis, number in place.items() if number is not None and number < MOST}
         if len(known) < len(AXES) or chunks > MOST:
@@ -362,7 +354,7 @@ class _Reader:
             coords=RankCoords(rank=rank, sizes=sizes, **known),
             steps=(step, step),
             schedule="no_pipelining" if sizes.pp == 1 else "interleaved" if chunks > 1 else "1f1b",
-            forward_only=top.name.label in _FORWARD_ONLY,
+            forward_only=top.name.label in FORWARD_ONLY,
             microbatches=None if count is None or count > MOST else count,
             chunks=tuple(_chunk(chunk, inside) for chunk in range(chunks)) if chunks <= 64 else (),
             host=self._host,

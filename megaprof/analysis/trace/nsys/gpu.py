@@ -11,14 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.trace.attribution import owners
-from megaprof.analysis.trace.gpu import BY_GROUP, OTHER, PP, USES, Activities, ByName, arranged
+from megaprof.analysis.trace.gpu import BY_GROUP, LONGEST, OTHER, PP, USES, Activities, ByName, arranged
 from megaprof.analysis.trace.tables import Tables
 from megaprof.analysis.trace.traces import TracedRange
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 
-#: Times beyond these, in nanoseconds, are no times.
-LONGEST = 1 << 61
 #: The bits of a process, in the ids of processes and threads, above those of a thread.
 PROCESS = 0xFFFFFF
 #: Tables of the file, and the columns that are read of them.
@@ -55,39 +53,28 @@ class ProcessGpu:
         kernels = [_table(tables, table, pid, named=True) for table in ACTIVITIES]
         copies = [_table(tables, table, pid, named=False) for table in COPIES]
         rows = np.concatenate(kernels + copies)
-        count = sum(map(len, kernels))
-        by_name, names = ByName(), _names(tables, np.unique(rows[:count, 3]))
-        use = np.zeros(len(rows), dtype=np.int8)
-        nccl = {number: by_name[name] == BY_GROUP for number, name in names.items()}
-        known = {number: OTHER if nccl[number] else by_name[name] for number, name in names.items()}
-        use[:count] = [known.get(number, 0) for number in rows[:count, 3].tolist()]
-        unnamed = np.zeros(len(rows), dtype=np.bool_)
-        unnamed[:count] = [nccl.get(number, False) for number in rows[:count, 3].tolist()]
-        send = np.zeros(len(rows), dtype=np.bool_)
-        sending = {number for number, name in names.items() if nccl[number] and "SendRecv" in name}
-        send[:count] = [number in sending for number in rows[:count, 3].tolist()]
+        kernel = np.arange(len(rows)) < sum(map(len, kernels))
+        numbers, which = np.unique(rows[:, 3], return_inverse=True)
+        by_name, known = ByName(), _names(tables, numbers)
+        names = [known.get(number, "") for number in numbers.tolist()]
+        uses = np.array([by_name[name] for name in names], dtype=np.int8)
+        nccl = uses == BY_GROUP
+        send = nccl & np.array(["SendRecv" in name for name in names], dtype=np.bool_)
+        use = np.where(nccl, np.int8(OTHER), uses)[which]
         launches = np.zeros((0, 3), dtype=np.int64)
         if len(rows) and tables.has(LAUNCHES, *COLUMNS_OF_LAUNCH):
             query = f"SELECT start, correlationId, 0 FROM {LAUNCHES} WHERE (globalTid >> 24) & {PROCESS} = ?"
             launches = _array(tables.rows(query, (pid,)), 3)
-        order = np.argsort(rows[:, 0], kind="stable")
-        kernel = np.arange(len(rows)) < count
         found = arranged(base + rows[:, :2], use, kernel, rows[:, 2], launches[:, 1], base + launches[:, 0])
-        called = [names.get(number, "") for number in rows[:count, 3].tolist()] + [""] * (len(rows) - count)
-        return cls(found, unnamed[order], send[order], tuple(called[place] for place in order.tolist()))
+        which = which[np.argsort(rows[:, 0], kind="stable")]
+        return cls(found, nccl[which], send[which], tuple(names[number] for number in which.tolist()))
 
     def between(self, begin: int, end: int, metadata: Metadata, inside: Sequence[TracedRange]) -> Activities | None:
         """What was launched from ``begin`` to ``end``, with its use; None where no kernel was."""
         rows = (self.all.launched >= begin) & (self.all.launched < end)
         if not (rows & self.all.kernel).any():
             return None
-        found = Activities(
-            self.all.spans[rows],
-            self.all.launched[rows],
-            self.all.known[rows],
-            self.all.use[rows],
-            self.all.kernel[rows],
-        )
+        found = Activities(*(column[rows] for column in vars(self.all).values()))
         use = _by_elimination(found, self._unnamed[rows], self._send[rows], metadata, inside)
         return replace(found, use=use)
 
@@ -106,7 +93,7 @@ def _by_elimination(
     """
     use = gpu.use.copy()
     exchanges = [r for r in inside if r.name.is_p2p]
-    passes = [r for r in inside if r.name.label in (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED)]
+    passes = [r for r in inside if r.name.label in ranges.PASSES]
     in_exchange = owners(gpu.launched, exchanges) >= 0
     in_pass = owners(gpu.launched, passes) >= 0
     use[unnamed & in_exchange] = PP
