@@ -39,10 +39,7 @@ from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
 from megaprof.parallel.chunks import innermost
-from megaprof.parallel.topology import (
-    RankCoords,
-    WorldLayout,
-)
+from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Recorder, Window, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.background import Background

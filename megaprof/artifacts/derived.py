@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,18 +30,6 @@ DEVICE_STACKS_SUFFIX = ".cuda.stacks.txt.gz"
 _QUEUE = 8
 #: -I -S: neither the user's PYTHON* variables nor site-packages decide how long an interpreter takes to start.
 _CHILD = "import sys; sys.path.insert(0, sys.argv[1]); from megaprof.artifacts.derived import main; main(sys.argv[2])"
-
-
-@dataclass(frozen=True)
-class _Derivation:
-    """What is to be made from one trace."""
-
-    trace: IO[bytes]
-    """The raw trace, opened for reading."""
-    files: Mapping[str, Path]
-    """By suffix: the final path of each file that is to be made."""
-    identity: Mapping[str, Any]
-    """Plain data for inside the kernel summary: which window it is of."""
 
 
 class DerivedFiles:
@@ -69,14 +56,14 @@ class DerivedFiles:
                 logger.warning("megaprof: the writer is behind by %d windows; no %s", _QUEUE, names)
                 return None
             try:
-                task = _Derivation(open(raw, "rb"), files, identity)  # noqa: SIM115 - closed when it is done
+                trace = open(raw, "rb")  # noqa: SIM115 - closed when it is done
             except OSError as fault:
                 if from_host(fault):
                     raise
                 logger.error("megaprof: no %s: there is no trace to make it from: %s", names, fault)
                 return None
             self._pending += 1
-        return lambda: self._do(task)
+        return lambda: self._do(trace, files, identity)
 
     def kernel_summary(self, timeout: float, role: str | None = None) -> dict[str, Any] | None:
         """The summary of the last window, or of the last one of ``role``. None: there is none, it is not ready within
@@ -89,28 +76,28 @@ class DerivedFiles:
         loaded: dict[str, Any] = json.loads(summary)
         return loaded
 
-    def _do(self, task: _Derivation) -> None:
+    def _do(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> None:
         summary = None
         try:
-            with task.trace:
-                summary = self._derive(task)
+            with trace:
+                summary = self._derive(trace, files, identity)
         except Exception as fault:
-            logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, task.files.values())), fault)
+            logger.error("megaprof: %s could not be made: %s", ", ".join(map(str, files.values())), fault)
         finally:
             with self._changed:
                 self._pending -= 1
                 if summary is not None:
-                    self._summaries[task.identity.get("role")] = summary
+                    self._summaries[identity.get("role")] = summary
                 self._changed.notify_all()
 
-    def _derive(self, task: _Derivation) -> bytes | None:
-        raws = {suffix: raw_path(final) for suffix, final in task.files.items()}
-        order = json.dumps({"identity": task.identity, "files": {s: str(raw) for s, raw in raws.items()}})
+    def _derive(self, trace: IO[bytes], files: Mapping[str, Path], identity: Mapping[str, Any]) -> bytes | None:
+        raws = {suffix: raw_path(final) for suffix, final in files.items()}
+        order = json.dumps({"identity": identity, "files": {s: str(raw) for s, raw in raws.items()}})
         root = str(Path(__file__).resolve().parents[2])
         try:
             subprocess.run(
                 [sys.executable, "-I", "-S", "-c", _CHILD, root, order],
-                stdin=task.trace,
+                stdin=trace,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 check=True,
@@ -126,7 +113,7 @@ class DerivedFiles:
             raise
         for suffix, raw in raws.items():
             if raw.exists():
-                self._writer.finish(Artifact(raw, task.files[suffix]))
+                self._writer.finish(Artifact(raw, files[suffix]))
         return summary
 
 
@@ -143,8 +130,7 @@ def main(order: str) -> None:
             if STACKS_SUFFIX in files:
                 stacks.add(event)
     if KERNELS_SUFFIX in files:
-        with open(files[KERNELS_SUFFIX], "w", encoding="utf-8") as file:
-            json.dump(summary.result(wanted["identity"]), file)
+        Path(files[KERNELS_SUFFIX]).write_text(json.dumps(summary.result(wanted["identity"])), encoding="utf-8")
     if STACKS_SUFFIX in files:
         with open(files[STACKS_SUFFIX], "w", encoding="utf-8") as file:
             file.writelines(stacks.host())

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megaprof.formats.names import host
+from megaprof.formats.names import host, is_gone
 from megaprof.parallel.machine import find_bounds
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -41,12 +41,15 @@ class Scratch:
         self._bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
         self._spare = SPARE_BYTES * _ranks_here()
         self._directory: Path | None = None
-        with contextlib.suppress(OSError):
+        try:
             device = os.stat(destination).st_dev
             for base in self._bases:
                 if base.is_dir() and os.access(base, os.W_OK) and os.stat(base).st_dev != device and self._room(base):
                     self._directory = Path(tempfile.mkdtemp(dir=base, prefix=f"{_PREFIX}{host()}.{self._pid}."))
                     return
+        except OSError as fault:
+            if from_host(fault):
+                raise
 
     def place(self, final: Path) -> Path | None:
         """Where the raw file of ``final`` is to be written; None: beside it, as there is no room here."""
@@ -81,8 +84,12 @@ class Scratch:
             return False
         if not base.is_relative_to(_MEMORY):
             return True
-        readings = (bound.read() for bound in find_bounds())
-        return all(there_is - used >= 2 * self._spare for used, there_is in readings)
+        try:
+            return all(there_is - used >= 2 * self._spare for used, there_is in (each.read() for each in find_bounds()))
+        except (OSError, KeyError, ValueError) as fault:  # not every kernel, and no sandbox, says it as Linux does
+            if from_host(fault):
+                raise
+            return False
 
 
 def _left(base: Path) -> Iterator[Path]:
@@ -92,18 +99,8 @@ def _left(base: Path) -> Iterator[Path]:
             pid = name.partition(".")[0]
             if name == entry.name or not pid.isdecimal() or not entry.is_dir(follow_symlinks=False):
                 continue
-            if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and not _lives(int(pid)):
+            if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and is_gone(int(pid)):
                 yield Path(entry.path)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return True
 
 
 def _ranks_here() -> int:

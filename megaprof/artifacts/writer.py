@@ -191,8 +191,8 @@ class Writer:
     def _give_up(self) -> None:
         if self._hook is not None:
             self._hook.stop()
+        self._rest()
         with self._idle:
-            self._rest()
             artifacts = list(self._waiting)
             self._waiting.clear()
         for artifact in artifacts:
@@ -224,13 +224,16 @@ class Writer:
                 raise
             logger.exception("megaprof: the writer failed; training goes on")
         finally:
-            with self._idle:
-                self._pending -= 1
-                if not self._pending:
+            try:
+                if self._pending == 1:
                     self._rest()
-                self._idle.notify_all()
+            finally:
+                with self._idle:
+                    self._pending -= 1
+                    self._idle.notify_all()
 
     def _rest(self) -> None:
+        """Nothing is left to do. Not under the lock, which the training thread needs: a disk may not answer."""
         busy, self._busy = self._busy, None
         if busy is not None:
             _remove(busy)

@@ -120,7 +120,9 @@ def _watched(name: str) -> bool:
 def _loaded(name: str) -> None:
     try:
         if name == _RAY:
-            _before_ray_ends(sys.modules[name])
+            from megaprof.autoload.job_end import before_ray_ends
+
+            before_ray_ends(sys.modules[name], _finish_job)
         elif name == _SCHEDULES:
             _watch(sys.modules[name])
         elif _watched(name):
@@ -146,12 +148,6 @@ def _finish_job() -> None:
     except ValueError:  # the workers say it
         return
     wait(config, _armed)
-
-
-def _before_ray_ends(worker: ModuleType) -> None:
-    from megaprof.autoload.job_end import before_ray_ends
-
-    before_ray_ends(worker, _finish_job)
 
 
 def _watch(schedules: ModuleType) -> None:

@@ -13,8 +13,10 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TextIO
 
 from megaprof.cli.parsers import Parser, meant
+from megaprof.formats.checks import printable
 from megaprof.formats.remote import TooMuch, Unreachable
 from megaprof.version import __version__
 
@@ -100,6 +102,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE if isinstance(fault, UsageError) else FAILED
 
 
+def say(line: str, file: TextIO | None = None) -> None:
+    """One line to ``file``, standard output without one. Names come from files: no control characters of theirs reach
+    the terminal."""
+    print("".join(c if c.isprintable() else "\ufffd" for c in line), file=file, flush=True)
+
+
 def in_a_line(fault: Exception) -> str | None:
     """What a command says of a fault that is its user's to mend; None of one that is ours."""
     text = None
@@ -107,10 +115,12 @@ def in_a_line(fault: Exception) -> str | None:
         text = str(fault)
     elif isinstance(fault, Unreachable):
         text = f"the files cannot be reached: {fault}"
+    elif isinstance(fault, PermissionError):
+        text = f"{fault.filename} cannot be read: {fault.strerror}"
     elif isinstance(fault, ModuleNotFoundError):
         package = (fault.name or "").partition(".")[0]
         text = f"needs {package}: pip install 'megaprof[{_EXTRAS[package]}]'" if package in _EXTRAS else None
-    return None if text is None else _one_line(text)
+    return None if text is None else printable(text)
 
 
 def parser_of(command: str) -> Parser:
@@ -140,11 +150,7 @@ def _overview() -> argparse.ArgumentParser:
 def _without_command(arguments: Sequence[str], typed: str | None) -> int:
     parser = _overview()
     if typed is not None and not arguments[0].startswith("-"):
-        parser.error(f"there is no command {_one_line(typed)!r}{meant(typed, COMMANDS)}")
+        parser.error(f"there is no command {printable(typed)!r}{meant(typed, COMMANDS)}")
     parser.parse_args(arguments)
     parser.print_help()
     return 0
-
-
-def _one_line(message: str) -> str:
-    return "".join(c if c.isprintable() else " " for c in message)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError
-from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
 from megaprof.formats.checks import counted
-from megaprof.formats.remote import Unreachable, place
+from megaprof.formats.remote import place
 
 _MOST_WARNINGS = 20
 EXAMPLES = ("megaprof export traces --parquet history --run llama-70b",)
@@ -31,9 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
     heed_input_option(arguments)
-    from rich.console import Console
-    from rich.progress import Progress
-
     from megaprof.analysis.convert.export import NothingToExport, export
 
     out: Path = arguments.parquet
@@ -42,39 +38,28 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dir.exists():
         raise CommandError(f"{arguments.dir} does not exist")
     _allow_many_files()
-    console = Console(stderr=True)
     try:
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("exporting", total=None)
-            exported = export(
-                arguments.dir,
-                out,
-                run=arguments.run,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        with progress("exporting") as advance, writing("--parquet", out, arguments.dir):
+            exported = export(arguments.dir, out, run=arguments.run, progress=advance)
     except NothingToExport as fault:
         raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
-    except Unreachable:
-        raise
-    except OSError as fault:
-        raise CommandError(f"--parquet {out} cannot be written: {fault.strerror or fault}") from None
-    _say(
+    say(
         f"{out}: {counted(exported.rows, 'row')} from {counted(exported.files, 'file')}, "
         f"{counted(exported.partitions, 'partition')}, "
         f"{exported.bytes / 1e6:.1f} MB; run {', '.join(exported.runs)}"
     )
     if exported.kept:
         kept = counted(exported.kept, "partition")
-        _say(f"{kept} kept unchanged: more rows are there than the timelines still hold")
+        say(f"{kept} kept unchanged: more rows are there than the timelines still hold")
     if exported.cut:
         cut = counted(exported.cut, "file")
-        _say(f"{cut} cut off inside a record, as happens in a job that still runs or was killed")
+        say(f"{cut} cut off inside a record, as happens in a job that still runs or was killed")
     for warning in exported.warnings[:_MOST_WARNINGS]:
-        _say(f"! {warning}")
+        say(f"! {warning}")
     if len(exported.warnings) > _MOST_WARNINGS:
-        _say(f"! and {len(exported.warnings) - _MOST_WARNINGS:,} more like it")
+        say(f"! and {len(exported.warnings) - _MOST_WARNINGS:,} more like it")
     return 0
 
 
@@ -87,8 +72,3 @@ def _allow_many_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _say(line: str) -> None:
-    """Names come from files: no control characters of theirs reach the terminal."""
-    sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")

@@ -1,11 +1,15 @@
-"""The option of every command that reads files of any origin: how large one may be."""
+"""What commands that read files of any origin share: how large one may be, how far it is, what cannot be written."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from megaprof.cli import UsageError
+from megaprof.cli import CommandError, UsageError
 from megaprof.formats import inputs
+from megaprof.formats.remote import Unreachable
 
 _OPTION = "--max-input-mib"
 
@@ -27,3 +31,28 @@ def heed_input_option(arguments: argparse.Namespace) -> None:
     if most is not None and most < 1:
         raise UsageError(f"{_OPTION} {most} is not a number of MiB from 1 on")
     inputs.allow(None if most is None else most << 20)
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal. Gives ``advance(done, of)``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(doing, total=None)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+@contextmanager
+def writing(option: str, path: Path, source: Path | None = None) -> Iterator[None]:
+    """Around what writes ``path``, which ``option`` names, from what it reads in ``source``. Raises CommandError where
+    it cannot be written."""
+    try:
+        yield
+    except OSError as fault:
+        if isinstance(fault, Unreachable) or (source is not None and fault.filename == str(source)):
+            raise  # what is read
+        raise CommandError(f"{option} {path} cannot be written: {fault.strerror or fault}") from None

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import CommandError, UsageError
-from megaprof.cli.inputs import add_input_option, heed_input_option
-from megaprof.formats.remote import Unreachable, place
+from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
+from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
     from megaprof.analysis.convert.merge import Merged
@@ -52,9 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
     """Merge what the arguments choose into ``out``. Raises CommandError."""
-    from rich.console import Console
-    from rich.progress import Progress
-
     from megaprof.analysis.convert.merge import NothingToMerge, merge
     from megaprof.parallel.selectors import OPTION, parse_selector
 
@@ -62,27 +59,14 @@ def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
         ranks = None if arguments.ranks is None else parse_selector(arguments.ranks)
     except ValueError as mistake:
         raise UsageError(str(mistake).replace(OPTION, "--ranks")) from None
-    console = Console(stderr=True)
+    chosen = {name: getattr(arguments, name) for name in ("target", "role", "step")}
     try:
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-            task = bar.add_task("merging", total=None)
-            return merge(
-                arguments.dir,
-                out,
-                target=arguments.target,
-                role=arguments.role,
-                step=arguments.step,
-                ranks=ranks,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        with progress("merging") as advance, writing("-o", out, arguments.dir):
+            return merge(arguments.dir, out, **chosen, ranks=ranks, progress=advance)
     except NothingToMerge as fault:
         raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"-o {mistake}") from None
-    except Unreachable:
-        raise
-    except OSError as fault:
-        raise CommandError(f"-o {out} cannot be written: {fault.strerror or fault}") from None
 
 
 def say_merged(merged: Merged) -> None:
@@ -104,8 +88,3 @@ def say_merged(merged: Merged) -> None:
 
 def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
-
-
-def say(line: str) -> None:
-    """Names come from files: no control characters of theirs reach the terminal."""
-    print("".join(c if c.isprintable() else "\ufffd" for c in line), flush=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError, browser
-from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
 from megaprof.formats.remote import place
@@ -81,44 +81,33 @@ def run(arguments: argparse.Namespace) -> int:
     page: Path | None = arguments.html
     if arguments.open and page is None:
         page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it long after we end
-    code = _run(arguments, page)
-    if arguments.open and page is not None and not browser.opened(page.absolute().as_uri()):
-        line = browser.fetching(page)
-        print(f"No browser can be opened here. On the machine where yours is: {line}", file=sys.stderr)
-    return code
-
-
-def _run(arguments: argparse.Namespace, page: Path | None) -> int:
-    if arguments.json == "-":
-        _refuse_to_lose("--html", page, _is_html_report)
-        report = analyzed(arguments.dir, arguments.run, _sizes(arguments), _workers(arguments))
-        fault = _write_files(report, None, page)
-        sys.stdout.write(_json(report))
-        if fault is not None:
-            raise fault
-        return 0
-    json_file = Path(arguments.json) if arguments.json else None
-    return report_directory(
+    report_directory(
         arguments.dir,
-        json_file=json_file,
+        as_json=arguments.json == "-",
+        json_file=Path(arguments.json) if arguments.json not in (None, "", "-") else None,
         html_file=page,
         number=arguments.run,
         sizes=_sizes(arguments),
         workers=_workers(arguments),
     )
+    if arguments.open and page is not None and not browser.opened(page.absolute().as_uri()):
+        line = browser.fetching(page)
+        print(f"No browser can be opened here. On the machine where yours is: {line}", file=sys.stderr)
+    return 0
 
 
 def report_directory(
     directory: Path,
     *,
+    as_json: bool = False,
     json_file: Path | None = None,
     html_file: Path | None = None,
     number: int | None = None,
     sizes: dict[str, int] | None = None,
     workers: Workers | None = None,
-) -> int:
-    """Print the report on ``directory`` (the run with this ``number``, from 1), and write it to ``json_file`` and
-    ``html_file``; returns the exit code 0.
+) -> None:
+    """Print the report on ``directory`` (the run with this ``number``, from 1), as tables or ``as_json``, and write it
+    to ``json_file`` and ``html_file``.
 
     Raises CommandError when there is nothing to report on or a file cannot be written.
     """
@@ -129,17 +118,21 @@ def report_directory(
     _refuse_to_lose("--json", json_file, _is_json_report)
     _refuse_to_lose("--html", html_file, _is_html_report)
     report = analyzed(directory, number, sizes, workers)
+    # Before anything is printed, since the reader of that (head, less) may leave early. A file that cannot be written
+    # is no reason to keep the report from being printed.
     fault = _write_files(report, json_file, html_file)
-    show(report, Console(highlight=False))
+    if as_json:
+        sys.stdout.write(_json(report))
+    else:
+        show(report, Console(highlight=False))
     if fault is not None:
         raise fault
     if json_file is not None:
         print(f"The same as JSON: {json_file}")
-    if html_file is not None:
+    if html_file is not None and not as_json:
         print(f"The same to send: {html_file}")
         here = shlex.join(["python3", "-m", "webbrowser", html_file.absolute().as_uri()])
         print(f"To look at it: {here if browser.is_here() else browser.fetching(html_file)}")
-    return 0
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, int]:
@@ -164,23 +157,11 @@ def analyzed(
 ) -> Report:
     """The report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and UsageError where
     there is no such run."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
 
-    columns = (TextColumn("reading"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    errors = Console(stderr=True)
     try:
-        with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
-            bar = progress.add_task("traces", total=None)
-            return analyze(
-                directory,
-                workers=workers or os.cpu_count() or 1,
-                progress=lambda done, of: progress.update(bar, completed=done, total=of),
-                run=number,
-                sizes=sizes,
-            )
+        with progress("reading") as advance:
+            return analyze(directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number, sizes=sizes)
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None
     except NoCluster as fault:
@@ -226,24 +207,15 @@ def _is_html_report(text: str) -> bool:
 
 
 def _write_files(report: Report, json_file: Path | None, html_file: Path | None) -> CommandError | None:
-    """To be called before anything is printed, since the reader of that (head, less) may leave early. Returns why a
-    file could not be written: that is no reason to keep the report from being printed."""
+    """Returns why one could not be written."""
     try:
-        _write("--json", json_file, lambda: _json(report))
-        _write("--html", html_file, lambda: _html(report))
+        for option, path, text in (("--json", json_file, _json), ("--html", html_file, _html)):
+            if path is not None:
+                with writing(option, path):
+                    _write_whole(path, text(report))
     except CommandError as fault:
         return fault
     return None
-
-
-def _write(option: str, path: Path | None, text: Callable[[], str]) -> None:
-    """Nothing for no path. Raises CommandError."""
-    if path is None:
-        return
-    try:
-        _write_whole(path, text())
-    except OSError as fault:
-        raise CommandError(f"{option} {path} cannot be written: {fault.strerror or fault}") from None
 
 
 def _write_whole(path: Path, text: str) -> None:

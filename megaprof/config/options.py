@@ -317,10 +317,10 @@ class ProfileConfig:
 
     def _check_tools(self) -> None:
         tools = f"{flag('tool')} {' '.join(self.tool)}"
-        for name in ("timeline_select", "timeline_megabytes"):
-            default = _default(name)
-            if not self.timed and getattr(self, name) != default:
-                raise ValueError(f"{flag(name)} has no effect with {tools}: add {TIMELINE}, or drop {flag(name)}")
+        for tool, names in ((TIMELINE, ("timeline_select", "timeline_megabytes")), ("torch", TORCH_ONLY)):
+            for name in names:
+                if tool not in self.tool and getattr(self, name) != _default(name):
+                    raise ValueError(f"{flag(name)} has no effect with {tools}: add {tool}, or drop {flag(name)}")
         if self.timed and is_remote(str(self.dir)):
             raise ValueError(
                 f"{flag('tool')} {TIMELINE} and {flag('dir')} {self.dir} exclude each other: a timeline grows while "
@@ -333,11 +333,6 @@ class ProfileConfig:
                 f"{tools} and {activities} exclude each other: CUPTI serves one subscriber, and nsys is one. "
                 f"Give {flag('activities')} cpu, or one of the two tools"
             )
-        for name in TORCH_ONLY:
-            value = getattr(self, name)
-            default = _default(name)
-            if "torch" not in self.tool and value != default:
-                raise ValueError(f"{flag(name)} has no effect with {tools}: add torch, or drop {flag(name)}")
         for name in NEED_CPU:
             if "torch" in self.tool and "cpu" not in self.activities and getattr(self, name):
                 raise ValueError(f"{flag(name)} has no effect with {activities}: add cpu, or drop {flag(name)}")

@@ -222,17 +222,11 @@ def _descend(top: Directory, names: Address, owner: Owner | None, create: int | 
     for name in names:
         with current:
             below = current.child(name, create=create)
-        with _closing_after_fault(below):
+        try:
             if owner is not None:
                 below.check(owner)
+        except BaseException:
+            below.close()
+            raise
         current = below
     return current
-
-
-@contextmanager
-def _closing_after_fault(directory: Directory) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        directory.close()
-        raise

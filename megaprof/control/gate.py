@@ -53,7 +53,7 @@ class Gate:
             names = answers.names(_LOOKED_AT)
         for name in names:
             if REQUEST_ID.fullmatch(name):
-                _forget(control, name)
+                _forget(control, ANSWERS, name)
 
     def _make(self, control: ControlDirectory) -> None:
         for name in (ORDERS, ANSWERS):
@@ -128,25 +128,18 @@ class Gate:
         with control.folder(ANSWERS, identity, create=0o755):
             pass
         while len(self._answered) > _KEPT:
-            _forget(control, self._answered.popitem(last=False)[0])
+            _forget(control, ANSWERS, self._answered.popitem(last=False)[0])
 
 
-def _forget(control: ControlDirectory, identity: str) -> None:
-    """Remove the answers to a request: what is called as they are, and then the directory if it is empty."""
+def _forget(control: ControlDirectory, *place: str) -> None:
+    """Remove the answers to a request, or those in one shard of them: what is called as they are, and then the
+    directory if it is empty."""
     with suppress(OSError, Unsafe):
-        with control.folder(ANSWERS, identity) as answers:
+        with control.folder(*place) as answers:
             for name in answers.names(_LOOKED_AT):
-                if is_shard(name):
-                    _remove_answers(control, identity, name)
-                    answers.rmdir(name)
+                if is_shard(name) and len(place) == 2:
+                    _forget(control, *place, name)
                 elif directory.is_answer(name):
                     answers.unlink(name)
-        with control.folder(ANSWERS) as all_answers:
-            all_answers.rmdir(identity)
-
-
-def _remove_answers(control: ControlDirectory, identity: str, shard: str) -> None:
-    with suppress(OSError, Unsafe), control.folder(ANSWERS, identity, shard) as answers:
-        for name in answers.names(_LOOKED_AT):
-            if directory.is_answer(name):
-                answers.unlink(name)
+        with control.folder(*place[:-1]) as above:
+            above.rmdir(place[-1])

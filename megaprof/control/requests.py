@@ -20,8 +20,8 @@ def new_request(run: RunRecord, target: str, **fields: Any) -> Request:
 
 
 def read_request(record: dict[str, Any], run: RunRecord) -> Request:
-    """`Request.from_record`, and `check` of it. Raises Refused."""
-    return check(Request.from_record(record, run))
+    """`Request.checked`, and `check` of it. Raises Refused."""
+    return check(Request.checked(record, run))
 
 
 def check(request: Request) -> Request:

@@ -34,6 +34,19 @@ def build(record: type[T], data: object) -> T:
     return record(**values)
 
 
+class Record:
+    """A record that is a file of its own."""
+
+    def as_record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"version": 1, **dataclasses.asdict(cast(Any, self))}
+
+    @classmethod
+    def from_record(cls: type[T], record: dict[str, Any]) -> T:
+        """Raises ValueError."""
+        return build(cls, record)
+
+
 def whole(least: int, most: int) -> Check:
     """A whole number from `least` to `most`."""
 

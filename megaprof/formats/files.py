@@ -162,13 +162,10 @@ class Directory:
             return False
         return True
 
-    def rmdir(self, name: str) -> bool:
-        """Whether there was such a directory, empty, and it could be removed. Never raises."""
-        try:
+    def rmdir(self, name: str) -> None:
+        """Remove a directory in it, if there is one and it is empty. Never raises."""
+        with contextlib.suppress(OSError):
             os.rmdir(name, dir_fd=self._descriptor)
-        except OSError:
-            return False
-        return True
 
     def exists(self, name: str) -> bool:
         """Whether anything of that name is there, a link for instance."""

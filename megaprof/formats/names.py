@@ -63,16 +63,10 @@ def artifact_name(target: str, role: str | None, step: int, coords: Place, suffi
     Every part is sanitised: whatever a role is called, the name is one component of a path. ``repeat`` stands in the
     name from 2 on, for a file whose first name is taken.
     """
-    c = coords
-    parts = [sanitise(target)]
-    if role:
-        parts.append(sanitise(role))
-    parts.append(f"step{step:06d}")
-    parts.append(f"pp{c.pp}-tp{c.tp}-cp{c.cp}-ep{c.ep}-dp{c.dp}")
-    parts.append(f"rank{c.rank:05d}")
-    if repeat > 1:
-        parts.append(str(repeat))
-    return ".".join(parts) + suffix
+    c, whose = coords, f".{sanitise(role)}" if role else ""
+    again = f".{repeat}" if repeat > 1 else ""
+    place = f"pp{c.pp}-tp{c.tp}-cp{c.cp}-ep{c.ep}-dp{c.dp}.rank{c.rank:05d}"
+    return f"{sanitise(target)}{whose}.step{step:06d}.{place}{again}{suffix}"
 
 
 def shard(coords: RankCoords) -> str:
@@ -167,14 +161,15 @@ def is_unfinished(name: str) -> bool:
 def is_leftover(name: str) -> bool:
     """True for an unfinished file of a process of this host that is dead. Never for a file of another host."""
     match = _UNFINISHED.fullmatch(name)
-    if match is None or match["host"] != host():
-        return False
+    return match is not None and match["host"] == host() and is_gone(int(match["pid"]))
+
+
+def is_gone(pid: int) -> bool:
+    """True for a process of this host that does not exist any more; False also for what cannot be known."""
     try:
-        os.kill(int(match["pid"]), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):  # somebody else's process, or no process id at all
-        return False
+        os.kill(pid, 0)
+    except (OSError, OverflowError) as fault:  # it may be somebody else's process, or no process id at all
+        return isinstance(fault, ProcessLookupError)
     return False
 
 

@@ -66,21 +66,26 @@ class Prometheus:
     def __init__(self, path: str | os.PathLike[str], role: str | None) -> None:
         given = Path(path)
         self._path = given if role is None else given.with_name(f"{given.stem}.{sanitise(role)}{given.suffix}")
-        self._labels = _of_role(role)
+        self._role = role
+        self._summary: Summary | None = None
 
     def __call__(self, summary: Summary) -> None:
         """Raises OSError."""
         from prometheus_client import CollectorRegistry, generate_latest
 
-        registry = CollectorRegistry()
-        registry.register(_Families(self._describe(summary)))
+        self._summary, registry = summary, CollectorRegistry()
+        registry.register(self)
         with appearing(self._path, sync=False) as file:
             file.write(generate_latest(registry))
 
-    def _describe(self, summary: Summary) -> tuple[Any, ...]:
+    def collect(self) -> Iterable[Any]:
+        """What `prometheus_client` asks for."""
         from prometheus_client.core import GaugeMetricFamily
 
-        labels = {**self._labels, **({} if summary.target is None else {"target": summary.target})}
+        summary = self._summary
+        if summary is None:
+            return ()
+        labels = _labels(summary, self._role)
 
         def gauge(name: str, help: str, value: float | None) -> Any:
             family = GaugeMetricFamily(f"megaprof_{name}", help, labels=list(labels))
@@ -105,16 +110,6 @@ class Prometheus:
         return tuple(family for family in (*figures, stages, last, updated) if family.samples)
 
 
-class _Families:
-    """What `prometheus_client` asks for its figures."""
-
-    def __init__(self, families: tuple[Any, ...]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Any]:
-        return self._families
-
-
 def check_prometheus(path: str | None) -> None:
     """Raises ValueError where figures are to go to a Prometheus file, and what writes it is not installed."""
     if path is not None and find_spec("prometheus_client") is None:
@@ -124,8 +119,9 @@ def check_prometheus(path: str | None) -> None:
         )
 
 
-def _of_role(role: str | None) -> dict[str, str]:
-    return {} if role is None else {"role": role}
+def _labels(summary: Summary, role: str | None) -> dict[str, str]:
+    """What the figures are of."""
+    return {name: value for name, value in (("role", role), ("target", summary.target)) if value is not None}
 
 
 class OpenTelemetry:
@@ -134,7 +130,7 @@ class OpenTelemetry:
     def __init__(self, meter: Any, role: str | None) -> None:
         metrics = sys.modules["opentelemetry.metrics"]
         self._observation: Any = metrics.Observation
-        self._labels = _of_role(role)
+        self._role = role
         self._last: Summary | None = None
         for figure, (_, unit, help) in FIGURES.items():
             meter.create_observable_gauge(
@@ -157,21 +153,17 @@ class OpenTelemetry:
         """Gauges cannot be taken back; they have nothing to say from now on."""
         self._last = None
 
-    def _attributes(self, summary: Summary) -> dict[str, str]:
-        return {**self._labels, **({} if summary.target is None else {"target": summary.target})}
-
     def _observe(self, figure: str) -> list[Any]:
         summary = self._last
         value = None if summary is None else getattr(summary, figure)
-        return [] if value is None or summary is None else [self._observation(value, self._attributes(summary))]
+        return [] if value is None or summary is None else [self._observation(value, _labels(summary, self._role))]
 
     def _observe_stages(self) -> list[Any]:
         summary = self._last
         if summary is None:
             return []
-        attributes = self._attributes(summary)
         return [
-            self._observation(stage.compute_ms, {**attributes, "stage": stage.pp})
+            self._observation(stage.compute_ms, {**_labels(summary, self._role), "stage": stage.pp})
             for stage in summary.stages
             if stage.compute_ms is not None
         ]

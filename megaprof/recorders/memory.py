@@ -38,8 +38,6 @@ class MemoryRecorder:
     _observing = False
 
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
-        if config.dir is None:
-            raise ValueError("the memory recorder needs a directory")
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             raise ValueError(
                 f"{flag('tool')} memory: there is no CUDA device here, or this process does not use it yet; drop "
@@ -50,7 +48,7 @@ class MemoryRecorder:
                 f"{flag('tool')} memory: memory history is already recorded in this process; switch that off "
                 "(--record-memory-history in Megatron-LM), or drop the tool"
             )
-        self._directory = Path(config.dir)
+        self._directory = Path(str(config.dir))
         self._writer = writer
         self._window: Window | None = None
         self._ran_out = False

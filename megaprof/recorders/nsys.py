@@ -33,8 +33,6 @@ class NsysRecorder:
     _said = False
 
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
-        if config.dir is None:
-            raise ValueError("the nsys recorder needs a directory")
         self._by_range = any(name in os.environ for name in NVTX_VARIABLES)
         if not self._by_range and not _cuda().is_initialized():
             raise ValueError(
@@ -48,7 +46,7 @@ class NsysRecorder:
                 "'megaprof nsys' prints the command to put before yours",
                 flag("tool"),
             )
-        self._directory = Path(config.dir)
+        self._directory = Path(str(config.dir))
         self._writer = writer
         self._running = False
 

@@ -27,7 +27,8 @@ CAPTURES = ("cudaProfilerApi", "nvtx")
 RANK_NAME = "nsys.rank%q{RANK}.%h.%p"
 WORKER_NAME = "nsys.worker.%h.%p"
 CONTROLLER_NAME = "nsys.controller.%h.%p"
-_PLAIN_PATH = re.compile(r"[\w./%{}=@:+,-]+")
+#: What every shell passes on as it is; ``%q{RANK}`` is no brace expansion, which needs a comma or two dots.
+PLAIN = re.compile(r"[\w./%{}=@:+,-]+")
 
 
 def windows(config: ProfileConfig) -> int | None:
@@ -40,48 +41,62 @@ def windows(config: ProfileConfig) -> int | None:
     return sum(known) if len(known) == len(counts) else None
 
 
-def command(
+def options(
     config: ProfileConfig,
     *,
+    ray: bool = False,
     output: str | None = None,
     shutdown: bool = False,
     models: int = 1,
     capture: str = CAPTURES[0],
-) -> list[str]:
-    """The ``nsys profile ...`` arguments that go before the command of every rank.
+) -> dict[str, str]:
+    """The options of ``nsys profile`` for every rank, by name.
 
-    ``capture``: what opens a capture range, of `CAPTURES`: cudaProfilerStart, or an NVTX range, which needs no CUDA.
-
-    ``output`` is nsys's ``--output``; without one, a file name with rank, host and process in ``config.dir``.
-    ``shutdown`` ends nsys in each process after its last window, instead of with the process; it needs to know the
-    number of windows, and so how many ``models`` of a process have hooks.
+    ``ray``: as ``runtime_env={"nsight": ...}`` of a Ray actor takes them. Ray writes into its own log directory unless
+    the output path is absolute, and starts the worker before anybody sets its ``RANK``, so the name has host and
+    process only; the ``.nsys.json`` beside the reports says which rank it was. ``output`` is nsys's ``--output``;
+    without one, a file name with rank, host and process in ``config.dir``. ``shutdown`` ends nsys in each process after
+    its last window, instead of with the process; it needs to know the number of windows, and so how many ``models`` of
+    a process have hooks. ``capture``: what opens a capture range, of `CAPTURES`: cudaProfilerStart, or an NVTX range,
+    which needs no CUDA.
 
     Raises ValueError for a configuration without windows, without the nsys tool, or of unknown length to shut down.
     """
-    arguments = ["nsys", "profile"]
-    for name, value in {
-        **_options(config, shutdown, models, capture),
-        "output": _local(output) or _output(config, RANK_NAME),
-    }.items():
-        arguments.append(f"--{name}={value}")
-    return arguments
-
-
-def ray_runtime_env(
-    config: ProfileConfig,
-    *,
-    output: str | None = None,
-    shutdown: bool = False,
-    models: int = 1,
-    capture: str = CAPTURES[0],
-) -> dict[str, dict[str, str]]:
-    """``runtime_env`` of a Ray actor: ``{"nsight": {option: value}}``. Arguments and errors as for `command`.
-
-    Ray writes into its own log directory unless the output path is absolute, and starts the worker before anybody sets
-    its ``RANK``, so the name has host and process only; the ``.nsys.json`` beside the reports says which rank it was.
-    """
-    options = _options(config, shutdown, models, capture)
-    return {"nsight": {**options, "o": _plain(_local(output) or _output(config, WORKER_NAME))}}
+    _check(config)
+    if capture not in CAPTURES:
+        raise ValueError(f"capture={capture!r} is not valid; valid: {', '.join(CAPTURES)}")
+    if models < 1:
+        raise ValueError(f"models={models} is not valid; it must be at least 1")
+    end = "repeat"
+    if shutdown:
+        count = windows(config)
+        if count is None:
+            raise ValueError(
+                f"shutdown: the number of windows is not known with {flag('repeat')} 0, {flag('role_steps')} or "
+                f"{flag('discrete')}; set {flag('repeat')} or {flag('steps')} alone, or leave shutdown out"
+            )
+        end = f"repeat-shutdown:{count * models}"
+    by_range = capture == "nvtx"
+    return {
+        "trace": TRACE,
+        "capture-range": capture,
+        # A range's name is exact for nsys, its domain stands behind it. It looks at registered names alone, or at all.
+        **({"nvtx-capture": f"{WINDOW}@{DOMAIN}", "env-var": "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"} if by_range else {}),
+        "capture-range-end": end,
+        # nsys ends the program that it profiles when it shuts down, unless told otherwise.
+        **({"kill": "none"} if shutdown else {}),
+        "sample": "none",
+        "cpuctxsw": "none",
+        "cuda-graph-trace": "graph",
+        "force-overwrite": "true",
+        **({"cuda-memory-usage": "true"} if config.profile_memory else {}),
+        **({"python-sampling": "true"} if config.with_stack else {}),
+        **(
+            {"o": _plain(_output(config, output, WORKER_NAME))}
+            if ray
+            else {"output": _output(config, output, RANK_NAME)}
+        ),
+    }
 
 
 def controller_options(config: ProfileConfig, *, output: str | None = None) -> dict[str, str]:
@@ -92,7 +107,7 @@ def controller_options(config: ProfileConfig, *, output: str | None = None) -> d
         "sample": "none",
         "cpuctxsw": "none",
         "force-overwrite": "true",
-        "o": _plain(_local(output) or _output(config, CONTROLLER_NAME)),
+        "o": _plain(_output(config, output, CONTROLLER_NAME)),
     }
 
 
@@ -129,60 +144,20 @@ def _check(config: ProfileConfig) -> None:
         raise ValueError(f"{flag('tool')} {' '.join(config.tool)} opens no capture range: use {flag('tool')} nsys")
 
 
-def _options(config: ProfileConfig, shutdown: bool, models: int, capture: str) -> dict[str, str]:
-    _check(config)
-    if capture not in CAPTURES:
-        raise ValueError(f"capture={capture!r} is not valid; valid: {', '.join(CAPTURES)}")
-    if models < 1:
-        raise ValueError(f"models={models} is not valid; it must be at least 1")
-    end = "repeat"
-    if shutdown:
-        count = windows(config)
-        if count is None:
-            raise ValueError(
-                f"shutdown: the number of windows is not known with {flag('repeat')} 0, {flag('role_steps')} or "
-                f"{flag('discrete')}; set {flag('repeat')} or {flag('steps')} alone, or leave shutdown out"
-            )
-        end = f"repeat-shutdown:{count * models}"
-    by_range = capture == "nvtx"
-    options = {
-        "trace": TRACE,
-        "capture-range": capture,
-        # A range's name is exact for nsys, its domain stands behind it. It looks at registered names alone, or at all.
-        **({"nvtx-capture": f"{WINDOW}@{DOMAIN}", "env-var": "NSYS_NVTX_PROFILER_REGISTER_ONLY=0"} if by_range else {}),
-        "capture-range-end": end,
-        # nsys ends the program that it profiles when it shuts down, unless told otherwise.
-        **({"kill": "none"} if shutdown else {}),
-        "sample": "none",
-        "cpuctxsw": "none",
-        "cuda-graph-trace": "graph",
-        "force-overwrite": "true",
-    }
-    if config.profile_memory:
-        options["cuda-memory-usage"] = "true"
-    if config.with_stack:
-        options["python-sampling"] = "true"
-    return options
-
-
-def _local(output: str | None) -> str | None:
-    """nsys writes files and nothing else."""
+def _output(config: ProfileConfig, output: str | None, name: str) -> str:
+    """``output``, or else a file called ``name`` in the save directory: nsys writes files and nothing else."""
     if output is not None and is_remote(output):
         raise ValueError(f"output {output!r} is remote, and nsys writes local files only: give a directory")
-    return output
-
-
-def _output(config: ProfileConfig, name: str) -> str:
-    if is_remote(str(config.dir)):
+    if not output and is_remote(str(config.dir)):
         raise ValueError(
             f"{flag('dir')} {config.dir} is remote, and nsys writes local files only: give a local --output, "
             "e.g. /tmp/nsys/rank%q{RANK}.%p"
         )
-    return str(Path(str(config.dir)).absolute() / name)
+    return output or str(Path(str(config.dir)).absolute() / name)
 
 
 def _plain(path: str) -> str:
     """Ray joins the options to a shell command, and quotes them in some versions only."""
-    if not _PLAIN_PATH.fullmatch(path):
+    if not PLAIN.fullmatch(path):
         raise ValueError(f"output {path!r} has characters that Ray's shell would interpret; use letters, digits, ./_-%")
     return path

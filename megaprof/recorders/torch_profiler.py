@@ -31,8 +31,6 @@ class TorchRecorder:
     """
 
     def __init__(self, config: ProfileConfig, writer: Writer) -> None:
-        if config.dir is None:
-            raise ValueError("the torch recorder needs a directory")
         if not _activities(config):
             raise ValueError(
                 f"{flag('activities')} cuda: there is no CUDA device here, or this process does not use it yet; add "
@@ -42,7 +40,7 @@ class TorchRecorder:
             raise ValueError(
                 f"{flag('tool')} torch: another torch profiler is already active in this process; stop it first"
             )
-        self._directory = Path(config.dir)
+        self._directory = Path(str(config.dir))
         self._config = config
         self._writer = writer
         self._derived = DerivedFiles(writer)

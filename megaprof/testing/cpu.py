@@ -139,12 +139,12 @@ def _also_in_backward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # Dynamo keeps a table of torch's functions and refuses one object under two names: every replacement is its own.
-def _constant(value: Any) -> Callable[..., Any]:
+def constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
 def _nothing() -> Callable[..., Any]:
-    return _constant(None)
+    return constant(None)
 
 
 def _same() -> Callable[..., Any]:
@@ -167,18 +167,18 @@ def _manual_seed(seed: int) -> None:
 def _torch_patches() -> list[Patch]:
     cuda, streams = torch.cuda, _Streams()
     on_cuda: dict[str, Any] = {
-        "is_available": _constant(False),
-        "device_count": _constant(0),
-        "current_device": _constant(0),
+        "is_available": constant(False),
+        "device_count": constant(0),
+        "current_device": constant(0),
         "set_device": _nothing(),
-        "device": _constant(contextlib.nullcontext()),
+        "device": constant(contextlib.nullcontext()),
         "synchronize": _nothing(),
         "Stream": _Stream,
         "Event": _Event,
         "stream": streams.use,
         "current_stream": lambda *_, **__: streams.current,
         "default_stream": lambda *_, **__: streams.default,
-        "is_current_stream_capturing": _constant(False),
+        "is_current_stream_capturing": constant(False),
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,
         "manual_seed": _manual_seed,

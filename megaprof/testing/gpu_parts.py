@@ -122,8 +122,7 @@ def capture(work: Path, cpu: bool) -> Found:
         with hooked(gpt, config(work / "traces", cpu, kernels=True, **steps_from(gpt, 3))) as handle:
             train(gpt, 3)
             summary = handle.kernel_summary(60.0)
-        activities = [torch.profiler.ProfilerActivity.CPU] + ([] if cpu else [torch.profiler.ProfilerActivity.CUDA])
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=_activities(cpu)) as profiler:
             train(gpt, 1)
             torch.cuda.synchronize()
         profiler.export_chrome_trace(str(work / "own.json"))
@@ -250,11 +249,11 @@ class _Cuda:
 
 
 @contextlib.contextmanager
-def faked(cpu: bool, **answers: Any) -> Iterator[None]:
-    """In a rehearsal ``torch.cuda`` has these attributes as well, by names with ``__`` for dots."""
+def faked(cpu: bool, answers: dict[str, Any]) -> Iterator[None]:
+    """In a rehearsal ``torch`` has these attributes as well, such as ``cuda.is_initialized``."""
     with contextlib.ExitStack() as stack:
         for name, value in answers.items() if cpu else ():
-            stack.enter_context(patch(f"torch.{name.replace('__', '.')}", value, create=True))
+            stack.enter_context(patch(f"torch.{name}", value, create=True))
         yield
 
 
@@ -278,10 +277,8 @@ def cost(work: Path, cpu: bool) -> Found:
 
     usual: dict[str, list[float]] = {}
     steps = 2 if cpu else _STEPS
-    with (
-        machine(cpu, work / "store") as device,
-        faked(cpu, cuda__is_initialized=lambda: True, cuda__cudart=_Cuda()),
-    ):
+    calls = {"cuda.is_initialized": lambda: True, "cuda.cudart": _Cuda()}
+    with machine(cpu, work / "store") as device, faked(cpu, calls):
         gpt = build(workload(cpu), device)
         train(gpt, WARM)
         for block in range(1 if cpu else _BLOCKS):
@@ -319,12 +316,16 @@ def cost(work: Path, cpu: bool) -> Found:
 
 def _theirs(gpt: BuiltGPT, directory: Path, cpu: bool) -> float:
     """Milliseconds that the end of torch's own profiler blocks."""
-    activities = [torch.profiler.ProfilerActivity.CPU] + ([] if cpu else [torch.profiler.ProfilerActivity.CUDA])
     handler = torch.profiler.tensorboard_trace_handler(str(directory), use_gzip=True)
-    with torch.profiler.profile(activities=activities, on_trace_ready=handler, record_shapes=True, with_stack=True):
+    given: dict[str, Any] = {"activities": _activities(cpu), "record_shapes": True, "with_stack": True}
+    with torch.profiler.profile(**given, on_trace_ready=handler):
         gpt.train_step()
         began = time.perf_counter()
     return (time.perf_counter() - began) * 1e3
+
+
+def _activities(cpu: bool) -> list[torch.profiler.ProfilerActivity]:
+    return [torch.profiler.ProfilerActivity.CPU] + ([] if cpu else [torch.profiler.ProfilerActivity.CUDA])
 
 
 def _by_kineto(directory: Path) -> float:
@@ -362,12 +363,12 @@ def graphs(work: Path, cpu: bool) -> Found:
     figures: dict[str, Any] = {}
     checks: dict[str, bool] = {}
     nothing: dict[str, Any] = {
-        "cuda__CUDAGraph": _Graph,
-        "cuda__graph": lambda *_, **__: contextlib.nullcontext(),
-        "cuda__graph_pool_handle": lambda: None,
-        "cuda__empty_cache": lambda: None,
+        "cuda.CUDAGraph": _Graph,
+        "cuda.graph": lambda *_, **__: contextlib.nullcontext(),
+        "cuda.graph_pool_handle": lambda: None,
+        "cuda.empty_cache": lambda: None,
     }
-    with machine(cpu, work / "store") as device, faked(cpu, **nothing):
+    with machine(cpu, work / "store") as device, faked(cpu, nothing):
         for name, part in {"full-iteration": _whole_graph, "single layers": _layer_graphs}.items():
             try:
                 figures[name], checks[name] = part(work / name, cpu, device)
@@ -432,13 +433,13 @@ def _layer_graphs(directory: Path, cpu: bool, device: str) -> tuple[str, bool]:
 def memory(work: Path, cpu: bool) -> Found:
     observers: list[Callable[[int, int, int, int], None]] = []
     answers: dict[str, Any] = {
-        "cuda__is_initialized": lambda: True,
-        "cuda__memory___record_memory_history": lambda *_, **__: None,
-        "cuda__memory___snapshot": lambda: {"segments": [], "device_traces": [[]]},
-        "_C___cuda_attach_out_of_memory_observer": observers.append,
-        "_C___cuda_isHistoryEnabled": lambda: False,
+        "cuda.is_initialized": lambda: True,
+        "cuda.memory._record_memory_history": lambda *_, **__: None,
+        "cuda.memory._snapshot": lambda: {"segments": [], "device_traces": [[]]},
+        "_C._cuda_attach_out_of_memory_observer": observers.append,
+        "_C._cuda_isHistoryEnabled": lambda: False,
     }
-    with machine(cpu, work / "store") as device, _private(cpu, answers):
+    with machine(cpu, work / "store") as device, faked(cpu, answers):
         gpt = build(workload(cpu), device)
         train(gpt, WARM)
 
@@ -465,19 +466,10 @@ def memory(work: Path, cpu: bool) -> Found:
     }
 
 
-@contextlib.contextmanager
-def _private(cpu: bool, answers: dict[str, Any]) -> Iterator[None]:
-    """`faked`, for names that begin with an underscore: three in a row are a dot and one."""
-    with contextlib.ExitStack() as stack:
-        for name, value in answers.items() if cpu else ():
-            dotted = name.replace("___", "._").replace("__", ".")
-            stack.enter_context(patch(f"torch.{dotted}", value, create=True))
-        yield
-
-
 def nsys(work: Path, cpu: bool) -> Found:
     fake = _Cuda()
-    with machine(cpu, work / "store") as device, faked(cpu, cuda__is_initialized=lambda: True, cuda__cudart=fake):
+    calls = {"cuda.is_initialized": lambda: True, "cuda.cudart": fake}
+    with machine(cpu, work / "store") as device, faked(cpu, calls):
         gpt = build(workload(cpu), device)
         train(gpt, WARM)
         wanted = config(work / "files", cpu, tool=("nsys",), **steps_from(gpt, 2))

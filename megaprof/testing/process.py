@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
-from megaprof.testing.cpu import Patch, cpu_patches, is_cuda, process_wide
+from megaprof.testing.cpu import Patch, constant, cpu_patches, is_cuda, process_wide
 
 __all__ = ["cpu_process"]
 
@@ -44,8 +44,8 @@ def cpu_process(gpus: int = 1) -> None:
     Beyond `megaprof.testing.cpu_megatron`: ``torch.cuda.is_available()`` is True, ``current_device()`` is 0, and
     ``device_count()`` follows ``CUDA_VISIBLE_DEVICES`` where that is set; every thread is covered; ``Tensor.type()``
     names CUDA types, by which Megatron-Core's optimizers tell bf16 parameters apart; TorchScript runs eagerly; pinned
-    memory is plain memory; process groups of NCCL are gloo's, which computes averages as sums. Idempotent. Call it
-    before the trainer is imported: what that took from torch by name beforehand stays as it was.
+    memory is plain memory of its own; process groups of NCCL are gloo's, which computes averages as sums. Idempotent.
+    Call it before the trainer is imported: what that took from torch by name beforehand stays as it was.
 
     Raises:
         ValueError: ``gpus`` is not at least 1.
@@ -101,17 +101,13 @@ def _gpu(gpus: int) -> list[Patch]:
     accelerator = {"current_accelerator": None, "current_device_idx": 0, "current_device_index": 0, "device_count": 0}
     accelerator |= dict.fromkeys(("set_device_idx", "set_device_index", "set_stream", "synchronize"))
     return [
-        *(Patch(torch.cuda, name, _answer(value)) for name, value in answers.items()),
+        *(Patch(torch.cuda, name, constant(value)) for name, value in answers.items()),
         *(Patch(torch.cuda, name, _typed(dtype)) for name, dtype in _TYPED.items()),
-        *(Patch(torch.accelerator, name, _answer(value)) for name, value in accelerator.items()),
-        Patch(torch.accelerator, "is_available", _answer(False)),
+        *(Patch(torch.accelerator, name, constant(value)) for name, value in accelerator.items()),
+        Patch(torch.accelerator, "is_available", constant(False)),
         Patch(torch.accelerator, "current_stream", lambda *_, **__: torch.cuda.current_stream()),
         Patch(torch.cuda, "device_count", device_count),
     ]
-
-
-def _answer(value: Any) -> Callable[..., Any]:
-    return lambda *_, **__: value
 
 
 def _typed(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -138,33 +134,25 @@ def _devices() -> list[Patch]:
     return [
         *(Patch(owner, name, _on_cpu(getattr(owner, name))) for owner, name in makers),
         Patch(torch, "load", load_on_cpu),
-        Patch(torch.Tensor, "to", _to_cpu(torch.Tensor.to)),
-        Patch(torch._C._nn, "_parse_to", _to_cpu(torch._C._nn._parse_to)),  # of modules, and of tensordict
-        Patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self),
+        Patch(torch.Tensor, "to", _on_cpu(torch.Tensor.to, by_place=True)),
+        Patch(torch._C._nn, "_parse_to", _on_cpu(torch._C._nn._parse_to, by_place=True)),  # of modules and tensordict
+        Patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self.clone()),  # a trainer may free what it came from
     ]
 
 
-def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+def _on_cpu(function: Callable[..., Any], *, by_place: bool = False) -> Callable[..., Any]:
+    """``by_place``: for a function that takes a device by its place, too."""
+
     @functools.wraps(function)
-    def made(*args: Any, **kwargs: Any) -> Any:
+    def on_cpu(*args: Any, **kwargs: Any) -> Any:
         if is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
+        if by_place:
+            return function(*("cpu" if is_cuda(argument) else argument for argument in args), **kwargs)
         kwargs.pop("pin_memory", None)
         return function(*args, **kwargs)
 
-    return made
-
-
-def _to_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For functions that take a device by its place, too."""
-
-    @functools.wraps(function)
-    def moved(*args: Any, **kwargs: Any) -> Any:
-        if is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        return function(*("cpu" if is_cuda(argument) else argument for argument in args), **kwargs)
-
-    return moved
+    return on_cpu
 
 
 def _types() -> list[Patch]:

@@ -268,13 +268,14 @@ class Jobs:
     async def watcher(self, directory: Path, role: str | None) -> Watcher:
         """The watcher of a job. Raises Busy."""
         key = directory, role
-        if key not in self._watchers:
-            if len(self._watchers) >= MOST_WATCHED:
-                idle = next((other for other, each in self._watchers.items() if each.idle), None)
-                if idle is None:
-                    raise Busy(f"{MOST_WATCHED} jobs are watched already")
-                await self._watchers.pop(idle).close()
-            self._watchers[key] = Watcher(directory, role, self._threads)
+        while key not in self._watchers:  # another page may have asked for it while one is closed
+            if len(self._watchers) < MOST_WATCHED:
+                self._watchers[key] = Watcher(directory, role, self._threads)
+                break
+            idle = next((other for other, each in self._watchers.items() if each.idle), None)
+            if idle is None:
+                raise Busy(f"{MOST_WATCHED} jobs are watched already")
+            await self._watchers.pop(idle).close()
         return self._watchers[key]
 
     async def end(self) -> None:

@@ -17,6 +17,7 @@ from megaprof.artifacts import scratch, writer
 from megaprof.artifacts.scratch import Scratch
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.formats.names import host
+from megaprof.parallel.machine import find_bounds
 
 MEMORY = Path("/dev/shm")
 pytestmark = pytest.mark.skipif(
@@ -91,6 +92,16 @@ def test_no_scratch_without_room_or_on_the_same_disk(
     assert Scratch(tmp_path, (memory,)).place(tmp_path / "a") is None
     monkeypatch.setattr(scratch, "SPARE_BYTES", 0)
     assert Scratch(tmp_path, (tmp_path,)).place(tmp_path / "a") is None
+    assert list(memory.iterdir()) == []
+
+
+@pytest.mark.usefixtures("little")
+def test_no_scratch_where_the_kernel_does_not_say_how_much_memory_is_left(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 1000 kB\nMemFree: 900 kB\n")
+    monkeypatch.setattr(scratch, "find_bounds", lambda: find_bounds(tmp_path))
+    assert Scratch(tmp_path, (memory,)).place(tmp_path / "a") is None
     assert list(memory.iterdir()) == []
 
 

@@ -123,6 +123,29 @@ def test_what_is_too_much_stays_uncompressed_at_once(
     assert "5.bin.gz" in listing(tmp_path), "it did not recover"
 
 
+def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last thing that the writer's thread does is to remove the file that says that it is at work."""
+    removing, answers, remove = threading.Event(), threading.Event(), writer._remove
+
+    def slow(path: Path) -> None:
+        removing.set()
+        answers.wait(60)
+        remove(path)
+
+    monkeypatch.setattr(writer, "_remove", slow)
+    background = Writer()
+    background.submit(job(tmp_path, "a.bin.gz"))
+    assert removing.wait(30)
+    training = threading.Thread(target=background.submit, args=(job(tmp_path, "b.bin.gz"),), daemon=True)
+    training.start()
+    training.join(10)
+    waits = training.is_alive()
+    answers.set()
+    assert background.flush(30)
+    assert not waits
+    assert listing(tmp_path) == ["a.bin.gz", "b.bin.gz"]
+
+
 def test_one_file_is_written_however_large(tmp_path: Path) -> None:
     background = Writer(waiting_bytes=1)
     background.submit(job(tmp_path))

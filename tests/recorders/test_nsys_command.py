@@ -20,8 +20,13 @@ def on(**fields: Any) -> ProfileConfig:
     return ProfileConfig(**{"target": ("train_actor",), "dir": "/traces", "tool": ("nsys",), **fields})
 
 
+def line(config: ProfileConfig, **how: Any) -> list[str]:
+    """The whole command line."""
+    return ["nsys", "profile", *(f"--{name}={value}" for name, value in nsys.options(config, **how).items())]
+
+
 def test_the_command_line() -> None:
-    assert nsys.command(on()) == [
+    assert line(on()) == [
         "nsys",
         "profile",
         "--trace=cuda,nvtx,cudnn,cublas",
@@ -36,8 +41,8 @@ def test_the_command_line() -> None:
 
 
 def test_what_the_configuration_adds() -> None:
-    command = nsys.command(on(profile_memory=True, with_stack=True), output="/x/report")
-    assert set(command) - set(nsys.command(on())) == {
+    command = line(on(profile_memory=True, with_stack=True), output="/x/report")
+    assert set(command) - set(line(on())) == {
         "--cuda-memory-usage=true",
         "--python-sampling=true",
         "--output=/x/report",
@@ -45,9 +50,9 @@ def test_what_the_configuration_adds() -> None:
 
 
 def test_shutting_down_after_the_last_window_leaves_the_training_alone() -> None:
-    command = nsys.command(on(steps="1,2,5"), shutdown=True, models=2)
+    command = line(on(steps="1,2,5"), shutdown=True, models=2)
     assert {"--capture-range-end=repeat-shutdown:6", "--kill=none"} <= set(command)
-    assert not any("kill" in argument for argument in nsys.command(on(steps="1,2,5")))
+    assert not any("kill" in argument for argument in line(on(steps="1,2,5")))
 
 
 @pytest.mark.parametrize(
@@ -67,19 +72,16 @@ def test_number_of_windows(fields: dict[str, Any], count: int | None) -> None:
 
 
 def test_rays_options_for_workers_and_for_the_controller() -> None:
-    environment = nsys.ray_runtime_env(on(steps="3"), shutdown=True)
-    assert environment == {
-        "nsight": {
-            "trace": "cuda,nvtx,cudnn,cublas",
-            "capture-range": "cudaProfilerApi",
-            "capture-range-end": "repeat-shutdown:1",
-            "kill": "none",
-            "sample": "none",
-            "cpuctxsw": "none",
-            "cuda-graph-trace": "graph",
-            "force-overwrite": "true",
-            "o": "/traces/nsys.worker.%h.%p",
-        }
+    assert nsys.options(on(steps="3"), ray=True, shutdown=True) == {
+        "trace": "cuda,nvtx,cudnn,cublas",
+        "capture-range": "cudaProfilerApi",
+        "capture-range-end": "repeat-shutdown:1",
+        "kill": "none",
+        "sample": "none",
+        "cpuctxsw": "none",
+        "cuda-graph-trace": "graph",
+        "force-overwrite": "true",
+        "o": "/traces/nsys.worker.%h.%p",
     }
     assert nsys.controller_options(on()) == {
         "trace": "nvtx,osrt",
@@ -97,7 +99,7 @@ def test_ray_keeps_the_output_path() -> None:
     """
     for config, output in ((on(), None), (on(dir="traces"), None), (on(), "/data/report.%p")):
         for options in (
-            nsys.ray_runtime_env(config, output=output)["nsight"],
+            nsys.options(config, ray=True, output=output),
             nsys.controller_options(config, output=output),
         ):
             assert str(Path("/tmp/ray/session/logs/nsight") / options["o"]) == options["o"]
@@ -108,7 +110,7 @@ def test_ray_keeps_the_output_path() -> None:
 def test_rays_shell_finds_nothing_to_interpret() -> None:
     for path in ("/data/my traces/x", "/data/$HOME", "/data/'x'"):
         with pytest.raises(ValueError, match="characters that Ray's shell would interpret"):
-            nsys.ray_runtime_env(on(), output=path)
+            nsys.options(on(), ray=True, output=path)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_rays_shell_finds_nothing_to_interpret() -> None:
 )
 def test_what_makes_no_sense_is_refused(config: ProfileConfig, arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        nsys.command(config, **arguments)
+        line(config, **arguments)
 
 
 FLAGS = ["nsys", "--profile-target", "train_actor", "--profile-tool", "nsys"]
@@ -133,7 +135,7 @@ FLAGS = ["nsys", "--profile-target", "train_actor", "--profile-tool", "nsys"]
 def test_the_printed_line_is_one_a_shell_passes_on_unchanged(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--profile-dir", "/tmp/traces", "--profile-steps", "1,2", "--shutdown"]) == 0
     printed = capsys.readouterr().out
-    expected = nsys.command(on(dir="/tmp/traces", steps="1,2"), shutdown=True)
+    expected = line(on(dir="/tmp/traces", steps="1,2"), shutdown=True)
     assert shlex.split(printed) == expected
     echoed = subprocess.run(
         ["bash", "-c", f"printf '%s\\n' {printed.strip()}; printf '%s\\n' $(echo {shlex.quote(printed.strip())})"],
@@ -151,7 +153,7 @@ def test_a_path_that_needs_quotes_gets_them(capsys: pytest.CaptureFixture[str]) 
 
 def test_rays_options_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FLAGS, "--profile-dir", "/tmp/traces", "--ray", "worker"]) == 0
-    assert json.loads(capsys.readouterr().out) == nsys.ray_runtime_env(on(dir="/tmp/traces"))
+    assert json.loads(capsys.readouterr().out) == {"nsight": nsys.options(on(dir="/tmp/traces"), ray=True)}
     assert main([*FLAGS, "--profile-dir", "/tmp/traces", "--ray", "controller", "-o", "/tmp/x/y"]) == 0
     assert json.loads(capsys.readouterr().out) == nsys.controller_options(on(), output="/tmp/x/y")
 
@@ -163,10 +165,10 @@ def test_mistakes_are_exit_code_2(flags: list[str], capsys: pytest.CaptureFixtur
 
 
 def test_a_range_opens_the_windows_where_there_is_no_cuda() -> None:
-    command = nsys.command(on(), capture="nvtx")
+    command = line(on(), capture="nvtx")
     assert {"--capture-range=nvtx", "--nvtx-capture=megaprof/window@megaprof"} <= set(command)
     with pytest.raises(ValueError, match="capture='hotkey' is not valid; valid: cudaProfilerApi, nvtx"):
-        nsys.command(on(), capture="hotkey")
+        line(on(), capture="hotkey")
 
 
 @pytest.mark.parametrize("flags", [["--profile-dir", "memory://bucket"], ["--profile-dir", "/t", "-o", "memory://x/y"]])
@@ -181,7 +183,7 @@ def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An nsys that knows no --python-sampling."""
     tool = tmp_path / "bin" / "nsys"
     tool.parent.mkdir()
-    known = [each.partition("=")[0] for each in nsys.command(on(dir="/t"), shutdown=True)[2:]]
+    known = [each.partition("=")[0] for each in line(on(dir="/t"), shutdown=True)[2:]]
     tool.write_text("#!/bin/sh\ncat <<'E'\n" + "\n".join(f"\t-x, {name}=" for name in known) + "\nE\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")

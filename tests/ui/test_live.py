@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import threading
@@ -294,3 +295,27 @@ def test_a_curve_breaks_where_the_job_began_again() -> None:
     assert [len(line.split()) for line in drawn.lines] == [5, 5]
     assert track("imbalance", "", points, "imbalance") is None
     assert track("step time", "ms", points[:1], "step_ms") is None
+
+
+def test_two_pages_that_ask_for_one_job_at_once_share_its_watcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To make room for it, another job's watcher is closed, which takes a moment."""
+    close = live.Watcher.close
+
+    async def slow(watcher: live.Watcher) -> None:
+        await asyncio.sleep(0)
+        await close(watcher)
+
+    async def ask() -> list[live.Watcher]:
+        jobs = live.Jobs()
+        for name in "ab":
+            await jobs.watcher(tmp_path / name, None)
+        both = await asyncio.gather(*(jobs.watcher(tmp_path / "c", None) for _ in range(2)))
+        await jobs.close()
+        return both
+
+    monkeypatch.setattr(live, "MOST_WATCHED", 2)
+    monkeypatch.setattr(live.Watcher, "close", slow)
+    first, second = asyncio.run(ask())
+    assert first is second

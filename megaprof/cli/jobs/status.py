@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megaprof.cli import FAILED, UNWELL, CommandError, UsageError
+from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
 from megaprof.control.blame import STUCK_SECONDS
 from megaprof.control.job import NoJob, RunningJob, ago, find_job
 from megaprof.formats.checks import counted, printable
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(view.silence))
     else:
         for line in (*in_words(view), *_table(view)):
-            sys.stdout.write("".join(c if c.isprintable() else "\ufffd" for c in line) + "\n")
+            say(line)
     return {"runs": 0, "starts": 0, "ended": FAILED}.get(view.state, UNWELL)
 
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megaprof.cli import CommandError, UsageError
+from megaprof.cli import CommandError, UsageError, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TARGETS
 from megaprof.control.job import NoJob, RunningJob, find_job
@@ -187,10 +187,10 @@ def run(arguments: argparse.Namespace) -> int:
         while (answer := asking.look()) is None:
             if asking.state.partition(" ")[0] != told:  # not for every number in it
                 told = asking.state.partition(" ")[0]
-                _say(f"{arguments.target} on {counted(len(asked.ranks), 'rank')}: {asking.state}")
+                say(f"{arguments.target} on {counted(len(asked.ranks), 'rank')}: {asking.state}", sys.stderr)
             time.sleep(asked.pause)
     except (KeyboardInterrupt, SystemExit):
-        _say(asking.left_behind)
+        say(asking.left_behind, sys.stderr)
         raise
     finally:
         asking.withdraw()
@@ -198,7 +198,7 @@ def run(arguments: argparse.Namespace) -> int:
         numbers = ", ".join(map(str, answer.steps))
         plural = "" if len(answer.steps) == 1 else "s"
         on = f"{answer.captured} of {counted(len(asked.ranks), 'rank')}"
-        _say(f"{arguments.target}: captured step{plural} {numbers} on {on}")
+        say(f"{arguments.target}: captured step{plural} {numbers} on {on}", sys.stderr)
     if arguments.json:
         print(json.dumps(asdict(answer)))
     else:
@@ -213,7 +213,3 @@ def _as_options(mistake: str) -> str:
     """The job's words for it are the names of a request's fields and of its own options."""
     word, _, rest = mistake.partition(" ")
     return f"--{word} {rest}" if word in ("steps", "timeout", "select", "role") else mistake.replace("--profile-", "--")
-
-
-def _say(line: str) -> None:
-    print("".join(c if c.isprintable() else "\ufffd" for c in line), file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError
@@ -62,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Show the table until the job ends or Ctrl-C."""
     if arguments.json and not arguments.once:
         raise UsageError("--json is one look: it needs --once")
-    if arguments.every is not None and not arguments.every > 0:
+    if arguments.every is not None and not 0 < arguments.every <= TIMEOUT_MAX:
         raise UsageError(f"--every {arguments.every:g} is not a number of seconds")
     try:
         job = find_job(arguments.dir, arguments.role)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         _capture(workload, out, args.steps, args.fault, args.time_limit)
     elif not live.run(workload, out, fault=args.fault, steps=args.steps, time_limit=args.time_limit, env=_QUIET):
         return TERMINATED
-    return report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
+    report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
+    return 0
 
 
 def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:
@@ -263,22 +264,17 @@ def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | N
     return {"losses": losses, "parameters": gpt.parameter_digest()}
 
 
-class _progress(ExitStack):
-    """A progress bar on a terminal, a line per phase elsewhere. Entering it gives ``advance(text)``."""
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar on a terminal, a line per phase elsewhere. Gives ``advance(text)``."""
+    if not sys.stderr.isatty():
+        print("  starting the ranks", file=sys.stderr, flush=True)
+        yield lambda line: print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    def __init__(self, total: int) -> None:
-        super().__init__()
-        self._total = total
-
-    def __enter__(self) -> Callable[[str], None]:  # type: ignore[override]
-        if not sys.stderr.isatty():
-            print("  starting the ranks", file=sys.stderr, flush=True)
-            return lambda line: print(f"  {line.rstrip()}", file=sys.stderr, flush=True)
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        bar = self.enter_context(
-            Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True))
-        )
-        task = bar.add_task("starting the ranks", total=self._total)
-        return lambda line: bar.update(task, advance=1, description=line.rstrip())
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting the ranks", total=total)
+        yield lambda line: bar.update(task, advance=1, description=line.rstrip())

@@ -154,7 +154,7 @@ class _Ending:
         self.signal: int | None = None
         self._stop = stop
         self._before: dict[signal.Signals, Any] = {}
-        self._limit = threading.Timer(time_limit or 0.0, self._ask) if time_limit else None
+        self._limit = threading.Timer(min(time_limit, threading.TIMEOUT_MAX), self._ask) if time_limit else None
         self._kill = threading.Timer(_GRACE_SECONDS, _thread.interrupt_main)
         for timer in (self._limit, self._kill):
             if timer is not None:

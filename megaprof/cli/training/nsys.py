@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.autoload.ray import runtime_env
+from megaprof.cli import UsageError
 from megaprof.config.arguments import add_profile_args, config_from_args
 from megaprof.recorders import nsys_command as nsys
-from megaprof.recorders.nsys_command import CAPTURES
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -37,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=int, default=1, help="models with hooks in a process, for --shutdown")
     parser.add_argument(
         "--capture",
-        choices=CAPTURES,
-        default=CAPTURES[0],
+        choices=nsys.CAPTURES,
+        default=nsys.CAPTURES[0],
         help="what opens a window: cudaProfilerStart, or an NVTX range, which needs no CUDA [cudaProfilerApi]",
     )
     parser.add_argument(
@@ -53,42 +52,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    given = {"shutdown": args.shutdown, "models": args.models, "capture": args.capture}
     try:
         config = config_from_args(args)
-        if args.ray == "controller":
-            text = json.dumps(_accepted(nsys.controller_options(config, output=args.output)), indent=2)
-        elif args.ray == "worker":
-            text = json.dumps(_worker(config, args.output, given), indent=2)
-        elif args.ray:
-            if args.output is not None:
-                raise ValueError(
-                    "--output is one name, and --ray prints two environments: give --ray worker or controller"
-                )
-            controller = {"nsight": _accepted(nsys.controller_options(config)), "env_vars": config.to_env()}
-            both = {"worker": runtime_env(config, _worker(config, None, given)), "controller": controller}
-            text = json.dumps(both, indent=2)
-        else:
-            command = nsys.command(config, output=args.output, **given)
-            options = dict(each.removeprefix("--").split("=", 1) for each in command[2:])
-            left = _accepted(options)
-            text = " ".join(map(_quoted, [*command[:2], *(f"--{name}={value}" for name, value in left.items())]))
-            if "%q{RANK}" in left["output"] and "RANK" not in os.environ:
-                _note(
-                    "RANK is not set here: nsys needs it when it starts, so put this behind torchrun, or give --output"
-                )
+        print(_text(config, args))
     except ValueError as mistake:
-        print(f"megaprof nsys: {mistake}", file=sys.stderr)
-        return 2
-    print(text)
+        raise UsageError(str(mistake)) from None
     if not args.shutdown:
         _note("without --shutdown, nsys writes most files when the process ends, and none if nsys is killed")
     _make_directory(Path(args.output).parent if args.output else Path(str(config.dir)))
     return 0
 
 
-def _worker(config: ProfileConfig, output: str | None, given: dict[str, Any]) -> dict[str, Any]:
-    return {"nsight": _accepted(nsys.ray_runtime_env(config, output=output, **given)["nsight"])}
+def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
+    """What is asked for. Raises ValueError."""
+    if args.ray == "all" and args.output is not None:
+        raise ValueError("--output is one name, and --ray prints two environments: give --ray worker or controller")
+    controller = worker = {}
+    if args.ray in ("controller", "all"):
+        controller = _accepted(nsys.controller_options(config, output=args.output))
+    if args.ray != "controller":
+        given = {"ray": bool(args.ray), "shutdown": args.shutdown, "models": args.models, "capture": args.capture}
+        worker = _accepted(nsys.options(config, output=args.output, **given))
+    if args.ray is None:
+        if "%q{RANK}" in worker["output"] and "RANK" not in os.environ:
+            _note("RANK is not set here: nsys needs it when it starts, so put this behind torchrun, or give --output")
+        return " ".join(map(_quoted, ["nsys", "profile", *(f"--{name}={value}" for name, value in worker.items())]))
+    made: dict[str, Any] = {"worker": {"nsight": worker}, "controller": controller}
+    if args.ray == "all":
+        made["controller"] = {"nsight": controller, "env_vars": config.to_env()}
+        made["worker"] = runtime_env(config, made["worker"])
+    return json.dumps(made if args.ray == "all" else made[args.ray], indent=2)
 
 
 def _accepted(options: dict[str, str]) -> dict[str, str]:
@@ -116,6 +109,5 @@ def _note(line: str) -> None:
 
 
 def _quoted(argument: str) -> str:
-    """For a shell, and unchanged where it can be: what ``$(...)`` inserts is not unquoted again. ``%q{RANK}`` is no
-    brace expansion, which needs a comma or two dots."""
-    return argument if re.fullmatch(r"[\w./%{}=@:+,-]+", argument) else shlex.quote(argument)
+    """For a shell, and unchanged where it can be: what ``$(...)`` inserts is not unquoted again."""
+    return argument if nsys.PLAIN.fullmatch(argument) else shlex.quote(argument)

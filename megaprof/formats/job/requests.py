@@ -14,10 +14,10 @@ import posixpath
 import re
 import secrets
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from megaprof.formats.checks import build, listing, number, one_of, optional, sentence, short, text, whole
+from megaprof.formats.checks import Record, listing, number, one_of, optional, sentence, short, text, whole
 from megaprof.formats.job.run import LATEST, MOST_RANKS, RunRecord
 from megaprof.parallel.selectors import Selector, parse_selector
 
@@ -68,7 +68,7 @@ def _file(value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Record):
     """Some windows of a target, one after another, on some ranks, by some tools."""
 
     id: Annotated[str, text(64, REQUEST_ID)]
@@ -118,11 +118,7 @@ class Request:
             "options": options or {"tool": ["torch"]},
             "by": by,
         }
-        return cls.from_record(record, run)
-
-    def as_record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"version": 1, **asdict(self)}
+        return cls.checked(record, run)
 
     @property
     def selector(self) -> Selector:
@@ -130,10 +126,10 @@ class Request:
         return parse_selector(self.select)
 
     @classmethod
-    def from_record(cls, record: dict[str, Any], run: RunRecord) -> Request:
+    def checked(cls, record: dict[str, Any], run: RunRecord) -> Request:
         """The request in `record`, if it is for `run` and its ranks are ranks of it. Raises Refused."""
         try:
-            request = build(cls, record)
+            request = cls.from_record(record)
             if request.run != run.run:
                 raise Refused("it was made for another run of this job, not for the one that is running")
             age = time.time() - request.created
@@ -146,7 +142,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Start:
+class Start(Record):
     """From which call on a request is carried out."""
 
     run: Annotated[str, text(64)]
@@ -156,18 +152,9 @@ class Start:
     first: Annotated[int, whole(0, 1 << 62)]
     """The number of the first call to capture, counted from 0 since the hooks went in."""
 
-    def as_record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"version": 1, **asdict(self)}
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Start:
-        """Raises ValueError."""
-        return build(cls, record)
-
 
 @dataclass(frozen=True)
-class Refusal:
+class Refusal(Record):
     """Why the lowest rank did not even pass a request on."""
 
     run: Annotated[str, text(64)]
@@ -175,18 +162,9 @@ class Refusal:
     reason: Annotated[str, sentence(_LONGEST_REASON)]
     """For people."""
 
-    def as_record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"version": 1, **asdict(self)}
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Refusal:
-        """Raises ValueError."""
-        return build(cls, record)
-
 
 @dataclass(frozen=True)
-class Answer:
+class Answer(Record):
     """What one rank says to a request."""
 
     rank: Annotated[int, whole(0, MOST_RANKS)]
@@ -206,12 +184,6 @@ class Answer:
     run: Annotated[str, text(64)] = field(default="-", compare=False)
     """The run that it belongs to."""
 
-    def as_record(self, run: str) -> dict[str, Any]:
+    def as_record(self, run: str = "-") -> dict[str, Any]:
         """For JSON, as a rank of `run` says it."""
-        reason = self.reason and self.reason[:_LONGEST_REASON]
-        return {"version": 1, **asdict(self), "reason": reason, "run": run}
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> Answer:
-        """Raises ValueError."""
-        return build(cls, record)
+        return {**super().as_record(), "reason": self.reason and self.reason[:_LONGEST_REASON], "run": run}

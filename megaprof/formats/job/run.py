@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from megaprof.formats.checks import build, listing, number, optional, sentence, text, whole
+from megaprof.formats.checks import Record, listing, number, optional, sentence, text, whole
 from megaprof.formats.files import Directory, Owner
 from megaprof.formats.job import records
 from megaprof.formats.job.records import BadRecord
-from megaprof.formats.names import host
+from megaprof.formats.names import host, is_gone
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 
 NAME = "run.json"
@@ -38,7 +38,7 @@ def _sizes(value: object) -> ParallelSizes:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Record):
     """A running job, or one role's part of it, as its lowest rank describes it."""
 
     run: Annotated[str, text(64)]
@@ -93,13 +93,11 @@ class RunRecord:
         return None if self.order is None else WorldLayout(self.sizes, self.order)
 
     def as_record(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"version": 1, **asdict(self), "world": self.world, "targets": list(self.targets)}
+        return {**super().as_record(), "world": self.world, "targets": list(self.targets)}
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> RunRecord:
-        """Raises ValueError."""
-        run = build(cls, record)
+        run = super().from_record(record)
         if run.world > MOST_RANKS:
             raise ValueError(f"its sizes make {run.world} ranks, more than {MOST_RANKS}")
         if run.leader >= run.world:
@@ -125,15 +123,7 @@ def read_run(directory: Directory, owner: Owner | None = None) -> RunRecord:
 
 def dead(host_of: str, pid: int) -> bool:
     """True when a process of this host is known to be gone; False also for what cannot be known from here."""
-    if host_of != host():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return _is_zombie(pid)
+    return host_of == host() and (is_gone(pid) or _is_zombie(pid))
 
 
 def _is_zombie(pid: int) -> bool:

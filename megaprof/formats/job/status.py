@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from megaprof.formats.checks import build, listing, nested, number, optional, sentence, text, truth, whole
+from megaprof.formats.checks import Record, listing, nested, number, optional, sentence, text, truth, whole
 from megaprof.formats.job import records
 from megaprof.formats.job.run import LARGEST_PID, LATEST, MOST_RANKS, dead, interval
 from megaprof.parallel.topology import AXES
@@ -145,7 +144,7 @@ def _calls(value: object) -> tuple[Calls, ...]:
 
 
 @dataclass(frozen=True)
-class RankStatus:
+class RankStatus(Record):
     """One rank, as it describes itself. Times in wall-clock seconds of its host."""
 
     run: Annotated[str | None, optional(text(64))]
@@ -183,25 +182,17 @@ class RankStatus:
     off: Annotated[bool, truth] = False
     """Profiling is off since a fault."""
 
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> RankStatus:
-        """Raises ValueError."""
-        return build(cls, record)
-
     def as_record(self) -> dict[str, Any]:
         """For JSON, within `SIZE` bytes: names of roles and reasons may be long, and JSON makes six bytes of many a
         letter, so these are what gives way."""
-        status = self
-        record = _as_record(status)
-        while len(records.encode(record)) > SIZE and (status.calls or (status.capture and status.capture.reason)):
-            capture = status.capture
-            if capture is not None and capture.reason:
-                shorter = capture.reason[: min(len(capture.reason) // 2, _LONGEST_REASON)]
-                status = dataclasses.replace(status, capture=dataclasses.replace(capture, reason=shorter))
-            else:
-                status = dataclasses.replace(status, calls=status.calls[: len(status.calls) // 2])
-            record = _as_record(status)
-        return record
+        record: dict[str, Any] = _rounded(super().as_record())
+        capture = self.capture
+        if len(records.encode(record)) <= SIZE:
+            return record
+        if capture is not None and capture.reason:
+            shorter = capture.reason[: min(len(capture.reason) // 2, _LONGEST_REASON)]
+            return replace(self, capture=replace(capture, reason=shorter)).as_record()
+        return replace(self, calls=self.calls[: len(self.calls) // 2]).as_record() if self.calls else record
 
     @property
     def place(self) -> Position | None:
@@ -244,11 +235,8 @@ class RankStatus:
     def step_of(self, target: str, role: str | None) -> int | None:
         """The step of `target` and `role` that it is in, or else the last one that it finished."""
         place = self.place
-        return (
-            place.step
-            if place is not None and (place.target, place.role) == (target, role)
-            else self.finished(target, role)
-        )
+        inside = place is not None and (place.target, place.role) == (target, role)
+        return place.step if place is not None and inside else self.finished(target, role)
 
     def finished(self, target: str, role: str | None) -> int | None:
         """The last step of `target` and `role` that it finished, while it is in no call of them."""
@@ -276,10 +264,6 @@ class RankStatus:
 
 def _training_first(call: Calls) -> bool:
     return call.target != _TRAINING
-
-
-def _as_record(status: RankStatus) -> dict[str, Any]:
-    return {"version": 1, **_rounded(asdict(status))}
 
 
 def _rounded(value: Any) -> Any:

@@ -63,13 +63,11 @@ class TimelineRecorder:
         background: Background,
         framework: str | None = None,
     ) -> None:
-        """``framework`` names the host. Raises ValueError without a directory."""
-        if config.dir is None:
-            raise ValueError("the timeline needs a directory")
+        """``framework`` names the host."""
         self._config = config
         self._coords = coords
         self._framework = framework
-        self._files = TimelineFiles(Path(config.dir), role, coords, config.timeline_megabytes << 20)
+        self._files = TimelineFiles(Path(str(config.dir)), role, coords, config.timeline_megabytes << 20)
         self._background = background
         self._device = device_clock()
         self.clock: Callable[[], Any] | None = None if self._device is None else self._device.mark
@@ -77,15 +75,15 @@ class TimelineRecorder:
         self._finished: deque[Line] = deque()
         self._writing = threading.Lock()
         self._described: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._lengths: dict[tuple[str, str | None], tuple[Any, Any]] = {}
+        self._lengths: dict[Key, tuple[Any, Any]] = {}
         self._calls: dict[Key, tuple[int, int]] = {}
-        self._last: dict[tuple[str, str | None], tuple[int, int]] = {}
+        self._last: dict[Key, tuple[int, int]] = {}
         self._line: Line | None = None
         self._tally = Tally()
         self._began = time.monotonic()
         self._watch = ChangeClock()
         self._pairs = Pairs(background.wake)
-        self._training: tuple[str, str | None] | None = None
+        self._training: Key | None = None
         self._begun = 0
         self._noted = 0
         self.resting = False

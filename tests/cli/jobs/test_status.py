@@ -237,6 +237,8 @@ def test_one_look_as_json(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert (look["now"]["slowest_stage"], look["now"]["imbalance"]) == (0, pytest.approx(40 / 35))
     assert main(["watch", str(job.directory), "--json"]) == 2
     assert "--json is one look: it needs --once" in capsys.readouterr().err
+    assert main(["watch", str(job.directory), "--every", "inf"]) == 2
+    assert "--every inf is not a number of seconds" in capsys.readouterr().err
 
 
 def test_nothing_captured_is_json_too(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
