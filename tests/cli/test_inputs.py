@@ -66,3 +66,26 @@ def test_a_file_that_does_not_fit_into_memory_is_one_line(tmp_path: Path) -> Non
 def test_the_option_is_a_number_of_mib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "--max-input-mib", "0"]) == 2
     assert "--max-input-mib 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "{}"],
+        ["report", "{}", "--html", "{}"],
+        ["export", "{}", "--parquet", "out"],
+        ["open", "{}"],
+        ["patch", "slime", "{}"],
+        ["status", "{}", "--wait", "0"],
+        ["trigger", "{}", "--target", "train_actor"],
+        ["ui", "{}"],
+        ["watch", "{}", "--once"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_the_file_system_refuses_is_said_in_a_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("x" * 300)
+    assert main([each.format(path) for each in command]) == 1
+    assert capsys.readouterr().err == f"megaprof {command[0]}: {path}: File name too long\n"
