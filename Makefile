@@ -10,8 +10,8 @@ PYTEST := $(BIN)/python -m pytest
 # JOBS=4 runs four files of tests at once, on a machine with cores to spare: most tests start two ranks of their own.
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
-.PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-nsys gpu lint format schemas dist bench bench-capture \
-    bench-overhead bench-report bench-scale bench-timeline bench-whatif clean docs
+.PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu lint format schemas dist \
+    bench bench-capture bench-overhead bench-report bench-scale bench-timeline bench-whatif clean docs
 
 # In an environment with only what it needs, of which torch is most; in .venv where that is there already.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
@@ -51,9 +51,14 @@ test-ui: .venv/ui/ready
 #
 # Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, and verl on it), on that.
 test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
-	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/integrations tests/trainers || [ $$? = 5 ]
+	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/integrations tests/trainers \
+	    --ignore=tests/trainers/on_ray || [ $$? = 5 ]
 	.venv/hosts-0.19.2/bin/python -m pytest -rs $(ARGS) tests/integrations/test_megatron_bridge.py \
 	    tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
+
+# Whole trainers that start a Ray of their own: minutes each, and several GB of memory. By hand: CI has no room for them.
+test-trainers: .venv/trainers-0.19.2/ready
+	.venv/trainers-0.19.2/bin/python -m pytest -rs $(ARGS) tests/trainers/on_ray
 
 # The real Nsight Systems, which needs no GPU for NVTX ranges. Skips with a reason where Debian's package cannot be had.
 test-nsys: .venv/ready
@@ -162,6 +167,16 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	.venv/hosts-0.19.2/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
 	    megatron-core==0.19.2
 	.venv/hosts-0.19.2/bin/python -m pip install --quiet --disable-pip-version-check transformers==5.9.0
+	touch $@
+
+# And over that one, with what trainers on Ray import beside.
+.venv/trainers-0.19.2/ready: .venv/hosts-0.19.2/ready
+	$(BIN)/python -m venv .venv/trainers-0.19.2
+	base=$$(.venv/hosts-0.19.2/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	own=$$(.venv/trainers-0.19.2/bin/python -c "import site; print(site.getsitepackages()[0])"); \
+	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
+	.venv/trainers-0.19.2/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	    TransferQueue==0.1.11 cachetools==8.0.1 pybase64==1.5.1 pyzmq==27.3.0 zstandard==0.25.0
 	touch $@
 
 # Everything that needs a GPU, on a machine that has one; see docs/gpu.md. PYTHON_GPU: an interpreter with CUDA's torch.

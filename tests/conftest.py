@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import warm_ranks
 
 # Before torch is imported: Kineto's own log lines on stderr are not what is tested.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -24,6 +27,22 @@ def _no_ambient_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith("MEGAPROF_"):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_begin_at_once() -> Iterator[None]:
+    from megaprof.testing import launcher
+
+    with warm_ranks.Server(launcher.start) as server, pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            patch.setattr(launcher, "start", server.start)
+        yield
+
+
+@pytest.fixture
+def fresh_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank is a fresh interpreter."""
+    monkeypatch.setattr(warm_ranks.Server, "fits", lambda *_: False)
 
 
 @pytest.fixture(scope="module")

@@ -196,6 +196,20 @@ def _rank_env(rank: int, world: int, port: int, token: str, env: Mapping[str, st
     return {**os.environ, **ours, **(env or {})}
 
 
+def start(code: str, env: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Run ``code`` in a fresh interpreter and a session of its own, with ``env`` as its whole environment."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+
 class _Rank:
     """One rank's process, seen from the parent."""
 
@@ -205,16 +219,7 @@ class _Rank:
         self.error = job / f"{rank}.error"
         self.stack = job / f"{rank}.stack"
         self.stderr: deque[str] = deque(maxlen=_STDERR_LINES)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP.format(path=sys.path, job=str(job))],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        self.process = start(_BOOTSTRAP.format(path=sys.path, job=str(job)), env)
         out: Callable[[str], object] = sys.stdout.write if on_line is None else (lambda line: on_line(rank, line))
         self.readers = [
             threading.Thread(target=_forward, args=(self.process.stdout, out), daemon=True),

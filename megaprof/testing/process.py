@@ -44,8 +44,8 @@ def cpu_process(gpus: int = 1) -> None:
     Beyond `megaprof.testing.cpu_megatron`: ``torch.cuda.is_available()`` is True, ``current_device()`` is 0, and
     ``device_count()`` follows ``CUDA_VISIBLE_DEVICES`` where that is set; every thread is covered; ``Tensor.type()``
     names CUDA types, by which Megatron-Core's optimizers tell bf16 parameters apart; TorchScript runs eagerly; pinned
-    memory is plain memory; process groups of NCCL are gloo's, which computes averages as sums. Idempotent. Call it
-    before the trainer is imported: what that took from torch by name beforehand stays as it was.
+    memory is plain memory of its own; process groups of NCCL are gloo's, which computes averages as sums. Idempotent.
+    Call it before the trainer is imported: what that took from torch by name beforehand stays as it was.
 
     Raises:
         ValueError: ``gpus`` is not at least 1.
@@ -136,7 +136,7 @@ def _devices() -> list[Patch]:
         Patch(torch, "load", load_on_cpu),
         Patch(torch.Tensor, "to", _on_cpu(torch.Tensor.to, by_place=True)),
         Patch(torch._C._nn, "_parse_to", _on_cpu(torch._C._nn._parse_to, by_place=True)),  # of modules and tensordict
-        Patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self),
+        Patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self.clone()),  # a trainer may free what it came from
     ]
 
 

@@ -3,7 +3,8 @@
 Real megatron-core on this CPU. Every captured layout is run once, the report suggests another, and then both run in
 alternation in the same processes, several times each, so that a machine whose speed drifts does it to both. Every run
 of the captured layout gives a prediction. What is predicted is the speedup. The truth is the median, over all turns,
-of the captured layout's step over that of the suggested one. A barrier precedes every step: the optimizer before it,
+of the captured layout's step over that of the suggested one: steps that run after the captured ones, without a window,
+each from its first forward to the end of its last backward. A barrier precedes every step: the optimizer before it,
 whose time depends on the layers too, is no part of the pipeline that is predicted.
 
 Paced layers are the truth: real schedules and exchanges of a tiny model whose layers and output layer wait for a given
@@ -18,12 +19,13 @@ cannot run.
 
     python -m tests.benchmarks.whatif [--repeats N] [--stages 2 4] [--only paced busy compute synthesised] [--out DIR]
 
-A turn of one layout takes about 10 s. All of it with 4 repeats has about 80 turns; ``--repeats 3 --synthesised 5`` has
-about 60, which is about 12 minutes on a quiet machine of two cores.
+A turn of one layout takes 10 to 20 s. All of it with 4 repeats has about 80 turns; ``--repeats 3 --synthesised 5`` has
+about 60, which is about 20 minutes on a quiet machine of two cores.
 
 The last line is JSON. ``median_error``: the median of |predicted / measured speedup - 1| over the predictions of the
 paced runs, as the machine is (wanted: at most 0.03); ``within_uncertainty``: the part of them whose error is within
-their stated uncertainty (wanted: at least 0.9); ``predictions``: how many there are. With ``_busy``, ``_compute`` and
+their stated uncertainty (wanted: at least 0.9); ``within_both``: the same, where the scatter of the measured speedup,
+added in quadrature, counts too; ``predictions``: how many there are. With ``_busy``, ``_compute`` and
 ``_synthesised`` at the end: the same of the paced runs with one core busy (wanted alike), of real compute, and of
 synthesised pipelines; null where these did not run. ``load`` is the machine's at the start, ``minutes`` what all took.
 """
@@ -33,12 +35,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +61,8 @@ CAPTURED: tuple[Split, ...] = ((6, 2), (2, 6))
 #: More stages than cores: only for layers that wait.
 DEEPER: tuple[Split, ...] = ((5, 1, 1, 1), (1, 2, 2, 3))
 WARM_UP, STEPS = 2, 3
+#: Steps of a turn that are the truth.
+TIMED = 10
 #: Milliseconds that a paced module waits in a forward and in a backward.
 PACED_LAYER, PACED_OUTPUT = (6.0, 12.0), (15.0, 10.0)
 REAL = GPTWorkload(pp=2, layers=8, microbatches=8)
@@ -91,6 +96,10 @@ class Outcome:
     def inside(self) -> bool:
         return abs(self.predicted - self.measured) <= self.uncertainty
 
+    @property
+    def inside_both(self) -> bool:
+        return abs(self.predicted - self.measured) <= math.hypot(self.uncertainty, self.scatter)
+
 
 def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: int, paced: bool) -> None:
     """One rank: every split in turn, ``rounds`` times, each with its own directory of traces."""
@@ -119,7 +128,34 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
                     for _ in range(WARM_UP + STEPS):
                         torch.distributed.barrier()
                         gpt.train_step(forward_backward)
+                    step_ms = _step_ms(gpt, forward_backward)
+                if torch.distributed.get_rank() == 0:
+                    _truth(out, number, split).write_text(str(step_ms))
                 print(f"round {number + 1} of {rounds}: {'+'.join(map(str, split))}", flush=True)
+
+
+def _step_ms(gpt: Any, forward_backward: Callable[..., Any]) -> float:
+    """The median of a few more steps, in milliseconds, each on the rank that takes longest."""
+    import torch
+
+    times: list[float] = []
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        result = forward_backward(*args, **kwargs)
+        times.append(1e3 * (time.perf_counter() - begin))
+        return result
+
+    for _ in range(TIMED):
+        torch.distributed.barrier()
+        gpt.train_step(timed)
+    longest = torch.tensor(times, dtype=torch.float64)
+    torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX)
+    return float(longest.median())
+
+
+def _truth(out: Path, number: int, split: Split) -> Path:
+    return out / f"{name(number, split)}.json"
 
 
 def pace(chunks: Sequence[Any]) -> None:
@@ -152,8 +188,11 @@ def real(repeats: int, out: Path, splits: Sequence[Split], *, paced: bool) -> tu
     _run(workload, list(dict.fromkeys(turns)), out / "pairs", repeats, paced)
     for split, layout in pairs.items():
         captured = [_what_if(out / "pairs" / name(number, split)) for number in range(repeats)]
-        suggested = [_what_if(out / "pairs" / name(n, _split(layout, workload.pp))) for n in range(repeats)]
-        measured, scatter = _ratio(captured, suggested)
+        before, after = (
+            [float(_truth(out / "pairs", number, each).read_text()) for number in range(repeats)]
+            for each in (split, _split(layout, workload.pp))
+        )
+        measured, scatter = _ratio(before, after)
         for number, found in enumerate((_what_if(first / name(0, split)), *captured)):
             label = f"{_plus(split)}, {number}"
             outcome = _outcome(label, found, layout, measured, scatter)
@@ -180,11 +219,10 @@ def _split(layout: str, stages: int) -> Split:
     return layers_per_stage(parse_layout(layout, stages), stages)
 
 
-def _ratio(before: Sequence[WhatIf], after: Sequence[WhatIf]) -> tuple[float, float]:
-    """The median speedup over pairs of runs that followed each other, and how far it may be off by their scatter."""
-    ratios = [
-        a.measured_ms / b.measured_ms for a, b in zip(before, after, strict=True) if a.measured_ms and b.measured_ms
-    ]
+def _ratio(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """The median speedup over pairs of turns that followed each other, of their step times in milliseconds, and twice
+    its standard error by their scatter."""
+    ratios = [a / b for a, b in zip(before, after, strict=True)]
     scatter = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
     return statistics.median(ratios), 2 * scatter
 
@@ -202,7 +240,10 @@ def synthesised(count: int) -> Iterator[Outcome]:
         if best is None or best.layout is None:
             continue
         after = _of_scenario(replace(scenario, layers=_split(best.layout, 4), seed=1))
-        outcome = _outcome(_plus(layers), found, best.layout, *_ratio([found], [after]))
+        if not found.measured_ms or not after.measured_ms:
+            continue
+        truth = _ratio([found.measured_ms], [after.measured_ms])
+        outcome = _outcome(_plus(layers), found, best.layout, *truth)
         if outcome is not None:
             yield outcome
             count -= 1
@@ -262,8 +303,8 @@ def _median_error(outcomes: Sequence[Outcome]) -> float | None:
     return statistics.median(errors) if errors else None
 
 
-def _within(outcomes: Sequence[Outcome]) -> float | None:
-    return statistics.fmean(each.inside for each in outcomes) if outcomes else None
+def _share(inside: Sequence[bool]) -> float | None:
+    return statistics.fmean(inside) if inside else None
 
 
 def main() -> None:
@@ -308,7 +349,8 @@ def main() -> None:
         label = "" if kind == "paced" else f"_{kind}"
         result |= {
             f"median_error{label}": _median_error(each),
-            f"within_uncertainty{label}": _within(each),
+            f"within_uncertainty{label}": _share([outcome.inside for outcome in each]),
+            f"within_both{label}": _share([outcome.inside_both for outcome in each]),
             f"predictions{label}": len(each),
         }
     result |= {

@@ -94,7 +94,8 @@ def prepare(host: str | None = None, *edges: str) -> None:
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.models.gpt.gpt_model  # noqa: F401
 
-    from tests.integrations.edges import newer_typing, replace, replace_missing
+    from tests.integrations.edges import replace, replace_missing
+    from tests.integrations.newer import newer_typing
 
     if host is not None:
         sys.path.append(host)

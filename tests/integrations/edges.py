@@ -5,25 +5,38 @@ A test that drives a host's real function replaces these, and only these, at the
 
 from __future__ import annotations
 
+import abc
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
 import sys
-import typing
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
 
-class _Class(type):
-    """A class whose every attribute exists and does nothing."""
+class _Class(abc.ABCMeta):
+    """A class whose every attribute exists and does nothing. Hosts derive from such ones beside abstract ones."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return MagicMock(name=f"{cls.__name__}.{name}")
+
+
+class _Anything(metaclass=_Class):
+    """It is made of whatever arguments there are, and told whatever there is to do."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        other = getattr(super(), "__getattr__", None)  # of a host's class that derives from this one and another
+        return MagicMock(name=f"{type(self).__name__}().{name}", return_value=None) if other is None else other(name)
 
 
 class _Nothing(ModuleType):
@@ -35,7 +48,7 @@ class _Nothing(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = _Class(name, (), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
+        value = _Class(name, (_Anything,), {}) if name[:1].isupper() else MagicMock(name=f"{self.__name__}.{name}")
         setattr(self, name, value)
         return value
 
@@ -74,12 +87,3 @@ def _undistributed(names: list[str]) -> None:
 def replace(*names: str) -> None:
     """Put nothing in the place of each module that is not loaded yet, installed or not."""
     sys.meta_path.insert(0, _Edges(frozenset(names) - sys.modules.keys()))
-
-
-def newer_typing() -> None:
-    """What hosts made for Python 3.12 take from its ``typing``, on an older Python."""
-    if sys.version_info < (3, 12):
-        import typing_extensions
-
-        typing.override = typing_extensions.override  # type: ignore[attr-defined]
-        typing.TypedDict = typing_extensions.TypedDict  # pydantic refuses the older one

@@ -15,6 +15,8 @@ import torch
 
 from megaprof.testing import RanksFailed, init_distributed, launcher, run_ranks
 
+pytestmark = pytest.mark.usefixtures("fresh_ranks")
+
 
 def join_and_add(offset: int, *, scale: int) -> tuple[int, int, float, str | None]:
     rank, world = init_distributed()

@@ -53,6 +53,18 @@ print(*found)
     assert lines == ["{'cpu'}", "{'cpu'}"]
 
 
+def test_what_is_kept_in_pinned_memory_survives_the_device() -> None:
+    lines = run("""
+weights = torch.arange(3.0, device="cuda")
+kept = weights.cpu().pin_memory()  # as Megatron-Core keeps parameters that it takes off the device
+weights.untyped_storage().resize_(0)
+weights.untyped_storage().resize_(kept.untyped_storage().size())
+weights.copy_(kept)
+print(weights.tolist())
+""")
+    assert lines == ["[0.0, 1.0, 2.0]"]
+
+
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 def test_megatrons_own_bf16_optimizer_trains_over_what_it_takes_for_nccl(distributed_optimizer: bool) -> None:
     if distributed_optimizer and version("megatron-core").startswith("0.12."):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.integrations.driving import PATIENT_RAY
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "stand_ins"
@@ -46,17 +51,40 @@ def environment(work: Path, edges: str, *paths: Path, **variables: str) -> dict[
     }
 
 
+@contextlib.contextmanager
+def ray_environment(work: Path, edges: str, *paths: Path, **variables: str) -> Iterator[dict[str, str]]:
+    """The same for a trainer that starts a Ray of its own, which has two GPUs that are none."""
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names
+        ray = {
+            **PATIENT_RAY,
+            "RAY_OVERRIDE_RESOURCES": json.dumps({"CPU": 16, "GPU": 2, "object_store_memory": 300 << 20}),
+            "RAY_TMPDIR": short,
+            "RAY_raylet_start_wait_time_s": "45",  # it is there by then, or has given up
+            "RAY_prestart_worker_first_driver": "false",  # one for each of 16 CPUs
+            "RAY_worker_niceness": str(os.nice(0)),
+            "TRAINERS_RAY": "1",
+        }
+        yield environment(work, edges, *paths, **ray, **variables)
+
+
 def torchrun(*arguments: str) -> list[str]:
     """The command of two ranks."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *arguments]
 
 
-def train(command: list[str], env: Mapping[str, str], work: Path) -> str:
+def train(command: list[str], env: Mapping[str, str], work: Path, seconds: float = SECONDS) -> str:
     """Run it in ``work``; what it printed. It must end well."""
-    run = subprocess.run(command, env=env, cwd=work, capture_output=True, text=True, timeout=SECONDS)
-    said = run.stdout + run.stderr
-    (work / "output.txt").write_text(said)
-    assert run.returncode == 0, said[-20000:]
+    output = work / "output.txt"
+    with output.open("w") as file:
+        options: dict[str, Any] = {"env": env, "cwd": work, "stdout": file, "stderr": file, "start_new_session": True}
+        with subprocess.Popen(command, **options) as run:
+            try:
+                code = run.wait(seconds)
+            except BaseException:
+                os.killpg(run.pid, signal.SIGKILL)  # Ray's own processes end with the one that started them
+                raise
+    said = output.read_text(errors="replace")
+    assert code == 0, said[-20000:]
     return said
 
 

@@ -29,6 +29,9 @@ def model(directory: Path, layers: int = LAYERS) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytes_, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(directory)
+    text = "ab #### 1"
+    if tokenizer.encode(text) != tokens(text):
+        raise AssertionError(f"{text!r} is {tokenizer.encode(text)}, not {tokens(text)}")
     config = Qwen3Config(
         vocab_size=384,
         hidden_size=64,
@@ -77,3 +80,8 @@ def parquet(path: Path) -> Path:
 
     pq.write_table(pa.Table.from_pylist(conversations()), path)
     return path
+
+
+def tokens(text: str) -> list[int]:
+    """As the tokenizer has it: its letters are sorted, ASCII first, and a space is written as a later one."""
+    return [220 if letter == " " else ord(letter) - ord("!") for letter in text]

@@ -1,11 +1,18 @@
 """On the path of a trainer's command, for its processes that train: those are on the CPU before anything else runs.
 
+That is each rank of torchrun, and with ``TRAINERS_RAY`` each process that imports torch: Ray starts many that never do.
+
 ``TRAINERS_EDGES``: packages, comma-separated; where one is missing, tests/integrations/edges.py stands in for it.
+``TRAINERS_ADAPT``: a module of the tests to import after that.
 ``TRAINERS_DIGESTS``: a directory; each rank writes a line there after each step of an optimizer, a digest of what that
 changed. Equal lines are equal parameters, bit by bit.
 """
 
 import os
+import sys
+from typing import Any
+
+_on_cpu_already = False
 
 
 def _digests(directory: str) -> None:
@@ -26,20 +33,68 @@ def _digests(directory: str) -> None:
     register_optimizer_step_post_hook(note)
 
 
-if "RANK" in os.environ and "TRAINERS_EDGES" in os.environ:
+def _patient(ray: Any) -> None:
+    """Ray gives its own processes 15 to 30 seconds to start, too few on a busy machine: it may try again, and needs no
+    dashboard."""
+    init = ray.init
+
+    def patient(*args: Any, **kwargs: Any) -> Any:
+        for attempts_left in reversed(range(5)):
+            try:
+                return init(*args, **{"include_dashboard": False, **kwargs})
+            except Exception:
+                ray.shutdown()
+                if not attempts_left:
+                    raise
+
+    ray.init = patient
+
+
+def _loaded(module: object) -> None:
+    """torch has been loaded, or megatron-core, which may be what loads torch: then not before it is loaded itself."""
+    global _on_cpu_already
+    if not _on_cpu_already and (module is sys.modules.get("megatron.core") or "megatron.core" not in sys.modules):
+        _on_cpu_already = True
+        _on_cpu()
+
+
+def _edges() -> list[str]:
+    from tests.integrations.edges import replace_missing
+
+    return replace_missing(*filter(None, os.environ["TRAINERS_EDGES"].split(",")))
+
+
+def _on_cpu() -> None:
+    from importlib import import_module
+
     from megaprof.testing import cpu_process
-    from tests.integrations.edges import newer_typing, replace_missing
+    from tests.integrations.newer import newer_typing
 
     newer_typing()
     cpu_process(gpus=2)
-    if "modelopt" in replace_missing(*filter(None, os.environ["TRAINERS_EDGES"].split(","))):
+    if "modelopt" in _edges():
         # Without distillation Megatron-Bridge asks it for a function all the same, and takes None for none.
         import modelopt.torch.distill.plugins.megatron as distillation
 
         distillation.get_tensor_shapes_adjust_fn_for_distillation = lambda *_, **__: None
 
-    import megatron.core.datasets.utils
+    from megatron.core.datasets import utils
 
-    megatron.core.datasets.utils.compile_helpers = lambda: None  # the wheel brings them compiled
+    utils.compile_helpers = lambda: None  # the wheel brings them compiled
+    if os.environ.get("TRAINERS_ADAPT"):
+        import_module(os.environ["TRAINERS_ADAPT"])
     if os.environ.get("TRAINERS_DIGESTS"):
         _digests(os.environ["TRAINERS_DIGESTS"])
+
+
+if "TRAINERS_EDGES" in os.environ:
+    if "RANK" in os.environ:
+        _on_cpu()
+    elif "TRAINERS_RAY" in os.environ and not any("spawn_main" in argument for argument in sys.orig_argv):
+        from tests.integrations.newer import newer_typing
+        from tests.trainers.loading import after
+
+        newer_typing()  # some modules of hosts are loaded before torch is
+        after("ray", _patient)
+        after("torch", _loaded)
+        after("megatron.core", _loaded)

@@ -1,0 +1,61 @@
+"""Ranks that begin at once are like fresh ones, in what a test can see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megaprof.testing import RanksFailed, run_ranks
+
+
+def facts() -> dict[str, object]:
+    import torch
+
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "OF_THE_TEST")
+    return {
+        "environment": {name: os.environ.get(name) for name in names},
+        "threads": threading.active_count(),
+        "descriptors": sorted(each.name for each in Path("/proc/self/fd").iterdir()),
+        "session": os.getsid(0) == os.getpid(),
+        "main": (sys.modules["__main__"].__name__, hasattr(sys.modules["__main__"], "__file__")),
+        "path": sys.path,
+        "directory": os.getcwd(),
+        "interrupts": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "group": torch.distributed.is_initialized(),
+    }
+
+
+def fail_by_rank() -> None:
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fork_is_like_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setenv("OF_THE_TEST", "1")
+    warm = run_ranks(facts, 2, timeout=120)
+    request.getfixturevalue("fresh_ranks")
+    assert warm == run_ranks(facts, 2, timeout=120)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forks on Linux only")
+def test_they_are_forks_unless_a_variable_is_read_when_an_interpreter_begins() -> None:
+    def parents(**env: str) -> set[int]:
+        return set(run_ranks(os.getppid, 2, timeout=120, env=env))
+
+    assert os.getpid() not in parents()
+    assert len(parents()) == 1
+    assert parents(PYTHONWARNINGS="ignore") == {os.getpid()}
+
+
+def test_how_they_end_is_told() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(fail_by_rank, 2, timeout=60)
+    zero, one = failed.value.reports
+    assert (zero.outcome, zero.exit_status, one.outcome, one.signal) == ("exited", 7, "signalled", "SIGKILL")
