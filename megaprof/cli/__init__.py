@@ -115,6 +115,8 @@ def in_a_line(fault: Exception) -> str | None:
         text = str(fault)
     elif isinstance(fault, Unreachable):
         text = f"the files cannot be reached: {fault}"
+    elif isinstance(fault, PermissionError):
+        text = f"{fault.filename} cannot be read: {fault.strerror}"
     elif isinstance(fault, ModuleNotFoundError):
         package = (fault.name or "").partition(".")[0]
         text = f"needs {package}: pip install 'megaprof[{_EXTRAS[package]}]'" if package in _EXTRAS else None

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(f"{arguments.dir} does not exist")
     _allow_many_files()
     try:
-        with progress("exporting") as advance, writing("--parquet", out):
+        with progress("exporting") as advance, writing("--parquet", out, arguments.dir):
             exported = export(arguments.dir, out, run=arguments.run, progress=advance)
     except NothingToExport as fault:
         raise CommandError(str(fault)) from None

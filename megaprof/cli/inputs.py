@@ -47,11 +47,12 @@ def progress(doing: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def writing(option: str, path: Path) -> Iterator[None]:
-    """Around what writes ``path``, which ``option`` names. Raises CommandError where it cannot be written."""
+def writing(option: str, path: Path, source: Path | None = None) -> Iterator[None]:
+    """Around what writes ``path``, which ``option`` names, from what it reads in ``source``. Raises CommandError where
+    it cannot be written."""
     try:
         yield
-    except Unreachable:  # what is read
-        raise
     except OSError as fault:
+        if isinstance(fault, Unreachable) or (source is not None and fault.filename == str(source)):
+            raise  # what is read
         raise CommandError(f"{option} {path} cannot be written: {fault.strerror or fault}") from None

@@ -61,7 +61,7 @@ def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
         raise UsageError(str(mistake).replace(OPTION, "--ranks")) from None
     chosen = {name: getattr(arguments, name) for name in ("target", "role", "step")}
     try:
-        with progress("merging") as advance, writing("-o", out):
+        with progress("merging") as advance, writing("-o", out, arguments.dir):
             return merge(arguments.dir, out, **chosen, ranks=ranks, progress=advance)
     except NothingToMerge as fault:
         raise CommandError(str(fault)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -39,6 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--port {arguments.port} is not a number from 0 to 65535")
     if not arguments.dir.is_dir():
         raise CommandError(f"{arguments.dir} is no directory")
+    os.scandir(arguments.dir).close()  # one that is closed to this user is said here, and not on every page
     if arguments.dir.resolve() == Path(arguments.dir.resolve().anchor):
         raise CommandError(f"{arguments.dir} is the whole file system; name the directory that holds the captures")
     from megaprof.ui.guard import token_of

@@ -30,11 +30,17 @@ def place(text: str | os.PathLike[str]) -> Path:
 
 
 def walk(directory: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Every directory at or below one, and the names of its files. Raises Unreachable."""
+    """Every directory at or below one, and the names of its files. Raises Unreachable, and PermissionError for one that
+    is closed to this user."""
     if isinstance(directory, RemotePath):
         yield from directory.walk_files()
         return
-    for folder, _, names in os.walk(directory):
+
+    def refused(fault: OSError) -> None:
+        if isinstance(fault, PermissionError) and fault.filename == os.fspath(directory):  # one below it is left out
+            raise fault
+
+    for folder, _, names in os.walk(directory, onerror=refused):
         yield Path(folder), names
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,46 @@ def test_a_file_that_does_not_fit_into_memory_is_one_line(tmp_path: Path) -> Non
 def test_the_option_is_a_number_of_mib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path), "--max-input-mib", "0"]) == 2
     assert "--max-input-mib 0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def closed() -> Iterator[Path]:
+    """A directory that is another user's alone, as this process finds it; pytest's own are closed as a whole."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    place = Path(tempfile.mkdtemp())
+    place.chmod(0o755)
+    (place / "closed" / "inside").mkdir(parents=True)
+    (place / "closed").chmod(0o700)
+    (place / "closed" / "inside" / f"{NAME}.pt.trace.json.gz").touch()
+    os.seteuid(23456)
+    yield place / "closed"
+    os.seteuid(0)
+    shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("inside", ["", "/inside", f"/inside/{NAME}.pt.trace.json.gz"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "{}"],
+        ["merge", "{}", "-o", "out.json.gz"],
+        ["export", "{}", "--parquet", "out"],
+        ["diff", "{}", "{}"],
+        ["open", "{}"],
+        ["ui", "{}", "--no-open"],
+        ["status", "{}", "--wait", "0"],
+        ["watch", "{}", "--once"],
+        ["trigger", "{}", "--target", "train_actor"],
+        ["patch", "slime", "{}"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_what_another_user_has_closed_is_refused_in_one_line(
+    closed: Path, inside: str, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([part.format(f"{closed}{inside}") for part in command]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"megaprof {command[0]}: ")
+    assert said.count("\n") == 1
+    assert str(closed) in said

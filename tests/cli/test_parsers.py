@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaprof.cli import COMMANDS, main, parser_of
+from megaprof.config.arguments import config_from_args
 from megaprof.formats import remote
 
 
@@ -30,7 +31,9 @@ def test_every_example_in_a_help_is_accepted_by_its_parser(command: str) -> None
         assert (name, first) == ("megaprof", command)
         for stop in ("|", ">"):
             arguments = arguments[: arguments.index(stop)] if stop in arguments else arguments
-        parser.parse(arguments)
+        parsed = parser.parse(arguments)
+        if command in ("run", "nsys"):
+            assert config_from_args(parsed, {}).enabled
 
 
 @pytest.mark.parametrize(

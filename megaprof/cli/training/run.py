@@ -23,7 +23,7 @@ that happens. Under torchrun itself: torchrun ... -m megaprof run --profile-targ
 
 EXAMPLES = (
     "megaprof run --profile-target train_actor --profile-dir traces --profile-select per-stage -- torchrun train.py",
-    "megaprof run --profile-tool timeline --profile-dir traces -- srun python pretrain_gpt.py",
+    "megaprof run --profile-target train_actor --profile-tool timeline --profile-dir traces -- srun python train.py",
 )
 
 
