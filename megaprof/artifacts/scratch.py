@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megaprof.formats.names import host, is_gone
-from megaprof.parallel.machine import find_bounds
+from megaprof.parallel.machine import find_bounds, local_ranks
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
@@ -39,7 +39,7 @@ class Scratch:
     def __init__(self, destination: Path, bases: tuple[Path, ...] | None = None) -> None:
         self._pid = os.getpid()
         self._bases = (_MEMORY, Path(tempfile.gettempdir())) if bases is None else bases
-        self._spare = SPARE_BYTES * _ranks_here()
+        self._spare = SPARE_BYTES * (local_ranks() or 1)
         self._directory: Path | None = None
         try:
             device = os.stat(destination).st_dev
@@ -101,9 +101,3 @@ def _left(base: Path) -> Iterator[Path]:
                 continue
             if entry.stat(follow_symlinks=False).st_uid == os.geteuid() and is_gone(int(pid)):
                 yield Path(entry.path)
-
-
-def _ranks_here() -> int:
-    """How many ranks of the job share this host, as torchrun says it; at least one."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(told)) if told.isdecimal() else 1

@@ -17,7 +17,7 @@ from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Actio
 from megaprof.formats import ranges
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Recorder, Window
-from megaprof.recorders.call import CallFacts, RecordedCall, no_call
+from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
@@ -357,22 +357,9 @@ class Session:
     def _begin_work(self, step: Step) -> bool:
         if self._offloading.refusal(()) is not None:
             return False
-        action = self.agenda.action(step)
-        if action is Action.NOTHING:
-            asked = self.agenda.owed(step)
-            if asked is None or Session._holder is not None:
-                return False
-            self._open(step, asked=asked)
-            self.agenda.take(step, asked)
-            return True
-        if Session._holder is not None:
-            if action is Action.CAPTURE:
-                self._put_off(step, None)
-            return False
-        self._open(step, keep=action is Action.CAPTURE)
-        if action is Action.CAPTURE:
-            self.agenda.take(step)
-        return True
+        free = Session._holder is None
+        self._open_due(NO_CALL, step, None)
+        return free and self._open_window is not None
 
     def _memory_ran_out(self, reason: str) -> None:
         if Session._holder is self:
@@ -417,7 +404,8 @@ class Session:
     def _save(self, opened: _OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
         """Have the files of a window written."""
         window = replace(opened.window, last=opened.last.number)
-        metadata = describe(window, opened.call or no_call(), self.config, truncated, self._framework)
+        call = opened.call or RecordedCall(NO_CALL, _NOTHING)
+        metadata = describe(window, call, self.config, truncated, self._framework)
         try:
             for recorder in recorders:
                 recorder.stop(window, metadata)

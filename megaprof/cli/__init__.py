@@ -115,7 +115,7 @@ def in_a_line(fault: Exception) -> str | None:
         text = str(fault)
     elif isinstance(fault, Unreachable):
         text = f"the files cannot be reached: {fault}"
-    elif isinstance(fault, PermissionError):
+    elif isinstance(fault, OSError) and fault.filename is not None:
         text = f"{fault.filename} cannot be read: {fault.strerror}"
     elif isinstance(fault, ModuleNotFoundError):
         package = (fault.name or "").partition(".")[0]

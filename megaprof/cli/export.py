@@ -65,10 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _allow_many_files() -> None:
     """A stage has a file open for each hour; the soft limit of most systems, 1,024, is six weeks."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -55,22 +55,30 @@ def first_call(calls: int, seconds: float | None, answers_age: float, latency: f
 
 
 class Requester:
-    """Carries one request through. Raises Refused, from the constructor too, when it will come to nothing."""
+    """Carries one request through. Methods raise Refused when it will come to nothing."""
 
     def __init__(self, job: RunningJob, request: Request, ranks: Iterable[int]) -> None:
-        """`ranks` are those that `request.select` selects."""
+        """`ranks` are those that `request.select` selects. Nothing is asked yet."""
         self.request = request
+        self.ranks = tuple(ranks)
+        """Who is asked, by number."""
         self._job = job
         self._run = job.run
-        self._missing = set(ranks)
-        self._open = set(self._missing)
+        self._missing = set(self.ranks)
+        self._open = set(self.ranks)
         self._answers: dict[int, Answer] = {}
         self._heard: dict[int, float] = {}
         self._gone = False
-        self._began = time.monotonic()
+        self._began = 0.0
         self._all_heard: float | None = None
         self._gone_at = 0
-        self._owner = _submit(job, request)
+        self._owner: Owner | None = None
+
+    def submit(self) -> None:
+        """Ask, where that is not done yet."""
+        if self._owner is None:
+            self._began = time.monotonic()
+            self._owner = _submit(self._job, self.request)
 
     @property
     def state(self) -> str:
@@ -106,7 +114,8 @@ class Requester:
         return f"request {self.request.id}: withdrawn before any rank recorded; nothing is captured"
 
     def advance(self) -> Outcome | None:
-        """One look at what has come; the outcome when there is one. Raises Refused."""
+        """One look at what has come, the first one of which asks; the outcome when there is one."""
+        self.submit()
         try:
             with self._job.control() as control:
                 outcome = self._advance(control)

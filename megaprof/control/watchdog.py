@@ -100,10 +100,12 @@ class Watchdog:
         try:
             by = f"the job itself, as {reason}"
             request = new_request(job.run, self._target, role=job.run.role, steps=STEPS, by=by)
-            self._requester = Requester(job, request, selected_ranks(job.run, request))
+            requester = Requester(job, request, selected_ranks(job.run, request))
+            requester.submit()
         except Refused as refusal:
             logger.warning("megaprof: %s, but a capture is not possible: %s", reason, refusal)
             return
+        self._requester = requester
         logger.warning("megaprof: %s: capturing %d steps (%s)", reason, STEPS, request.id)
 
     def _captured(self) -> None:

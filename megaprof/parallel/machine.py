@@ -29,6 +29,12 @@ def physical_cores(system: Path = Path("/sys/devices/system/cpu")) -> int | None
     return len(found) or None
 
 
+def local_ranks() -> int | None:
+    """Ranks of the job on this host, as torchrun and other launchers say; None where nobody says."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() else None
+
+
 def resident_bytes() -> int:
     """Resident memory of this process."""
     with open("/proc/self/statm", "rb") as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -73,6 +73,5 @@ class RecordedCall:
         return tuple(map(self.tokens.get, range(self.facts.microbatches or 0))) if self.tokens else None
 
 
-def no_call() -> RecordedCall:
-    """Stands for the call of a window in which no schedule ran."""
-    return RecordedCall(CallFacts(None, False, False, None, None, None, ()), ExitStack())
+#: Stands for the call of a window in which no schedule ran.
+NO_CALL = CallFacts(None, False, False, None, None, None, ())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
 from megaprof.formats.names import host
 from megaprof.parallel.chunks import describe_chunk, innermost
-from megaprof.parallel.machine import physical_cores
+from megaprof.parallel.machine import local_ranks, physical_cores
 from megaprof.version import __version__
 
 if TYPE_CHECKING:
@@ -80,9 +80,8 @@ def _on_gpu(chunks: Iterable[Any]) -> bool:
 
 @functools.cache
 def _shared_machine() -> tuple[int | None, int | None]:
-    """How many ranks run on this host, as torchrun and other launchers say, and on how many physical cores."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(ranks) if ranks.isdecimal() else None, physical_cores()
+    """How many ranks run on this host, and on how many physical cores."""
+    return local_ranks(), physical_cores()
 
 
 def run_id() -> str:

@@ -216,7 +216,9 @@ class Watcher:
             raise Refused(str(fault)) from None
         role = None if self._role is None else job.run.role  # the directory has it sanitised
         request = new_request(job.run, target, role=role, steps=steps, select=select, options={}, by="megaprof ui")
-        return Requester(job, request, selected_ranks(job.run, request))
+        requester = Requester(job, request, selected_ranks(job.run, request))
+        requester.submit()
+        return requester
 
     async def _carry(self, requester: Requester) -> None:
         """From the request to the files."""

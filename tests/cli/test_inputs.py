@@ -112,3 +112,26 @@ def test_what_another_user_has_closed_is_refused_in_one_line(
     assert said.startswith(f"megaprof {command[0]}: ")
     assert said.count("\n") == 1
     assert str(closed) in said
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "{}"],
+        ["report", "{}", "--html", "{}"],
+        ["export", "{}", "--parquet", "out"],
+        ["open", "{}"],
+        ["patch", "slime", "{}"],
+        ["status", "{}", "--wait", "0"],
+        ["trigger", "{}", "--target", "train_actor"],
+        ["ui", "{}"],
+        ["watch", "{}", "--once"],
+    ],
+    ids=" ".join,
+)
+def test_a_path_that_the_file_system_refuses_is_said_in_a_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / ("x" * 300)
+    assert main([each.format(path) for each in command]) == 1
+    assert capsys.readouterr().err == f"megaprof {command[0]}: {path} cannot be read: File name too long\n"

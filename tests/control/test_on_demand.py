@@ -80,6 +80,7 @@ def test_fifty_requests_and_fifty_malformed_ones_at_once(job: Running) -> None:
         write(found.run, paths.request(f"{number:02}-{kind}"))
         request = Request.new(found.run, "train_actor", steps=1, timeout=90)
         asking.append(Requester(found, request, [0, 1]))
+        asking[-1].submit()
     outcomes: list[Outcome] = []
     refused: list[str] = []
     while asking:

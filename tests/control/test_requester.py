@@ -73,6 +73,7 @@ def test_two_phases(asked: Asked) -> None:
     ranks = selected_ranks(run, request)
     assert ranks == [0, 2]
     requester = Requester(job, request, ranks)
+    requester.submit()
     gate.look()
     assert paths.order(request.id).exists()
     answer(paths, run, request, Answer(0, "accepted", calls=10, seconds=1.0))
@@ -107,6 +108,7 @@ def test_a_part_of_a_capture_is_said_to_be_one(asked: Asked, said: Answer, reaso
     run = job.run
     request = Request.new(run, "train_actor")
     requester = Requester(job, request, [0, 2])
+    requester.submit()
     gate.look()
     for rank in (0, 2):
         answer(paths, run, request, Answer(rank, "accepted", calls=1, seconds=0.1))
@@ -124,6 +126,7 @@ def test_one_rank_that_cannot_is_a_refusal(asked: Asked) -> None:
     run = job.run
     request = Request.new(run, "train_actor")
     requester = Requester(job, request, [0, 2])
+    requester.submit()
     gate.look()
     answer(paths, run, request, Answer(0, "accepted", calls=1, seconds=0.1))
     answer(paths, run, request, Answer(2, "refused", reason="no CUDA device"))
@@ -136,6 +139,7 @@ def test_a_restart_in_between_is_noticed(asked: Asked) -> None:
     job, paths, _ = asked
     run = job.run
     requester = Requester(job, Request.new(run, "train_actor"), [0, 2])
+    requester.submit()
     layout = WorldLayout(run.sizes)
     places.write(paths.run, RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1).as_record())
     with pytest.raises(Refused, match="started again"):
@@ -171,7 +175,7 @@ def test_somebody_elses_job(asked: Asked) -> None:
     for path in (paths.run, paths.requests):
         os.chown(path, 12345, 12345)
     with pytest.raises(Refused, match="the job belongs to user 12345"):
-        Requester(job, Request.new(run, "train_actor"), [0, 2])
+        Requester(job, Request.new(run, "train_actor"), [0, 2]).submit()
     assert not list(paths.requests.iterdir())
 
 

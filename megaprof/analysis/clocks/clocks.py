@@ -13,8 +13,9 @@ one name. Times are integers in nanoseconds.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megaprof.formats.checks import counted, listed
 
@@ -24,7 +25,7 @@ Interval = tuple[int, int]
 #: a lot for a machine in service, 2 s make 0.1 ms) before anybody is told.
 TOLERANCE_NS = 100_000
 
-_ONE_SIDED = 1 << 62  # as an uncertainty: worse than any known one, and small enough to be added up
+_FAR = 1 << 62  # as a bound: none; as an uncertainty: worse than any known one, and small enough to be added up
 _Clock = tuple[str, int]  # host, and the rank where the host's name stands for more than one clock (else -1)
 
 
@@ -90,46 +91,29 @@ class Alignment:
 class _Bounds:
     """``low <= offset[b] - offset[a] <= high`` for a pair of clocks (a, b)."""
 
-    low: int | None = None
-    high: int | None = None
+    low: int = -_FAR
+    high: int = _FAR
     messages: int = 0
-
-    def at_least(self, bound: int) -> None:
-        self.low = bound if self.low is None else max(self.low, bound)
-
-    def at_most(self, bound: int) -> None:
-        self.high = bound if self.high is None else min(self.high, bound)
 
     @property
     def contradiction(self) -> int:
         """By how many nanoseconds the bounds exclude each other."""
-        return 0 if self.low is None or self.high is None else max(0, self.low - self.high)
+        return max(0, self.low - self.high)
 
     @property
     def contradiction_of_zero(self) -> int:
         """By how many nanoseconds the bounds exclude that both clocks are one."""
-        return max(0, self.low or 0, -(self.high or 0))
+        return max(0, self.low, -self.high)
 
     @property
     def estimate(self) -> tuple[int, int]:
         """The difference and its uncertainty."""
-        if self.low is not None and self.high is not None:
+        if self.low > -_FAR and self.high < _FAR:
             return (self.low + self.high) // 2, (abs(self.high - self.low) + 1) // 2
-        return (self.low if self.low is not None else self.high or 0), _ONE_SIDED
+        return (self.low if self.low > -_FAR else self.high), _FAR
 
 
-@dataclass
-class _Graph:
-    edges: dict[tuple[_Clock, _Clock], _Bounds] = field(default_factory=dict)
-
-    def neighbours(self, clock: _Clock) -> Iterator[tuple[_Clock, int, int, int]]:
-        """Clock, its offset against ``clock``, the uncertainty of that, and the number of messages."""
-        for (a, b), bounds in self.edges.items():
-            difference, uncertainty = bounds.estimate
-            if clock == a:
-                yield b, difference, uncertainty, bounds.messages
-            elif clock == b:
-                yield a, -difference, uncertainty, bounds.messages
+_Graph = dict[tuple[_Clock, _Clock], _Bounds]
 
 
 def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
@@ -144,7 +128,7 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
     clock_of = _clocks(hosts, links, warnings)
     if not clock_of:
         return Alignment(None, {}, {}, tuple(warnings))
-    graph = _Graph()
+    graph: _Graph = {}
     for link in links:
         _add(graph, clock_of[link.sender], clock_of[link.receiver], link)
     warnings += _contradictions(graph)
@@ -167,14 +151,14 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[s
     for link in links:
         host = hosts[link.sender]
         if host is not None and host == hosts[link.receiver]:
-            _add(within.setdefault(host, _Graph()), (host, link.sender), (host, link.receiver), link)
+            _add(within.setdefault(host, {}), (host, link.sender), (host, link.receiver), link)
     shared = set()
     for host, graph in within.items():
-        off = max(bounds.contradiction_of_zero for bounds in graph.edges.values())
+        off = max(bounds.contradiction_of_zero for bounds in graph.values())
         if off <= TOLERANCE_NS:
             continue
         found = f"ranks of host {host} contradict its clock: a receive ends {off / 1e6:.3g} ms before its send began"
-        if any(bounds.contradiction > TOLERANCE_NS for bounds in graph.edges.values()):
+        if any(bounds.contradiction > TOLERANCE_NS for bounds in graph.values()):
             warnings.append(f"{found}, and no other clocks would explain that: the traces are of different runs")
         else:
             shared.add(host)
@@ -184,46 +168,39 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[s
     }
 
 
-def _bounds(link: Link) -> tuple[int, int | None]:
+def _bounds(link: Link) -> tuple[int, int]:
     """Bounds of ``offset[receiver] - offset[sender]``; the upper one only where the two ends meet."""
-    low = max(send[0] - receive[1] for send, receive in zip(link.sends, link.receives, strict=False))
-    if not link.rendezvous:
-        return low, None
-    return low, min(send[1] - receive[0] for send, receive in zip(link.sends, link.receives, strict=False))
+    both = list(zip(link.sends, link.receives, strict=False))
+    high = min(send[1] - receive[0] for send, receive in both) if link.rendezvous else _FAR
+    return max(send[0] - receive[1] for send, receive in both), high
 
 
 def _add(graph: _Graph, sender: _Clock, receiver: _Clock, link: Link) -> None:
     if sender == receiver:
         return
     low, high = _bounds(link)
-    forwards = (receiver, sender) not in graph.edges
-    bounds = graph.edges.setdefault((sender, receiver) if forwards else (receiver, sender), _Bounds())
+    if (receiver, sender) in graph:
+        sender, receiver, low, high = receiver, sender, -high, -low
+    bounds = graph.setdefault((sender, receiver), _Bounds())
     bounds.messages += min(len(link.sends), len(link.receives))
-    if forwards:
-        bounds.at_least(low)
-        if high is not None:
-            bounds.at_most(high)
-    else:
-        bounds.at_most(-low)
-        if high is not None:
-            bounds.at_least(-high)
+    bounds.low, bounds.high = max(bounds.low, low), min(bounds.high, high)
 
 
 def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
     """Every clock that is connected with ``reference``, by the way of the least uncertainty (Dijkstra)."""
-    near: dict[_Clock, list[tuple[_Clock, int, int, int]]] = {}
-    for pair in graph.edges:
-        for clock in pair:
-            if clock not in near:
-                near[clock] = list(graph.neighbours(clock))
+    near: defaultdict[_Clock, list[tuple[_Clock, int, int, int]]] = defaultdict(list)
+    for (a, b), bounds in graph.items():
+        difference, more = bounds.estimate
+        near[a].append((b, difference, more, bounds.messages))
+        near[b].append((a, -difference, more, bounds.messages))
     reached: dict[_Clock, Clock] = {}
     waiting = [(0, 0, reference, 0)]
     while waiting:
         uncertainty, offset, clock, messages = heapq.heappop(waiting)
         if clock in reached:
             continue
-        reached[clock] = Clock(offset, uncertainty if uncertainty < _ONE_SIDED else None, messages)
-        for other, difference, more, count in near.get(clock, ()):
+        reached[clock] = Clock(offset, uncertainty if uncertainty < _FAR else None, messages)
+        for other, difference, more, count in near[clock]:
             if other not in reached:
                 heapq.heappush(waiting, (uncertainty + more, offset + difference, other, count))
     return reached
@@ -231,7 +208,7 @@ def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
 
 def _contradictions(graph: _Graph) -> Iterator[str]:
     """One sentence for all pairs of clocks whose messages exclude each other, about the worst of them."""
-    pairs = [(b.contradiction, pair) for pair, b in graph.edges.items() if b.contradiction > TOLERANCE_NS]
+    pairs = [(b.contradiction, pair) for pair, b in graph.items() if b.contradiction > TOLERANCE_NS]
     if pairs:
         worst, (a, b) = max(pairs)
         more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
@@ -243,16 +220,13 @@ def _contradictions(graph: _Graph) -> Iterator[str]:
 
 def _disagreements(graph: _Graph, reached: dict[_Clock, Clock]) -> Iterator[str]:
     """Pairs whose own messages exclude the offsets that the way through other hosts gave them."""
-    for (a, b), bounds in graph.edges.items():
+    for (a, b), bounds in graph.items():
         if a not in reached or bounds.contradiction > TOLERANCE_NS:
             continue
         known = [reached[clock].uncertainty_ns for clock in (a, b)]
         slack = TOLERANCE_NS + bounds.contradiction + sum(each for each in known if each is not None)
         difference = reached[b].offset_ns - reached[a].offset_ns
-        low, high = bounds.low, bounds.high
-        if None not in known and (
-            (low is not None and difference < low - slack) or (high is not None and difference > high + slack)
-        ):
+        if None not in known and not bounds.low - slack <= difference <= bounds.high + slack:
             yield f"the clocks of {_clock_name(a)} and {_clock_name(b)} contradict the way through other hosts"
 
 

@@ -132,13 +132,19 @@ def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: boo
         before = turns[number - 1].start if number else call.start
         following = turns[number + 1].start if number + 1 < len(turns) else call.end
         own = call.label, call.step, call.index
+        # The exchange that took the result away, before the next pass of its kind.
+        index = bisect_left(leaving, turn.end, key=attrgetter("posted"))
+        took = leaving[index] if index < len(leaving) and leaving[index].posted <= following else None
         if (target := consumer(metadata, kind, turn.chunk)) is not None:
             message = Message(*own, target[0], kind, target[1], turn.microbatch)
-            if (end := _send(turn, leaving, following, found.kernels)) is not None:
+            if (end := _end(turn, took, turn.end, found.kernels)) is not None:
                 found.sends[message] = end
+        # The last exchange that may have brought the input, behind the start of the last pass of its kind.
+        index = bisect_right(arriving, turn.start, key=attrgetter("done")) - 1
+        brought = arriving[index] if index >= 0 and arriving[index].done > before else None
         if consumer(metadata, _OTHER[kind], turn.chunk) is not None:
             message = Message(*own, metadata.coords.pp, kind, turn.chunk, turn.microbatch)
-            if (end := _receive(turn, arriving, before, found.kernels)) is not None:
+            if (end := _end(turn, brought, turn.start, found.kernels)) is not None:
                 found.receives[message] = end
 
 
@@ -163,29 +169,10 @@ def _turns(call: Call, kind: str) -> Iterator[_Turn]:
             yield _Turn(*each.host, each.chunk, each.microbatch, combined)
 
 
-def _send(turn: _Turn, leaving: list[Exchange], following: int, kernels: bool) -> End | None:
-    """The exchange that took the result away, before the next pass of its kind; else the pass itself, unless kernels
-    are wanted."""
+def _end(turn: _Turn, exchange: Exchange | None, moment: int, kernels: bool) -> End | None:
+    """In the exchange; without one in the pass itself, at a ``moment`` or, of a combined one, somewhere inside, unless
+    kernels are wanted."""
+    if exchange is not None and not turn.combined:
+        return End((exchange.start, exchange.end), (exchange.start, exchange.end))
     own = turn.start, turn.end
-    index = bisect_left(leaving, turn.end, key=attrgetter("posted"))
-    if not turn.combined and index < len(leaving) and leaving[index].posted <= following:
-        return _at(leaving[index])
-    if kernels:
-        return None
-    return End(own if turn.combined else (turn.end, turn.end), own)  # of a combined one: somewhere inside
-
-
-def _receive(turn: _Turn, arriving: list[Exchange], before: int, kernels: bool) -> End | None:
-    """The last exchange that may have brought the input, behind the start of the last pass of its kind; else the pass
-    itself, unless kernels are wanted."""
-    own = turn.start, turn.end
-    index = bisect_right(arriving, turn.start, key=attrgetter("done")) - 1
-    if not turn.combined and index >= 0 and arriving[index].done > before:
-        return _at(arriving[index])
-    if kernels:
-        return None
-    return End(own if turn.combined else (turn.start, turn.start), own)
-
-
-def _at(exchange: Exchange) -> End:
-    return End((exchange.start, exchange.end), (exchange.start, exchange.end))
+    return None if kernels else End(own if turn.combined else (moment, moment), own)

@@ -111,15 +111,9 @@ class Run:
 def layout_of(places: Iterable[Place], sizes: ParallelSizes) -> WorldLayout | None:
     """The rank order that explains where these ranks stand; None where no order does."""
     places = list(places)
-    try:
-        parallel = ParallelSizes(
-            sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.dp, sizes.vpp or 1, sizes.etp or sizes.tp
-        )
-    except ValueError:
-        return None
     for order in (DEFAULT_ORDER, *map("-".join, permutations(DEFAULT_ORDER.split("-")))):
         try:
-            layout = WorldLayout(parallel, order)
+            layout = WorldLayout(sizes, order)
         except ValueError:
             continue
         if all(_stands(layout, place) for place in places):

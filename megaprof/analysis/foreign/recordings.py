@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.trace.calls import grouped
 from megaprof.analysis.trace.decoding import Args, Document, Event, Undecodable, read, whole_number
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, LONGEST, Activities, arranged, numbers_of, spans_of
 from megaprof.analysis.trace.intervals import Intervals
@@ -158,17 +159,17 @@ class _Seen:
         _, possible = spans_of(0, complete)
         self.impossible += len(complete) - int(possible.sum())
         complete = [event for event, usable in zip(complete, possible.tolist(), strict=True) if usable]
-        kinds = [(event.cat or "").lower() for event in complete]
-        self._add_activities([e for e, kind in zip(complete, kinds, strict=True) if kind == KERNEL], kernels=True)
-        self._add_activities([e for e, kind in zip(complete, kinds, strict=True) if kind in COPIES], kernels=False)
-        if launches := [e for e, kind in zip(complete, kinds, strict=True) if kind in LAUNCHES]:
+        by_kind = grouped(complete, lambda event: (event.cat or "").lower())
+        self._add_activities(by_kind.get(KERNEL, []), kernels=True)
+        self._add_activities([event for kind in COPIES for event in by_kind.get(kind, ())], kernels=False)
+        if launches := [event for kind in LAUNCHES for event in by_kind.get(kind, ())]:
             self._launches.append((numbers_of(launches), spans_of(0, launches)[0][:, 0].copy()))
             self.rows += len(launches)
         self.params |= {e.args.external: e.args for e in complete if e.name == "record_param_comms" and e.args.external}
         said = [event for event in complete if event.name.startswith("nccl:")]
         self.notes.append(spans_of(0, said)[0])
         self.said += (event.name.removeprefix("nccl:") for event in said)
-        on_host = (e for e, kind in zip(complete, kinds, strict=True) if kind != "gpu_user_annotation")
+        on_host = (event for kind, own in by_kind.items() if kind != "gpu_user_annotation" for event in own)
         self.steps.append(spans_of(0, [e for e in on_host if _STEP.fullmatch(e.name)])[0])
 
     def _add_activities(self, events: Sequence[_Event], *, kernels: bool) -> None:

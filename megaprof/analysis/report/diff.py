@@ -115,9 +115,6 @@ class TargetDiff:
     notes: tuple[str, ...]
     """What makes the captures differ besides the times, in sentences."""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Diff:
@@ -130,7 +127,7 @@ class Diff:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
-        return {"targets": [target.to_json() for target in self.targets], "warnings": list(self.warnings)}
+        return asdict(self)
 
 
 def compare(before: Report, after: Report) -> Diff:

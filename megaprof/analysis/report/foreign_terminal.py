@@ -7,7 +7,7 @@ from rich.console import Console
 from megaprof.analysis.foreign.facts import Foreign, RankFacts
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.printing import heading, number_columns, show_warnings, table, text
-from megaprof.analysis.stages.words import number, percent
+from megaprof.analysis.stages.words import number, percent, sentence, some
 
 _MOST_ROWS = 16
 
@@ -18,17 +18,16 @@ def show_foreign(foreign: Foreign, console: Console) -> None:
     made = table("per rank, ms", left=["rank", "from"])
     number_columns(made, "steps", "a step", "recorded", "compute", "exposed", "idle", "host bound")
     for rank in foreign.ranks[:_MOST_ROWS]:
-        step = "-" if rank.step_ms is None else number(rank.step_ms)
         lost = sum(each.ms for each in rank.exposed)
-        times = (rank.span_ms, rank.compute_ms, lost, rank.idle_ms, rank.host_bound_ms)
-        made.add_row(called(rank), text(rank.rank_from), str(rank.steps), step, *map(number, times))
+        times = (rank.step_ms, rank.span_ms, rank.compute_ms, lost, rank.idle_ms, rank.host_bound_ms)
+        made.add_row(called(rank), text(rank.rank_from), str(rank.steps), *map(number, times))
     console.print(made)
     if len(foreign.ranks) > _MOST_ROWS:
         console.print(f"and {len(foreign.ranks) - _MOST_ROWS} more ranks")
     _show_exposed(foreign, console)
     _show_stages(foreign, console)
     for late in foreign.late[:4]:
-        console.print(text(sentences.of_late(late)[:1].upper() + sentences.of_late(late)[1:] + "."))
+        console.print(text(sentence(sentences.of_late(late))))
     console.print(text(sentences.of_foreign(foreign) + "."))
     show_warnings(console, foreign.warnings)
 
@@ -42,13 +41,12 @@ def _show_stages(foreign: Foreign, console: Console) -> None:
     )
     for each in foreign.stages[:_MOST_ROWS]:
         times = (each.forward_ms, each.backward_ms, each.microbatch_ms, each.step_ms, each.exchange_ms)
-        ranks = ",".join(map(str, each.ranks[:8])) + (",..." if len(each.ranks) > 8 else "")
         made.add_row(
             text(f"{each.stage} of {each.stages}"),
-            text(ranks),
+            some(each.ranks),
             str(each.microbatches),
-            *("-" if ms is None else number(ms) for ms in times),
-            percent(each.exchange_ms / each.step_ms) if each.step_ms else "-",
+            *map(number, times),
+            percent(each.exchange_ms / each.step_ms if each.step_ms else None),
         )
     console.print(made)
 
@@ -68,6 +66,6 @@ def _show_exposed(foreign: Foreign, console: Console) -> None:
     number_columns(made, "kernels", "ms", "of recorded")
     for each in worst.exposed[:_MOST_ROWS]:
         group = f"{each.axis}: {each.group}" if each.axis else each.group
-        share = percent(each.ms / worst.span_ms) if worst.span_ms else "-"
+        share = percent(each.ms / worst.span_ms if worst.span_ms else None)
         made.add_row(text(each.operation), text(group), str(each.calls), number(each.ms), share)
     console.print(made)

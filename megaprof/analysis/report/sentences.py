@@ -27,15 +27,15 @@ _MOST = 8
 #: Predictions that gain less than this are in the JSON only.
 _WORTH_SHOWING = 1.01
 #: What recordings without our ranges lack, and how to have it next time.
+_TO_SEE = "record with --profile-target train_actor --profile-select per-stage"
 FOREIGN = (
     "These recordings hold no ranges of megaprof's: no stages, microbatches or bubbles can be told from them, and no "
-    "layout can be predicted. To see them, record with --profile-target train_actor --profile-select per-stage"
+    f"layout can be predicted. To see them, {_TO_SEE}"
 )
 FOREIGN_STAGES = (
     "These recordings hold no ranges of megaprof's. Stages and microbatches are told from the exchanges of the "
     "pipeline group, whose order is that of 1F1B; work before the first exchange of a step and behind the last one "
-    "does not count, and no layout can be predicted. To see more, record with --profile-target train_actor "
-    "--profile-select per-stage"
+    f"does not count, and no layout can be predicted. To see more, {_TO_SEE}"
 )
 FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}

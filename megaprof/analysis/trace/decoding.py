@@ -176,13 +176,19 @@ class Document(Generic[Anything]):
         end = text.data.rfind(border, text.at)
         if end < 0:
             return None
+        events = self._decoded(memoryview(text.data)[text.at : end], b"}")
+        if events is not None:
+            text.at = end + 1
+        return events
+
+    def _decoded(self, *parts: bytes | memoryview) -> list[Anything] | None:
+        """The events in a part of the list; None where it does not decode."""
         try:
             # Joined, which copies once.
-            events: list[Anything] = self._decode(b"".join((b"[", memoryview(text.data)[text.at : end], b"}]")))
+            events: list[Anything] = self._decode(b"".join((b"[", *parts, b"]")))
+            return events
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-        text.at = end + 1
-        return events
 
     def _one_by_one(self) -> tuple[list[bytes], _Damaged | None]:
         """The text of some events, cut exactly, and the damage that follows them. Learns how borders look."""
@@ -212,21 +218,15 @@ class Document(Generic[Anything]):
         return events, None
 
     def _lenient(self, events: list[bytes]) -> list[Anything]:
-        try:
-            whole: list[Anything] = self._decode(b"[" + b",".join(events) + b"]")
+        if (whole := self._decoded(b",".join(events))) is not None:
             return whole
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass
         readable = [event for text in events for event in self._decode_damaged(text)]
         self.unreadable += len(events) - len(readable)
         return readable
 
     def _decode_damaged(self, text: bytes) -> list[Anything]:
-        try:
-            alone: list[Anything] = self._decode(b"[" + text + b"]")
+        if (alone := self._decoded(text)) is not None:
             return alone
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass
         try:
             raw = json.loads(text.decode("utf-8", "replace"))
         except (ValueError, RecursionError):

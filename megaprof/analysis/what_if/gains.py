@@ -158,7 +158,9 @@ def _hidden(group: str, measured: TargetStages) -> _Change:
 
 def _of_link(cause: Cause, measured: TargetStages, run: CapturedRun, steps: Sequence[CapturedStep]) -> float:
     """The residue: what the measured pipeline takes more than one whose links are all as quick as the others."""
-    others = [link.transfer_ms.median for link in measured.links if cause.stage not in (link.sender, link.receiver)]
+    worst = max((link for link in measured.links if link.sender == cause.stage), key=lambda link: link.quick_ms)
+    pair = {worst.sender, worst.receiver}
+    others = [link.transfer_ms.median for link in measured.links if not {link.sender, link.receiver} <= pair]
     usual = replace(run, p2p_ms=min([run.p2p_ms, *([statistics.median(others)] if others else [0.0])]))
     missed = [step.pipeline_ms - usual.simulate(step.forward_ms, step.backward_ms).step_ms for step in steps]
     return min(cause.excess_ms, max(0.0, statistics.median(missed)))

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import comb, inf, isfinite
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
-from megaprof.analysis.what_if.simulation import Simulation, simulate
+from megaprof.analysis.what_if.simulation import simulate
 
 _PHASES_PER_SEARCH = 12_000_000  # replayed phases; about 2 s of one core
 _FEWEST, _MOST = 100, 2000  # replays a search
@@ -79,27 +80,17 @@ class _Problem:
     """One search: the units, the run that they belong to, and every layout replayed so far."""
 
     def __init__(
-        self,
-        cost: CostModel,
-        pp: int,
-        vpp: int,
-        layers: int,
-        microbatches: int,
-        mtp_layers: int,
-        forward_only: bool,
-        microbatch_group_size: int | None,
-        rendezvous: bool,
+        self, units: list[tuple[str, Cost]], pp: int, vpp: int, microbatches: int, forward_only: bool, **exchanges: Any
     ) -> None:
-        units = cost.units(layers, mtp_layers)
+        """``exchanges``: how `simulate` is to take them."""
         self.names = [name for name, _ in units]
         self.forward = [one.forward_ms for _, one in units]
         self.backward = None if forward_only else [one.backward_ms for _, one in units]
         self.work = [one.forward_ms + (0.0 if forward_only else one.backward_ms) for _, one in units]
-        self.pp, self.vpp, self.microbatches, self.p2p_ms = pp, vpp, microbatches, cost.p2p_ms
-        self.group_size, self.rendezvous = microbatch_group_size, rendezvous
+        self.pp, self.vpp, self.microbatches, self.exchanges = pp, vpp, microbatches, exchanges
         if pp < 1 or vpp < 1 or len(units) < pp * vpp:
             raise ValueError(f"pp={pp} x vpp={vpp} pieces cannot be made of {len(units)} layers (E and L included)")
-        self.replays: dict[_Counts, Simulation] = {}
+        self.step_ms: dict[_Counts, float] = {}
         phases = pp * vpp * microbatches * (1 if forward_only else 2)
         self.budget = min(_MOST, max(_FEWEST, _PHASES_PER_SEARCH // phases))
 
@@ -115,27 +106,23 @@ class _Problem:
         found = tuple(len(piece.replace("m", "")) + ("m" in piece) for piece in pieces)
         return found if all(found) else None
 
-    def replay(self, counts: _Counts) -> Simulation:
-        if counts not in self.replays:
+    def replay(self, counts: _Counts) -> float:
+        """Milliseconds of the step."""
+        if counts not in self.step_ms:
             bounds = self.bounds(counts)
 
             def times(units: list[float]) -> list[list[float]]:
                 pieces = [sum(units[begin:end]) for begin, end in bounds]
                 return [pieces[stage :: self.pp] for stage in range(self.pp)]
 
-            self.replays[counts] = simulate(
-                times(self.forward),
-                None if self.backward is None else times(self.backward),
-                self.microbatches,
-                p2p_ms=self.p2p_ms,
-                microbatch_group_size=self.group_size,
-                rendezvous=self.rendezvous,
-            )
-        return self.replays[counts]
+            backward = None if self.backward is None else times(self.backward)
+            replayed = simulate(times(self.forward), backward, self.microbatches, **self.exchanges)
+            self.step_ms[counts] = replayed.step_ms
+        return self.step_ms[counts]
 
     @property
     def exhausted(self) -> bool:
-        return len(self.replays) >= self.budget
+        return len(self.step_ms) >= self.budget
 
 
 def search(
@@ -163,7 +150,8 @@ def search(
     """
     if top < 1:
         raise ValueError(f"top={top} must be at least 1")
-    problem = _Problem(cost, pp, vpp, layers, microbatches, mtp_layers, forward_only, microbatch_group_size, rendezvous)
+    exchanges = {"p2p_ms": cost.p2p_ms, "microbatch_group_size": microbatch_group_size, "rendezvous": rendezvous}
+    problem = _Problem(cost.units(layers, mtp_layers), pp, vpp, microbatches, forward_only, **exchanges)
     pieces, units = pp * vpp, len(problem.work)
     if comb(units - 1, pieces - 1) <= problem.budget:
         for cuts in combinations(range(1, units), pieces - 1):
@@ -171,7 +159,7 @@ def search(
     else:
         for start in _starts(problem, layers, mtp_layers):
             problem.replay(start)
-        for start in sorted(problem.replays, key=lambda counts: (problem.replays[counts].step_ms, counts))[:3]:
+        for start in sorted(problem.step_ms, key=lambda counts: (problem.step_ms[counts], counts))[:3]:
             _improve(problem, start)
     return _best(problem, top)
 
@@ -249,11 +237,11 @@ def _improve(problem: _Problem, counts: _Counts) -> None:
     improved = True
     while improved:
         improved = False
-        step = problem.replay(counts).step_ms
+        step = problem.replay(counts)
         for moved in _moves(problem, counts):
             if problem.exhausted:
                 return
-            if problem.replay(moved).step_ms < step * (1 - 1e-12):
+            if problem.replay(moved) < step * (1 - 1e-12):
                 counts, improved = moved, True
                 break
 
@@ -273,9 +261,9 @@ def _moves(problem: _Problem, counts: _Counts) -> Iterator[_Counts]:
 def _best(problem: _Problem, top: int) -> list[Candidate]:
     def step(counts: _Counts) -> float:
         # Equal work summed in another order differs in the last bits; that must not decide between layouts.
-        return float(f"{problem.replays[counts].step_ms:.10e}")
+        return float(f"{problem.step_ms[counts]:.10e}")
 
-    ranked = sorted(problem.replays, key=lambda counts: (step(counts), counts))
+    ranked = sorted(problem.step_ms, key=lambda counts: (step(counts), counts))
     limit = step(ranked[min(top, len(ranked)) - 1])
     candidates = []
     for counts in ranked:
@@ -283,10 +271,6 @@ def _best(problem: _Problem, top: int) -> list[Candidate]:
             break
         pieces = problem.pieces(counts)
         flags = to_flags(pieces, problem.pp)
-        candidates.append(
-            (
-                (step(counts), "--pipeline-model-parallel-layout" in flags, len(flags), counts),
-                Candidate(pieces, flags, problem.replays[counts].step_ms),
-            )
-        )
-    return [candidate for _, candidate in sorted(candidates, key=lambda pair: pair[0])[:top]]
+        order = step(counts), "--pipeline-model-parallel-layout" in flags, len(flags), counts
+        candidates.append((order, Candidate(pieces, flags, problem.step_ms[counts])))
+    return [candidate for _, candidate in sorted(candidates, key=itemgetter(0))[:top]]

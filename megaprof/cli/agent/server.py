@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from megaprof.cli import CommandError, in_a_line
 from megaprof.cli.agent import answers, pages
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
-from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, Asking, Wanted, wanted
+from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, wanted
 from megaprof.config.windows import TARGETS
 from megaprof.formats.checks import counted
 from megaprof.version import __version__
@@ -154,17 +154,19 @@ async def trigger(
     The captured steps take longer than others, so the user is asked first, unless the server was started with
     --allow-trigger. Then read the report."""
     try:
-        asked = await run_sync(partial(_wanted, directory, target, role, steps, select, timeout))
+        asking = await run_sync(
+            partial(wanted, Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
+        )
     except Exception as fault:
         return _failed("trigger", fault)
-    asking, looks = Asking(asked), 0
+    looks = 0
     try:
         while (answer := await run_sync(asking.look)) is None:
             looks += 1
-            await context.report_progress(looks, message=asking.state)
-            await anyio.sleep(asked.pause)
+            await context.report_progress(looks, message=asking.requester.state)
+            await anyio.sleep(asking.pause)
     finally:
-        asking.withdraw()
+        asking.requester.withdraw()
     return _text(excerpt(asdict(answer)), failed=answer.reason is not None)
 
 
@@ -182,11 +184,11 @@ def ask(
     if able is None or (able.form is None and able.url is not None):
         return _failed("trigger", CommandError(CANNOT_ASK))
     try:
-        asked = _wanted(directory, target, role, steps, select, timeout)
+        asked = wanted(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
     except Exception as fault:
         return _failed("trigger", fault)
     what = f"{counted(steps, 'step')} of {target}" + ("" if role is None else f" ({role})")
-    on = f"{counted(len(asked.ranks), 'rank')} ({select})"
+    on = f"{counted(len(asked.requester.ranks), 'rank')} ({select})"
     return Elicit(
         f"Let the running job in {directory} capture {what} on {on}? These steps take longer than others, and "
         "their files are written there.",
@@ -211,10 +213,6 @@ async def trigger_with_consent(
     if said is None or not said.capture:
         return _failed("trigger", CommandError(DECLINED))
     return await trigger(context, directory, target, role, steps, select, timeout)
-
-
-def _wanted(directory: str, target: str, role: str | None, steps: int, select: str, timeout: float) -> Wanted:
-    return wanted(Path(directory), target, role=role, steps=steps, select=select, timeout=timeout)
 
 
 def _answered(command: str, document: Callable[[], Any], part: str, details: Collection[str]) -> CallToolResult:

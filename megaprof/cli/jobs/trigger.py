@@ -15,11 +15,11 @@ from typing import Any
 from megaprof.cli import CommandError, UsageError, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import TARGETS
-from megaprof.control.job import NoJob, RunningJob, find_job
+from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, selected_ranks
 from megaprof.control.requests import OPTIONS, new_request
 from megaprof.formats.checks import counted
-from megaprof.formats.job.requests import Refused, Request
+from megaprof.formats.job.requests import Refused
 
 #: What is asked for unless the user says otherwise.
 STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0
@@ -81,29 +81,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A capture that a job can be asked for."""
+class Asking:
+    """A capture that a job can be asked for. Whoever stops looking before there is an answer withdraws it."""
 
     directory: Path
     """The job's save directory, as it was given."""
-    job: RunningJob
-    """The job."""
-    request: Request
-    """What it is asked for."""
-    ranks: tuple[int, ...]
-    """The ranks that the request selects, by number."""
+    requester: Requester
+    """Asks for it."""
 
     @property
     def pause(self) -> float:
         """Seconds from one look at the answers to the next."""
-        return max(_LOOK_SECONDS, len(self.ranks) / 5000)
+        return max(_LOOK_SECONDS, len(self.requester.ranks) / 5000)
 
-    def answer(self, reason: str | None, outcome: Outcome | None = None) -> Answer:
+    def look(self) -> Answer | None:
+        """One look at what has come, the first one of which asks; the answer when there is one."""
+        try:
+            outcome = self.requester.advance()
+        except Refused as refusal:
+            answered = not self.requester.missing
+            return self._answer(f"refused: {refusal}" if answered else str(refusal))
+        return None if outcome is None else self._answer(outcome.reason, outcome)
+
+    def _answer(self, reason: str | None, outcome: Outcome | None = None) -> Answer:
         """What became of it; ``outcome`` None where nothing was captured."""
         files = tuple(str(self.directory / file) for file in outcome.files) if outcome else ()
         captured, steps = (outcome.ranks, outcome.steps) if outcome else (0, ())
-        request = self.request
-        return Answer(1, request.id, request.target, request.role, self.ranks, captured, steps, files, reason)
+        request, ranks = self.requester.request, self.requester.ranks
+        return Answer(1, request.id, request.target, request.role, ranks, captured, steps, files, reason)
 
 
 def wanted(
@@ -115,9 +120,9 @@ def wanted(
     select: str = SELECT,
     timeout: float = TIMEOUT,
     options: dict[str, Any] | None = None,
-) -> Wanted:
-    """A request that the job in ``directory`` can be asked; nothing is asked yet. Raises CommandError where there is no
-    such job, and UsageError."""
+) -> Asking:
+    """What the job in ``directory`` can be asked for; nothing is asked yet. Raises CommandError where there is no such
+    job, and UsageError."""
     try:
         job = find_job(directory, role)
         if (silent := job.silence()) is not None:
@@ -128,49 +133,14 @@ def wanted(
         request = new_request(
             job.run, target, role=role, steps=steps, select=select, options=options or {}, timeout=timeout
         )
-        return Wanted(directory, job, request, tuple(selected_ranks(job.run, request)))
+        return Asking(directory, Requester(job, request, selected_ranks(job.run, request)))
     except Refused as mistake:
         raise UsageError(_as_options(str(mistake))) from None
 
 
-class Asking:
-    """A request on its way. Whoever stops looking before there is an answer withdraws it."""
-
-    def __init__(self, wanted: Wanted) -> None:
-        self._wanted = wanted
-        self._requester: Requester | None = None
-
-    @property
-    def state(self) -> str:
-        """For people: what it is waiting for."""
-        return self._requester.state if self._requester else ""
-
-    @property
-    def left_behind(self) -> str:
-        """For people: what becomes of the request when nobody waits for it any more."""
-        return self._requester.left_behind if self._requester else ""
-
-    def look(self) -> Answer | None:
-        """One look at what has come, the first one of which asks; the answer when there is one."""
-        wanted = self._wanted
-        try:
-            if self._requester is None:
-                self._requester = Requester(wanted.job, wanted.request, wanted.ranks)
-            outcome = self._requester.advance()
-        except Refused as refusal:
-            answered = self._requester is not None and not self._requester.missing
-            return wanted.answer(f"refused: {refusal}" if answered else str(refusal))
-        return None if outcome is None else wanted.answer(outcome.reason, outcome)
-
-    def withdraw(self) -> None:
-        """Nothing more is wanted: what has not begun will not begin."""
-        if self._requester:
-            self._requester.withdraw()
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Ask, wait, and print the files, one a line. Raises CommandError where there are none, or not all."""
-    asked = wanted(
+    asking = wanted(
         arguments.dir,
         arguments.target,
         role=arguments.role,
@@ -182,23 +152,23 @@ def run(arguments: argparse.Namespace) -> int:
     # Whoever ends the command (timeout, a batch system) wants the capture no more than with Ctrl-C.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    asking, told = Asking(asked), ""
+    requester, told = asking.requester, ""
+    ranks = counted(len(requester.ranks), "rank")
     try:
         while (answer := asking.look()) is None:
-            if asking.state.partition(" ")[0] != told:  # not for every number in it
-                told = asking.state.partition(" ")[0]
-                say(f"{arguments.target} on {counted(len(asked.ranks), 'rank')}: {asking.state}", sys.stderr)
-            time.sleep(asked.pause)
+            if requester.state.partition(" ")[0] != told:  # not for every number in it
+                told = requester.state.partition(" ")[0]
+                say(f"{arguments.target} on {ranks}: {requester.state}", sys.stderr)
+            time.sleep(asking.pause)
     except (KeyboardInterrupt, SystemExit):
-        say(asking.left_behind, sys.stderr)
+        say(requester.left_behind, sys.stderr)
         raise
     finally:
-        asking.withdraw()
+        requester.withdraw()
     if answer.steps:
         numbers = ", ".join(map(str, answer.steps))
         plural = "" if len(answer.steps) == 1 else "s"
-        on = f"{answer.captured} of {counted(len(asked.ranks), 'rank')}"
-        say(f"{arguments.target}: captured step{plural} {numbers} on {on}", sys.stderr)
+        say(f"{arguments.target}: captured step{plural} {numbers} on {answer.captured} of {ranks}", sys.stderr)
     if arguments.json:
         print(json.dumps(asdict(answer)))
     else:

@@ -25,6 +25,8 @@ CPU = Scenario("cpu", gpu=False)
         ("slow_chunk", replace(CPU, layers=TWICE, stretched={(1, k, 1): 1.6 for k in BOTH}), {"stretched": {}}),
         ("slow_link", Scenario("link", link={1: 12.0}), {"link": {}}),
         ("slow_link", replace(CPU, link={2: 20.0}), {"link": {}}),
+        # The other link, which says what an exchange should take, has a stage in common with the slow one.
+        ("slow_link", replace(CPU, layers=(4, 4, 4), link={1: 15.0}, transfer=1.5, microbatches=12), {"link": {}}),
         ("late_entry", replace(CPU, late={0: 200.0}, steps=4, merged=True), {"late": {}}),
         ("late_entry", replace(CPU, late={2: 300.0}, steps=4, merged=True), {"late": {}}),
         ("data_wait", replace(CPU, data=150.0, steps=3), {"data": 0.0}),

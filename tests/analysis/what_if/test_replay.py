@@ -48,3 +48,15 @@ def test_exchanges_are_replayed_as_they_fit(tmp_path: Path, waits: bool) -> None
     assert abs(found.replay_error.mean) < 0.05
     refit = [each for each in found.warnings if each.startswith("exchanges fit better as waiting for their receiver")]
     assert len(refit) == waits
+
+
+def test_a_stage_that_enters_late_makes_no_transfer_long(tmp_path: Path) -> None:
+    for step in range(3):
+        for pp, (start, forward, backward, end) in enumerate([(0, 0, 81, 101), (50, 50, 60, 80)]):
+            trace = TraceBuilder(pp=pp, pp_size=2, microbatches=1, step=step)
+            trace.forward(0, forward, 10)
+            trace.backward(0, backward, 20)
+            trace.call(start, end - start)
+            trace.write(tmp_path)
+    # The backward's input is 1 ms under way; that of the forward waits for 40 ms until stage 1 begins the step.
+    assert analyze(tmp_path).targets[0].what_if.p2p_ms == pytest.approx(1.0)

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import pytest
 
+from megaprof.cli import main
 from megaprof.testing.launcher import _marked
 
 SMALL = ["--microbatches", "6", "--steps", "2"]
@@ -94,11 +95,14 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
         (["--out", "."], "--out ."),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str, tmp_path: Path) -> None:
-    finished = demo(*arguments) if "--out" in arguments else demo(*arguments, "--out", str(tmp_path / "new"))
-    assert finished.returncode == 2
-    assert said in finished.stderr
-    assert len(finished.stderr.strip().splitlines()) == 1
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = [] if "--out" in arguments else ["--out", str(tmp_path / "new")]
+    assert main(["demo", *SMALL, *arguments, *out]) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert len(printed.strip().splitlines()) == 1
     assert not (tmp_path / "new").exists()
 
 

@@ -236,10 +236,8 @@ class _Reader:
 
     def _last(self) -> int:
         """When the last range ended."""
-        for (last,) in self._tables.rows("SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"):
-            if is_time(last):
-                return int(last)
-        return 0
+        query = "SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"
+        return next((last for (last,) in self._tables.rows(query) if is_time(last)), 0)
 
     def _of_process(self, rows: list[_Row], alone: bool) -> Iterator[Trace]:
         rows.sort(key=lambda r: (r.start, -r.end))
@@ -409,10 +407,8 @@ def _epoch(tables: Tables) -> int:
 
 def _host(tables: Tables) -> str | None:
     if tables.has("TARGET_INFO_SYSTEM_ENV", "name", "value"):
-        query = "SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname' LIMIT 1"
-        for (name,) in tables.rows(query):
-            if isinstance(name, str) and name:
-                return name
+        rows = tables.rows("SELECT value FROM TARGET_INFO_SYSTEM_ENV WHERE name = 'Hostname' LIMIT 1")
+        return next((name for (name,) in rows if isinstance(name, str) and name), None)
     return None
 
 
