@@ -15,15 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprof.analysis.fleet.reading import (
-    INDEX_BITS,
-    FleetReading,
-    Key,
-    RankSeries,
-    Series,
-    bucketed,
-    percentile,
-)
+from megaprof.analysis.fleet.reading import INDEX_BITS, FleetReading, Key, RankSeries, Series, bucketed, percentile
 from megaprof.analysis.fleet.slow import Group, Straggler, late_ranks, matrix_of, slow_groups, slow_ranks
 from megaprof.analysis.fleet.stragglers import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.trends import (

@@ -6,8 +6,9 @@ One rank per stage is enough for it: all the others are in the fleet's part.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,7 @@ def column(places: Iterable[Place], suspects: AbstractSet[int] = frozenset()) ->
 def _calls(key: Key, files: Iterable[Path]) -> dict[int, tuple[int, int]]:
     """Step: flags of its calls together, and how many events they have; of the last files that hold enough of them."""
     found: dict[int, tuple[int, int]] = {}
-    for path in sorted(files, key=_first_step, reverse=True):
-        try:
-            timeline = format.read_timeline(path, events=False)
-        except format.UnreadableTimeline:
-            continue
+    for timeline in _read(sorted(files, key=_first_step, reverse=True), events=False):
         own = timeline.steps[_of_key(timeline, key)]
         for step, flags, shape in zip(own["step"].tolist(), own["flags"].tolist(), own["shape"].tolist(), strict=True):
             before = found.get(step, (0, 0))
@@ -76,6 +73,13 @@ def _calls(key: Key, files: Iterable[Path]) -> dict[int, tuple[int, int]]:
         if sum(not flags & _LEFT_OUT for flags, _ in found.values()) >= 4 * LAST_STEPS:
             break
     return found
+
+
+def _read(files: Iterable[Path], *, events: bool) -> Iterator[format.Timeline]:
+    """Those that can be read."""
+    for path in files:
+        with suppress(format.UnreadableTimeline):
+            yield format.read_timeline(path, events=events)
 
 
 def _first_step(path: Path) -> tuple[int, str]:
@@ -102,18 +106,14 @@ def _common(calls: Sequence[dict[int, tuple[int, int]]]) -> list[int]:
 def _traces(key: Key, files: Iterable[Path], steps: set[int]) -> dict[int, Trace]:
     """One rank's trace of every step."""
     newest: dict[tuple[int, int], tuple[int, Trace]] = {}
-    for path in sorted(files, key=_first_step):
-        try:
-            timeline = format.read_timeline(path)
-        except format.UnreadableTimeline:
-            continue
+    for timeline in _read(sorted(files, key=_first_step), events=True):
         wanted = _of_key(timeline, key) & np.isin(timeline.steps["step"], sorted(steps))
         for position in np.flatnonzero(wanted).tolist():
             step = timeline.steps[position]
             at, start = (int(step["step"]), int(step["index"])), int(step["start_ns"])
             if at not in newest or newest[at][0] <= start:  # a step that ran again counts as it ran last
                 metadata = timeline.metadata[step["metadata"]]
-                newest[at] = start, _trace(path, metadata, step, timeline.events(position))
+                newest[at] = start, _trace(timeline.path, metadata, step, timeline.events(position))
     found: dict[int, Trace] = {}
     for (number, _), (_, trace) in sorted(newest.items()):
         before = found.get(number)

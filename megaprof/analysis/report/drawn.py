@@ -80,11 +80,8 @@ def boxes(step: StepTimeline) -> dict[str, Any]:
     """Rows for the script: times in microseconds from the step's start. ``boxes`` is flat, five numbers each: start
     (behind the start of the box before), duration, kind, microbatch and chunk (-1: unknown or none)."""
     first = min(row.call.extent[0] + row.offset_ns for row in step.rows)
-    rows = []
-    for row in step.rows:
-        coords = row.call.metadata.coords
-        rows.append((coords.pp, coords.rank, row.call.extent, row.call.laid_out, row.offset_ns - first))
-    return _packed(rows, step.chunks)
+    calls = [(row.call, row.offset_ns - first) for row in step.rows]
+    return _packed([(c.stage, c.rank, c.extent, c.laid_out, shift) for c, shift in calls], step.chunks)
 
 
 def boxes_of(replayed: Simulation) -> dict[str, Any]:

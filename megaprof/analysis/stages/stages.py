@@ -248,7 +248,7 @@ def _stage(
     return Stage(
         pp=pp,
         ranks=tuple(sorted({call.rank for call in calls})),
-        chunks=_chunks(of_one_pass) or tuple(_holding(calls)),
+        chunks=_chunks(of_one_pass) or _holding(calls),
         forward_ms=_of_passes(separate, ranges.FORWARD, "pass_ns"),
         backward_ms=_of_passes(separate, ranges.BACKWARD, "pass_ns"),
         compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in measured]),
@@ -366,10 +366,9 @@ def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
     )
 
 
-def _holding(calls: list[Call]) -> Iterator[ChunkTimes]:
+def _holding(calls: list[Call]) -> tuple[ChunkTimes, ...]:
     """What the chunks of a whole step hold; the times of its passes are those of the calls inside it."""
-    for chunk, holds in enumerate(calls[0].metadata.chunks):
-        yield ChunkTimes(chunk, holds, None, None)
+    return tuple(ChunkTimes(chunk, holds, None, None) for chunk, holds in enumerate(calls[0].metadata.chunks))
 
 
 def _per_microbatch(calls: list[Call], kind: str) -> list[float]:

@@ -137,15 +137,12 @@ def _extent(gpu: Activities, own: _Rows, outer: TracedRange) -> tuple[int, int]:
 
 
 def _extents(gpu: Activities, owner: npt.NDArray[np.int64], rows: _Rows, count: int) -> Intervals:
-    found = np.zeros((count, 2), dtype=np.int64)
     rows = rows & (owner >= 0)
-    first = np.full(count, np.iinfo(np.int64).max)
+    none = np.iinfo(np.int64).max
+    first, last = np.full(count, none), np.zeros(count, dtype=np.int64)
     np.minimum.at(first, owner[rows], gpu.spans[rows, 0])
-    np.maximum.at(found[:, 1], owner[rows], gpu.spans[rows, 1])
-    has = np.zeros(count, dtype=np.bool_)
-    has[owner[rows]] = True
-    found[has, 0] = first[has]
-    return found
+    np.maximum.at(last, owner[rows], gpu.spans[rows, 1])
+    return np.column_stack((np.where(first < none, first, 0), last))
 
 
 def _per_owner(

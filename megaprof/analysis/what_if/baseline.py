@@ -75,7 +75,7 @@ class Baseline:
     def __init__(self, run: CapturedRun, steps: Sequence[CapturedStep], measured_ms: float) -> None:
         self.run, self.steps, self.measured_ms = run, steps, measured_ms
         self.microbatches = steps[0].microbatches
-        self._times = [_array(step) for step in steps]
+        self._times = [np.array(step.passes) for step in steps]
         self._costs = _costs(self._times)
         self.typical: Typical = _as_typical(self._costs)
         #: Of every step and microbatch: how many times the usual work it has.
@@ -211,11 +211,6 @@ class Baseline:
             return 0.0
         error = statistics.stdev(times) / math.sqrt(len(times)) / statistics.fmean(times)
         return _OF_FEW_STEPS.get(len(times), ERRORS) * error
-
-
-def _array(step: CapturedStep) -> _Array:
-    """A step's passes as [kind, stage, chunk, microbatch]."""
-    return np.array(step.passes)
 
 
 def _costs(times: Sequence[_Array]) -> _Array:

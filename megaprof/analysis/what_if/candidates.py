@@ -9,6 +9,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+import numpy as np
+
 from megaprof.analysis.stages import words
 from megaprof.analysis.what_if.baseline import Baseline, Sample, Typical
 from megaprof.analysis.what_if.cost_model import CostFit
@@ -276,15 +278,11 @@ def without_straggler(
     shares = peers or baseline.peers
     if shares is None:
         return None
+    factors = np.array(shares)
+    factors[:, [stage for stage in range(baseline.run.stages) if stage not in stages]] = 1.0
 
     def fixed(costs: Typical) -> Typical:
-        forward, backward = (
-            [
-                [ms * share for ms, share in zip(row, own, strict=True)] if stage in stages else row
-                for stage, (row, own) in enumerate(zip(kind, factors, strict=True))
-            ]
-            for kind, factors in zip(costs, shares, strict=True)
-        )
+        forward, backward = (np.array(costs) * factors).tolist()
         return forward, backward
 
     which = f"{words.ranks(sorted(ranks))} as quick as {'its' if len(ranks) == 1 else 'their'} peers"

@@ -106,9 +106,9 @@ def check_layout(pieces: Sequence[str], pp: int, layers: int, mtp_layers: int = 
         raise ValueError(f"layout {shown}: all MTP layers (m) must be in one piece")
 
 
-def layers_per_stage(pieces: Sequence[str], pp: int, letter: str = "t") -> tuple[int, ...]:
-    """How many decoder layers (or layers of another letter) each stage holds, over its chunks."""
-    return tuple(sum(piece.count(letter) for piece in pieces[stage::pp]) for stage in range(pp))
+def layers_per_stage(pieces: Sequence[str], pp: int) -> tuple[int, ...]:
+    """How many decoder layers each stage holds, over its chunks."""
+    return tuple(sum(piece.count("t") for piece in pieces[stage::pp]) for stage in range(pp))
 
 
 def default_layout(
@@ -192,8 +192,8 @@ def _repeated(text: str, count: int) -> str:
     return short if len(text) == 1 or len(short) < len(text) * count else text * count
 
 
-def _short(text: str, most: int = 200) -> str:
-    return repr(text if len(text) <= most else f"{text[:most]}...")
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")
 
 
 def options_of(framework: str | None, role: str | None, flags: Sequence[str]) -> tuple[str, ...] | None:

@@ -146,7 +146,9 @@ def what_if(
     slower than its peers."""
     if measured.unjudgeable:
         return WhatIf(warnings=(f"not replayed: {measured.unjudgeable}",))
-    own = [call for call in calls if _belongs(call, measured)]
+    whose = measured.target, measured.role, measured.sizes
+    captured = [call for call in calls if call.step in measured.steps]
+    own = [call for call in captured if (call.label, call.role, call.metadata.sizes) == whose]
     slow = [cause.rank for cause in slow_ranks(measured.stages) if cause.rank is not None]
     try:
         run, steps = _replayed(own, measured)
@@ -212,11 +214,6 @@ def layout_of(measured: TargetStages) -> Layout | None:
 
 def _piece(held: ModelChunk) -> str:
     return "E" * bool(held.embedding) + "t" * (held.layers or 0) + "m" * (held.mtp or 0) + "L" * bool(held.loss)
-
-
-def _belongs(call: Call, measured: TargetStages) -> bool:
-    whose = (call.label, call.role, call.metadata.sizes)
-    return whose == (measured.target, measured.role, measured.sizes) and call.step in measured.steps
 
 
 def _replayed(calls: Sequence[Call], measured: TargetStages) -> tuple[CapturedRun, list[CapturedStep]]:
