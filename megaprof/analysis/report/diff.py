@@ -11,7 +11,7 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -123,7 +123,7 @@ class Diff:
     targets: tuple[TargetDiff, ...]
     """Those that both captures have."""
     warnings: tuple[str, ...]
-    """The targets that only one of them has, in sentences."""
+    """The targets that only one of them has, and what each capture's report warns of, in sentences."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
@@ -136,11 +136,13 @@ def compare(before: Report, after: Report) -> Diff:
     common = [key for key in old if key in new]
     if not common:
         raise NothingToCompare(f"no target is in both: {_names(old)} in the first, {_names(new)} in the second")
+    sides = (("first", before), ("second", after))
     warnings = [
         f"{_names(only)} only in the {where} capture: not compared"
         for where, only in (("first", old.keys() - new.keys()), ("second", new.keys() - old.keys()))
         if only
     ]
+    warnings += [f"{where} capture: {each}" for where, report in sides for each in report.warnings]
     return Diff(tuple(_target(old[key], new[key]) for key in common), tuple(warnings))
 
 
@@ -168,7 +170,7 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
         slowest_before=before.verdict.slowest_stage,
         slowest_after=after.verdict.slowest_stage,
         prediction=_kept(before, after) if alike and first.sizes.pp == second.sizes.pp else None,
-        notes=tuple(_notes(first, second)),
+        notes=(*_withheld(before, after), *_notes(first, second)),
     )
 
 
@@ -193,6 +195,17 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
                 inside=abs(each.speedup - measured) <= each.speedup_uncertainty,
             )
     return None
+
+
+def _withheld(before: TargetReport, after: TargetReport) -> Iterator[str]:
+    """Why no stage can be called slow, where that is so."""
+    first, second = before.verdict.withheld, after.verdict.withheld
+    if first == second is not None:
+        yield f"no stage is called slow: {first}"
+        return
+    for where, reason in (("first", first), ("second", second)):
+        if reason is not None:
+            yield f"no stage is called slow in the {where} capture: {reason}"
 
 
 def _notes(before: TargetStages, after: TargetStages) -> list[str]:

@@ -120,7 +120,8 @@ class Report:
         try:
             found = msgspec.convert(document, dict[str, Any])
             msgspec.convert(found["version"], str)
-            return cls(source, (), tuple(_target_of(target) for target in found["targets"]), ())
+            warnings = msgspec.convert(found.get("warnings", []), tuple[str, ...])
+            return cls(source, (), tuple(_target_of(target) for target in found["targets"]), warnings)
         except KeyError as fault:
             raise NotAReport(f"it has no {fault}") from None
         except (msgspec.ValidationError, AttributeError, TypeError, ValueError, RecursionError) as fault:

@@ -395,10 +395,11 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     if fleet.recording.clock == "device":
         yield "Passes are on the GPU's clock; exchanges between stages are in the gaps between them."
     if coverage.left_out:
-        left_out = counted(coverage.left_out, "step") + (
-            " of a rank is" if coverage.left_out == 1 else " of a rank are"
+        one = coverage.left_out == 1
+        yield (
+            f"Up to {counted(coverage.left_out, 'step')} of a rank {'is' if one else 'are'} left out, because a window "
+            f"was open in {'it or it' if one else 'them or they'} failed."
         )
-        yield f"Up to {left_out} left out, because a window was open in them or they failed."
     if coverage.again:
         again = counted(coverage.again, "step")
         yield f"Up to {again} of a rank ran twice, as after a restart from a checkpoint; the later ones count."

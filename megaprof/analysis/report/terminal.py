@@ -40,6 +40,7 @@ from megaprof.analysis.stages.words import (
     with_spread,
 )
 from megaprof.analysis.trace.calls import GROUPS
+from megaprof.analysis.trace.nsys.files import is_nsys
 from megaprof.analysis.what_if.what_if import WhatIf
 
 _MOST_TRACES = 8
@@ -65,9 +66,10 @@ def show(report: Report, console: Console) -> None:
         console.print(text("  " + _relative(path, folder)), soft_wrap=True)
     if len(report.traces) > _MOST_TRACES:
         console.print(f"  and {len(report.traces) - _MOST_TRACES} more")
-    if report.traces:
+    if not all(map(is_nsys, report.traces)):
         console.print(text("To open one, drag it into https://ui.perfetto.dev or load it in chrome://tracing"))
-        console.print(text("All ranks of a step on one timeline, there:"))
+    if report.traces and report.foreign is None:  # recordings of others cannot be merged
+        console.print(text("All ranks of a step on one timeline, in https://ui.perfetto.dev:"))
         console.print(text(f"  megaprof open {shlex.quote(str(report.source))}"), soft_wrap=True)
 
 

@@ -220,10 +220,24 @@ def test_the_report_says_what_to_record(job: Job, tmp_path: Path, capsys: pytest
     shown = " ".join(capsys.readouterr().out.split())
     assert "--profile-target train_actor --profile-select per-stage" in shown
     assert "ranks 0,1" in shown
+    assert "drag it into https://ui.perfetto.dev" in shown
+    assert "megaprof open" not in shown  # it merges traces with ranges only
     plain = json.loads((tmp_path / "r.json").read_text())
     assert (plain["targets"], plain["foreign"]["ranks"][0]["file"]) == ([], "a.json")
     assert "ranks 0,1" in (tmp_path / "r.html").read_text()
     assert main(["report", str(path), "--tp", "0"]) == 2
+
+
+def test_only_what_a_viewer_reads_is_to_be_dragged_into_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(Scenario("gpu", layers=(2, 2), microbatches=2), tmp_path / "kineto")
+    from tests.analysis.trace.test_nsys import as_nsys
+
+    as_nsys(tmp_path / "kineto", tmp_path / "nsys")
+    for name in ("kineto", "nsys"):
+        assert main(["report", str(tmp_path / name)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert ("drag it into" in shown) is (name == "kineto")
+        assert "megaprof open" in shown
 
 
 def test_a_trace_without_a_gpu_is_refused_as_before(tmp_path: Path) -> None:

@@ -93,6 +93,20 @@ def test_stages_of_one_capture_only_are_shown_with_nothing_beside_them(tmp_path)
     assert any(note.startswith("pp 2 -> 4") for note in target.notes)
 
 
+def test_what_is_wrong_with_a_capture_is_said(tmp_path):
+    whole = report(tmp_path / "a", [6, 2])
+    report(tmp_path / "b", [4, 4])
+    first, _ = sorted((tmp_path / "b").iterdir())
+    first.write_bytes(b"")
+    half = analyze(tmp_path / "b")
+    diff = compare(whole, half)
+    assert diff.warnings == tuple(f"second capture: {each}" for each in half.warnings)
+    assert any("it is empty" in each for each in diff.warnings)
+    assert any(n.startswith("no stage is called slow in the second capture: 1 of 2 stages") for n in only(diff).notes)
+    assert compare(whole, read(document(half))).warnings == diff.warnings
+    assert sum("no stage is called slow: 1 of 2 stages" in note for note in only(compare(half, half)).notes) == 1
+
+
 def test_targets_are_matched_by_name_and_role(tmp_path):
     for role in ("actor", "ref"):
         pipeline(tmp_path / "a", [2, 2], target="train_log_probs", role=role)
