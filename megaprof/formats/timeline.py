@@ -14,14 +14,14 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.formats import codes
+from megaprof.formats import checks, codes
 from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 
@@ -70,25 +70,27 @@ MOST_NUMBERS = 1 << 16
 
 Microseconds = npt.NDArray[np.int64]
 
+_COUNT, _TIME = checks.whole(0, 10**15), checks.number(-1e15, 1e15)
+
 
 @dataclass(frozen=True)
 class Cost:
     """What the timeline adds to a training step, measured in the running job by pairs of blocks of steps with and
     without it: medians over the pairs, each with its standard error."""
 
-    pairs: int
+    pairs: Annotated[int, _COUNT]
     """How many pairs there were, up to the last 64."""
-    rested: int
+    rested: Annotated[int, _COUNT]
     """How many steps were not recorded for this so far."""
-    step_us: float
+    step_us: Annotated[float, checks.number(1e-9, 1e15)]
     """Wall time of a step without the recorder, in microseconds."""
-    wall_us: float
+    wall_us: Annotated[float, _TIME]
     """What the recorder adds to the wall time of a step, in microseconds. Below zero: less than the noise."""
-    wall_error_us: float
+    wall_error_us: Annotated[float, _TIME]
     """Its standard error, in microseconds."""
-    cpu_us: float
+    cpu_us: Annotated[float, _TIME]
     """What the recorder adds to the CPU time of the process in a step, all threads, in microseconds."""
-    cpu_error_us: float
+    cpu_error_us: Annotated[float, _TIME]
     """Its standard error, in microseconds."""
 
 
@@ -314,17 +316,9 @@ def _metadata(payload: bytes) -> Metadata:
 def _cost(payload: bytes) -> Cost:
     """A number is missing, or no number that can be: ValueError."""
     try:
-        found = json.loads(payload)
-        values = {field.name: found[field.name] for field in fields(Cost)}
-    except (ValueError, RecursionError, TypeError, KeyError):
+        return checks.build(Cost, json.loads(payload))
+    except (ValueError, RecursionError):
         raise ValueError("what it says of its cost is damaged") from None
-    for name, value in values.items():
-        whole = name in ("pairs", "rested")
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not abs(value) < 1e15:
-            raise ValueError("what it says of its cost is damaged")
-    if values["step_us"] <= 0 or min(values["pairs"], values["rested"]) < 0:
-        raise ValueError("what it says of its cost is damaged")
-    return Cost(**values)
 
 
 def _record(kind: int, payload: bytes) -> bytes:

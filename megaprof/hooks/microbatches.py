@@ -69,11 +69,7 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
         backward = call.tape.consumed(output(args, kwargs))
         return codes.BACKWARD | backward if call.tape.forward is None else codes.combined(call.tape.forward, backward)
 
-    return ranged(original, dispatcher, code, _produced)
-
-
-def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-    return call.tape.produced(result)
+    return ranged(original, dispatcher, code, lambda call, kwargs, result: call.tape.produced(result))
 
 
 def _count(call: RecordedCall, value: Any) -> None:

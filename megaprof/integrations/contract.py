@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaprof.hooks.patching import Patches
@@ -143,6 +144,14 @@ def apply(hooks: tuple[Hook, ...], patches: Patches) -> None:
         if callable(function) and not hasattr(function, "_megaprof"):
             patches.apply(owner, name, partial(_adapted, hook))
             vars(owner)[name]._megaprof = True
+
+
+def callers() -> Iterator[FrameType]:
+    """The frames around whoever asks, its own first, then outwards."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 @contextmanager

@@ -9,7 +9,6 @@ Shortest way in, no edit: ``--external_plugins`` with the file of ``megaprof.aut
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megaprof.capture import roles
@@ -18,27 +17,8 @@ from megaprof.integrations.contract import Facts, Hook, Host
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
-_TRAINERS = "swift.megatron.trainers"
-
-
-def _train_step(arguments: Mapping[str, Any]) -> Facts:
-    return Facts(iteration=arguments["self"].state.iteration)
-
-
-def _evaluate(arguments: Mapping[str, Any]) -> Facts:
-    return Facts(host_step=arguments["self"].state.iteration)
-
-
-def _log_probs(arguments: Mapping[str, Any]) -> Facts:
-    return Facts(role=roles.current().role or "actor")
-
-
-def _reference(arguments: Mapping[str, Any]) -> Facts:
-    return Facts(role="ref")
-
-
-def _teacher(arguments: Mapping[str, Any]) -> Facts:
-    return Facts(role="teacher")
+_BASE, _TRAINER = "swift.megatron.trainers.base", "BaseMegatronTrainer"
+_RLHF, _GRPO = "swift.megatron.trainers.rlhf_mixin", "swift.megatron.trainers.grpo_trainer"
 
 
 #: What ``--profiler_contents`` names, in the terms of ProfileConfig.
@@ -82,10 +62,14 @@ HOST = Host(
     name="ms-swift",
     package="swift",
     hooks=(
-        Hook(f"{_TRAINERS}.base", "BaseMegatronTrainer.train_step", _train_step),
-        Hook(f"{_TRAINERS}.base", "BaseMegatronTrainer.evaluate", _evaluate),
-        Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.null_ref_context", _reference, context=True),
-        Hook(f"{_TRAINERS}.rlhf_mixin", "MegatronRLHFTrainer.compute_per_token_logps", _log_probs),
-        Hook(f"{_TRAINERS}.grpo_trainer", "MegatronGRPOTrainer._compute_teacher_logps", _teacher),
+        Hook(_BASE, f"{_TRAINER}.train_step", lambda given: Facts(iteration=given["self"].state.iteration)),
+        Hook(_BASE, f"{_TRAINER}.evaluate", lambda given: Facts(host_step=given["self"].state.iteration)),
+        Hook(_RLHF, "MegatronRLHFTrainer.null_ref_context", lambda _: Facts(role="ref"), context=True),
+        Hook(
+            _RLHF,
+            "MegatronRLHFTrainer.compute_per_token_logps",
+            lambda _: Facts(role=roles.current().role or "actor"),
+        ),
+        Hook(_GRPO, "MegatronGRPOTrainer._compute_teacher_logps", lambda _: Facts(role="teacher")),
     ),
 )

@@ -8,13 +8,11 @@ its callers.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megaprof.integrations.contract import Facts, Hook, Host
+from megaprof.integrations.contract import Facts, Hook, Host, callers
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -93,15 +91,13 @@ def _number(batch: Any, step: int) -> Facts:
 
 def _worker(model: Any) -> Facts:
     """What the worker around ``model`` knows, from the frame of its method, which has the batch as ``data``."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in callers():
         if {"self", "data"} <= {*frame.f_code.co_varnames}:
             worker, data = frame.f_locals.get("self"), frame.f_locals.get("data")
             if getattr(worker, "model", None) is model:
                 reference = any(base.__name__ == "MegatronRefWorkerBase" for base in type(worker).__mro__)
                 metadata = getattr(data, "metadata", None) or {}
                 return Facts(role="ref" if reference else "actor", iteration=metadata.get("global_step"))
-        frame = frame.f_back
     return Facts()
 
 

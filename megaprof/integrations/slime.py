@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from megaprof.integrations.contract import Facts, Hook, Host
+from megaprof.integrations.contract import Facts, Hook, Host, callers
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -81,11 +79,9 @@ def _step(arguments: Mapping[str, Any]) -> Any:
 
 def _local(name: str) -> int | None:
     """The variable ``name`` of the innermost caller that has a number in it."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame in callers():
         if name in frame.f_code.co_varnames and isinstance(value := frame.f_locals.get(name), int):
             return value
-        frame = frame.f_back
     return None
 
 

@@ -12,13 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 from megaprof.capture import roles
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
-from megaprof.integrations.contract import Facts, Hook, Host, over, settled
+from megaprof.integrations.contract import Facts, Hook, Host, callers, over, settled
 
 _WORKERS = "verl.workers.engine_workers"
 _OLD_WORKERS = "verl.workers.megatron_workers"
@@ -308,11 +307,9 @@ def _sft() -> bool:
 
 def _sft_step() -> int | None:
     """The trainer's step, which continues across a resume. ``SFTTrainer.fit`` has it in a variable and tells nobody."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame in callers():
         if frame.f_code.co_name == "fit" and isinstance(step := frame.f_locals.get("global_step"), int):
             return step
-        frame = frame.f_back
     return None
 
 

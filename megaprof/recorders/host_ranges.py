@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from megaprof.recorders.emit import LoggedRange
 
@@ -31,7 +32,7 @@ def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
     if not ranges:
         return
     with open(trace, "r+b") as file:
-        base = _base_time(file.read(_CHUNK), lambda: file.read(_CHUNK))
+        base = _base_time(file)
         start = max(0, file.seek(0, os.SEEK_END) - _CHUNK)
         file.seek(start)
         tail = file.read()
@@ -45,11 +46,11 @@ def add_ranges(trace: Path, ranges: Sequence[LoggedRange]) -> None:
         file.write((b"\n" if empty else b",\n") + events + tail[position:])
 
 
-def _base_time(head: bytes, more: Callable[[], bytes]) -> int:
+def _base_time(trace: BinaryIO) -> int:
     """Kineto counts from a base that it writes before the events, behind metadata of any length; 0 without one."""
+    head = b""
     while _EVENTS not in head:
-        chunk = more()
-        if not chunk:
+        if not (chunk := trace.read(_CHUNK)):
             raise ValueError("the trace has no events")
         head += chunk
     found = _BASE.search(head)

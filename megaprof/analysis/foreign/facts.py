@@ -62,6 +62,11 @@ class RankFacts:
     host_bound_ms: float
     """The part of that at whose beginning nothing that had been launched was left to run."""
 
+    @property
+    def exposed_ms(self) -> float:
+        """Communication of any kind while nothing computed; less than the sum of ``exposed`` where kinds overlap."""
+        return self.span_ms - self.compute_ms - self.idle_ms
+
 
 @dataclass(frozen=True)
 class Late:
@@ -78,7 +83,7 @@ class Late:
     times: int
     """How often."""
     waited_ms: float
-    """Median of what the others' kernels took longer, in milliseconds."""
+    """Milliseconds that the others' kernels took longer there: the median, of the others and of those collectives."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +200,12 @@ def _late(recordings: Sequence[Recording]) -> list[Late]:
         if len(by_rank) < 2 or len({len(each) for each in by_rank.values()}) != 1:
             continue
         calls = [dict(zip(by_rank, each, strict=True)) for each in zip(*by_rank.values(), strict=True)]
-        last = Counter(min(call, key=lambda rank: call[rank]) for call in calls)
-        rank, times = last.most_common(1)[0]
-        waits = [(statistics.median(call.values()) - min(call.values())) / 1e6 for call in calls]
+        last = [min(call, key=lambda rank: call[rank]) for call in calls]
+        rank, times = Counter(last).most_common(1)[0]
+        late = [call for call, each in zip(calls, last, strict=True) if each == rank]
+        waits = [
+            (statistics.median(ns for each, ns in call.items() if each != rank) - call[rank]) / 1e6 for call in late
+        ]
         name = group_key.partition("\0")[0]
         found.append(Late(name, operation, len(calls), rank, times, statistics.median(waits)))
-    return sorted(found, key=lambda each: -each.waited_ms * each.matched)
+    return sorted(found, key=lambda each: -each.waited_ms * each.times)

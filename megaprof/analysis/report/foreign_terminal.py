@@ -18,8 +18,7 @@ def show_foreign(foreign: Foreign, console: Console) -> None:
     made = table("per rank, ms", left=["rank", "from"])
     number_columns(made, "steps", "a step", "recorded", "compute", "exposed", "idle", "host bound")
     for rank in foreign.ranks[:_MOST_ROWS]:
-        lost = sum(each.ms for each in rank.exposed)
-        times = (rank.step_ms, rank.span_ms, rank.compute_ms, lost, rank.idle_ms, rank.host_bound_ms)
+        times = (rank.step_ms, rank.span_ms, rank.compute_ms, rank.exposed_ms, rank.idle_ms, rank.host_bound_ms)
         made.add_row(called(rank), text(rank.rank_from), str(rank.steps), *map(number, times))
     console.print(made)
     if len(foreign.ranks) > _MOST_ROWS:
@@ -58,8 +57,7 @@ def called(rank: RankFacts) -> str:
 
 def _show_exposed(foreign: Foreign, console: Console) -> None:
     """Of the rank that loses most by it: one is enough to see which communication it is."""
-    lost = {rank: sum(each.ms for each in rank.exposed) for rank in foreign.ranks}
-    worst = max(foreign.ranks, key=lambda rank: lost[rank], default=None)
+    worst = max(foreign.ranks, key=lambda rank: rank.exposed_ms, default=None)
     if worst is None or not worst.exposed:
         return
     made = table(f"exposed communication of rank {called(worst)}", left=["operation", "group"])

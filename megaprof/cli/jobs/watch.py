@@ -11,7 +11,7 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError
-from megaprof.control.blame import find_culprits
+from megaprof.control.blame import Blame, find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.checks import counted
 from megaprof.metrics.compute import Summary, summarise
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         if (silence := job.silence()) is not None:
             raise NoJob(silence)
         if arguments.json:
-            print(json.dumps(asdict(_look(job))))
+            print(json.dumps(asdict(_look(job)[0])))
             return 0
         from rich.console import Console
         from rich.live import Live
@@ -94,10 +94,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _look(job: RunningJob) -> Look:
+def _look(job: RunningJob) -> tuple[Look, Blame]:
     statuses = job.statuses()
     blame = find_culprits(job.run, statuses, job.now(statuses, None))
-    return Look(
+    look = Look(
         version=1,
         run=job.run.run,
         role=job.run.role,
@@ -105,8 +105,9 @@ def _look(job: RunningJob) -> Look:
         heard=len(statuses),
         now=summarise(job.run, statuses.values()),
         still_s=round(blame.still, 3),
-        stuck=tuple(blame.stuck),
+        stuck=blame.stuck,
     )
+    return look, blame
 
 
 def _table(job: RunningJob) -> RenderableType:
@@ -114,8 +115,8 @@ def _table(job: RunningJob) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    statuses = job.statuses()
-    summary = summarise(job.run, statuses.values())
+    look, blame = _look(job)
+    summary = look.now
     table = Table(box=None, header_style="bold")
     for name in ("stage", "ranks", "step", "step ms", "compute ms", "imbalance", "slowest rank", "its ms"):
         table.add_column(name, justify="right")
@@ -133,7 +134,7 @@ def _table(job: RunningJob) -> RenderableType:
             style="bold red" if slowest and (summary.imbalance or 0) > 1.1 else None,
         )
     parts = [
-        f"{counted(job.run.world, 'rank')}, {len(statuses)} heard",
+        f"{counted(job.run.world, 'rank')}, {look.heard} heard",
         f"step {_number(summary.step_ms)} ms",
         f"imbalance {_number(summary.imbalance, 2)}",
         f"bubble {_percent(summary.bubble_fraction)}",
@@ -142,7 +143,6 @@ def _table(job: RunningJob) -> RenderableType:
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")
     lines: list[RenderableType] = [table, ", ".join(parts)]
-    blame = find_culprits(job.run, statuses, job.now(statuses, None))
     if blame.stuck or blame.culprits:
         still = "The job appears to hang" if blame.still else "Some ranks do not move, or are silent"
         lines.append(Text(f"{still}: megaprof status {job.directory}", style="bold red", overflow="fold"))

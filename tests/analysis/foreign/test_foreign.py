@@ -83,6 +83,20 @@ def test_times_of_a_rank(job: Job, tmp_path: Path) -> None:
     assert (lost.operation, lost.group, lost.axis, lost.calls, lost.ms) == ("allreduce", "ranks 0,1", None, 1, 2)
 
 
+def test_communication_of_two_groups_at_once_is_lost_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job()
+    job.kernel("gemm", 0, 10)
+    job.reduce(10, 20, [0, 1])
+    job.reduce(15, 20, [0, 2])
+    job.kernel("gemm", 35, 10)
+    path = job.write(tmp_path / "a.json")
+    (rank,) = foreign(path).ranks
+    assert ([each.ms for each in rank.exposed], rank.exposed_ms) == ([20, 20], 25)
+    assert main(["report", str(path)]) == 0
+    (row,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.split()[1:3] == ["the", "trace"])
+    assert [float(cell) for cell in row[5:]] == [45, 20, 25, 0, 0]  # recorded, compute, exposed, idle, host bound
+
+
 def test_a_bare_list_of_events_is_a_trace(job: Job, tmp_path: Path) -> None:
     (rank,) = foreign(job.write(tmp_path / "rank3.json", bare=True)).ranks
     assert (rank.rank, rank.rank_from, rank.compute_ms) == (3, "file name", 18)
@@ -148,6 +162,17 @@ def test_who_comes_last(tmp_path: Path) -> None:
     assert (late.rank, late.times, late.matched, late.waited_ms, late.group) == (1, 5, 5, 4, "ranks 0-2")
 
 
+def test_what_others_wait_for_is_counted_where_the_rank_came_last(tmp_path: Path) -> None:
+    for rank in range(2):
+        job = Job(rank, 2)
+        for number in range(5):
+            length = (9, 5)[rank] if number < 3 else (1, 30)[rank]  # the other rank comes last to the last two
+            job.reduce(40 * number + 30 - length, length, [0, 1])
+        job.write(tmp_path / f"{rank}.pt.trace.json")
+    (late,) = foreign(tmp_path).late
+    assert (late.rank, late.times, late.matched, late.waited_ms) == (1, 3, 5, 4)
+
+
 def test_groups_without_ranks_are_matched_by_the_name_that_torch_gave_them(tmp_path: Path) -> None:
     for rank in range(2):
         job = Job(rank, 2)
@@ -158,7 +183,7 @@ def test_groups_without_ranks_are_matched_by_the_name_that_torch_gave_them(tmp_p
             job.kernel(ALL_REDUCE, 10 * number + 7, 1)
         job.write(tmp_path / f"{rank}.pt.trace.json")
     (late,) = foreign(tmp_path).late
-    assert (late.group, late.rank, late.times, late.matched, late.waited_ms) == ("group 5", 1, 4, 4, 1)
+    assert (late.group, late.rank, late.times, late.matched, late.waited_ms) == ("group 5", 1, 4, 4, 2)
 
 
 def test_collectives_that_one_rank_lacks_are_not_matched(tmp_path: Path) -> None:
