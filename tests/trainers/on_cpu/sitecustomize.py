@@ -74,7 +74,7 @@ def _loaded(module: object) -> None:
         _on_cpu()
 
 
-def _edges() -> list[str]:
+def _edges(_: object = None) -> list[str]:
     from tests.integrations.edges import replace_missing
 
     return replace_missing(*filter(None, os.environ["TRAINERS_EDGES"].split(",")))
@@ -112,5 +112,6 @@ if "TRAINERS_EDGES" in os.environ:
 
         newer_typing()  # some modules of hosts are loaded before torch is
         after("ray", _patient)
+        after("slime", _edges)  # which imports some of them before torch
         after("torch", _loaded)
         after("megatron.core", _loaded)
