@@ -77,7 +77,7 @@ class ProfileConfig:
         None,
         "ranks that capture: 0,8,16 | all | per-stage (the lowest rank of each pipeline stage) | coordinates such as "
         "pp=*,tp=0,dp=0 or pp=0|3 or pp=0-2 (default: rank 0)",
-        read.text,
+        read.ranks,
     )
     role_select: str | None = _option(
         None,
@@ -124,7 +124,7 @@ class ProfileConfig:
     timeline_select: str = _option(
         "all",
         "ranks that keep a timeline, as in --profile-select; the report names slow ranks only among these",
-        read.text,
+        read.ranks,
     )
     timeline_megabytes: int = _option(
         64, "size of a rank's timeline, in MiB; beyond it the oldest quarter is removed", read.count(1)

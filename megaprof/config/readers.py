@@ -118,6 +118,11 @@ def numbers(name: str, value: Any) -> str:
     return ",".join(map(str, items))
 
 
+def ranks(name: str, value: Any) -> str:
+    """Text of a selection of ranks; ``[0, 8]`` is ``0,8``."""
+    return numbers(name, value) if isinstance(value, list | tuple) and value else text(name, value)
+
+
 def per_name(name: str, value: Any) -> str:
     """Text of numbers per target: a mapping ``{"train_actor": [1, 2]}`` is ``train_actor=1,2``."""
     if isinstance(value, Mapping):

@@ -174,3 +174,16 @@ def test_a_relative_directory_is_the_one_where_it_was_typed(tmp_path: Any, monke
 
 def test_a_path_is_taken_for_dir(tmp_path: Any) -> None:
     assert on(dir=tmp_path).dir == str(tmp_path)
+
+
+def test_ranks_may_be_a_list() -> None:
+    def ranks(select: Any, timeline_select: Any = "all") -> ProfileConfig:
+        both: Any = {"select": select, "timeline_select": timeline_select}
+        return ProfileConfig(target=("train_actor",), dir="/traces", tool=("torch", "timeline"), **both)
+
+    config = ranks([0, 8, 16], (0, 1))
+    assert (config.select, config.timeline_select) == ("0,8,16", "0,1")
+    assert config == ranks("0,8,16", "0,1")
+    for wrong in ([], [-1], ["0", "1"], [True], 3):
+        with pytest.raises(ValueError, match="--profile-select"):
+            ranks(wrong)
