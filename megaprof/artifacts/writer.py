@@ -224,13 +224,27 @@ class Writer:
                 raise
             logger.exception("megaprof: the writer failed; training goes on")
         finally:
+            busy = self._busy
             try:
                 if self._pending == 1:
                     self._rest()
             finally:
                 with self._idle:
                     self._pending -= 1
+                    more = self._pending > 0
                     self._idle.notify_all()
+            if more and busy is not None:  # something came meanwhile
+                self._work_in(busy)
+
+    def _work_in(self, busy: Path) -> None:
+        """Say to other processes that this one is not done, if they are not told yet."""
+        if self._busy is None:
+            try:
+                busy.touch()
+                self._busy = busy
+            except OSError as fault:
+                if from_host(fault):
+                    raise
 
     def _rest(self) -> None:
         """Nothing is left to do. Not under the lock, which the training thread needs: a disk may not answer."""
@@ -248,9 +262,7 @@ class Writer:
                 remove_leftovers(artifact.final.parent)
                 if self._scratch is not None:
                     self._scratch.remove_leftovers()
-            if self._busy is None:
-                self._busy = busy_path(artifact.final.parent)
-                self._busy.touch()
+            self._work_in(busy_path(artifact.final.parent))
             self._finished(publish(artifact.raw, artifact.final))
         except Incomplete as fault:
             _remove(artifact.raw)

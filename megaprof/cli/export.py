@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError, say
@@ -11,7 +13,36 @@ from megaprof.formats.checks import counted
 from megaprof.formats.remote import place
 
 _MOST_WARNINGS = 20
-EXAMPLES = ("megaprof export traces --parquet history --run llama-70b",)
+EXAMPLES = (
+    "megaprof export traces --parquet history --run llama-70b",
+    "megaprof export traces --parquet history --json | jq .rows",
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was exported: what ``--json`` prints."""
+
+    version: int
+    """Of this shape: 1."""
+    out: str
+    """The directory of the dataset, as it was given."""
+    runs: tuple[str, ...]
+    """The names of the runs that were written."""
+    files: int
+    """Timelines that were read."""
+    rows: int
+    """Rows that were written, one for each rank and step."""
+    partitions: int
+    """Partitions that were written."""
+    kept: int
+    """Partitions of an earlier export that hold more than the timelines still do, and stay."""
+    bytes: int
+    """Bytes that were written."""
+    cut: int
+    """Files that end inside a record, as those of a job do that runs or was killed."""
+    warnings: tuple[str, ...]
+    """What must be known about single files, in sentences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of the dataset, partitioned by run, stage and hour; an earlier one is added to",
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run (default: what the job's control file says)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
     add_input_option(parser)
 
 
@@ -45,6 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
+    if arguments.json:
+        print(json.dumps(asdict(Answer(**{**vars(exported), "version": 1, "out": str(out)}))))
+        return 0
     say(
         f"{out}: {counted(exported.rows, 'row')} from {counted(exported.files, 'file')}, "
         f"{counted(exported.partitions, 'partition')}, "

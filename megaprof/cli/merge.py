@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,40 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "megaprof merge traces -o step.json.gz",
     "megaprof merge traces -o step.json.gz --target train_actor --step 20 --ranks dp=0",
+    "megaprof merge traces -o step.json.gz --json | jq -r .warnings[]",
 )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was merged: what ``--json`` prints."""
+
+    version: int
+    """Of this shape: 1."""
+    file: str
+    """The timeline, as its name was given."""
+    bytes: int
+    """Its size."""
+    target: str
+    """The target of the step that it is, as its files are named."""
+    role: str | None
+    """The role; None without one."""
+    step: int
+    """The number of the step, or of the first one in its files."""
+    ranks: tuple[int, ...]
+    """Its ranks, by stage."""
+    left_out: int
+    """How many captured ranks of this step are not in it."""
+    events: int
+    """Events in it."""
+    arrows: int
+    """Arrows from sends to receives."""
+    clocks: tuple[str, ...]
+    """How far the clocks were off, in sentences."""
+    warnings: tuple[str, ...]
+    """What must be known about it, in sentences."""
+    others: tuple[str, ...]
+    """The captured steps that were not merged."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--out", metavar="FILE", type=Path, required=True, help="the timeline, gzipped where it ends in .gz"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
 
 
 def add_source(parser: argparse.ArgumentParser, what: str) -> None:
@@ -44,9 +80,14 @@ def add_source(parser: argparse.ArgumentParser, what: str) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Merge, and say what was merged and how far the clocks were off."""
     heed_input_option(arguments)
-    say_merged(merged_into(arguments, arguments.out))
-    size = arguments.out.stat().st_size / 1e6
-    say(f"{arguments.out} ({size:.1f} MB): drag it into https://ui.perfetto.dev, or: megaprof open {arguments.out}")
+    merged = merged_into(arguments, arguments.out)
+    out: Path = arguments.out
+    size = out.stat().st_size
+    if arguments.json:
+        print(json.dumps(asdict(_answer(merged, size))))
+        return 0
+    say_merged(merged)
+    say(f"{out} ({size / 1e6:.1f} MB): drag it into https://ui.perfetto.dev, or: megaprof open {out}")
     return 0
 
 
@@ -84,6 +125,24 @@ def say_merged(merged: Merged) -> None:
     if merged.others:
         more = f" and {len(merged.others) - 5} more" if len(merged.others) > 5 else ""
         say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more}")
+
+
+def _answer(merged: Merged, size: int) -> Answer:
+    return Answer(
+        version=1,
+        file=str(merged.out),
+        bytes=size,
+        target=merged.name.target,
+        role=merged.name.role or None,
+        step=merged.name.step,
+        ranks=merged.ranks,
+        left_out=merged.left_out,
+        events=merged.events,
+        arrows=merged.arrows,
+        clocks=tuple(merged.alignment.sentences()),
+        warnings=merged.warnings,
+        others=tuple(map(str, merged.others)),
+    )
 
 
 def _count(number: int, thing: str) -> str:

@@ -35,8 +35,10 @@ from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.cost_model import CostFit
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.cli.jobs.trigger import Answer
+from megaprof.cli.export import Answer as Exported
+from megaprof.cli.jobs.trigger import Answer as Captured
 from megaprof.cli.jobs.watch import Look
+from megaprof.cli.merge import Answer as Merged
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.metadata import ModelChunk
@@ -51,9 +53,11 @@ def schemas() -> dict[str, dict[str, Any]]:
         name: {"$schema": _DIALECT, "title": f"megaprof {name} --json", **_complete(shape)}
         for name, shape in {
             "diff": _shape("Diff", (diff.Diff, "targets warnings")),
+            "export": Exported,
+            "merge": Merged,
             "report": _report(),
             "status": _status(),
-            "trigger": Answer,
+            "trigger": Captured,
             "watch": Look,
         }.items()
     }

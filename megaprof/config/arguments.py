@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from dataclasses import Field
 from typing import Any, TypeVar
 
 from megaprof.config.options import ALL_RANKS, SCHEDULE, ProfileConfig, destination, flag, options, variable
@@ -40,7 +41,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
             continue
         keywords: dict[str, Any] = {"default": None, "dest": destination(option.name)}
         # Percent signs are argparse's own; the default belongs to ProfileConfig and is only quoted here.
-        keywords["help"] = f"{option.metadata['help']} [{variable(option.name)}]".replace("%", "%%")
+        keywords["help"] = f"{_told(option)} [{variable(option.name)}]".replace("%", "%%")
         if isinstance(option.default, bool):
             keywords |= {"action": "store_true"}
         elif isinstance(option.default, tuple):
@@ -57,6 +58,14 @@ def add_profile_args(parser: _Parser) -> _Parser:
         )
     parser.set_defaults(**{_HOST_DEFAULTS: {name: parser.get_default(name) for name in shared}})
     return parser
+
+
+def _told(option: Field[Any]) -> str:
+    """What an option does, with its default where that is not nothing."""
+    default, text = option.default, str(option.metadata["help"])
+    if isinstance(default, bool) or default in (None, ()):
+        return text
+    return f"{text} (default: {' '.join(default) if isinstance(default, tuple) else default})"
 
 
 def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | None = None) -> ProfileConfig:

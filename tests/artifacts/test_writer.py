@@ -15,7 +15,7 @@ import pytest
 
 from megaprof.artifacts import writer
 from megaprof.artifacts.writer import Artifact, Writer
-from megaprof.formats.names import raw_path
+from megaprof.formats.names import busy_path, raw_path
 
 Gate = Callable[[], None]
 
@@ -136,7 +136,13 @@ def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkey
     background = Writer()
     background.submit(job(tmp_path, "a.bin.gz"))
     assert removing.wait(30)
-    training = threading.Thread(target=background.submit, args=(job(tmp_path, "b.bin.gz"),), daemon=True)
+    seen: list[str] = []
+
+    def train() -> None:
+        background.run(lambda: seen.extend(listing(tmp_path)))
+        background.submit(job(tmp_path, "b.bin.gz"))
+
+    training = threading.Thread(target=train, daemon=True)
     training.start()
     training.join(10)
     waits = training.is_alive()
@@ -144,6 +150,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkey
     assert background.flush(30)
     assert not waits
     assert listing(tmp_path) == ["a.bin.gz", "b.bin.gz"]
+    assert busy_path(tmp_path).name in seen, "others take this process to be done"
 
 
 def test_one_file_is_written_however_large(tmp_path: Path) -> None:

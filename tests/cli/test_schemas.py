@@ -17,7 +17,7 @@ from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
 from tests.cli.running import ROOT, check, schema_of
 
-COMMANDS = ("diff", "report", "status", "trigger", "watch")
+COMMANDS = ("diff", "export", "merge", "report", "status", "trigger", "watch")
 
 
 def test_the_schemas_are_up_to_date(tmp_path: Path) -> None:
@@ -57,6 +57,22 @@ def test_reports_and_their_differences_are_valid(tmp_path: Path, capsys: pytest.
     difference = printed(capsys, "diff", tmp_path / "before", tmp_path / "after", "--json")
     assert difference["targets"][0]["prediction"] is not None
     check("diff", difference)
+
+
+def test_what_was_merged_and_exported_is_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(exchanging([0.0, 40.0]), tmp_path / "traces")
+    write(exchanging([0.0, 0.0], target="evaluate", step=2), tmp_path / "traces")
+    out = tmp_path / "step.json"
+    merged = printed(capsys, "merge", tmp_path / "traces", "-o", out, "--json")
+    check("merge", merged)
+    assert (merged["target"], merged["role"], merged["step"]) == ("train_actor", None, 5)
+    assert (merged["ranks"], merged["arrows"]) == ([0, 1], 6)
+    assert (merged["file"], merged["bytes"]) == (str(out), out.stat().st_size)
+    assert merged["others"] == ["evaluate step 2"]
+    write_timelines(tmp_path / "run", WorldLayout(ParallelSizes.of(4, pp=2)), steps=3)
+    exported = printed(capsys, "export", tmp_path / "run", "--parquet", tmp_path / "out", "--run", "mine", "--json")
+    check("export", exported)
+    assert (exported["rows"], exported["files"], exported["runs"]) == (12, 4, ["mine"])
 
 
 def test_a_field_that_is_missing_or_unknown_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,15 @@ def test_no_clash_with_a_hosts_options(host: Any) -> None:
     assert "--profile-select" in parser.format_help()
 
 
+def test_the_help_says_every_default_that_is_not_nothing() -> None:
+    told = " ".join(add_profile_args(argparse.ArgumentParser()).format_help().split())
+    defaults = [each.default for each in options() if not isinstance(each.default, bool | None) and each.default != ()]
+    shown = [" ".join(each) if isinstance(each, tuple) else each for each in defaults]
+    assert {3, 0, 1, 64, "schedule", "torch", "cpu cuda", "95%"} <= set(shown)
+    for each in shown:
+        assert told.count(f"(default: {each})") == shown.count(each)
+
+
 def test_twice_on_one_parser_does_not_clash_either() -> None:
     parser = add_profile_args(add_profile_args(argparse.ArgumentParser()))
     assert config_from_args(parser.parse_args(ON), {}).target == ("train_actor",)

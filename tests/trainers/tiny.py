@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_lowercase
 
 LAYERS = 8
 _TEMPLATE = (
@@ -80,6 +82,36 @@ def parquet(path: Path) -> Path:
 
     pq.write_table(pa.Table.from_pylist(conversations()), path)
     return path
+
+
+def questions(path: Path, count: int) -> Path:
+    """Prompts for RL, as verl and as SkyRL read them, each of another length. The answer to every one is 1."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "ab " * (1 + number)}],
+            "data_source": "openai/gsm8k",
+            "env_class": "gsm8k",
+            "reward_model": {"style": "rule", "ground_truth": "1"},
+            "reward_spec": {"method": "rule", "ground_truth": "1"},
+            "extra_info": {"index": number},
+        }
+        for number in range(count)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def answer(prompt: Sequence[int], number: int) -> list[int]:
+    """What stands for an inference engine answers: the same text to the same prompt and number, right for odd numbers.
+
+    Two answers to one prompt differ in length.
+    """
+    draw = random.Random(str([*prompt, number]))
+    letters = "".join(draw.choices(ascii_lowercase, k=4 + (sum(prompt) + 5 * number) % 16))
+    return tokens(f"{letters} #### {number % 2}")
 
 
 def tokens(text: str) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from megaprof.cli import CommandError, UsageError, say
 from megaprof.config.options import ProfileConfig
+from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
 from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, selected_ranks
@@ -72,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in fields(ProfileConfig):
         if option.name != "tool" and option.name not in OPTIONS:
             continue
-        keywords: dict[str, Any] = {"help": option.metadata["help"].replace("%", "%%")}
+        told = f"what records: {' | '.join(BUILTIN)} (default: torch)" if option.name == "tool" else None
+        keywords: dict[str, Any] = {"help": (told or option.metadata["help"]).replace("%", "%%")}
         if isinstance(option.default, bool):
             keywords |= {"action": "store_true"}
         else:

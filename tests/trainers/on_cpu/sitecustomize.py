@@ -34,9 +34,25 @@ def _digests(directory: str) -> None:
 
 
 def _patient(ray: Any) -> None:
-    """Ray gives its own processes 15 to 30 seconds to start, too few on a busy machine: it may try again, and needs no
-    dashboard."""
-    init = ray.init
+    """Ray's node ends where one of its agents takes more than 15 seconds to say on which ports it is, too few on a busy
+    machine. So the ports are chosen before; and Ray may try again, and needs no dashboard."""
+    import inspect
+    import socket
+    from pathlib import Path
+
+    from ray._private import services
+
+    init, start_raylet = ray.init, services.start_raylet
+
+    def with_ports(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(start_raylet).bind(*args, **kwargs)
+        names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in names]
+        for name, each in zip(names, sockets, strict=True):
+            port = given.arguments[name] = each.getsockname()[1]
+            each.close()
+            (Path(given.arguments["session_dir"]) / f"{name}_{given.arguments['node_id']}").write_text(str(port))
+        return start_raylet(*given.args, **given.kwargs)
 
     def patient(*args: Any, **kwargs: Any) -> Any:
         for attempts_left in reversed(range(5)):
@@ -47,7 +63,7 @@ def _patient(ray: Any) -> None:
                 if not attempts_left:
                     raise
 
-    ray.init = patient
+    ray.init, services.start_raylet = patient, with_ports
 
 
 def _loaded(module: object) -> None:
@@ -58,7 +74,7 @@ def _loaded(module: object) -> None:
         _on_cpu()
 
 
-def _edges() -> list[str]:
+def _edges(_: object = None) -> list[str]:
     from tests.integrations.edges import replace_missing
 
     return replace_missing(*filter(None, os.environ["TRAINERS_EDGES"].split(",")))
@@ -96,5 +112,6 @@ if "TRAINERS_EDGES" in os.environ:
 
         newer_typing()  # some modules of hosts are loaded before torch is
         after("ray", _patient)
+        after("slime", _edges)  # which imports some of them before torch
         after("torch", _loaded)
         after("megatron.core", _loaded)

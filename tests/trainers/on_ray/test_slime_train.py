@@ -1,0 +1,87 @@
+"""slime's trainer, whole, on two stages: ``python train.py --debug-train-only`` with its Ray, actor and reference.
+
+Needs ``SLIME_CHECKOUT`` and ``MEGATRON_LM_CHECKOUT`` (slime uses Megatron-LM's arguments and model). Its own option for
+training without an inference engine takes rollouts from files. Replaced: the GPUs (`megaprof.testing.cpu_process`; Ray
+is told that it has two), Transformer Engine (tests/stand_ins), which computes attention over packed sequences one by
+one. Nothing is in the place of the packages in EDGES where they are missing.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.driving import checkout
+from tests.trainers import tiny
+from tests.trainers.running import (
+    captured,
+    digests,
+    environment,
+    finds_the_first_stage_slow,
+    layers,
+    ray_environment,
+    report,
+    train,
+)
+
+pytestmark = pytest.mark.hosts
+
+EDGES = "sglang,sglang_router,torch_memory_saver,deep_ep,flash_attn,ring_flash_attn,wandb,pylatexenc"
+ROLLOUTS, STEPS, SAMPLES = 3, 2, 8  # steps and samples of a rollout
+ARGUMENTS = f"""
+--train-backend megatron --actor-num-nodes 1 --actor-num-gpus-per-node 2 --num-gpus-per-node 2 --debug-train-only
+--swiglu --num-layers {tiny.LAYERS} --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --kv-channels 16
+--group-query-attention --num-query-groups 2 --use-rotary-position-embeddings --rotary-base 10000 --qk-layernorm
+--disable-bias-linear --normalization RMSNorm --norm-epsilon 1e-6 --vocab-size 384 --make-vocab-size-divisible-by 1
+--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 7
+--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+--no-gradient-accumulation-fusion --attention-dropout 0 --hidden-dropout 0 --attention-backend unfused
+--micro-batch-size 1 --global-batch-size {SAMPLES // STEPS} --rollout-batch-size {SAMPLES // 4} --n-samples-per-prompt 4
+--num-rollout {ROLLOUTS} --num-steps-per-rollout {STEPS} --rollout-max-response-len 64 --disable-rollout-global-dataset
+--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type low_var_kl --eps-clip 0.2
+--optimizer adam --lr 1e-4 --lr-decay-style constant
+"""
+PROFILE = """
+--custom-megatron-init-path megaprof.autoload.slime.init --profile-target train_actor train_log_probs
+--profile-step-start 2 --profile-step-end 3
+"""
+
+
+def test_by_its_own_options(tmp_path: Path) -> None:
+    slime, megatron_lm = (Path(checkout(f"{name}_CHECKOUT")) for name in ("SLIME", "MEGATRON_LM"))
+    model, rollouts = tiny.model(tmp_path / "model"), tmp_path / "rollouts"
+    rollouts.mkdir()
+    make = [
+        sys.executable,
+        str(Path(__file__).parent / "slime_rollouts.py"),
+        str(rollouts),
+        str(ROLLOUTS),
+        str(SAMPLES),
+    ]
+    subprocess.run(make, env=environment(tmp_path / "made", EDGES, slime, megatron_lm), check=True, timeout=200)
+    plain, profiled, traces = tmp_path / "plain", tmp_path / "profiled", tmp_path / "traces"
+    command = [
+        sys.executable,
+        str(slime / "train.py"),
+        "--load-debug-rollout-data",
+        f"{rollouts}/rollout_{{rollout_id}}.pt",
+    ]
+    for option in ("--hf-checkpoint", "--ref-load", "--load"):
+        command += [option, str(model)]
+    command += ARGUMENTS.split()
+    wanted = {"MEGAPROF_DIR": str(traces), "MEGAPROF_SELECT": "per-stage", "MEGAPROF_ACTIVITIES": "cpu"}
+    for work, own, options in ((plain, {}, ""), (profiled, wanted, PROFILE)):
+        with ray_environment(work, EDGES, slime, megatron_lm, **own) as env:
+            train([*command, *options.split()], env, work, seconds=1200)
+    assert digests(plain) == digests(profiled)
+    assert [len(steps) for steps in digests(plain).values()] == [ROLLOUTS * STEPS] * 2
+    passes = ("train_actor.actor", "train_log_probs.actor", "train_log_probs.ref")
+    assert captured(traces) == [f"{each}.step000002.pp{pp}" for each in passes for pp in (0, 1)]
+    found = report(traces)
+    assert all(
+        (each["framework"], layers(each), each["microbatches"]) == ("slime", [7, 1], 4) for each in found.values()
+    )
+    assert finds_the_first_stage_slow(found["train_actor", "actor"])
