@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, offsets, uncertainty
 from megaprof.analysis.stages.words import stages as stages_in_words
+from megaprof.analysis.stages.words import steps as steps_in_words
 from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
@@ -175,10 +176,9 @@ def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
     others = [call for call in calls if call.key not in opening]
     if not opening or not others:
         return calls
-    shown = ", ".join(str(step) for step, _ in sorted(opening)[:8])
+    which = steps_in_words(sorted({step for step, _ in opening}))
     findings.warn(
-        f"step{'s' if len(opening) > 1 else ''} {shown} left out: the first that nsys recorded after it was opened, "
-        "and ranks do not open it at once"
+        f"{which} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
     )
     return others
 
