@@ -14,8 +14,9 @@ from tests.control.control_jobs import Slow, running
 
 pytestmark = pytest.mark.alone
 
-#: From this step on the second stage sleeps for so many seconds in each step, which took a small part of it before.
-SLOW = Slow(rank=1, step=25, microbatch=1, seconds=0.4)
+#: From this step on the second stage sleeps for so many seconds in each step, which took a small part of it before, on a
+#: busy machine too.
+SLOW = Slow(rank=1, step=25, microbatch=1, seconds=0.8)
 
 
 def captured(directory: Path) -> set[tuple[int, int]]:
