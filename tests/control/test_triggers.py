@@ -14,8 +14,8 @@ from tests.control.control_jobs import Slow, running
 
 pytestmark = pytest.mark.alone
 
-#: From this step on the second stage sleeps for so many seconds in each step, which took a small part of it before, on a
-#: busy machine too.
+#: From this step on the second stage sleeps for so many seconds in each step, which took a small part of it before,
+#: also where the machine is busy.
 SLOW = Slow(rank=1, step=25, microbatch=1, seconds=0.8)
 
 
