@@ -1,25 +1,7 @@
 """Real megatron-core on the CPU: for megaprof's tests and demo, and for testing your own integration with it.
 
 Nothing here is a mock: the ranks are processes, the model is megatron-core's GPTModel, its schedules run over gloo.
-A test of a hook on Megatron's schedules needs no GPU, and no more than this::
-
-    from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
-
-    WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), hidden=64, seq_length=32)
-
-    def one_rank():  # importable, and its result can be pickled
-        init_distributed()
-        with cpu_megatron():
-            gpt = build(WORKLOAD)
-            calls = my_integration.install(gpt.chunks)
-            losses = [gpt.train_step() for _ in range(3)]
-            gpt.log_probs_pass()
-            gpt.evaluate()
-        return gpt.layers_per_chunk, losses, len(calls)
-
-    def test_my_integration():
-        for layers, losses, calls in run_ranks(one_rank, WORKLOAD.world_size, timeout=120):
-            assert calls == 5
+docs/testing.md has a whole test of an integration.
 
 `run_ranks` raises `RanksFailed` with every rank's traceback, signal or stack, and leaves no process
 behind. `cpu_megatron` alone is enough where a model of your own is to run, and `cpu_process` puts the whole process of

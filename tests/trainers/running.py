@@ -29,6 +29,16 @@ PROFILE = (
     "--profile-activities",
     "cpu",
 )
+#: The same of a trainer for RL.
+RL_PROFILE = (
+    "--profile-target",
+    "train_actor",
+    "train_log_probs",
+    "--profile-select",
+    "per-stage",
+    "--profile-activities",
+    "cpu",
+)
 
 
 def environment(work: Path, edges: str, *paths: Path, **variables: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ import pytest
 from tests.trainers import tiny
 from tests.trainers.on_ray.skyrl import EDGES, VARIABLES, packages
 from tests.trainers.running import (
+    RL_PROFILE,
     captured,
     digests,
     finds_the_first_stage_slow,
@@ -43,8 +44,6 @@ trainer.micro_forward_batch_size_per_gpu=1 trainer.micro_train_batch_size_per_gp
 trainer.max_training_steps={STEPS} trainer.eval_before_train=false trainer.eval_interval=-1 trainer.ckpt_interval=-1
 trainer.hf_save_interval=-1 trainer.resume_mode=none trainer.logger=console
 """
-TARGETS = ["train_actor", "train_log_probs"]
-PROFILE = ["--profile-target", *TARGETS, "--profile-select", "per-stage", "--profile-activities", "cpu"]
 
 
 def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
@@ -53,7 +52,7 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "skyrl.train.entrypoints.main_base", f"trainer.policy.model.path={model}"]
     command += [f"data.train_data=['{data}']", f"data.val_data=['{data}']", *ARGUMENTS.split()]
     command += [f"trainer.{role}.{option}" for role in ("policy", "ref") for option in MODELS.split()]
-    run = [sys.executable, "-m", "megaprof", "run", *PROFILE, "--profile-dir", str(traces)]
+    run = [sys.executable, "-m", "megaprof", "run", *RL_PROFILE, "--profile-dir", str(traces)]
     run += ["--profile-steps", "2", "--"]
     for work, before in ((plain, []), (profiled, run)):
         with ray_environment(work, EDGES, *packages(wheel), **VARIABLES) as env:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.trainers import tiny
 from tests.trainers.running import (
+    RL_PROFILE,
     captured,
     digests,
     finds_the_first_stage_slow,
@@ -54,8 +55,6 @@ trainer.v1.sampler.custom_sampler.name=InOrder trainer.v1.sampler.custom_sampler
 trainer.logger=["console"] trainer.n_gpus_per_node=2 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=-1
 trainer.val_before_train=False trainer.total_training_steps={STEPS} trainer.total_epochs=1 trainer.resume_mode=disable
 """
-TARGETS = ["train_actor", "train_log_probs"]
-PROFILE = ["--profile-target", *TARGETS, "--profile-select", "per-stage", "--profile-activities", "cpu"]
 
 
 def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
@@ -65,7 +64,7 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "verl.trainer.main_ppo", f"actor_rollout_ref.model.path={model}"]
     command += [f"data.train_files={data}", f"data.val_files={data}", *ARGUMENTS.split()]
     command += [f"++actor_rollout_ref.{role}.{option}" for role in ("actor", "ref") for option in MEGATRON.split()]
-    run = [sys.executable, "-m", "megaprof", "run", *PROFILE, "--profile-dir", str(traces)]
+    run = [sys.executable, "-m", "megaprof", "run", *RL_PROFILE, "--profile-dir", str(traces)]
     run += ["--profile-steps", "2", "--"]
     for work, before in ((plain, []), (profiled, run)):
         engine = {"VERL_USE_EXTERNAL_MODULES": "tests.trainers.on_ray.verl_registries"}

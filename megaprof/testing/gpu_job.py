@@ -1,0 +1,83 @@
+"""The job that the parts of `megaprof.testing.gpu_parts` look at: its model, its world and its steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaprof.config.options import ProfileConfig
+from megaprof.install import install_hooks
+from megaprof.testing.cpu import cpu_megatron
+from megaprof.testing.gpt import BuiltGPT
+from megaprof.testing.workload import GPTWorkload
+
+
+def workload(cpu: bool, **options: Any) -> GPTWorkload:
+    """What a rehearsal runs is as small as can be."""
+    if cpu:
+        sizes: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "seq_length": 16, "microbatches": 4}
+    else:
+        sizes = {"layers": 8, "hidden": 2048, "heads": 16, "seq_length": 2048, "microbatches": 8, "vocab": 8192}
+    return GPTWorkload(**{**sizes, "dtype": "bfloat16", **options})
+
+
+@contextlib.contextmanager
+def machine(cpu: bool, store: Path | None) -> Iterator[str]:
+    """The device to build on, with a world of one rank where ``store`` is given."""
+    with cpu_megatron() if cpu else contextlib.nullcontext():
+        if not cpu:
+            torch.cuda.set_device(0)
+        if store is not None:
+            dist.init_process_group("gloo" if cpu else "nccl", init_method=f"file://{store}", rank=0, world_size=1)
+        yield "cpu" if cpu else "cuda"
+
+
+class Stopwatch:
+    """A schedule, with the milliseconds of each of its calls by CUDA events."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, Any]] = []
+
+    def __call__(self, **arguments: Any) -> Any:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        cuda: Any = torch.cuda
+        begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+        begin.record()
+        result = get_forward_backward_func()(**arguments)
+        end.record()
+        self.events.append((begin, end))
+        return result
+
+    def take(self) -> list[float]:
+        """The times since it was asked last."""
+        torch.cuda.synchronize()
+        found = [float(begin.elapsed_time(end)) for begin, end in self.events]
+        self.events.clear()
+        return found
+
+
+def config(directory: Path, cpu: bool, **options: Any) -> ProfileConfig:
+    given: dict[str, Any] = {"target": ("train_actor",), "dir": str(directory), "select": "all"}
+    if cpu and "torch" in options.get("tool", ("torch",)):
+        given["activities"] = ("cpu",)
+    return ProfileConfig(**given | options)
+
+
+def hooked(gpt: BuiltGPT, wanted: ProfileConfig) -> Any:
+    """The handle of hooks that count as the model does."""
+    return install_hooks(gpt.chunks, wanted, iteration=lambda: gpt.step)
+
+
+def train(gpt: BuiltGPT, steps: int, schedule: Stopwatch | None = None) -> list[float]:
+    """The loss of each step."""
+    return [sum(gpt.train_step(schedule)) for _ in range(steps)]
+
+
+def steps_from(gpt: BuiltGPT, count: int) -> dict[str, Any]:
+    return {"steps": f"{gpt.step}:{gpt.step + count}"}
