@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.formats import checks, codes
+from megaprof.formats import checks
 from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 
@@ -39,6 +39,7 @@ _CUT = "its last record is not complete"
 _HEAD = struct.Struct("<BI")
 _CHECK = struct.Struct("<I")
 _FIXED = struct.Struct("<HHHBqqIIIIIII")
+_STEP = struct.Struct(_HEAD.format + _FIXED.format[1:])
 #: The fixed part of every step: totals per kind of event in microseconds, saturating; ``own`` is what the timeline
 #: itself cost the training thread.
 STEP_TYPE = np.dtype(
@@ -94,36 +95,6 @@ class Cost:
     """Its standard error, in microseconds."""
 
 
-@dataclass(frozen=True)
-class StepRecord:
-    """One schedule call on one rank, as it is written."""
-
-    metadata: int
-    """Number of its metadata record in the file, from 0."""
-    shape: int
-    """Number of its shape record in the file, from 0."""
-    step: int
-    """The step, in the host's numbering where it has one."""
-    index: int
-    """Which call of this step, from 0."""
-    start_ns: int
-    """Wall clock of its start, in nanoseconds."""
-    duration: int
-    """Length in microseconds."""
-    starts: Sequence[int] | Microseconds
-    """Start of every event of the shape, ascending, in microseconds since the step's start; empty if ``INCOMPLETE``."""
-    ends: Sequence[int] | Microseconds
-    """End of every event, likewise."""
-    totals: dict[str, int]
-    """Microseconds by kind of event (`codes.KINDS`)."""
-    own: int = 0
-    """Microseconds that recording took on the training thread."""
-    flags: int = 0
-    """``DEVICE_CLOCK`` and the others, added up."""
-    packed: bytes | None = None
-    """``starts`` and ``ends`` as `pack_times` has them, in their place."""
-
-
 def metadata_record(metadata: dict[str, Any]) -> bytes:
     return _record(METADATA, json.dumps(metadata, separators=(",", ":")).encode())
 
@@ -137,26 +108,20 @@ def cost_record(cost: Cost) -> bytes:
     return _record(COST, json.dumps(asdict(cost), separators=(",", ":")).encode())
 
 
-def step_record(step: StepRecord, metadata: int | None = None, shape: int | None = None) -> bytes:
-    """``metadata`` and ``shape``: their numbers in this file, where they are not the step's own. Raises ValueError or
-    struct.error for what does not fit."""
-    fixed = _FIXED.pack(
-        step.metadata if metadata is None else metadata,
-        step.shape if shape is None else shape,
-        step.index,
-        step.flags,
-        step.step,
-        step.start_ns,
-        *(
-            min(max(0, number), _LONGEST)
-            for number in (step.duration, *(step.totals.get(kind, 0) for kind in codes.KINDS.values()), step.own)
-        ),
-    )
-    packed = step.packed
-    if packed is None:
-        times = np.stack([np.asarray(step.starts, dtype=np.int64), np.asarray(step.ends, dtype=np.int64)], axis=-1)
-        (packed,) = pack_times(times[None])
-    return _record(STEP, fixed + packed)
+def step_record(
+    metadata: int, shape: int, begun: tuple[int, int, int, int], spent: tuple[int, ...], times: bytes
+) -> bytes:
+    """One schedule call on one rank. Raises struct.error for what does not fit.
+
+    ``metadata``, ``shape``: the numbers of these records in the file, from 0. ``begun``: which call of its step it is,
+    from 0; its flags, added up; the step, in the host's numbering where it has one; and the wall clock of its start, in
+    nanoseconds. ``spent``: microseconds: of the call, by kind of event (`codes.KINDS`), and of recording it.
+    ``times``: of its events, as `pack_times` has them.
+    """
+    if max(spent) > _LONGEST or min(spent) < 0:
+        spent = tuple(min(max(0, number), _LONGEST) for number in spent)
+    head = _STEP.pack(STEP, _FIXED.size + len(times), metadata, shape, *begun, *spent)
+    return head + times + _CHECK.pack(zlib.crc32(times, zlib.crc32(head)))
 
 
 def pack_times(times: Microseconds) -> list[bytes]:

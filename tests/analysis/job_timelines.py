@@ -24,6 +24,7 @@ from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name, shard
 from megaprof.parallel.topology import RankCoords, WorldLayout
+from tests.formats.steps import StepRecord, step_record
 
 START_NS = 1_790_000_000_000_000_000
 #: Ranks per host, as on most machines with GPUs.
@@ -274,8 +275,8 @@ class _Job:
         for code, begin, stop in zip(shape, starts, stops, strict=True):
             if (kind := codes.KINDS.get(code & codes.KIND_MASK)) is not None:
                 totals[kind] += stop - begin
-        record = format.StepRecord(0, 0, 0, 0, 0, end, starts, stops, totals)
-        encoded = format.step_record(record)
+        record = StepRecord(0, 0, 0, 0, 0, end, starts, stops, totals)
+        encoded = step_record(record)
         tail = encoded[_HEAD.size + format.STEP_TYPE.itemsize : -_CHECK.size] if self.events else b""
         return _Template(tail, totals["forward"], totals["backward"], totals["finalize"], totals["p2p"], end)
 

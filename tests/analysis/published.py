@@ -24,6 +24,7 @@ from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.formats.steps import StepRecord, step_record
 
 START_NS = 1_790_000_000_000_000_000
 _KINDS = {"forward": codes.FORWARD, "backward": codes.BACKWARD}
@@ -79,8 +80,8 @@ def write(job: Job, out: Path) -> None:
                 totals[codes.KINDS[event.code & codes.KIND_MASK]] += event.end - event.start
             starts, ends = ([getattr(event, name) for event in events] for name in ("start", "end"))
             length = max(ends)
-            record = format.StepRecord(0, shapes[shape], step, 0, begin[step], length, starts, ends, totals)
-            records.append(format.step_record(record))
+            record = StepRecord(0, shapes[shape], step, 0, begin[step], length, starts, ends, totals)
+            records.append(step_record(record))
         path = out / artifact_name("timeline", None, steps[0], coords, format.SUFFIX)
         path.write_bytes(b"".join((format.MAGIC, *records)))
 

@@ -66,6 +66,10 @@ class Scenario:
     it enters a step late. ``data``: milliseconds that the first microbatch waits on the first stage. ``hiccups``: by
     stage the step, kind and microbatch of a pass that takes 7 times as long. ``first_step``: factor of the whole first
     step. ``counted``: False leaves the numbers of layers out. ``merged``: all steps in one file.
+
+    ``load``: the part of the time in which another program makes all passes on all stages take twice as long, in bursts
+    of ``burst`` on average. ``opening``: milliseconds that the profiler's start adds to the first forward of a step on
+    the first stage; on the others, which wait for it meanwhile, 0.4 of that.
     """
 
     name: str
@@ -99,6 +103,9 @@ class Scenario:
     first_step: float = 1.0
     counted: bool = True
     merged: bool = False
+    load: float = 0.0
+    burst: float = 300.0
+    opening: float = 0.0
 
     @property
     def stages(self) -> int:
@@ -126,7 +133,7 @@ def write(scenario: Scenario, directory: Path) -> None:
         forward = [[[ms / whole for ms in c] for c in stage] for stage in pace]
         backward = None if scenario.target != "train_actor" else [[[2 * ms for ms in c] for c in s] for s in forward]
         _disturb(scenario, step, rng, forward, backward)
-        schedules = _replayed(scenario, forward, backward)
+        schedules = _replayed(scenario, forward, backward, _bursts(scenario, step))
         length = max(e.end_ms for own in schedules for e in own)
         for pp, peer in itertools.product(range(scenario.stages), range(scenario.peers)):
             share = [
@@ -162,9 +169,37 @@ def _disturb(scenario: Scenario, step: int, rng: random.Random, forward: _Times,
                 for part_times in times[pp]:
                     part_times[microbatch] *= factor
     forward[0][0][0] += scenario.data
+    for pp, of_stage in enumerate(forward):
+        of_stage[0][0] += scenario.opening * (0.4 if pp else 1.0)
 
 
-def _replayed(scenario: Scenario, forward: _Times, backward: _Times | None) -> list[list[Event]]:
+def _bursts(scenario: Scenario, step: int) -> list[tuple[float, float]]:
+    """When another program keeps the machine busy, in milliseconds from the start of the step."""
+    rng, now, found = random.Random(f"load {scenario.name} {scenario.seed} {step}"), 0.0, []
+    while scenario.load and now < 20_000:
+        start = now + rng.expovariate(scenario.load / (scenario.burst * (1 - scenario.load)))
+        now = start + rng.expovariate(1 / scenario.burst)
+        found.append((start, now))
+    return found
+
+
+def _end(start: float, work: float, bursts: list[tuple[float, float]]) -> float:
+    """When a pass is through that takes ``work`` milliseconds on a quiet machine and twice as long in bursts."""
+    now = start
+    for begin, end in bursts:
+        if now + work <= begin:
+            break
+        if now < end:
+            work -= max(0.0, begin - now)
+            now = max(now, begin)
+            done = min(work, (end - now) / 2)
+            now, work = now + 2 * done, work - done
+    return now + work
+
+
+def _replayed(
+    scenario: Scenario, forward: _Times, backward: _Times | None, bursts: list[tuple[float, float]]
+) -> list[list[Event]]:
     """The passes of every stage, each as soon as its stage is free and its input is there."""
     name = "no_pipelining" if scenario.stages == 1 else "interleaved" if scenario.chunks > 1 else "1f1b"
     schedule = PipelineSchedule.checked(
@@ -185,7 +220,7 @@ def _replayed(scenario: Scenario, forward: _Times, backward: _Times | None) -> l
                     lag = scenario.link.get(min(pp, source[0]), scenario.transfer)
                     start = max(start, done[source[0], kind, source[1], microbatch] + lag)
                 times = forward if kind == "forward" else backward or []
-                free[pp] = start + times[pp][chunk_][microbatch]
+                free[pp] = _end(start, times[pp][chunk_][microbatch], bursts)
                 done[pp, kind, chunk_, microbatch] = free[pp]
                 found[pp].append(Event(pp, chunk_, microbatch, kind, start, free[pp]))
                 order.pop(0)

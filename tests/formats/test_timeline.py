@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
-from megaprof.formats.timeline import StepRecord, UnreadableTimeline, read_timeline
+from megaprof.formats.timeline import UnreadableTimeline, read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
+from tests.formats.steps import StepRecord, step_record
 
 METADATA = Metadata(
     "train_actor",
@@ -68,7 +69,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[StepRecord]]:
 
 def written(shape: list[int], records: list[StepRecord]) -> list[bytes]:
     head = format.MAGIC + format.metadata_record(METADATA.as_dict()) + format.shape_record(shape)
-    return [head, *map(format.step_record, records)]
+    return [head, *map(step_record, records)]
 
 
 @given(steps())
@@ -164,7 +165,7 @@ def test_what_is_no_timeline_is_said_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("starts", "ends"), [([5, 4], [6, 6]), ([5, 6], [7, 5])])
 def test_events_out_of_order_are_refused(starts: list[int], ends: list[int]) -> None:
     with pytest.raises(ValueError, match="order of their starts"):
-        format.step_record(StepRecord(0, 0, 0, 0, 0, 9, starts, ends, {}))
+        step_record(StepRecord(0, 0, 0, 0, 0, 9, starts, ends, {}))
 
 
 def test_a_step_with_the_usual_shape_costs_four_bytes_an_event() -> None:
@@ -172,8 +173,8 @@ def test_a_step_with_the_usual_shape_costs_four_bytes_an_event() -> None:
     starts = [i * 1500 for i in range(128)]
     ends = [start + 1400 for start in starts]
     record = StepRecord(0, 0, 10**6, 0, 10**18, 10**6, starts, ends, {})
-    assert len(format.step_record(record)) < 600
-    assert len(format.step_record(dataclasses.replace(record, starts=[], ends=[]))) < 70
+    assert len(step_record(record)) < 600
+    assert len(step_record(dataclasses.replace(record, starts=[], ends=[]))) < 70
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_a_step_with_an_impossible_number_ends_the_reading(tmp_path: Path, chang
 
 
 def test_events_that_last_for_centuries_are_damage(tmp_path: Path) -> None:
-    step = format.step_record(StepRecord(0, 0, 0, 0, 10**18, 900, [5, 6], [7, 8], {}))
+    step = step_record(StepRecord(0, 0, 0, 0, 10**18, 900, [5, 6], [7, 8], {}))
     payload = bytearray(step[5:-4])
     payload[format.STEP_TYPE.itemsize] = 63  # the unit: microseconds to the power of two
     shape = [codes.FINALIZE, codes.FINALIZE]
@@ -210,7 +211,7 @@ def test_metadata_that_cannot_be_end_the_reading(tmp_path: Path, change: dict[st
     path = tmp_path / "x.timeline.bin"
     records = [StepRecord(0, 0, 0, 0, 10**18, 900, [5], [600], {})]
     head = format.MAGIC + format.metadata_record({**METADATA.as_dict(), **change}) + format.shape_record([4])
-    path.write_bytes(head + b"".join(map(format.step_record, records)))
+    path.write_bytes(head + b"".join(map(step_record, records)))
     timeline = read_timeline(path)
     assert timeline.damage is not None
     assert timeline.damage.startswith("its metadata is damaged: ")

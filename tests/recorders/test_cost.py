@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 from hypothesis import given, settings
@@ -99,3 +100,29 @@ def test_no_figure_from_too_few_pairs() -> None:
     job.run(range(2 * cost.EARLY + 4))
     assert 0 < job.pairs.taken < cost.FEWEST
     assert job.pairs.cost() is None
+
+
+@pytest.mark.parametrize("pairs", [3, 8, 64])
+def test_the_error_is_the_scatter_of_the_median(pairs: int) -> None:
+    chance = random.Random(pairs)
+    found = [cost._median([chance.gauss(5, 2) for _ in range(pairs)]) for _ in range(3000)]
+    scatter = statistics.stdev(median for median, _ in found)
+    assert statistics.mean(error for _, error in found) == pytest.approx(scatter, rel=0.15)
+
+
+def test_it_is_computed_once_for_each_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A status that asks every second must not cost more the more pairs there are."""
+    job, medians = Job(0.1, 2e-4), 0
+    median = cost._median
+
+    def counted(values: list[float]) -> tuple[float, float]:
+        nonlocal medians
+        medians += 1
+        return median(values)
+
+    monkeypatch.setattr(cost, "_median", counted)
+    job.run(range(20_000))
+    assert job.pairs.taken >= cost.FEWEST
+    found = [job.pairs.cost() for _ in range(20)]
+    assert found == found[:1] * 20 != [None] * 20
+    assert medians == 2, "wall and CPU time"

@@ -12,10 +12,11 @@ import pytest
 
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.timeline import StepRecord, read_timeline
+from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders.timeline import files
-from megaprof.recorders.timeline.files import TimelineFiles
+from megaprof.recorders.timeline.files import Step, TimelineFiles
+from tests.formats.steps import StepRecord
 
 COORDS = RankCoords(rank=3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=2))
 SHAPE = list(range(200))
@@ -25,9 +26,14 @@ def described(role: str) -> dict[str, Any]:
     return Metadata("train_actor", COORDS, (0, 0), role=role).as_dict()
 
 
+def step_of(step: int, key: str = "actor", shape: list[int] = SHAPE) -> Step:
+    record = StepRecord(9, 9, step, 0, 10**18, 9000, shape, [s + 1 for s in shape], {"forward": 10})
+    events = array("q", shape).tobytes()
+    return key, described(key), events, record.begun(), record.spent(), record.times()
+
+
 def append(timeline: TimelineFiles, step: int, key: str = "actor") -> None:
-    record = StepRecord(9, 9, step, 0, 10**18, 9000, SHAPE, [s + 1 for s in SHAPE], {"forward": 10})
-    timeline.append(key, described(key), array("q", SHAPE).tobytes(), record)
+    timeline.append([step_of(step, key)])
 
 
 def test_the_name_has_the_first_step_and_the_coordinates(tmp_path: Path) -> None:
@@ -43,11 +49,12 @@ def test_the_name_has_the_first_step_and_the_coordinates(tmp_path: Path) -> None
     assert timeline.bytes_written == path.stat().st_size
 
 
-def test_size_is_bounded_and_every_file_stands_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, 16, 1000])
+def test_size_is_bounded_and_every_file_stands_alone(tmp_path: Path, at_once: int) -> None:
     limit = 4 << 16
     timeline = TimelineFiles(tmp_path, None, COORDS, limit)
-    for step in range(3000):
-        append(timeline, step)
+    for first in range(0, 3000, at_once):
+        timeline.append([step_of(step) for step in range(first, min(first + at_once, 3000))])
     timeline.close()
     paths = sorted(tmp_path.iterdir())
     assert len(paths) == files.FILES
@@ -55,7 +62,34 @@ def test_size_is_bounded_and_every_file_stands_alone(tmp_path: Path) -> None:
     read = [read_timeline(path) for path in paths]
     steps = [int(step["step"]) for timeline in read for step in timeline.steps]
     assert steps == list(range(steps[0], 3000))
+    assert [f"step{read.steps['step'][0]:06}" in read.path.name for read in read] == [True] * len(read)
     assert all(timeline.metadata and timeline.shapes and timeline.damage is None for timeline in read)
+    assert timeline.steps_lost == 0
+
+
+def test_steps_are_written_with_one_write_and_taken_back_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
+    real, sizes = os.write, []
+
+    def write(file: int, data: bytes) -> int:
+        sizes.append(len(data))
+        if len(sizes) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, data[:700] if len(sizes) == 2 else data)
+
+    monkeypatch.setattr(os, "write", write)
+    timeline.append([step_of(step, shape=[1]) for step in range(10)])
+    assert len(sizes) == 1
+    timeline.append([step_of(step, shape=[1, 2]) for step in range(10, 30)])  # 700 bytes of it fit
+    assert timeline.steps_lost == 20
+    assert caplog.text.count("No space left on device") == 1
+    timeline.close()
+    (path,) = tmp_path.iterdir()
+    read = read_timeline(path)
+    assert (read.damage, read.steps["step"].tolist(), len(read.shapes)) == (None, list(range(10)), 1)
+    assert timeline.bytes_written == path.stat().st_size
 
 
 def test_a_file_of_an_earlier_run_is_left_alone(tmp_path: Path) -> None:
@@ -132,8 +166,7 @@ def test_more_kinds_of_steps_than_a_file_can_number_begin_another(
     monkeypatch.setattr(format, "MOST_NUMBERS", 4)
     timeline = TimelineFiles(tmp_path, None, COORDS, 1 << 20)
     for step in range(10):
-        events = array("q", [step]).tobytes()
-        timeline.append("actor", described("actor"), events, StepRecord(0, 0, step, 0, 1, 5, [1], [2], {}))
+        timeline.append([step_of(step, shape=[step])])
     timeline.close()
     read = [read_timeline(path) for path in sorted(tmp_path.iterdir())]
     assert [len(r.shapes) for r in read] == [4, 4, 2]

@@ -32,6 +32,21 @@ class Link:
     """The lower quartile of that."""
 
 
+@dataclass(frozen=True)
+class FirstInput:
+    """When a call was through with its first microbatch, in milliseconds."""
+
+    ms: float
+    """From the start of the call to the end of its first forward."""
+    others: tuple[float, ...]
+    """What the forwards of the other microbatches took."""
+
+    @property
+    def longer(self) -> float:
+        """By how much the first one exceeds the usual other one."""
+        return self.ms - statistics.median(self.others)
+
+
 def links_of(calls: Iterable[Call], steps: Mapping[_StepKey, Step]) -> tuple[Link, ...]:
     """Every link on which a stage was seen waiting for its input; none where the stages have no common clock."""
     samples: dict[tuple[int, int], list[float]] = {}
@@ -68,13 +83,15 @@ def lateness(calls: Sequence[Call], steps: Mapping[_StepKey, Step]) -> dict[int,
     return {rank: tuple(each) for rank, each in sorted(found.items())}
 
 
-def first_input_ms(calls: Iterable[Call]) -> tuple[float, ...]:
-    """Milliseconds of every call from its start to the end of its first forward."""
+def first_inputs(calls: Iterable[Call]) -> tuple[FirstInput, ...]:
+    """Of every call with several microbatches."""
     found = []
     for call in calls:
-        first = [p for p in call.phases if p.kind == ranges.FORWARD and p.microbatch == 0 and not p.chunk]
-        if first:
-            found.append((first[0].end - call.extent[0]) / 1e6)
+        forwards = [p for p in call.phases if p.kind == ranges.FORWARD and not p.chunk]
+        first = [p for p in forwards if p.microbatch == 0]
+        others = tuple((p.end - p.start) / 1e6 for p in forwards if p.microbatch)
+        if first and others:
+            found.append(FirstInput((first[0].end - call.extent[0]) / 1e6, others))
     return tuple(found)
 
 

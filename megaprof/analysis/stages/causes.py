@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megaprof.analysis.stages.loads import FEWEST, NOISE, Cause, Load, Sizes, load_of
@@ -24,22 +24,35 @@ from megaprof.formats import ranges
 OF_STEP = 0.10
 #: Standard deviation of the microbatches' times, as a fraction of their mean, each stage's own mean taken as 1 ...
 UNEVEN = 0.15
-#: ... and how far the stages must agree which microbatches are long (correlation of each with the others).
-AGREE = 0.7
+#: ... and how far the stages must agree which microbatches are long (correlation of each with the others), and the
+#: forwards with the backwards, which are computed at another time; ...
+AGREE = 0.9
+#: ... and how far where there is no backward: a busy machine disturbs what stages compute one after the other alike.
+AGREE_FORWARDS = 0.95
+#: How far tokens and times must agree.
+_TOKENS_AGREE = 0.7
 _CHANCE = 2.5
 _FEWEST_MICROBATCHES = 4
+#: Below this correlation, over this many microbatches at least, passes do not agree which ones are long.
+_NO_PATTERN, _FEWEST_TO_AGREE = 0.5, 8
 #: From this spread on, by medians, the microbatches of one stage alone are uneven.
 UNEVEN_ALONE = 0.20
 #: A stage or rank that enters the step late, or waits for its data, costs more than this fraction of it ...
 OF_ENTRY = 0.05
-#: ... in at least this part of the steps.
+#: ... in at least this part of the steps, ...
 _MOST_OF = 2 / 3
+#: ... waits for data in this part: less than one of the few steps of a capture may differ, ...
+_NEARLY_ALL = 0.9
+#: ... and by more than the first passes behind the opening of a profiler take: 1 to 9 ms were seen.
+OF_OPENING_MS = 10.0
 #: By how many times the exchanges of a link, or the spread of a stage, exceed the others'.
 _TIMES_AS_LONG = 2.0
 #: Part of the step for which a perfectly balanced pipeline of this depth waits to be filled and drained.
 FILLING = 0.20
 #: The measured bubble must be at least this part of it.
 _THERE = 0.5
+
+_Key = tuple[int, int, int]  # step, call and microbatch
 
 _GROUP_NAMES = {
     "tp": "tensor-parallel",
@@ -204,35 +217,42 @@ def _late_entry(target: TargetStages) -> Iterator[Cause]:
 
 
 def _data_wait(target: TargetStages) -> Iterator[Cause]:
-    """Only the first microbatch is late, and only where the data comes in."""
+    """Only the first forward is late, only where the data comes in, and in nearly every step.
+
+    Behind the opening of a profiler the first microbatch is slow as well: by some milliseconds, at every stage. Without
+    another stage or a backward to compare with, nothing tells the two apart.
+    """
     step = target.step_ms
     first = next((stage for stage in target.stages if stage.pp == 0), None)
-    if first is None or step <= 0 or not first.chunks or (usual := first.chunks[0].forward_ms) is None:
+    if first is None or step <= 0 or len(first.first_inputs) < 2 or (target.sizes.pp == 1 and target.forward_only):
         return
-    longer = _in_most([ms - usual.median for ms in first.first_input_ms])
-    if longer is None or longer <= OF_ENTRY * step:
+    least = max(OF_ENTRY * step, OF_OPENING_MS)
+    late = [each for each in first.first_inputs if each.longer > least and each.ms > max(each.others)]
+    if len(late) < _NEARLY_ALL * len(first.first_inputs):
         return
-    elsewhere = [_first_longer(stage) for stage in target.stages if stage.pp != 0]
-    if any(ms > 0.5 * longer for ms in elsewhere):
+    longer = statistics.median(each.longer for each in late)
+    others = [_first_longer(stage, ranges.FORWARD) for stage in target.stages if stage is not first]
+    if any(ms > longer / 2 for ms in (*others, *(_first_longer(stage, ranges.BACKWARD) for stage in target.stages))):
         return
+    usual = statistics.median(ms for each in late for ms in each.others)
+    not_late = ["its backward"] * (not target.forward_only) + ["the other stages"] * (target.sizes.pp > 1)
     yield Cause(
         kind="data_wait",
         stage=0,
-        evidence=f"on stage 0 the first microbatch of a step takes {number(longer)} ms longer than the others "
-        f"({number(usual.median)} ms), on the other stages it does not: it seems to wait for its data",
-        threshold=f"more than {OF_ENTRY:.0%} of the step, in most steps",
+        evidence=f"on stage 0 the first forward of a step takes {number(longer)} ms longer than the others "
+        f"({number(usual)} ms), {' and '.join(not_late)} {'does' if not_late == ['its backward'] else 'do'} not: it "
+        "seems to wait for its data",
+        threshold=f"more than {OF_ENTRY:.0%} of the step and {OF_OPENING_MS:.0f} ms, in nearly every step",
         excess_ms=longer,
         basis="per step",
     )
 
 
-def _first_longer(stage: Stage) -> float:
-    """Milliseconds by which the first microbatch's forward exceeds the usual one on this stage."""
-    if not stage.chunks or not stage.chunks[0].compute_ms:
-        return 0.0
-    forwards = stage.chunks[0].compute_ms[ranges.FORWARD]
-    first = [each.ms for each in forwards if each.key[2] == 0]
-    return statistics.median(first) - statistics.median(each.ms for each in forwards) if first else 0.0
+def _first_longer(stage: Stage, kind: str) -> float:
+    """Milliseconds by which the first microbatch's pass of a kind exceeds the usual one on this stage."""
+    passes = stage.chunks[0].compute_ms.get(kind, ()) if stage.chunks else ()
+    first = [each.ms for each in passes if each.key[2] == 0]
+    return statistics.median(first) - statistics.median(each.ms for each in passes) if first else 0.0
 
 
 def _in_most(samples: Sequence[float]) -> float | None:
@@ -253,12 +273,14 @@ def sizes_of(stages: Sequence[Stage]) -> Sizes:
 class _Variation:
     """How microbatches differ from the usual one."""
 
-    keys: list[tuple[int, int, int]]
+    keys: list[_Key]
     """Step, call and microbatch."""
     own: list[list[float]]
     """By stage: time over the stage's median in this step."""
     together: list[float]
     """The median over stages."""
+    by_kind: list[list[float]]
+    """The same of forwards alone, and of backwards alone; empty where they are not known apart."""
 
     @property
     def spread(self) -> float:
@@ -266,28 +288,68 @@ class _Variation:
 
     @property
     def agreement(self) -> float:
-        return min((_agreement(own, self.own) for own in self.own), default=0.0)
+        """The least correlation, of a stage with the others and of forwards with backwards.
+
+        It must not rest on the first microbatch of a step, since a profiler or the data begins with it at every stage,
+        nor on the longest, which one stall makes that lasts for some passes.
+        """
+        rest = [place for place, key in enumerate(self.keys) if key[2]]
+        rest.sort(key=lambda place: self.together[place])
+        return min(
+            _agreement([[each[place] for place in chosen] for each in series])
+            for chosen in (rest, rest[:-1])
+            for series in (self.own, self.by_kind)
+            if series
+        )
 
     @property
     def alike(self) -> bool:
-        least = min((statistics.pstdev(own) for own in self.own if own), default=0.0)
+        if len(self.own) < 2 or not self.keys:
+            return False
+        least = min(statistics.pstdev(own) for own in self.own)
         # Of few microbatches any two series seem to agree.
-        agree = max(AGREE, _CHANCE / math.sqrt(max(1, len(self.keys))))
-        return len(self.own) > 1 and self.spread > UNEVEN and least > UNEVEN / 2 and self.agreement > agree
+        agree = max(AGREE if self.by_kind else AGREE_FORWARDS, _CHANCE / math.sqrt(len(self.keys)))
+        return self.spread > UNEVEN and least > UNEVEN / 2 and self.agreement > agree
 
 
 def _variation(stages: Sequence[Stage]) -> _Variation:
-    common = set.intersection(*(set(stage.microbatch_ms) for stage in stages)) if stages else set()
-    keys: list[tuple[int, int, int]] = []
-    own: list[list[float]] = [[] for _ in stages]
+    keys, own = _relative([stage.microbatch_ms for stage in stages])
+    of_kinds = [[_by_microbatch(stage, kind) for stage in stages] for kind in ranges.PASSES[:2]]
+    known = all(set(keys) <= set(times) for kind in of_kinds for times in kind)
+    chosen = set(keys)
+    by_kind = [
+        _together(_relative([{key: times[key] for key in times if key in chosen} for times in kind])[1])
+        for kind in of_kinds
+        if known
+    ]
+    return _Variation(keys, own, _together(own), by_kind)
+
+
+def _together(own: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(each) for each in zip(*own, strict=True)]
+
+
+def _relative(times: Sequence[Mapping[_Key, float]]) -> tuple[list[_Key], list[list[float]]]:
+    """The microbatches that all of some series have, and the series with each step's median as 1."""
+    common = set.intersection(*map(set, times)) if times else set()
+    keys: list[_Key] = []
+    own: list[list[float]] = [[] for _ in times]
     for each in grouped(sorted(common), lambda key: key[:2]).values():
         if len(each) < _FEWEST_MICROBATCHES:
             continue
         keys += each
-        for stage, relative in zip(stages, own, strict=True):
-            usual = statistics.median(stage.microbatch_ms[key] for key in each)
-            relative += [stage.microbatch_ms[key] / usual if usual > 0 else 1.0 for key in each]
-    return _Variation(keys, own, [statistics.median(each) for each in zip(*own, strict=True)])
+        for series, relative in zip(times, own, strict=True):
+            usual = statistics.median(series[key] for key in each)
+            relative += [series[key] / usual if usual > 0 else 1.0 for key in each]
+    return keys, own
+
+
+def _by_microbatch(stage: Stage, kind: str) -> dict[_Key, float]:
+    """Milliseconds that a microbatch takes in passes of one kind, on all chunks and captured ranks together."""
+    samples = [each for chunk in stage.chunks for each in chunk.compute_ms.get(kind, ())]
+    found = grouped((each for each in samples if each.key[2] is not None), lambda each: each.key)
+    whole = max(map(len, found.values()), default=0)
+    return {(*key[:2], key[2] or 0): sum(x.ms for x in own) for key, own in found.items() if len(own) == whole}
 
 
 def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
@@ -303,10 +365,11 @@ def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
         yield Cause(
             kind="uneven_microbatches",
             stage=None,
-            evidence=f"microbatches take from {low:.2f} to {high:.2f} times the usual time, alike on all stages "
-            f"(spread {percent(found.spread)}, correlation between stages at least {found.agreement:.2f}): {why}, and "
-            "no stage is to blame",
-            threshold=f"spread above {UNEVEN:.0%} and correlation above {AGREE}",
+            evidence=f"microbatches take from {low:.2f} to {high:.2f} times the usual time, alike on all stages"
+            f"{', in forwards and in backwards' if found.by_kind else ''} (spread {percent(found.spread)}, correlation "
+            f"at least {found.agreement:.2f}): {why}, and no stage is to blame",
+            threshold=f"spread above {UNEVEN:.0%} and correlation above {AGREE} (without a backward above "
+            f"{AGREE_FORWARDS}), also without the first microbatch of a step and the longest one",
             excess_ms=(high - statistics.fmean(found.together)) * usual,
             basis="per microbatch, the longest compared with the average",
         )
@@ -324,11 +387,22 @@ def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
             stage=stage.pp,
             evidence=f"microbatches vary on stage {stage.pp} only: half of them differ from the usual "
             f"{number(usual)} ms by more than {percent(spreads[place] / MAD)}, on the other stages by "
-            f"{percent(others / MAD)}; one in ten takes longer than {number(long)} ms",
+            f"{percent(others / MAD)}; one in ten takes longer than {number(long)} ms{_work_or_rank(stage)}",
             threshold=f"spread above {UNEVEN_ALONE:.0%}, and {_TIMES_AS_LONG:.0f} times that of the other stages",
             excess_ms=long - usual,
             basis="per microbatch, the longest tenth compared with the usual one",
         )
+
+
+def _work_or_rank(stage: Stage) -> str:
+    """Whether forwards and backwards agree which microbatches are long; empty where that is not clear."""
+    keys, own = _relative([_by_microbatch(stage, kind) for kind in ranges.PASSES[:2]])
+    agree = _agreement(own)
+    if len(keys) < _FEWEST_TO_AGREE or _NO_PATTERN < agree <= AGREE:
+        return ""
+    told = f"its forwards and backwards {'agree' if agree > AGREE else 'do not agree'} which ones are long"
+    what = "they differ in work there" if agree > AGREE else "something disturbs this rank, and their work is not why"
+    return f"; {told} (correlation {agree:.2f}): {what}"
 
 
 def _by_tokens(target: TargetStages, found: _Variation) -> str | None:
@@ -341,7 +415,7 @@ def _by_tokens(target: TargetStages, found: _Variation) -> str | None:
     if len({tokens for tokens, _, _ in known}) < 2:
         return None
     agree = statistics.correlation([float(tokens) for tokens, _, _ in known], [size for _, size, _ in known])
-    if agree <= AGREE:
+    if agree <= _TOKENS_AGREE:
         return None
     ends = []
     for tokens, _, key in (min(known), max(known)):
@@ -350,13 +424,16 @@ def _by_tokens(target: TargetStages, found: _Variation) -> str | None:
     return f"their tokens explain it (correlation {agree:.2f}): {' and '.join(ends)}"
 
 
-def _agreement(own: Sequence[float], stages: Sequence[Sequence[float]]) -> float:
-    """Correlation of one stage with the mean of the others."""
-    others = [each for each in stages if each is not own]
-    try:
-        return statistics.correlation(own, [statistics.fmean(each) for each in zip(*others, strict=True)])
-    except statistics.StatisticsError:  # constant
-        return 0.0
+def _agreement(series: Sequence[Sequence[float]]) -> float:
+    """The least correlation of one series with the mean of the others."""
+    found = []
+    for own in series:
+        others = [each for each in series if each is not own]
+        try:
+            found.append(statistics.correlation(own, [statistics.fmean(each) for each in zip(*others, strict=True)]))
+        except statistics.StatisticsError:  # constant, or too few
+            found.append(0.0)
+    return min(found, default=0.0)
 
 
 def _few_microbatches(target: TargetStages) -> Iterator[Cause]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megaprof.analysis.stages.between import Link, first_input_ms, lateness, links_of
+from megaprof.analysis.stages.between import FirstInput, Link, first_inputs, lateness, links_of
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
@@ -104,8 +104,8 @@ class Stage:
     """``exposed_ms`` of each rank alone: the mean by group."""
     late_ms: dict[int, tuple[float, ...]] = field(default_factory=dict)
     """By rank how many milliseconds it entered each step late, of the steps that tell it."""
-    first_input_ms: tuple[float, ...] = ()
-    """Milliseconds from the start of every call to the end of its first forward."""
+    first_inputs: tuple[FirstInput, ...] = ()
+    """How long the first microbatch of every call took, and the others."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _stage(
             for rank, own in _by_rank(whole)
         },
         late_ms={call.rank: late[call.rank] for call in calls if call.rank in late},
-        first_input_ms=first_input_ms(whole),
+        first_inputs=first_inputs(whole),
     )
 
 

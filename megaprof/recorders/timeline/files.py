@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from megaprof.runtime.logs import logger
 FILES = 4
 #: After a write that failed (a full disk, a file server that is gone), how long not to try again, in seconds.
 PAUSE_SECONDS = 60.0
+
+Step = tuple[Any, dict[str, Any], bytes, tuple[int, int, int, int], tuple[int, ...], bytes]
+"""What stands for its metadata; the metadata; the codes of its events as 64-bit integers, in the order of their starts;
+and what `formats.timeline.step_record` takes."""
 
 
 class TimelineFiles:
@@ -46,18 +51,15 @@ class TimelineFiles:
         self.bytes_written = 0
         self.steps_lost = 0
 
-    def append(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> None:
-        """Write ``step``; the numbers of its metadata, for which ``key`` stands, and of its shape are filled in.
-        ``events``: its codes as 64-bit integers, in the order of their starts."""
-        if time.monotonic() < self._paused_until:
-            self.steps_lost += 1
-            return
+    def append(self, steps: Sequence[Step]) -> None:
+        """Write ``steps``, with one write as long as no other file begins."""
+        done = 0
         try:
-            self._append(key, metadata, events, step)
+            while done < len(steps) and time.monotonic() >= self._paused_until:
+                done += self._append(steps[done:])
         except OSError as fault:
             if from_host(fault):  # the last steps are written by the host's own thread
                 raise
-            self.steps_lost += 1
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             self._end_file()
             logger.error(
@@ -66,6 +68,7 @@ class TimelineFiles:
                 fault.strerror or fault,
                 PAUSE_SECONDS,
             )
+        self.steps_lost += len(steps) - done
 
     def note(self, cost: format.Cost) -> None:
         """Write what recording costs, as it is known now, to the open file."""
@@ -76,29 +79,33 @@ class TimelineFiles:
     def close(self) -> None:
         self._end_file()
 
-    def _append(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> None:
-        data = self._records(key, metadata, events, step)
-        most = max(len(self._metadata), len(self._shapes))
-        if self._file is not None and (self._size + len(data) > self._largest or most >= format.MOST_NUMBERS):
-            self._end_file()
+    def _append(self, steps: Sequence[Step]) -> int:
+        """Write the first of ``steps``, as many as have room in one file; answers how many."""
         if self._file is None:
-            self._begin_file(step.step)
-            data = format.MAGIC + self._records(key, metadata, events, step)
-        self._write(data)
-        self._metadata.setdefault(key, len(self._metadata))
-        self._shapes.setdefault(events, len(self._shapes))
-
-    def _records(self, key: Any, metadata: dict[str, Any], events: bytes, step: format.StepRecord) -> bytes:
-        """What ``step`` adds to the open file."""
-        records = []
-        if (number := self._metadata.get(key)) is None:
-            number = len(self._metadata)
-            records.append(format.metadata_record(metadata))
-        if (shape := self._shapes.get(events)) is None:
-            shape = len(self._shapes)
-            records.append(format.shape_record(events))
-        records.append(format.step_record(step, number, shape))
-        return b"".join(records)
+            self._begin_file(steps[0][3][2])
+        size, data, count = self._size, [] if self._size else [format.MAGIC], 0
+        for key, metadata, events, begun, spent, times in steps:
+            number, shape, records = self._metadata.get(key), self._shapes.get(events), b""
+            if number is None or shape is None:
+                if size and max(len(self._metadata), len(self._shapes)) >= format.MOST_NUMBERS:
+                    break
+                if number is None:
+                    number = self._metadata[key] = len(self._metadata)
+                    records = format.metadata_record(metadata)
+                if shape is None:
+                    shape = self._shapes[events] = len(self._shapes)
+                    records += format.shape_record(events)
+            records += format.step_record(number, shape, begun, spent, times)
+            if size and size + len(records) > self._largest:
+                break
+            data.append(records)
+            size += len(records)
+            count += 1
+        if count:
+            self._write(b"".join(data))
+        if count < len(steps):
+            self._end_file()
+        return count
 
     def _begin_file(self, step: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND

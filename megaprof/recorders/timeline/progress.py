@@ -20,15 +20,19 @@ Key = tuple[str, "str | None"]
 class Tally:
     """The last steps of every target and role. Filled and read on the background thread."""
 
-    def __init__(self) -> None:
-        self._steps: dict[Key, deque[dict[str, float]]] = {}
+    def __init__(self, *, exchanges: bool) -> None:
+        """``exchanges``: False where exchanges are no events of their own."""
+        self._exchanges = exchanges
+        self._steps: dict[Key, deque[tuple[int, ...]]] = {}
         self._latest: Key | None = None
 
-    def add(self, target: str, role: str | None, milliseconds: dict[str, float]) -> None:
-        """`milliseconds` by kind of event, with `step` for the whole; `p2p` may be missing."""
-        steps = self._steps.setdefault((target, role), deque(maxlen=RECENT_STEPS))
-        steps.append(milliseconds)
-        self._latest = (target, role)
+    def add(self, key: Key, microseconds: tuple[int, ...]) -> None:
+        """`microseconds`: of the step, and by kind of event, in the order of `codes.KINDS`."""
+        steps = self._steps.get(key)
+        if steps is None:
+            steps = self._steps[key] = deque(maxlen=RECENT_STEPS)
+        steps.append(microseconds)
+        self._latest = key
 
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
         """Of `target` and `role`; without a target, of the training steps where there are any, else of what ran
@@ -37,21 +41,11 @@ class Tally:
         steps = list(self._steps.get(chosen, ())) if chosen is not None else []
         if not steps or chosen is None:
             return None
-
-        def median(name: str) -> float:
-            return statistics.median(step.get(name, 0.0) for step in steps)
-
-        return Recent(
-            target=chosen[0],
-            role=chosen[1],
-            steps=len(steps),
-            step_ms=median("step"),
-            forward_ms=median("forward"),
-            backward_ms=median("backward"),
-            combined_ms=median("combined"),
-            finalize_ms=median("finalize"),
-            p2p_ms=median("p2p") if all("p2p" in step for step in steps) else None,
+        step, forward, backward, combined, finalize, p2p = (
+            statistics.median(own) / 1e3 for own in zip(*steps, strict=True)
         )
+        exchanged = p2p if self._exchanges else None
+        return Recent(chosen[0], len(steps), step, forward, backward, combined, finalize, exchanged, chosen[1])
 
     def _main(self) -> Key | None:
         return next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)

@@ -29,7 +29,7 @@ from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.cost import Pairs
 from megaprof.recorders.timeline.device import device_clock
-from megaprof.recorders.timeline.files import TimelineFiles
+from megaprof.recorders.timeline.files import Step, TimelineFiles
 from megaprof.recorders.timeline.packing import pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
 from megaprof.runtime.background import Background
@@ -42,6 +42,8 @@ WAITING_STEPS = 256
 WAKING_STEPS = 64
 #: How many the background thread writes in one go: it holds the interpreter's lock for about a millisecond then.
 STEPS_AT_ONCE = 16
+_NO_TIME = (0,) * len(codes.KINDS)
+_UNUSUAL = format.INCOMPLETE | format.CAPTURED | format.FAILED
 #: How long the GPU may take to finish a step before it is written without times.
 GIVE_UP_SECONDS = 300.0
 #: How long the end waits for a write that is under way.
@@ -79,7 +81,7 @@ class TimelineRecorder:
         self._calls: dict[Key, tuple[int, int]] = {}
         self._last: dict[Key, tuple[int, int]] = {}
         self._line: Line | None = None
-        self._tally = Tally()
+        self._tally = Tally(exchanges=self._device is None)
         self._began = time.monotonic()
         self._watch = ChangeClock()
         self._pairs = Pairs(background.wake)
@@ -203,8 +205,7 @@ class TimelineRecorder:
 
     def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
         while lines := self._ready():
-            for line in lines:
-                self._write(line)
+            self._files.append([self._packed(line) for line in lines])
             if self._finished:
                 pause()
         if self._pairs.taken > self._noted and (cost := self._pairs.cost()) is not None:
@@ -227,30 +228,22 @@ class TimelineRecorder:
             lines.append(line)
         return lines
 
-    def _write(self, line: Line) -> None:
-        shape, times, spent, duration = self._packed(line)
-        totals = dict(zip(codes.KINDS.values(), spent, strict=True))
-        begun, own = (line.step, line.index, line.start_ns, duration), line.own // 1000
-        record = format.StepRecord(0, 0, *begun, (), (), totals, own, line.flags, times)
-        self._files.append(line.key, line.metadata, shape, record)
-        if not line.flags & (format.INCOMPLETE | format.CAPTURED | format.FAILED):
-            milliseconds = {kind: us / 1e3 for kind, us in totals.items()} | {"step": duration / 1e3}
-            if self._device is not None:
-                del milliseconds["p2p"]
-            self._tally.add(line.target, line.key[1], milliseconds)
-
-    def _packed(self, line: Line) -> tuple[bytes, bytes, tuple[int, ...], int]:
-        """What `packing.Packed` holds, and how many microseconds the step took."""
-        if line.flags & format.INCOMPLETE:
-            return b"", b"", (0,) * len(codes.KINDS), 0
+    def _packed(self, line: Line) -> Step:
+        shape, times, totals, duration = b"", b"", _NO_TIME, 0
         if self._device is None:
-            return *pack(raw(line.tape), line.began), (line.ended - line.began + 500) // 1000
-        duration = self._device.microseconds(line.began, line.ended)
-        marks = [1000 * self._device.microseconds(line.began, mark) for mark in line.tape.marks]
-        events = _events(line).copy()
-        events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
-        self._device.take_back([line.began, *line.tape.marks, line.ended])
-        return *pack(events, 0), duration
+            duration = (line.ended - line.began + 500) // 1000
+            shape, times, totals = pack(raw(line.tape), line.began)
+        elif not line.flags & format.INCOMPLETE:
+            duration = self._device.microseconds(line.began, line.ended)
+            marks = [1000 * self._device.microseconds(line.began, mark) for mark in line.tape.marks]
+            events = _events(line).copy()
+            events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
+            self._device.take_back([line.began, *line.tape.marks, line.ended])
+            shape, times, totals = pack(events, 0)
+        if not line.flags & _UNUSUAL:
+            self._tally.add((line.target, line.key[1]), (duration, *totals))
+        begun = line.index, line.flags, line.step, line.start_ns
+        return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times
 
     def _describe(
         self, call: RecordedCall, target: str, role: str | None, step: int

@@ -15,6 +15,7 @@ from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.telling import findings, notes
+from tests.formats.steps import StepRecord, step_record
 
 LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
 
@@ -88,10 +89,8 @@ def test_captured_failed_and_untimed_steps_are_left_out(tmp_path: Path) -> None:
         kinds = {name: 0 if untimed else int(step[name]) for name in ("forward", "backward", "finalize")}
         duration = 0 if untimed else int(step["duration"])
         records.append(
-            format.step_record(
-                format.StepRecord(
-                    0, 0, int(step["step"]), 0, int(step["start_ns"]), duration, [], [], kinds, flags=flag
-                )
+            step_record(
+                StepRecord(0, 0, int(step["step"]), 0, int(step["start_ns"]), duration, [], [], kinds, flags=flag)
             )
         )
     paths[0].write_bytes(b"".join(records))
