@@ -140,8 +140,7 @@ class Handle:
 
         def close_window() -> None:
             if session is not None:
-                with _process.termination.held():
-                    session.finish(reason)
+                session.finish(reason)
 
         in_full(
             close_window,
@@ -165,7 +164,7 @@ class _Process:
         self.handles: list[Handle] = []
         self.latest: list[Handle] = []  # those that captured a window, the last one last; removed ones, too
         self.termination = Termination(self._save, self._unsaved)
-        self._dispatcher = Dispatcher(self.termination.held)
+        self._dispatcher = Dispatcher()
         self._patches = Patches()
         self._patched = False
         self._forks_watched = False
@@ -195,7 +194,7 @@ class _Process:
             if task not in contract.when_over[what]:
                 contract.when_over[what].append(task)
         if not self.handles:
-            self._dispatcher = Dispatcher(self.termination.held)
+            self._dispatcher = Dispatcher()
         if pipeline and not self._patched:
             self._patched = True
             patch_schedules(self._patches, self._dispatcher)
@@ -204,11 +203,11 @@ class _Process:
             registry.adapt(self._patches)
         self.handles.append(handle)
         self._dispatcher.add(session, models)
-        roles.attach(session, self.termination.held)
+        roles.attach(session)
 
     def release(self, handle: Handle, session: Session) -> None:
         """Take out what ``session`` put in; the hooks themselves with the last handle."""
-        with self.termination.held():
+        with self.termination:
             roles.detach(session)
             self._dispatcher.remove(session)
             self.handles = [each for each in self.handles if each is not handle]
@@ -228,8 +227,7 @@ class _Process:
         """A step of the host is over, and the host may end this process before it calls anything again (Ray does)."""
         for handle in list(self.handles):
             if handle._session is not None:
-                with self.termination.held():
-                    handle._session.step_ended()
+                handle._session.step_ended()
         self._flush()
 
     def _capture_ended(self) -> None:
@@ -383,6 +381,7 @@ def _assemble(handle: Handle, here: ThisRank, store: Store, iteration: Number, h
         window_ended=window_ended,
         repeat=Repeats(store.local, here.coords),
         framework=registry.framework(),
+        termination=_process.termination,
     )
 
 

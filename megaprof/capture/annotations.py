@@ -206,14 +206,14 @@ class _RoleWindow:
         sessions = roles.sessions
         session = next((s for s in sessions if s.role == role), None)
         session = session or next((s for s in sessions if s.role is None), None) or next(iter(sessions), None)
-        with Contained("opening a window", roles.abandon), roles.held():
+        with Contained("opening a window", roles.abandon):
             if session is not None and session.begin_work(role):
                 self._session = session
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         session, self._session = self._session, None
         if session is not None:
-            with Contained("closing a window", roles.abandon), roles.held():
+            with Contained("closing a window", roles.abandon):
                 session.end_work(failed=fault is not None and not isinstance(fault, GeneratorExit))
 
 

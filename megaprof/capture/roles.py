@@ -11,8 +11,6 @@ asynchronous rollout each keep their own role.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -35,9 +33,6 @@ sessions: list[Session] = []
 #: Whether Nsight Systems records this process from start to end: a controller, which has no windows, has ranges then
 #: without any hooks.
 traced = SESSION_VARIABLE in os.environ
-
-
-_held: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class role:
@@ -102,10 +97,8 @@ def enter(name: str) -> Token[Scope]:
     return scope.set(Scope(name, _open_window()))
 
 
-def attach(session: Session, held: Callable[[], AbstractContextManager[None]]) -> None:
-    """Annotations may open windows of ``session`` from now on, inside a ``held()`` block."""
-    global _held
-    _held = held
+def attach(session: Session) -> None:
+    """Annotations may open windows of ``session`` from now on."""
     sessions.append(session)
 
 
@@ -118,11 +111,6 @@ def detach(session: Session) -> None:
 def abandon() -> None:
     """After a fault: no session records anything more. Can be run twice."""
     in_full(*(session.abandon for session in sessions))
-
-
-def held() -> AbstractContextManager[None]:
-    """The block in which a window may be opened or closed."""
-    return _held()
 
 
 def recording() -> bool:

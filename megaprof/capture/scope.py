@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar, Token
 from typing import NamedTuple
@@ -23,9 +24,8 @@ scope: ContextVar[Scope] = ContextVar("megaprof_role", default=_NOBODY)
 _blocks: ContextVar[tuple[tuple[object, object], ...]] = ContextVar("megaprof_blocks", default=())
 
 
-def current() -> Scope:
-    """The innermost scope around the caller."""
-    return scope.get()
+#: Returns the innermost scope around the caller.
+current: Callable[[], Scope] = scope.get
 
 
 def leave(token: Token[Scope]) -> None:

@@ -20,6 +20,7 @@ from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
+from megaprof.recorders.tape import Tape
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.isolation import Contained, contained, in_full
@@ -27,6 +28,7 @@ from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.recorders.timeline.recorder import TimelineRecorder
+    from megaprof.runtime.ending import Termination
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -88,11 +90,14 @@ class Session:
         window_ended: Callable[[Window], None] = lambda window: None,
         repeat: Callable[[Window], int] = lambda window: 1,
         framework: str | None = None,
+        termination: Termination | None = None,
     ) -> None:
         """``iteration``, ``pass_iteration`` and ``host_step``: see `Agenda`. ``window_ended`` is called once every file
         of a window is with the writer; ``repeat`` says the how-manieth window of its names one is that opens;
-        ``framework`` names the host."""
+        ``framework`` names the host; ``termination`` keeps a SIGTERM from ending a window half-way."""
         self.disabled = False
+        self._termination = termination
+        self._held: AbstractContextManager[object] = _NOTHING if termination is None else termination
         self._window_ended = window_ended
         self._repeat = repeat
         self._framework = framework
@@ -120,20 +125,32 @@ class Session:
 
     def begin(self, facts: CallFacts) -> RecordedCall | None:
         """A ``forward_backward_func`` call starts. Returns what ``end`` needs, or None: nothing is recorded."""
-        call: RecordedCall | None = None
-        if not self.disabled:
-            try:
-                step = self.agenda.begin(facts.target, self._role_of_call())
-                begun = self.agenda.host_step(step)
-                if self._open_window is not None:
-                    self._settle_open_window(self._open_window, facts, step, begun)
-                if self.demand is None or not self._open_demanded(self.demand, facts, step, begun):
-                    self._open_due(facts, step, begun)
-                call = self._record(facts, step)
-            except BaseException as fault:
-                if not contained("opening a window", self.abandon, fault):
-                    raise
-        return call
+        if self.disabled:
+            return None
+        try:
+            role = current().role
+            if role is None:
+                role = self.role
+            if role not in self._roles:
+                self._meet(role)
+            agenda = self.agenda
+            step = agenda.begin(facts.target, role)
+            begun = agenda.host_step(step)
+            if (
+                self._open_window is not None
+                or self.demand is not None
+                or agenda.concerns(step)
+                or (begun is not None and agenda.concerns(begun))
+            ):
+                with self._held:
+                    self._change_windows(facts, step, begun)
+            elif self._termination is not None and self._termination.armed:
+                self._termination.settle()
+            return self._record(facts, step)
+        except BaseException as fault:
+            if not contained("opening a window", self.abandon, fault):
+                raise
+        return None
 
     def end(self, call: RecordedCall, *, failed: bool) -> None:
         """The call that ``begin`` answered with ``call`` returned, or raised an exception of the host's."""
@@ -144,10 +161,11 @@ class Session:
             opened = self._open_window
             if opened is None:
                 return
-            if failed:
-                self._close("the host raised an exception")
-            elif opened.overall is None and not (opened.merges and self._goes_on(opened)):
-                self._close(None)
+            with self._held:
+                if failed:
+                    self._close("the host raised an exception")
+                elif opened.overall is None and not (opened.merges and self._goes_on(opened)):
+                    self._close(None)
         except BaseException as fault:
             if not contained("closing a window", self.abandon, fault):
                 raise
@@ -157,14 +175,14 @@ class Session:
         ``end_work`` must follow. Only on the thread that installed the hooks: recorders follow one thread's work."""
         opened = False
         if not self.disabled and self.config.discrete and threading.get_ident() == self._thread:
-            with Contained("opening a window", self.abandon):
+            with Contained("opening a window", self.abandon), self._held:
                 self._meet(role)
                 opened = self._begin_work(self.agenda.begin(ANNOTATED, role))
         return opened
 
     def end_work(self, *, failed: bool) -> None:
         """The work that ``begin_work`` answered with True is over, or raised an exception of the host's."""
-        with Contained("closing a window", self.abandon):
+        with Contained("closing a window", self.abandon), self._held:
             if self._open_window is not None and self._open_window.window.target == ANNOTATED:
                 self._close("the host raised an exception" if failed else None)
 
@@ -180,20 +198,20 @@ class Session:
 
     def finish(self, reason: str) -> None:
         """Close an open window early; what it has is kept and marked truncated. A no-op without one."""
-        with Contained("closing the last window", self.abandon):
+        with Contained("closing the last window", self.abandon), self._held:
             self._close(reason)
 
     def step_ended(self) -> None:
         """The host's step is over: the window of all its work is complete. A no-op without one."""
         opened = self._open_window
         if opened is not None and opened.window.target == TRAIN_OVERALL:
-            with Contained("closing the window of a step", self.abandon):
+            with Contained("closing the window of a step", self.abandon), self._held:
                 if not (opened.merges and self._goes_on(opened)):
                     self._close(None)
 
     def interrupt(self, call: RecordedCall, reason: str) -> None:
         """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
-        with Contained("closing a window early", self.abandon):
+        with Contained("closing a window early", self.abandon), self._held:
             if call.line is not None and self.timeline is not None:
                 self.timeline.end(call.line, failed=False)
             call.outermost.__exit__(None, None, None)
@@ -205,25 +223,26 @@ class Session:
         self.disabled = True
         opened, demand = self._open_window, self.demand
         overall = None if opened is None else opened.overall
-        in_full(
-            *([] if self.timeline is None else [self.timeline.abandon]),
-            *([] if overall is None else [overall.close]),
-            *(recorder.discard for recorder in (*self._recorders, *(() if demand is None else demand.recorders))),
-            self._release,
-        )
+        with self._held:
+            in_full(
+                *([] if self.timeline is None else [self.timeline.abandon]),
+                *([] if overall is None else [overall.close]),
+                *(recorder.discard for recorder in (*self._recorders, *(() if demand is None else demand.recorders))),
+                self._release,
+            )
         self.demand = None
-
-    def _role_of_call(self) -> str | None:
-        """Whose call it is that begins: the innermost scope's, else the role of the model."""
-        scope = current()
-        role = self.role if scope.role is None else scope.role
-        self._meet(role)
-        return role
 
     def _meet(self, role: str | None) -> None:
         if role not in self._roles:
             self._roles.add(role)
             check_role(self.config, str(role), self.coords)
+
+    def _change_windows(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
+        """Close the window that ends with this call, and open the one that is due."""
+        if self._open_window is not None:
+            self._settle_open_window(self._open_window, facts, step, begun)
+        if self.demand is None or not self._open_demanded(self.demand, facts, step, begun):
+            self._open_due(facts, step, begun)
 
     def _settle_open_window(self, opened: _OpenWindow, facts: CallFacts, step: Step, begun: Step | None) -> None:
         """Close the window that is open, where this call ends it, or take the step that begins into it."""
@@ -336,22 +355,24 @@ class Session:
 
     def _record(self, facts: CallFacts, step: Step) -> RecordedCall | None:
         """What is recorded of the call, in the open window and in the timeline; None: nothing."""
-        scope = current()
         holder = Session._holder
         window = holder._open_window if holder is not None else None
-        call = RecordedCall(facts, _NOTHING, clock=None if self.timeline is None else self.timeline.clock)
+        timeline = self.timeline
+        tape = Tape(facts.chunks, facts.forward_only, None if timeline is None else timeline.clock)
+        call = RecordedCall(facts, _NOTHING, tape)
         if window is not None:
             call.outermost = outermost = ExitStack()
             call.ranged = self.config.ranges != "step"
+            scope = current()
             if step.role not in (None, window.window.role) and scope.window is not window:
                 outermost.enter_context(Range(ranges.role_range(str(step.role))))
             outermost.enter_context(Range(ranges.step_range(step.target, step.number, self.coords)))
             if self._open_window is not None and self._open_window.call is None:
                 self._open_window.call = call
         # Nothing may be timed while a CUDA graph is captured.
-        if self.timeline is not None and step.target in self._timed and facts.graph != "capture":
+        if timeline is not None and step.target in self._timed and facts.graph != "capture":
             captured = window is not None
-            call.line = self.timeline.begin(call, step.target, step.role, step.number, captured=captured)
+            call.line = timeline.begin(call, step.target, step.role, step.number, captured=captured)
         return call if window is not None or call.line is not None else None
 
     def _begin_work(self, step: Step) -> bool:
@@ -404,7 +425,7 @@ class Session:
     def _save(self, opened: _OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
         """Have the files of a window written."""
         window = replace(opened.window, last=opened.last.number)
-        call = opened.call or RecordedCall(NO_CALL, _NOTHING)
+        call = opened.call or RecordedCall(NO_CALL, _NOTHING, Tape())
         metadata = describe(window, call, self.config, truncated, self._framework)
         try:
             for recorder in recorders:

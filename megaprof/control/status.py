@@ -7,9 +7,9 @@ import socket
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from megaprof.formats.job.status import Calls, CaptureState, Position, RankStatus
+from megaprof.formats.job.status import Calls, CaptureState, Position, RankStatus, Recent
 from megaprof.formats.names import host, sanitise
 from megaprof.parallel.topology import AXES
 from megaprof.recorders.timeline.progress import ChangeClock, Key
@@ -17,6 +17,7 @@ from megaprof.recorders.timeline.progress import ChangeClock, Key
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
+Said = TypeVar("Said", Position, Recent)
 _SAMPLES = 32
 #: Characters of a role's name as JSON has it.
 _LONGEST_ROLE = 60
@@ -73,9 +74,9 @@ class Reporter:
             interval=self._every,
             since=self._host_moved.since((position, sum(dict(session.calls).values()))),
             calls=self._calls(),
-            position=None if position is None else replace(position, role=_short(position.role)),
+            position=_shortened(position),
             device_position=self._device_position(),
-            recent=None if recent is None else replace(recent, role=_short(recent.role)),
+            recent=_shortened(recent),
             cost=None if timeline is None else timeline.cost(),
             capture=capture,
             ended=ended,
@@ -88,7 +89,7 @@ class Reporter:
         if device is None:
             return None
         since = self._device_moved.since(replace(device, since=0.0))
-        return replace(device, since=since, role=_short(device.role))
+        return _shortened(replace(device, since=since))
 
     def _calls(self) -> tuple[Calls, ...]:
         timeline = self._session.timeline
@@ -105,3 +106,10 @@ class Reporter:
 def _short(role: str | None) -> str | None:
     """A role's name so short that a status has room for it everywhere, and the same everywhere."""
     return role if role is None or len(ascii(role)) <= _LONGEST_ROLE else sanitise(role)
+
+
+def _shortened(said: Said | None) -> Said | None:
+    """With its role's name cut."""
+    if said is None or (short := _short(said.role)) == said.role:
+        return said
+    return replace(said, role=short)

@@ -55,10 +55,15 @@ class Owner:
 class Directory:
     """A directory that is held open until `close`, or as a context manager. Every method raises OSError."""
 
-    def __init__(self, descriptor: int, path: Path) -> None:
-        """`path` is for messages only."""
+    def __init__(self, descriptor: int, top: Path, *names: str) -> None:
+        """`top`, and the `names` that lead from there to it, are for messages only."""
         self._descriptor = descriptor
-        self.path = path
+        self._top, self._names = top, names
+
+    @property
+    def path(self) -> Path:
+        """Where it lies, for messages."""
+        return self._top.joinpath(*self._names)
 
     @classmethod
     def open(cls, path: Path) -> Directory:
@@ -68,24 +73,24 @@ class Directory:
     @classmethod
     def inside(cls, parent: Path, name: str) -> Directory:
         """The directory `name` in the directory that the user named. Raises `Unsafe` as `child` does."""
-        return cls(_enter(parent / name, None, parent / name), parent / name)
+        path = parent / name
+        return cls(_enter(path, None), path)
 
     def child(self, name: str, *, create: int | None = None) -> Directory:
         """The directory `name` in this one, made with the permissions `create` where it does not exist. Raises
         `Unsafe` for a symbolic link, and for whatever else is no directory."""
-        path = self.path / name
         try:
-            return Directory(_enter(name, self._descriptor, path), path)
+            return Directory(_enter(name, self), self._top, *self._names, name)
         except FileNotFoundError:
             if create is None:
                 raise
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, create, dir_fd=self._descriptor)
-        return Directory(_enter(name, self._descriptor, path), path)
+        return Directory(_enter(name, self), self._top, *self._names, name)
 
     def again(self) -> Directory:
         """The same directory once more, to be closed by itself."""
-        return Directory(os.dup(self._descriptor), self.path)
+        return Directory(os.dup(self._descriptor), self._top, *self._names)
 
     def stat(self, name: str | None = None) -> os.stat_result:
         """Who owns it and who may write to it; or the same of the file `name` in it, or of the link of that name."""
@@ -187,8 +192,9 @@ class Directory:
         self.close()
 
 
-def _enter(name: str | Path, descriptor: int | None, path: Path) -> int:
-    """A descriptor of the directory `name` in that of `descriptor`; `path` is for messages."""
+def _enter(name: str | Path, above: Directory | None) -> int:
+    """A descriptor of the directory `name`, in the directory `above` if there is one."""
+    descriptor = None if above is None else above._descriptor
     try:
         return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
     except OSError as fault:
@@ -198,7 +204,7 @@ def _enter(name: str | Path, descriptor: int | None, path: Path) -> int:
             mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
             if not stat.S_ISDIR(mode):
                 what = "is a symbolic link" if stat.S_ISLNK(mode) else "is no directory"
-                raise Unsafe(f"{path} {what}") from None
+                raise Unsafe(f"{name if above is None else above.path / name} {what}") from None
         raise
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,10 +36,9 @@ class Dispatcher:
     process without an open window pays one attribute read per microbatch.
     """
 
-    def __init__(self, held: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        """Windows open and close inside a ``held()`` block, which keeps a SIGTERM from ending one half-way."""
-        self._held = held
-        self._call: RecordedCall | None = None
+    def __init__(self) -> None:
+        self.call: RecordedCall | None = None
+        """The call that is being recorded, None outside of one. All that hooks in Python look at."""
         self.gate = Gate(self._clock_failed)
         self._resting: TimelineRecorder | None = None  # the one that does not record the call, to measure its cost
         self.inside: int | None = None
@@ -53,7 +52,9 @@ class Dispatcher:
         self._leaving: list[Callable[[], None]] = []
         self._dropped: list[Session] = []
         self._routes: list[tuple[Session, tuple[weakref.ref[Any], ...] | None]] = []
-        self._found: tuple[weakref.ref[Any], Session] | None = None  # the last call's model, if it is one chunk
+        self._found: tuple[weakref.ref[Any], weakref.ref[Any], Session] | None = None
+        """The last call's model, if it is one chunk; the model inside its wrappers; and whose it is. A module of torch
+        takes its time to say that it has no attribute of some name."""
 
     def add(self, session: Session, models: tuple[Any, ...] | None) -> None:
         """Route calls that run any of ``models`` to ``session``; None takes whatever no other session takes."""
@@ -74,14 +75,9 @@ class Dispatcher:
         recording = self._recording
         return recording[0].config.ranges if recording is not None and recording[1].ranged else "step"
 
-    @property
-    def call(self) -> RecordedCall | None:
-        """The call that is being recorded, None outside of one. All that hooks in Python look at."""
-        return self._call
-
-    @call.setter
-    def call(self, call: RecordedCall | None) -> None:
-        self._call = call
+    def _now(self, call: RecordedCall | None) -> None:
+        """``call`` is recorded from now on; None: no call is."""
+        self.call = call
         self.gate.tape = call.tape if call is not None and call.line is not None else None
         # An open window wants ranges, or at least to be closed early when host memory runs out.
         self.gate.slow = (call is not None and call.ranged) or Session.open_window() is not None
@@ -98,34 +94,35 @@ class Dispatcher:
         session = self._session_of(facts.chunks)
         if session is None:
             return False
-        with self._held():
-            call = session.begin(facts)
-        timeline = session.timeline
-        self._resting = timeline if call is None and timeline is not None and timeline.resting else None
+        call = session.begin(facts)
+        self._resting = None
         if call is None:
+            timeline = session.timeline
+            if timeline is not None and timeline.resting:
+                self._resting = timeline
             return False
         self._recording = session, call
-        self.call = call if call.ranged or call.line is not None else None
+        self._now(call if call.ranged or call.line is not None else None)
         return True
 
     def spent(self, nanoseconds: int) -> None:
         """What it took to begin the call."""
-        if self.call is not None and self.call.line is not None:
-            self.call.line.own = nanoseconds
+        call = self.call
+        if call is not None and call.line is not None:
+            call.line.own = nanoseconds
         elif self._resting is not None:
             self._resting.hooks_took(nanoseconds)
 
     def end(self, *, failed: bool) -> None:
         """The call is over, recorded or not; ``failed``: by an exception of the host's."""
-        self.call = None
+        self._now(None)
         if self.of_this_call or self.modules is not None:
             self._put_back()
         if self._dropped:
             self._abandon()
         if self._recording is not None:
             (session, call), self._recording = self._recording, None
-            with self._held():
-                session.end(call, failed=failed)
+            session.end(call, failed=failed)
         if Session.urgent:
             self.settle()
 
@@ -157,12 +154,12 @@ class Dispatcher:
     def interrupt(self, reason: str) -> None:
         """Close every open window now, in the middle of a call perhaps. What it has is kept."""
         self._put_back()
-        recording, self._recording, self.call = self._recording, None, None
-        with self._held():
-            if recording is not None:
-                recording[0].interrupt(recording[1], reason)
-            for session, _ in self._routes:
-                session.finish(reason)
+        recording, self._recording = self._recording, None
+        self._now(None)
+        if recording is not None:
+            recording[0].interrupt(recording[1], reason)
+        for session, _ in self._routes:
+            session.finish(reason)
 
     def _put_back(self) -> None:
         """Undo what was done to the host for the call that is recorded. Can be run twice."""
@@ -172,7 +169,8 @@ class Dispatcher:
 
     def forget(self) -> None:
         """In a forked child: the sessions are the parent's."""
-        self.call = self._recording = self.inside = None
+        self._now(None)
+        self._recording = self.inside = None
         self._routes, self._leaving, self._dropped, self._found = [], [], [], None
 
     def drop(self) -> None:
@@ -181,7 +179,7 @@ class Dispatcher:
         Inside a schedule call their recorders stop when it ends: the fault may be in the middle of a backward, and
         stopping Kineto inside the autograd engine crashes the process.
         """
-        self.call = None
+        self._now(None)
         self._dropped = self._touched()
         for session in self._dropped:
             session.disabled = True
@@ -198,14 +196,20 @@ class Dispatcher:
         in_full(*ranges, *(session.abandon for session in self._dropped))
         self._recording, self._dropped = None, []
 
+    def innermost(self, chunk: Any) -> Any:
+        """The model inside the wrappers of ``chunk``."""
+        found = self._found
+        known = found[1]() if found is not None and found[0]() is chunk else None
+        return innermost(chunk) if known is None else known
+
     def _session_of(self, chunks: tuple[Any, ...]) -> Session | None:
         found = self._found
         if found is not None and len(chunks) == 1 and found[0]() is chunks[0]:
-            return found[1]
+            return found[2]
         session = self._look_up(chunks)
         if session is not None and len(chunks) == 1 and chunks[0] is not None:
             with suppress(TypeError):  # a model that cannot be referred to weakly is looked up every time
-                self._found = weakref.ref(chunks[0]), session
+                self._found = weakref.ref(chunks[0]), weakref.ref(innermost(chunks[0])), session
         return session
 
     def _look_up(self, chunks: tuple[Any, ...]) -> Session | None:

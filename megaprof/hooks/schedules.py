@@ -75,7 +75,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
             return original(*args, **kwargs)
         failed = True
         try:
-            with Contained("looking at a step", dispatcher.drop):
+            try:
                 dispatcher.inside = threading.get_ident()
                 entered = time.perf_counter_ns()
                 facts = _facts(label, args[0] if label is None else None, kwargs)
@@ -84,6 +84,9 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
                     if dispatcher.level in ("layer", "module"):
                         patch_modules(dispatcher, facts.chunks)
                 dispatcher.spent(time.perf_counter_ns() - entered)
+            except BaseException as fault:  # not `Contained`, which every step would pay for
+                if not contained("looking at a step", dispatcher.drop, fault):
+                    raise
             result = original(*args, **kwargs)
             failed = False
             return result
@@ -113,7 +116,7 @@ def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> Cal
         microbatches=_integer(kwargs.get("num_microbatches")),
         seq_length=_integer(kwargs.get("seq_length")),
         micro_batch_size=_integer(kwargs.get("micro_batch_size")),
-        chunks=tuple(model) if isinstance(model, list | tuple) else (model,),
+        chunks=tuple(model) if isinstance(model, (list, tuple)) else (model,),
         graph=graph,
     )
 

@@ -50,7 +50,11 @@ def config() -> ProfileConfig | None:
 def iteration() -> int | None:
     """The number of the training step that the caller is in, whichever host it is, or None."""
     number = contract.iteration()
-    return _outside() if number is None else number
+    if number is None:
+        for number_of in _NUMBERS:
+            if (number := number_of()) is not None:
+                break
+    return number
 
 
 def writers() -> Writers:
@@ -61,10 +65,3 @@ def writers() -> Writers:
         wandb=next((w.wandb for w in found if w.wandb is not None), None),
         meter=next((w.meter for w in found if w.meter is not None), None),
     )
-
-
-def _outside() -> int | None:
-    for number_of in _NUMBERS:
-        if (number := number_of()) is not None:
-            return number
-    return None

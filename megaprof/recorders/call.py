@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +9,6 @@ from typing import Any, NamedTuple
 from megaprof.config.windows import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
 from megaprof.formats.metadata import WithoutRange
 from megaprof.recorders.line import Line
-from megaprof.recorders.tape import Tape
 
 
 class CallFacts(NamedTuple):
@@ -49,23 +47,17 @@ class RecordedCall:
     """What its arguments say."""
     outermost: AbstractContextManager[object]
     """Closes the ranges around the whole call."""
+    tape: Any
+    """Matches backwards to forwards, and takes the events where `line` is not None: a `recorders.tape.Tape`."""
     ranged: bool = False
     """True: a window is open that wants ranges of what the schedule calls."""
     line: Line | None = None
     """Where the timeline keeps this call; None: nowhere."""
-    tape: Any = field(init=False)
-    """Matches backwards to forwards, and takes the events where `line` is not None: a `recorders.tape.Tape`."""
-    clock: Callable[[], Any] | None = None
-    """The clock of the tape; None: the host's."""
-
     tokens: dict[int, int] = field(default_factory=dict)
     """By microbatch, while a window is open: the tokens of the tensor that it came with or left this stage with."""
 
     without: tuple[WithoutRange, ...] = ()
     """Modules that were to have ranges and have none; known when the call is over."""
-
-    def __post_init__(self) -> None:
-        self.tape = Tape(self.facts.chunks, self.facts.forward_only, self.clock)
 
     @property
     def tokens_per_microbatch(self) -> tuple[int | None, ...] | None:

@@ -33,17 +33,15 @@ class Termination:
     def __init__(self, save: Callable[[], None], unsaved: Callable[[], bool]) -> None:
         self._save = save
         self._unsaved = unsaved
-        self._armed = False
+        self.armed = False
+        """True while the handler is in."""
         self._holding: FrameType | None = None
         self._due = False
         self._ending = False
 
-    def held(self) -> Termination:
-        """``with termination.held():`` around what must not be interrupted half-way: a SIGTERM acts when the block is
-        left. A class rather than a generator: every step of an armed process goes through two of these."""
-        return self
-
     def __enter__(self) -> None:
+        """``with termination:`` around what must not be interrupted half-way: a SIGTERM acts when the block is left.
+        Blocks inside one another are one."""
         block = sys._getframe(1)
         if self._holding is None or not self._held_by(block):
             self._holding = block
@@ -55,7 +53,7 @@ class Termination:
         if self._due:
             self._due = False
             self._end()
-        self._settle()
+        self.settle()
 
     def _held_by(self, frame: FrameType | None) -> bool:
         """Whether ``frame`` runs inside a held block. One whose end the host interrupted holds nothing any more."""
@@ -66,22 +64,23 @@ class Termination:
     def reset(self) -> None:
         """Take the handler out, in a forked child too: its parent's files are not the child's to save."""
         self._holding, self._due = None, False
-        if self._armed:
+        if self.armed:
             self._disarm()
 
-    def _settle(self) -> None:
-        if self._armed is self._unsaved() or threading.current_thread() is not threading.main_thread():
+    def settle(self) -> None:
+        """Put the handler in where something is unsaved, and take it out where nothing is any more."""
+        if self.armed is self._unsaved() or threading.current_thread() is not threading.main_thread():
             return
-        if self._armed:
+        if self.armed:
             self._disarm()
         elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._handle)
-            self._armed = True
+            self.armed = True
 
     def _disarm(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._handle:  # else the host has put in its own meanwhile
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._armed = False
+        self.armed = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         ours = signal.getsignal(signal.SIGTERM) == self._handle

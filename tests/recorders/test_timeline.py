@@ -220,6 +220,35 @@ def test_many_steps_are_written_with_pauses_between(
     assert [step for step, _ in steps(tmp_path)] == list(range(2 * STEPS_AT_ONCE + 4))
 
 
+def test_the_end_says_what_is_missing(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        timeline = recorded(handle)
+        one_rank.train_step()
+        timeline.drain()
+        monkeypatch.setattr(recorder, "WAITING_STEPS", 3)
+        with timeline._writing:  # the background thread waits
+            for _ in range(8):
+                one_rank.train_step()
+            monkeypatch.setattr(timeline._files, "_paused_until", time.monotonic() + 60)  # as after a full disk
+        timeline.drain()
+        monkeypatch.setattr(timeline._files, "_paused_until", 0.0)
+        one_rank.train_step()
+        timeline.close()
+    missing = "the timeline of rank 0 lacks 8 steps: 5 waited too long, and 3 could not be written"
+    assert caplog.text.count(missing) == 1
+    assert [step for step, _ in steps(tmp_path)] == [0, 9]
+
+
+def test_the_end_of_a_whole_timeline_says_nothing(
+    one_rank: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        one_rank.train_step()
+    assert "lacks" not in caplog.text
+
+
 def test_steps_of_ever_new_lengths_do_not_grow_the_metadata(one_rank: Any, tmp_path: Path) -> None:
     """RL trains on sequences of another length every time."""
     from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -13,7 +13,8 @@ import os
 import stat
 import time
 import zlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from megaprof.formats.files import Directory, Owner, Unsafe
 
@@ -23,6 +24,7 @@ _HEAD = b'{"crc32":"'
 _MIDDLE = b'","data":'
 _TRIES = 3
 _PAUSE = 0.005
+T = TypeVar("T")
 
 
 class Absent(Exception):
@@ -88,6 +90,11 @@ def read(directory: Directory, name: str, owner: Owner | None = None) -> dict[st
 
     Raises Absent, BadRecord.
     """
+    return decoded(directory, name, owner, decode)
+
+
+def decoded(directory: Directory, name: str, owner: Owner | None, decode: Callable[[bytes], T]) -> T:
+    """What `decode` makes of the file; it may raise BadRecord. Else as `read`."""
     for attempt in range(_TRIES):
         try:
             return decode(_content(directory, name, owner))

@@ -6,6 +6,7 @@ import os
 import secrets
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Annotated, Any
 
 from megaprof.formats.checks import Record, listing, number, optional, sentence, text, whole
@@ -114,7 +115,13 @@ def read_run(directory: Directory, owner: Owner | None = None) -> RunRecord:
 
     Raises Absent, BadRecord.
     """
-    record = records.read(directory, NAME, owner)
+    return records.decoded(directory, NAME, owner, _run)
+
+
+@lru_cache(maxsize=4)
+def _run(content: bytes) -> RunRecord:
+    """Every rank reads the same one again and again."""
+    record = records.decode(content)
     try:
         return RunRecord.from_record(record)
     except ValueError as fault:

@@ -185,7 +185,7 @@ class RankStatus(Record):
     def as_record(self) -> dict[str, Any]:
         """For JSON, within `SIZE` bytes: names of roles and reasons may be long, and JSON makes six bytes of many a
         letter, so these are what gives way."""
-        record: dict[str, Any] = _rounded(super().as_record())
+        record = {"version": 1, **_plain(vars(self))}
         capture = self.capture
         if len(records.encode(record)) <= SIZE:
             return record
@@ -266,10 +266,12 @@ def _training_first(call: Calls) -> bool:
     return call.target != _TRAINING
 
 
-def _rounded(value: Any) -> Any:
-    """Microseconds are enough for a time, and 17 digits too many for a status file."""
-    if isinstance(value, dict):
-        return {name: _rounded(inner) for name, inner in value.items()}
+def _plain(value: Any) -> Any:
+    """For JSON, what is inside this too. Microseconds are enough for a time, and 17 digits too many for a status
+    file."""
+    if isinstance(value, float):
+        return round(value, 6)
     if isinstance(value, tuple):
-        return [_rounded(inner) for inner in value]
-    return round(value, 6) if isinstance(value, float) else value
+        return [_plain(inner) for inner in value]
+    inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)  # of a dataclass
+    return value if inside is None else {name: _plain(inner) for name, inner in inside.items()}

@@ -33,6 +33,7 @@ from megaprof.recorders.timeline.files import Step, TimelineFiles
 from megaprof.recorders.timeline.packing import pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
 from megaprof.runtime.background import Background
+from megaprof.runtime.logs import logger
 
 Int64s = npt.NDArray[np.int64]
 
@@ -88,9 +89,11 @@ class TimelineRecorder:
         self._training: Key | None = None
         self._begun = 0
         self._noted = 0
+        self._told = 0, 0
         self.resting = False
         """True while a step runs that is not recorded, to measure what recording costs."""
         self.steps_dropped = 0
+        """Steps that waited too long, while nothing could be written or the GPU was behind."""
         background.add(self.drain, 1.0, woken=True)
 
     @property
@@ -160,6 +163,15 @@ class TimelineRecorder:
                 self._files.close()
             finally:
                 self._writing.release()
+        missing = self.steps_dropped + len(self._finished), self._files.steps_lost
+        if missing != self._told:
+            self._told = missing
+            logger.warning(
+                "megaprof: the timeline of rank %d lacks %d steps: %d waited too long, and %d could not be written",
+                self._coords.rank,
+                sum(missing),
+                *missing,
+            )
 
     def calls(self) -> dict[Key, tuple[int, int]]:
         """By target and role: the last finished step, and how many calls are finished."""
