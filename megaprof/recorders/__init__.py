@@ -60,7 +60,8 @@ class Recorder(Protocol):
 
 RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]
 """Makes the recorder of one session. Raises ValueError for a tool that cannot run in this process, before the first
-step, and whatever else somebody's own raises becomes one; a recorder hands finished files over with ``writer.submit(Artifact(raw, final))``."""
+step; whatever else somebody's own raises becomes one. A recorder hands finished files over with
+``writer.submit(Artifact(raw, final))``."""
 
 #: Tool -> where its factory is, so that a tool costs nothing until it is chosen.
 _FACTORIES = {
