@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _without_command(arguments, wanted)
     place = arguments.index(wanted)
     if place:
-        _overview().parse_args(arguments[:place])  # --help, --version, or an error: all of them exit
+        _overview().parse(arguments[:place])  # --help, --version, or an error: all of them exit
     try:
         module = import_module(f"megaprof.cli.{COMMANDS[wanted][0]}")
         code: int = module.run(parser_of(wanted).parse(arguments[place + 1 :]))
@@ -133,15 +133,12 @@ def parser_of(command: str) -> Parser:
     return parser
 
 
-def _overview() -> argparse.ArgumentParser:
+def _overview() -> Parser:
     """What ``megaprof --help`` shows: every command, with none of their modules imported."""
-    parser = argparse.ArgumentParser(
-        prog="megaprof",
-        description="Profiling for Megatron-Core training.",
-        epilog="megaprof COMMAND --help says more, with examples. megaprof demo is a first look, without a GPU.",
-    )
+    parser = Parser("megaprof", "Profiling for Megatron-Core training.")
+    parser.epilog = "megaprof COMMAND --help says more, with examples. megaprof demo is a first look, without a GPU."
     parser.add_argument("--version", action="version", version=f"megaprof {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
     for name, (_, text) in COMMANDS.items():
         commands.add_parser(name, help=text)
     return parser
@@ -151,6 +148,6 @@ def _without_command(arguments: Sequence[str], typed: str | None) -> int:
     parser = _overview()
     if typed is not None and not arguments[0].startswith("-"):
         parser.error(f"there is no command {printable(typed)!r}{meant(typed, COMMANDS)}")
-    parser.parse_args(arguments)
+    parser.parse(arguments)
     parser.print_help()
     return 0

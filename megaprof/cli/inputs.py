@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,17 @@ def writing(option: str, path: Path, source: Path | None = None) -> Iterator[Non
     try:
         yield
     except OSError as fault:
-        if isinstance(fault, Unreachable) or (source is not None and fault.filename == str(source)):
+        if isinstance(fault, Unreachable) or fault.filename == str(source) or not _of_output(fault.filename, path):
             raise  # what is read
         raise CommandError(f"{option} {path} cannot be written: {fault.strerror or fault}") from None
+
+
+def _of_output(name: object, path: Path) -> bool:
+    """Whether a fault at the file ``name`` keeps ``path`` from being written: it is that, something in it, what becomes
+    it, or a directory above."""
+    if not isinstance(name, str) or not os.path.dirname(name):
+        return True  # the system names none while it writes, and a name alone is one beside the output
+    own, other = Path(os.path.realpath(path)), Path(os.path.realpath(name))
+    if own.parent not in other.parents:
+        return other in own.parents
+    return own.name in other.relative_to(own.parent).parts[0]

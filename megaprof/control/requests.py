@@ -14,6 +14,11 @@ from megaprof.formats.job.run import RunRecord
 OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
 
 
+def check_draft(target: str, **fields: Any) -> None:
+    """Raises Refused where no job at all could carry out `Request.draft` of this."""
+    check(Request.draft(target, **fields))
+
+
 def new_request(run: RunRecord, target: str, **fields: Any) -> Request:
     """`Request.new`, and `check` of it. Raises Refused."""
     return check(Request.new(run, target, **fields))

@@ -60,7 +60,8 @@ class Recorder(Protocol):
 
 RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]
 """Makes the recorder of one session. Raises ValueError for a tool that cannot run in this process, before the first
-step; a recorder hands finished files over with ``writer.submit(Artifact(raw, final))``."""
+step; whatever else somebody's own raises becomes one. A recorder hands finished files over with
+``writer.submit(Artifact(raw, final))``."""
 
 #: Tool -> where its factory is, so that a tool costs nothing until it is chosen.
 _FACTORIES = {
@@ -83,7 +84,17 @@ def register_recorder(name: str, factory: RecorderFactory) -> None:
 def build_recorders(config: ProfileConfig, writer: Writer) -> tuple[Recorder, ...]:
     """The recorders of windows in ``config.tool``. Raises ValueError when one of them cannot run in this process."""
     windowed = (name for name in tools.known_tools() if name in config.tool and name != tools.TIMELINE)
-    return tuple(_factory(name)(config, writer) for name in windowed)
+    return tuple(_recorder(name, config, writer) for name in windowed)
+
+
+def _recorder(name: str, config: ProfileConfig, writer: Writer) -> Recorder:
+    factory = _factory(name)
+    try:
+        return factory(config, writer)
+    except Exception as fault:
+        if name in _FACTORIES or isinstance(fault, ValueError):
+            raise
+        raise ValueError(f"{flag('tool')} {name}: its recorder cannot be made: {fault!r}") from fault
 
 
 def _factory(name: str) -> RecorderFactory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.cli import main
+from megaprof.cli import CommandError, main
+from megaprof.cli.inputs import writing
 
 NAME = "train_actor.step000005.pp0-tp0-cp0-ep0-dp0.rank00000"
 
@@ -26,6 +28,20 @@ def hostile(tmp_path: Path) -> Path:
         with open(tmp_path / f"{NAME}{suffix}", "wb") as file:
             file.truncate(1 << 41)
     return tmp_path
+
+
+def test_the_option_of_the_output_is_not_blamed_for_what_cannot_be_read(tmp_path: Path) -> None:
+    source, out = tmp_path / "traces", tmp_path / "out" / "step.json"
+    for folder in (source, out.parent):
+        folder.mkdir()
+    for read in (source / f"{NAME}.pt.trace.json", source / "gone" / "it", tmp_path / "elsewhere", out.parent / "b"):
+        with pytest.raises(FileNotFoundError), writing("-o", out, source):
+            read.open()
+    for written in (out, out.parent / ".step.json.1.tmp", out / "part-0", tmp_path / "out" / "step.json" / "a" / "b"):
+        with pytest.raises(CommandError, match=f"-o {out} cannot be written: No such file"), writing("-o", out, source):
+            written.open()
+    with pytest.raises(CommandError, match=r"-o .* cannot be written: No space left"), writing("-o", out, source):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def test_every_example_in_a_help_is_accepted_by_its_parser(command: str) -> None
         (["report", "x", "--htlm=f"], "usage: megaprof report", "did you mean --html?"),
         (["completion", "bush"], "usage: megaprof completion", "did you mean bash?"),
         (["status"], "usage: megaprof status", "required: DIR"),
-        (["--versoin"], "usage: megaprof [-h]", "--versoin"),
+        (["--verson"], "usage: megaprof [-h]", "unrecognized arguments: --verson; did you mean --version?"),
+        (["--hlep", "report", "x"], "usage: megaprof [-h]", "did you mean --help?"),
     ],
 )
 def test_a_mistake_is_answered_with_the_usage_of_its_command(

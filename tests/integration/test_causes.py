@@ -35,6 +35,7 @@ EXPECTED = {
     "slow link": {"slow_link:1"},
     "late entry": {"late_entry:1"},
     "one-stage spread": {"uneven_microbatches:1"},
+    "uneven microbatches": {"uneven_microbatches:None"},
     "recomputation": {"recomputation:1"},
     "slow forward": {"slow_forward:1"},
     "two slow stages": {"unexplained:1", "unexplained:2"},
@@ -78,6 +79,9 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
             forward *= 7
         if fault == "one-stage spread" and stage == 1:
             forward, backward = (ms * rng.choice((0.1, 0.5, 1.0, 1.5, 1.9)) for ms in (forward, backward))
+        if fault == "uneven microbatches":  # the same ones on every stage
+            work = (0.4, 1.4, 0.7, 1.9, 1.0, 0.5, 1.6, 1.1)[(passes - 1) % PIPELINE.microbatches]
+            forward, backward = forward * work, backward * work
         return forward + (DATA if fault == "waiting for data" and stage == 0 and first else 0.0), backward
 
     if stage == 1:

@@ -107,6 +107,25 @@ def test_a_registered_recorder_records_beside_ours(one_rank: Any, tmp_path: Path
 
 
 @pytest.mark.usefixtures("_clean_registry")
+def test_a_registered_recorder_that_cannot_be_made_is_refused_by_its_option(one_rank: Any, tmp_path: Path) -> None:
+    def broken(config: ProfileConfig, writer: Writer) -> NoteTaker:
+        raise KeyError("ACME_HOME")
+
+    def refuses(config: ProfileConfig, writer: Writer) -> NoteTaker:
+        raise ValueError("--profile-tool refuses: no licence here")
+
+    register_recorder("broken", broken)
+    register_recorder("refuses", refuses)
+    for tool, said in (
+        ("broken", r"--profile-tool broken: its recorder cannot be made: KeyError\('ACME_HOME'\)"),
+        ("refuses", "^--profile-tool refuses: no licence here$"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            install_hooks(one_rank.chunks, on(dir=str(tmp_path), tool=(tool,)))
+    one_rank.train_step()  # nothing of it is left behind
+
+
+@pytest.mark.usefixtures("_clean_registry")
 def test_names_are_checked_and_never_taken_over() -> None:
     register_recorder("notes", NoteTaker)
     register_recorder("notes", NoteTaker)  # the same module imported twice

@@ -81,8 +81,6 @@ class NothingToExport(Exception):
 class Exported:
     """What was written."""
 
-    out: Path
-    """Directory of the dataset."""
     runs: tuple[str, ...]
     """Names of the runs in it, sorted."""
     files: int
@@ -141,7 +139,6 @@ def export(
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return Exported(
-        out=out,
         runs=tuple(sorted(runs.seen)),
         files=len(paths),
         rows=sum(dataset.rows.values()),

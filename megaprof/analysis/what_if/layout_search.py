@@ -90,6 +90,8 @@ class _Problem:
         self.pp, self.vpp, self.microbatches, self.exchanges = pp, vpp, microbatches, exchanges
         if pp < 1 or vpp < 1 or len(units) < pp * vpp:
             raise ValueError(f"pp={pp} x vpp={vpp} pieces cannot be made of {len(units)} layers (E and L included)")
+        if microbatches < 1:
+            raise ValueError(f"microbatches={microbatches} must be at least 1")
         self.step_ms: dict[_Counts, float] = {}
         phases = pp * vpp * microbatches * (1 if forward_only else 2)
         self.budget = min(_MOST, max(_FEWEST, _PHASES_PER_SEARCH // phases))

@@ -18,7 +18,7 @@ from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
 from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, selected_ranks
-from megaprof.control.requests import OPTIONS, new_request
+from megaprof.control.requests import OPTIONS, check_draft, new_request
 from megaprof.formats.checks import counted
 from megaprof.formats.job.requests import Refused
 
@@ -125,6 +125,17 @@ def wanted(
 ) -> Asking:
     """What the job in ``directory`` can be asked for; nothing is asked yet. Raises CommandError where there is no such
     job, and UsageError."""
+    asked: dict[str, Any] = {
+        "role": role,
+        "steps": steps,
+        "select": select,
+        "options": options or {},
+        "timeout": timeout,
+    }
+    try:
+        check_draft(target, **asked)
+    except Refused as mistake:
+        raise UsageError(_as_options(str(mistake))) from None
     try:
         job = find_job(directory, role)
         if (silent := job.silence()) is not None:
@@ -132,9 +143,7 @@ def wanted(
     except NoJob as fault:
         raise CommandError(str(fault)) from None
     try:
-        request = new_request(
-            job.run, target, role=role, steps=steps, select=select, options=options or {}, timeout=timeout
-        )
+        request = new_request(job.run, target, **asked)
         return Asking(directory, Requester(job, request, selected_ranks(job.run, request)))
     except Refused as mistake:
         raise UsageError(_as_options(str(mistake))) from None

@@ -93,11 +93,11 @@ class Request(Record):
     """Who asks, for people."""
 
     @classmethod
-    def new(
+    def draft(
         cls,
-        run: RunRecord,
         target: str,
         *,
+        run: str = "-",
         role: str | None = None,
         steps: int = 2,
         select: str = "per-stage",
@@ -105,10 +105,10 @@ class Request(Record):
         timeout: float = 300.0,
         by: str = "megaprof trigger",
     ) -> Request:
-        """A request to `run`, made now. Raises Refused as the job would."""
+        """A request made now; ``run`` is the run that it is for. Raises Refused for what no job would take."""
         record = {
             "id": time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4),
-            "run": run.run,
+            "run": run,
             "created": time.time(),
             "timeout": timeout,
             "target": target,
@@ -118,7 +118,17 @@ class Request(Record):
             "options": options or {"tool": ["torch"]},
             "by": by,
         }
-        return cls.checked(record, run)
+        try:
+            request = cls.from_record(record)
+            parse_selector(request.select)
+        except ValueError as mistake:
+            raise Refused(str(mistake)) from None
+        return request
+
+    @classmethod
+    def new(cls, run: RunRecord, target: str, **fields: Any) -> Request:
+        """A `draft` to `run`. Raises Refused as the job would."""
+        return cls.checked(cls.draft(target, run=run.run, **fields).as_record(), run)
 
     @property
     def selector(self) -> Selector:

@@ -249,3 +249,23 @@ def test_nothing_captured_is_json_too(job: Job, capsys: pytest.CaptureFixture[st
     assert (answer["selected"], answer["captured"], answer["steps"], answer["files"]) == ([0, 1], 0, [], [])
     assert answer["reason"].startswith("nobody answered")
     assert answer["reason"] in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--target", "rollout"], "unknown target 'rollout'"),
+        (["--target", "train_actor", "--steps", "0"], "--steps"),
+        (["--target", "train_actor", "--timeout", "0"], "--timeout"),
+        (["--target", "train_actor", "--select", "pp=x"], "--select"),
+        (["--target", "train_actor", "--tool", "nosuch"], "'nosuch'"),
+    ],
+)
+def test_arguments_of_trigger_that_no_job_would_take_are_told_without_a_job(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trigger", str(tmp_path), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert said.count("\n") == 1
+    assert main(["trigger", str(tmp_path), "--target", "train_actor"]) == 1
