@@ -218,10 +218,13 @@ def _opened(directory: Path) -> Directory:
 
 def _descend(top: Directory, names: Address, owner: Owner | None, create: int | None) -> Directory:
     """The directory that `names` lead to, each from the one above it; `top` stays open."""
-    current = top.again()
+    current = top
     for name in names:
-        with current:
+        try:
             below = current.child(name, create=create)
+        finally:
+            if current is not top:
+                current.close()
         try:
             if owner is not None:
                 below.check(owner)
@@ -229,4 +232,4 @@ def _descend(top: Directory, names: Address, owner: Owner | None, create: int | 
             below.close()
             raise
         current = below
-    return current
+    return current if names else top.again()
