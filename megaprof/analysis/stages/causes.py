@@ -395,11 +395,11 @@ def _uneven_microbatches(target: TargetStages) -> Iterator[Cause]:
 
 
 def _work_or_rank(stage: Stage) -> str:
-    """Whether forwards and backwards agree which microbatches are long; empty where that is not clear."""
+    """What forwards and backwards that agree which microbatches are long, or do not, say of the reason."""
     keys, own = _relative([_by_microbatch(stage, kind) for kind in ranges.PASSES[:2]])
     agree = _agreement(own)
     if len(keys) < _FEWEST_TO_AGREE or _NO_PATTERN < agree <= AGREE:
-        return ""
+        return "; whether their work differs or something disturbs this rank is not known"
     told = f"its forwards and backwards {'agree' if agree > AGREE else 'do not agree'} which ones are long"
     what = "they differ in work there" if agree > AGREE else "something disturbs this rank, and their work is not why"
     return f"; {told} (correlation {agree:.2f}): {what}"

@@ -92,6 +92,9 @@ def test_forwards_and_backwards_tell_uneven_work_of_one_stage_from_a_disturbed_r
     found = of_stage(tmp_path / "rank", 1)
     assert "do not agree which ones are long" in found
     assert "something disturbs this rank, and their work is not why" in found
+    write(replace(uneven, target="train_log_probs"), tmp_path / "forwards")
+    found = of_stage(tmp_path / "forwards", 1)
+    assert found.endswith("; whether their work differs or something disturbs this rank is not known")
 
 
 def of_stage(directory: Path, stage: int) -> str:
