@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +72,8 @@ class Writer:
         _writers.add(self)
 
     def _start_afresh(self) -> None:
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: deque[_Task] = deque()  # the first one is being done
         self._idle = threading.Condition()  # over an RLock: a signal handler may flush in the middle of submit
-        self._pending = 0
         self._waiting: dict[Artifact, int] = {}  # to bytes of its raw file
         self._thread: threading.Thread | None = None
         self._cleaned: set[Path] = set()
@@ -87,7 +86,7 @@ class Writer:
     @property
     def pending(self) -> bool:
         """True while something that was handed over is not finished."""
-        return self._pending > 0
+        return bool(self._tasks)
 
     def raw_path(self, final: Path) -> Path:
         """Where the raw file of ``final`` is to be written: in local scratch, where there is one with room, else hidden
@@ -156,7 +155,9 @@ class Writer:
         """Wait for every queued file; False, and a log line that names what is missing, after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         with self._idle:
-            while self._pending:
+            if self._tasks:
+                self._start()  # the host may have interrupted the one who should have
+            while self._tasks:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     missing = ", ".join(str(artifact.final) for artifact in self._waiting)
@@ -173,7 +174,7 @@ class Writer:
         if self._closed:
             return self.flush(timeout)
         self._closed = True
-        if self._hook is not None and (self._any_written or self._pending):
+        if self._hook is not None and (self._any_written or self._tasks):
             self._put(self._announce)
         done = self.flush(timeout)
         if not done:
@@ -183,9 +184,7 @@ class Writer:
         if self._remote is not None:
             self._remote.close()
         with self._idle:
-            if self._thread is not None:
-                self._thread = None
-                self._tasks.put(None)
+            self._idle.notify_all()  # the thread ends
         return done
 
     def _give_up(self) -> None:
@@ -201,20 +200,35 @@ class Writer:
 
     def _put(self, task: _Task) -> None:
         with self._idle:
-            self._pending += 1
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="megaprof-writer", daemon=True)
-                try:
-                    thread.start()
-                    self._thread = thread
-                except RuntimeError:  # Python 3.12 starts no thread while the interpreter shuts down
-                    self._do(task)
-                    return
-        self._tasks.put(task)
+            self._tasks.append(task)  # queued and counted at once: the host may raise an exception behind any line
+            self._start()
+
+    def _start(self) -> None:
+        """Have the thread do what is queued. With the lock held."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="megaprof-writer", daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:  # Python 3.12 starts no thread while the interpreter shuts down
+                while self._tasks:
+                    self._do(self._tasks[0])
+        self._idle.notify_all()
 
     def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
+        while (task := self._next()) is not None:
             self._do(task)
+
+    def _next(self) -> _Task | None:
+        """Wait for a task; None: this thread's work is over."""
+        with self._idle:
+            while self._thread is threading.current_thread():
+                if self._tasks:
+                    return self._tasks[0]
+                if self._closed:
+                    self._thread = None
+                else:
+                    self._idle.wait()
+        return None
 
     def _do(self, task: _Task) -> None:
         try:
@@ -226,12 +240,12 @@ class Writer:
         finally:
             busy = self._busy
             try:
-                if self._pending == 1:
+                if len(self._tasks) == 1:
                     self._rest()
             finally:
                 with self._idle:
-                    self._pending -= 1
-                    more = self._pending > 0
+                    self._tasks.popleft()
+                    more = bool(self._tasks)
                     self._idle.notify_all()
             if more and busy is not None:  # something came meanwhile
                 self._work_in(busy)

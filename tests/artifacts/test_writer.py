@@ -252,3 +252,20 @@ def test_a_forked_child_waits_for_nothing_and_finishes_nothing_of_its_parent(tmp
     ran = subprocess.run([sys.executable, "-c", FORK, tmp_path], timeout=120, cwd=os.getcwd())
     assert ran.returncode == 0
     assert listing(tmp_path) == ["child.gz", "t.gz"]
+
+
+def test_an_exception_of_the_hosts_while_a_task_is_queued_leaves_nothing_to_wait_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal handler of the host's may raise in any line."""
+    writer, done = Writer(), []
+
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.run(lambda: done.append(1))
+    assert writer.close(timeout=30.0)
+    assert (done, writer.pending) == ([1], False)
