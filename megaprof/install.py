@@ -137,13 +137,8 @@ class Handle:
 
     def _finish(self, session: Session | None, reason: str, seconds: float) -> None:
         """Close an open window, finish every file within ``seconds``, and say what there is."""
-
-        def close_window() -> None:
-            if session is not None:
-                session.finish(reason)
-
         in_full(
-            close_window,
+            *([] if session is None else [partial(session.finish, reason)]),
             *([] if self._timeline is None else [self._timeline.close]),
             *([] if self._writer is None else [partial(self._writer.close, seconds)]),
             *([] if self._listener is None else [self._listener.close]),

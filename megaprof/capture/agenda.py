@@ -138,9 +138,8 @@ class Agenda:
         return begun
 
     def concerns(self, step: Step) -> bool:
-        """Whether anything is to be done with ``step``, which has begun: with most of them nothing is, and that is
-        known at once."""
-        entry = self._entries[step.target, step.role]
+        """Whether anything is to be done with ``step``: with most of them nothing is, and that is known at once."""
+        entry = self._entry(step.target, step.role)
         if entry.plan is None:
             return False
         return bool(entry.owed) or entry.plan.action(step.number, step.index) is not Action.NOTHING
@@ -218,7 +217,7 @@ class Agenda:
                 yield from (f"{whose}: {missing}" for missing in _missing(entry))
 
     def _ran(self, step: Step) -> None:
-        entry = self._entries.get((step.target, step.role)) or self._entry(step.target, step.role)
+        entry = self._entry(step.target, step.role)
         if entry.seen:
             entry.seen[1] = step.number
         else:

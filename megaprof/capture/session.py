@@ -145,7 +145,7 @@ class Session:
                 with self._held:
                     self._change_windows(facts, step, begun)
             elif self._termination is not None and self._termination.armed:
-                self._termination.settle()
+                self._termination.settle()  # the last window's files may be written by now
             return self._record(facts, step)
         except BaseException as fault:
             if not contained("opening a window", self.abandon, fault):

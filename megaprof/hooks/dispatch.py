@@ -196,7 +196,7 @@ class Dispatcher:
         in_full(*ranges, *(session.abandon for session in self._dropped))
         self._recording, self._dropped = None, []
 
-    def innermost(self, chunk: Any) -> Any:
+    def unwrapped(self, chunk: Any) -> Any:
         """The model inside the wrappers of ``chunk``."""
         found = self._found
         known = found[1]() if found is not None and found[0]() is chunk else None

@@ -17,7 +17,7 @@ def patch_finalize(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     Hosts set it on the config (after hooks may have gone in, or for every ``train()`` anew), and the schedules read it
     from there at the end of a step (0.12 to 0.19): so it is hooked per recorded call, and put back when the call ends.
     """
-    config = getattr(dispatcher.innermost(chunks[0]), "config", None) if chunks else None
+    config = getattr(dispatcher.unwrapped(chunks[0]), "config", None) if chunks else None
     original = getattr(config, "__dict__", {}).get(_FINALIZE)
     if original is None:
         return

@@ -24,7 +24,7 @@ def _iteration() -> int | None:
 
     It continues across a resume, which is what --profile-step-start counts in, too. None outside ``train()``.
     """
-    value = getattr(_global("_GLOBAL_ARGS"), "curr_iteration", None)
+    value = getattr(_arguments(), "curr_iteration", None)
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
