@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu lint format schemas dist \
-    bench bench-capture bench-overhead bench-report bench-scale bench-timeline bench-whatif clean docs
+    bench bench-capture bench-overhead bench-replay bench-report bench-scale bench-timeline bench-whatif clean docs
 
 # In an environment with only what it needs, of which torch is most; in .venv where that is there already.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
@@ -197,13 +197,16 @@ gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/ready)
 	$(PYTHON_GPU) -m megaprof.testing.gpu --json gpu.json --docs docs/gpu.md $(ARGS)
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-overhead bench-report bench-timeline bench-scale bench-whatif
+bench: bench-capture bench-overhead bench-replay bench-report bench-timeline bench-scale bench-whatif
 
 bench-capture: .venv/ready
 	$(BIN)/python -m tests.benchmarks.capture $(or $(ARGS),--pairs 5)
 
 bench-overhead: .venv/ready
 	$(BIN)/python -m tests.benchmarks.overhead $(ARGS)
+
+bench-replay: .venv/ready
+	$(BIN)/python -m tests.benchmarks.replay $(ARGS)
 
 bench-report: .venv/bench
 	$(BIN)/python -m tests.benchmarks.report $(ARGS)
