@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megaprof.analysis.what_if.orders import PipelineSchedule, phase_order
+from megaprof.parallel.schedules import PipelineSchedule, phase_order
 from tests.analysis.synthetic import MS, TraceBuilder, chunk
 
 GROUPS = {

@@ -17,10 +17,11 @@ import numpy as np
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.gpu import Peak, memory_of
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, total, union
-from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass, PassId
+from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass
 from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
+from megaprof.parallel.schedules import PassId
 
 #: The groups whose communication is split apart, in the order of the report's ``exposed_ms``.
 GROUPS = ("tp", "ep", "cp", "pp", "dp")

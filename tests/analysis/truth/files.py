@@ -64,14 +64,12 @@ def write(pipeline: Pipeline, run: Run, directory: Path) -> None:
 
 def sizes_of(pipeline: Pipeline) -> ParallelSizes:
     groups = {f.group for f in pipeline.faults if f.kind == "communication"}
-    return ParallelSizes(
-        tp=max(pipeline.peers, 2 if "tp" in groups else 1),
-        pp=pipeline.stages,
-        cp=2 if "cp" in groups else 1,
-        ep=2 if "ep" in groups else 1,
-        dp=pipeline.replicas,
-        vpp=pipeline.chunks,
-    )
+    tp, cp, ep = (2 if axis in groups else 1 for axis in ("tp", "cp", "ep"))
+    tp = max(tp, pipeline.peers)
+    # Expert-parallel ranks are tensor-, context- and data-parallel ones: where there is one replica, another was not
+    # captured.
+    beside = pipeline.replicas * tp * cp % ep
+    return ParallelSizes(tp=tp, pp=pipeline.stages, cp=cp, ep=ep, dp=pipeline.replicas + beside, vpp=pipeline.chunks)
 
 
 @dataclass(frozen=True)
