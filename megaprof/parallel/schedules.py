@@ -1,8 +1,10 @@
-"""The order in which Megatron's schedules run phases, and when their stages exchange tensors.
+"""Pipeline schedules as data: which pass each stage runs when, which pass needs the result of which, and who exchanges
+with whom. Everything else in megaprof that asks one of these reads it here.
 
-Source of every rule: ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19 agree): ``get_schedule_table``,
-``get_pp_rank_microbatches``, ``recv_tensor_from_previous_stage`` and the loops of the three
-``forward_backward_*`` functions. The tests compare both functions here with those schedules as they really run.
+Source of Megatron's rules: ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19 agree), that is
+``get_schedule_table``, ``get_pp_rank_microbatches``, ``recv_tensor_from_previous_stage`` and the loops of the three
+``forward_backward_*`` functions; and ``p2p_communication.py``. The tests compare all of it with those schedules as they
+really run.
 """
 
 from __future__ import annotations
@@ -44,6 +46,58 @@ class SendReceive(NamedTuple):
     """From the stage behind: the input of the own backward."""
 
 
+#: What each of Megatron's exchanges transfers, as the fields of `SendReceive`: functions of ``p2p_communication`` up to
+#: 0.13, methods of ``P2PCommunicator`` from 0.14.
+EXCHANGES = {
+    "recv_forward": ("recv_prev",),
+    "recv_backward": ("recv_next",),
+    "send_forward": ("send_next",),
+    "send_backward": ("send_prev",),
+    "send_forward_recv_backward": ("send_next", "recv_next"),
+    "send_backward_recv_forward": ("send_prev", "recv_prev"),
+    "send_forward_recv_forward": ("send_next", "recv_prev"),
+    "send_backward_recv_backward": ("send_prev", "recv_next"),
+    "send_forward_backward_recv_forward_backward": SendReceive._fields,
+}
+#: The transfers whose tensors are the inputs of one kind of pass; the others are those of the other kind. With
+#: ``overlap_p2p_comm`` a handle of the transfer's name is waited for.
+SENDS = {"forward": "send_next", "backward": "send_prev"}
+RECEIVES = {"forward": "recv_prev", "backward": "recv_next"}
+
+
+class Placement(NamedTuple):
+    """Which part of the model a chunk of a stage holds: chunk 0 of all stages in turn, then chunk 1, and so on."""
+
+    stages: int
+    """Pipeline stages."""
+    chunks: int = 1
+    """Model chunks of each."""
+
+    def consumer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
+        """Returns the stage and chunk that the result of a forward or backward goes to; None behind the last one."""
+        return self._beside(stage, chunk, 1 if kind == "forward" else -1)
+
+    def producer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
+        """Returns the stage and chunk where the input of a forward or backward comes from; None for the model's first
+        forward, and for the backward that follows the loss."""
+        return self._beside(stage, chunk, -1 if kind == "forward" else 1)
+
+    def previous(self, stage: int) -> int | None:
+        """Returns the stage that sends to the forwards of ``stage``; None if there is none."""
+        return self._neighbour(stage, self.producer("forward", stage, self.chunks - 1))
+
+    def following(self, stage: int) -> int | None:
+        """Returns the stage that receives from the forwards of ``stage``; None if there is none."""
+        return self._neighbour(stage, self.consumer("forward", stage, 0))
+
+    def _beside(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
+        piece = chunk * self.stages + stage + step
+        return (piece % self.stages, piece // self.stages) if 0 <= piece < self.stages * self.chunks else None
+
+    def _neighbour(self, stage: int, place: tuple[int, int] | None) -> int | None:
+        return place[0] if place is not None and place[0] != stage else None
+
+
 class PipelineSchedule(NamedTuple):
     """What determines the order of passes; make it with `PipelineSchedule.checked`."""
 
@@ -64,6 +118,11 @@ class PipelineSchedule(NamedTuple):
     def kinds(self) -> tuple[str, ...]:
         """The kinds of passes that it has."""
         return ("forward",) if self.forward_only else ("forward", "backward")
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parts of the model are."""
+        return Placement(self.stages, self.chunks)
 
     @classmethod
     def checked(
@@ -161,14 +220,8 @@ def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
 def producer(schedule: PipelineSchedule, stage: int, which: PassId) -> tuple[int, PassId] | None:
     """Returns the stage and the pass there whose result is the input of a pass on ``stage``; None for the first
     forward of the model, and for the backward that follows the loss."""
-    last, last_chunk = schedule.stages - 1, schedule.chunks - 1
-    if which.kind == "forward":
-        if stage:
-            return stage - 1, which
-        return (last, which._replace(chunk=which.chunk - 1)) if which.chunk else None
-    if stage < last:
-        return stage + 1, which
-    return (0, which._replace(chunk=which.chunk + 1)) if which.chunk < last_chunk else None
+    place = schedule.placement.producer(which.kind, stage, which.chunk)
+    return None if place is None else (place[0], which._replace(chunk=place[1]))
 
 
 def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
@@ -222,12 +275,9 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
     all_in_warmup = warmup == total
 
     def consumer(phase: PassId) -> PassId | None:
-        """The phase of the stage after this one (before it, for a backward) that waits for the result of ``phase``."""
-        if phase.kind == "forward":
-            chunk = phase.chunk + last
-            return phase._replace(chunk=chunk) if chunk <= last_chunk else None
-        chunk = phase.chunk - first
-        return phase._replace(chunk=chunk) if chunk >= 0 else None
+        """The pass on the stage after this one (before it, for a backward) that waits for the result of ``phase``."""
+        place = schedule.placement.consumer(phase.kind, stage, phase.chunk)
+        return None if place is None else phase._replace(chunk=place[1])
 
     def received(order: tuple[PassId, ...], index: int) -> PassId | None:
         """What arrives in the exchange after phase ``index`` of ``order``: the next phase's input, or, on the stage
