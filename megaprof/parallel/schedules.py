@@ -3,27 +3,31 @@ with whom. Everything else in megaprof that asks one of these reads it here.
 
 Source of Megatron's rules: ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19 agree), that is
 ``get_schedule_table``, ``get_pp_rank_microbatches``, ``recv_tensor_from_previous_stage`` and the loops of the three
-``forward_backward_*`` functions; and ``p2p_communication.py``. The tests compare all of it with those schedules as they
-really run.
+``forward_backward_*`` functions; ``combined_1f1b.py``; and ``p2p_communication.py``. The tests compare all of it with
+those schedules as they really run. Orders that Megatron does not have are in `zero_bubble`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from itertools import chain
+from typing import NamedTuple
 
-T = TypeVar("T")
+from megaprof.parallel import zero_bubble
 
 SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
 """Names for Megatron's three ``forward_backward_*`` functions: no pipelining, without and with interleaving."""
+SPLIT_SCHEDULES = tuple(zero_bubble.ORDERS)
+"""Schedules that run the two halves of a backward apart."""
+_V_SHAPED = ("zbv", "dualpipev")
 
 
 class PassId(NamedTuple):
     """Which of a stage's passes: one microbatch forward or backward through one model chunk."""
 
     kind: str
-    """``forward`` or ``backward``."""
+    """``forward`` or ``backward``; where that is split ``backward`` is the half that makes the gradient of the input,
+    and ``weight`` the other one."""
     chunk: int
     """Model chunk of the stage, from 0."""
     microbatch: int
@@ -66,43 +70,54 @@ RECEIVES = {"forward": "recv_prev", "backward": "recv_next"}
 
 
 class Placement(NamedTuple):
-    """Which part of the model a chunk of a stage holds: chunk 0 of all stages in turn, then chunk 1, and so on."""
+    """Which piece of the model each chunk of a stage holds: chunk 0 of all stages in turn, then chunk 1, and so on."""
 
     stages: int
     """Pipeline stages."""
     chunks: int = 1
     """Model chunks of each."""
+    v_shaped: bool = False
+    """Whether the stages take every other chunk in reverse, so that the last one goes on with its own result."""
 
     def consumer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
         """Returns the stage and chunk that the result of a forward or backward goes to; None behind the last one."""
-        return self._beside(stage, chunk, 1 if kind == "forward" else -1)
+        return None if kind == "weight" else self._beside(stage, chunk, 1 if kind == "forward" else -1)
 
     def producer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
         """Returns the stage and chunk where the input of a forward or backward comes from; None for the model's first
         forward, and for the backward that follows the loss."""
-        return self._beside(stage, chunk, -1 if kind == "forward" else 1)
+        return None if kind == "weight" else self._beside(stage, chunk, -1 if kind == "forward" else 1)
 
     def previous(self, stage: int) -> int | None:
-        """Returns the stage that sends to the forwards of ``stage``; None if there is none."""
-        return self._neighbour(stage, self.producer("forward", stage, self.chunks - 1))
+        """Returns the stage before ``stage`` in the pipeline, or the far end of it where chunks make a ring; else
+        None."""
+        return stage - 1 if stage else self.stages - 1 if self._ring else None
 
     def following(self, stage: int) -> int | None:
-        """Returns the stage that receives from the forwards of ``stage``; None if there is none."""
-        return self._neighbour(stage, self.consumer("forward", stage, 0))
+        """Returns the stage behind ``stage``, likewise."""
+        return stage + 1 if stage < self.stages - 1 else 0 if self._ring else None
+
+    @property
+    def _ring(self) -> bool:
+        return min(self.stages, self.chunks) > 1 and not self.v_shaped
 
     def _beside(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
-        piece = chunk * self.stages + stage + step
-        return (piece % self.stages, piece // self.stages) if 0 <= piece < self.stages * self.chunks else None
+        piece = chunk * self.stages + self._along(stage, chunk) + step
+        if not 0 <= piece < self.stages * self.chunks:
+            return None
+        chunk, place = divmod(piece, self.stages)
+        return self._along(place, chunk), chunk
 
-    def _neighbour(self, stage: int, place: tuple[int, int] | None) -> int | None:
-        return place[0] if place is not None and place[0] != stage else None
+    def _along(self, stage: int, chunk: int) -> int:
+        """The stage's turn among the stages, or the stage whose turn it is."""
+        return self.stages - 1 - stage if self.v_shaped and chunk % 2 else stage
 
 
 class PipelineSchedule(NamedTuple):
     """What determines the order of passes; make it with `PipelineSchedule.checked`."""
 
     name: str
-    """One of `SCHEDULES`."""
+    """One of `SCHEDULES` or `SPLIT_SCHEDULES`."""
     stages: int
     """Pipeline stages."""
     chunks: int
@@ -113,16 +128,20 @@ class PipelineSchedule(NamedTuple):
     """Microbatches that pass one chunk before the next one's turn; only the interleaved schedule looks at it."""
     forward_only: bool = False
     """Whether there are no backwards."""
+    combined: bool = False
+    """Whether a forward and a backward that follow each other run as one (``overlap_moe_expert_parallel_comm``)."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of passes that it has."""
-        return ("forward",) if self.forward_only else ("forward", "backward")
+        if self.forward_only:
+            return ("forward",)
+        return ("forward", "backward", "weight") if self.name in SPLIT_SCHEDULES else ("forward", "backward")
 
     @property
     def placement(self) -> Placement:
         """Where the parts of the model are."""
-        return Placement(self.stages, self.chunks)
+        return Placement(self.stages, self.chunks, self.name in _V_SHAPED)
 
     @classmethod
     def checked(
@@ -134,8 +153,9 @@ class PipelineSchedule(NamedTuple):
         name: str | None = None,
         group_size: int | None = None,
         forward_only: bool = False,
+        combined: bool = False,
     ) -> PipelineSchedule:
-        """The schedule that Megatron would run, or a refusal where Megatron refuses.
+        """The schedule that Megatron (of `SPLIT_SCHEDULES`: torch) would run, or a refusal where it refuses.
 
         ``name`` None: no_pipelining for one stage, 1f1b for one chunk a stage, else interleaved, as Megatron's
         ``get_forward_backward_func`` chooses. ``group_size``: ``microbatch_group_size_per_vp_stage``, by default the
@@ -143,7 +163,7 @@ class PipelineSchedule(NamedTuple):
 
         Raises:
             ValueError: unknown name, a count below 1, a name that does not fit stages and chunks, or microbatches
-                that the interleaved schedule refuses.
+                that the schedule refuses.
         """
         for label, value in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
             _check_count(label, value)
@@ -151,8 +171,11 @@ class PipelineSchedule(NamedTuple):
             _check_count("microbatch_group_size", group_size)
         if name is None:
             name = "no_pipelining" if stages == 1 else "1f1b" if chunks == 1 else "interleaved"
-        if name not in SCHEDULES:
-            raise ValueError(f"schedule={name!r} is unknown, expected one of {', '.join(SCHEDULES)} (or None)")
+        if name not in SCHEDULES + SPLIT_SCHEDULES:
+            known = ", ".join(SCHEDULES + SPLIT_SCHEDULES)
+            raise ValueError(f"schedule={name!r} is unknown, expected one of {known} (or None)")
+        if name in SPLIT_SCHEDULES:
+            return cls(name, stages, chunks, microbatches, stages)._checked_split(forward_only, combined)
         if name == "no_pipelining" and stages > 1:
             raise ValueError(f"schedule='no_pipelining' runs on one stage, got {stages}")
         if name != "interleaved" and chunks > 1:
@@ -172,17 +195,36 @@ class PipelineSchedule(NamedTuple):
                     f"interleaved schedule wants a multiple of microbatch_group_size={group}, or at least {stages} "
                     "(the number of stages) in the last group"
                 )
-        return cls(name, stages, chunks, microbatches, group, forward_only)
+        if combined and name == "1f1b":
+            raise ValueError("combined=True needs schedule='interleaved' or one stage, got '1f1b'")
+        return cls(name, stages, chunks, microbatches, group, forward_only, combined and not forward_only)
+
+    def _checked_split(self, forward_only: bool, combined: bool) -> PipelineSchedule:
+        chunks = 2 if self.name in _V_SHAPED else 1
+        if forward_only or combined:
+            raise ValueError(f"schedule={self.name!r} has backwards, and runs them alone")
+        if self.stages == 1 or self.chunks != chunks:
+            raise ValueError(
+                f"schedule={self.name!r} needs at least 2 stages with {chunks} model chunks each, got {self.stages} "
+                f"with {self.chunks}"
+            )
+        if self.name == "dualpipev" and self.microbatches < 2 * self.stages:
+            raise ValueError(
+                f"microbatches={self.microbatches} are fewer than schedule='dualpipev' needs, {2 * self.stages} "
+                f"(twice the number of stages)"
+            )
+        return self
 
     def warmup(self, stage: int) -> int:
-        """How many forwards ``stage`` runs before its first backward follows one (``get_pp_rank_microbatches``)."""
+        """How many forwards ``stage`` runs before its first backward follows one (``get_pp_rank_microbatches``); not of
+        `SPLIT_SCHEDULES`."""
         total = self.chunks * self.microbatches
         if self.forward_only:
             return total
         behind = self.stages - stage - 1
         if self.name == "interleaved":
             behind = 2 * behind + (self.chunks - 1) * self.group_size
-        return min(behind, total)
+        return min(behind + self.combined, total)
 
 
 @lru_cache(maxsize=16)
@@ -205,16 +247,25 @@ def backward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
     return tuple(PassId("backward", last - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
 
 
-def arrange(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[T]:
-    """The three parts of all schedules: warm-up forwards, one forward and one backward in turn, other backwards."""
-    steady = [item for pair in zip(forwards[warmup:], backwards, strict=False) for item in pair]
-    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
+def turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
+    """Returns what ``stage`` runs, in order. The passes of one turn run as one: it begins when all their inputs are
+    there, and what they make is there when it ends."""
+    if schedule.name in SPLIT_SCHEDULES:
+        order = zero_bubble.ORDERS[schedule.name](schedule.stages, schedule.microbatches, stage)
+        return [tuple(PassId(*each) for each in turn) for turn in order]
+    forwards, backwards = forward_order(schedule), () if schedule.forward_only else backward_order(schedule)
+    warmup = schedule.warmup(stage)
+    steady = zip(forwards[warmup:], backwards, strict=False)
+    return [
+        *((each,) for each in forwards[:warmup]),
+        *(steady if schedule.combined else ((each,) for pair in steady for each in pair)),
+        *((each,) for each in backwards[len(forwards) - warmup :]),
+    ]
 
 
 def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
-    """The phases that ``stage`` runs, in Megatron's order."""
-    backwards = () if schedule.forward_only else backward_order(schedule)
-    return arrange(forward_order(schedule), backwards, schedule.warmup(stage))
+    """Returns the passes that ``stage`` runs, in order."""
+    return list(chain.from_iterable(turns(schedule, stage)))
 
 
 def producer(schedule: PipelineSchedule, stage: int, which: PassId) -> tuple[int, PassId] | None:
@@ -228,7 +279,7 @@ def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendR
     """The phases of `phase_order` with the exchanges between them, for communication that is not overlapped.
 
     That is 1F1B, and the interleaved schedule with ``overlap_p2p_comm`` off. Calls that neither send nor receive are
-    left out.
+    left out. `SPLIT_SCHEDULES` overlap their exchanges, and have no such program.
     """
     if schedule.name == "interleaved":
         program = _interleaved_program(schedule, stage)

@@ -7,7 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaprof.parallel.schedules import EXCHANGES, PassId, PipelineSchedule, SendReceive, phase_order, stage_program
+from megaprof.parallel.schedules import (
+    EXCHANGES,
+    SPLIT_SCHEDULES,
+    PassId,
+    PipelineSchedule,
+    SendReceive,
+    phase_order,
+    stage_program,
+    turns,
+)
 
 # (stages, chunks, microbatches, group size, forward only, overlapped p2p)
 REAL_CASES = [
@@ -201,15 +210,17 @@ def test_tables_and_warmup_counts_are_megatron_cores():
                 pp_group=SimpleNamespace(size=lambda p=schedule.stages: p, rank=lambda s=stage: s),
                 virtual_pipeline_model_parallel_size=schedule.chunks,
             )
-            _, _, warmup, _ = schedules.get_pp_rank_microbatches(
-                schedule.microbatches,
-                schedule.chunks,
-                schedule.group_size,
-                forward_only=schedule.forward_only,
-                overlap_moe_expert_parallel_comm=False,
-                p2p_communicator=communicator,
-            )
-            assert schedule.warmup(stage) == warmup
+            for combined in (False, True):
+                _, _, warmup, _ = schedules.get_pp_rank_microbatches(
+                    schedule.microbatches,
+                    schedule.chunks,
+                    schedule.group_size,
+                    forward_only=schedule.forward_only,
+                    overlap_moe_expert_parallel_comm=combined,
+                    p2p_communicator=communicator,
+                )
+                only = schedule._replace(combined=combined and not schedule.forward_only)
+                assert only.warmup(stage) == warmup
             seen += 1
     assert seen > 500
 
@@ -250,9 +261,72 @@ def test_every_phase_runs_once_and_every_transfer_has_both_ends():
         assert all(sorted(both) == [False, True] for both in ends.values())
 
 
+def as_torch_has_it(name: str, stages: int, microbatches: int, stage: int) -> list[tuple[PassId, ...]]:
+    """A rank's turns in torch's schedule of that name."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    made = {"zb_h1": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}[name]
+    schedule = object.__new__(getattr(schedules, f"Schedule{made}"))
+    schedule.pp_group_size, schedule._n_microbatches = stages, microbatches
+    schedule.n_local_stages = 1 if name == "zb_h1" else 2
+    schedule.num_stages = stages * schedule.n_local_stages
+    schedule.microbatches_per_round = microbatches
+    kinds = {"FORWARD": "forward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weight"}
+    turns = []
+    for action in schedule._calculate_single_rank_operations(stage):
+        if action is None:
+            continue
+        turn = []
+        for each in action.sub_actions or (action,):
+            chunk = int(each.stage_index >= stages)
+            kind = each.computation_type.name
+            both = ["backward", "weight"] if kind == "FULL_BACKWARD" else [kinds[kind]]
+            turn += [PassId(one, chunk, each.microbatch_index) for one in both]
+        turns.append(tuple(turn))
+    return turns
+
+
+@pytest.mark.parametrize("name", SPLIT_SCHEDULES)
+def test_orders_that_split_the_backward_are_torchs(name):
+    seen = 0
+    for stages in range(2, 9):
+        for microbatches in (*range(1, 21), 40):
+            try:
+                schedule = PipelineSchedule.checked(stages, 1 if name == "zb_h1" else 2, microbatches, name=name)
+            except ValueError:
+                assert name == "dualpipev"
+                assert microbatches < 2 * stages
+                continue
+            for stage in range(stages):
+                assert turns(schedule, stage) == as_torch_has_it(name, stages, microbatches, stage)
+                order = phase_order(schedule, stage)
+                assert len(set(order)) == len(order) == 3 * schedule.chunks * microbatches
+                seen += 1
+    assert seen > 100
+
+
+def test_a_v_shape_goes_back_from_the_last_stage():
+    placement = PipelineSchedule.checked(3, 2, 6, name="dualpipev").placement
+    way, place = [], (0, 0)
+    while place is not None:
+        way.append(place)
+        place = placement.consumer("forward", *place)
+    assert way == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert [placement.producer("backward", *place) for place in way] == [*way[1:], None]
+    assert [placement.consumer("backward", *place) for place in way] == [None, *way[:-1]]
+    assert placement.consumer("weight", 1, 0) is placement.producer("weight", 1, 0) is None
+    assert [placement.previous(stage) for stage in range(3)] == [None, 0, 1]
+    assert [placement.following(stage) for stage in range(3)] == [1, 2, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"name": "zb_h1", "chunks": 2}, ["zb_h1", "1 model chunks"]),
+        ({"name": "zbv"}, ["zbv", "2 model chunks"]),
+        ({"name": "zbv", "chunks": 2, "stages": 1}, ["zbv", "2 stages"]),
+        ({"name": "zbv", "chunks": 2, "forward_only": True}, ["zbv"]),
+        ({"name": "dualpipev", "chunks": 2, "microbatches": 7}, ["microbatches=7", "8"]),
+        ({"combined": True}, ["combined=True", "1f1b"]),
         ({"name": "zero_bubble"}, ["zero_bubble", "1f1b", "interleaved"]),
         ({"stages": 0}, ["stages", "0"]),
         ({"microbatches": 0}, ["microbatches", "0"]),
