@@ -10,8 +10,8 @@ PYTEST := $(BIN)/python -m pytest
 # JOBS=4 runs four files of tests at once, on a machine with cores to spare: most tests start two ranks of their own.
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
-.PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu lint format schemas dist \
-    bench bench-capture bench-overhead bench-report bench-scale bench-timeline bench-whatif clean docs
+.PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
+    bench bench-capture bench-overhead bench-replay bench-report bench-scale bench-timeline bench-truth bench-whatif clean docs
 
 # In an environment with only what it needs, of which torch is most; in .venv where that is there already.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
@@ -191,19 +191,32 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	    numpy==1.26.4 pyarrow==20.0.0
 	touch $@
 
-# Everything that needs a GPU, on a machine that has one; see docs/gpu.md. PYTHON_GPU: an interpreter with CUDA's torch.
+# Everything that needs a GPU, on a machine that has one; see docs/gpu.md. PYTHON_GPU: an interpreter with CUDA's torch,
+# from an image perhaps that has nothing else. `make gpu-packages` puts what else it needs into build/gpu, here or on
+# another machine, for the Python of that image: build/gpu travels with the checkout, and PYTHONPATH=build/gpu names it.
 PYTHON_GPU ?= $(BIN)/python
 gpu: $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/ready)
-	$(PYTHON_GPU) -m megaprof.testing.gpu --json gpu.json --docs docs/gpu.md $(ARGS)
+	$(PYTHON_GPU) setup.py --quiet build_ext --inplace || true
+	$(PYTHON_GPU) -m tests.gpu --docs docs/gpu.md $(ARGS)
+
+GPU_PYTHON_VERSION ?= 3.12
+gpu-packages:
+	$(PYTHON) -m pip install --quiet --disable-pip-version-check --upgrade --no-deps --no-compile --target build/gpu \
+	    --python-version $(GPU_PYTHON_VERSION) --only-binary :all: \
+	    $(foreach each,2_28 2_27 2_17 2_24,--platform manylinux_$(each)_x86_64) --platform manylinux2014_x86_64 \
+	    "$(MEGATRON_CORE)" fsspec isal jinja2 markdown-it-py markupsafe mdurl msgspec nvtx pygments rich
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-overhead bench-report bench-timeline bench-scale bench-whatif
+bench: bench-capture bench-overhead bench-replay bench-report bench-timeline bench-scale bench-truth bench-whatif
 
 bench-capture: .venv/ready
 	$(BIN)/python -m tests.benchmarks.capture $(or $(ARGS),--pairs 5)
 
 bench-overhead: .venv/ready
 	$(BIN)/python -m tests.benchmarks.overhead $(ARGS)
+
+bench-replay: .venv/ready
+	$(BIN)/python -m tests.benchmarks.replay $(ARGS)
 
 bench-report: .venv/bench
 	$(BIN)/python -m tests.benchmarks.report $(ARGS)
@@ -213,6 +226,10 @@ bench-timeline: .venv/ready
 
 bench-whatif: .venv/ready
 	$(BIN)/python -m tests.benchmarks.whatif $(ARGS)
+
+# One pipeline of it: make bench-truth ARGS="--seed 20261122 --only 17 --keep DIR"
+bench-truth: .venv/ready
+	$(BIN)/python -m tests.benchmarks.truth $(ARGS)
 
 # 16,384 ranks; a quick one: make bench-scale ARGS="--ranks 1024"
 bench-scale: .venv/ready

@@ -9,6 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -158,16 +159,22 @@ def analyzed(
     """The report on the run with this ``number`` (from 1; None: the newest). Raises CommandError, and UsageError where
     there is no such run."""
     from megaprof.analysis.report.report import NoCluster, NoSuchRun, NothingToReport, analyze
+    from megaprof.metrics.look import last_stand
 
     try:
         with progress("reading") as advance:
-            return analyze(directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number, sizes=sizes)
+            report = analyze(
+                directory, workers=workers or os.cpu_count() or 1, progress=advance, run=number, sizes=sizes
+            )
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None
     except NoCluster as fault:
         raise CommandError(f"--workers {workers}: {fault}") from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
+    # The status files are those of the newest run, and lie beside its files on a file system of this machine.
+    local = number is None and isinstance(directory, Path) and directory.is_dir()
+    return replace(report, standstill=last_stand(directory)) if local else report
 
 
 def _json(report: Report) -> str:

@@ -144,7 +144,7 @@ def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call
         slow = [s for s in each.stragglers if s.what != "synchronisation" and s.until is None]
         suspects = {rank for s in slow for rank in s.ranks}
         places = [rank.coords for rank in fleet.series[each.key].ranks]
-        yield from detail_of(each.key, places, fleet.files[each.key], suspects)
+        yield from detail_of(each.key, places, fleet.files[each.key], suspects, each.stood_still)
 
 
 def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
@@ -156,7 +156,7 @@ def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
     places = [rank.coords for rank in fleet.series[survey.key].ranks]
     own = next(place for place in places if place.rank == worst.ranks[0])
     beside = [place for place in places if (place.dp, place.cp, place.tp) == (own.dp, own.cp, own.tp)]
-    calls = detail_of(survey.key, beside, fleet.files[survey.key])
+    calls = detail_of(survey.key, beside, fleet.files[survey.key], without=survey.stood_still)
     return SlowPipeline(worst.ranks, worst.stage, worst.peers_ms / worst.own_ms, calls) if calls else None
 
 

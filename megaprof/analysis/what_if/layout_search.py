@@ -9,8 +9,8 @@ from math import comb, inf, isfinite
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
-from megaprof.analysis.what_if.simulation import simulate
 
 _PHASES_PER_SEARCH = 12_000_000  # replayed phases; about 2 s of one core
 _FEWEST, _MOST = 100, 2000  # replays a search

@@ -1,4 +1,4 @@
-"""The job that the parts of `megaprof.testing.gpu_parts` look at: its model, its world and its steps."""
+"""The jobs that the parts look at: model, world and steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from megaprof.testing.cpu import cpu_megatron
 from megaprof.testing.gpt import BuiltGPT
 from megaprof.testing.workload import GPTWorkload
 
+WARM = 4
+"""Steps before a part measures."""
+
 
 def workload(cpu: bool, **options: Any) -> GPTWorkload:
     """What a rehearsal runs is as small as can be."""
@@ -27,14 +30,21 @@ def workload(cpu: bool, **options: Any) -> GPTWorkload:
 
 
 @contextlib.contextmanager
-def machine(cpu: bool, store: Path | None) -> Iterator[str]:
-    """The device to build on, with a world of one rank where ``store`` is given."""
+def device_of(cpu: bool) -> Iterator[str]:
+    """The device to build on."""
     with cpu_megatron() if cpu else contextlib.nullcontext():
         if not cpu:
             torch.cuda.set_device(0)
-        if store is not None:
-            dist.init_process_group("gloo" if cpu else "nccl", init_method=f"file://{store}", rank=0, world_size=1)
         yield "cpu" if cpu else "cuda"
+
+
+@contextlib.contextmanager
+def machine(cpu: bool, work: Path) -> Iterator[str]:
+    """The same, with a world of this one rank."""
+    with device_of(cpu) as device:
+        store = f"file://{work / 'store'}"
+        dist.init_process_group("gloo" if cpu else "nccl", init_method=store, rank=0, world_size=1)
+        yield device
 
 
 class Stopwatch:
@@ -63,6 +73,7 @@ class Stopwatch:
 
 
 def config(directory: Path, cpu: bool, **options: Any) -> ProfileConfig:
+    """All ranks of ``train_actor``; a rehearsal records no CUDA activity."""
     given: dict[str, Any] = {"target": ("train_actor",), "dir": str(directory), "select": "all"}
     if cpu and "torch" in options.get("tool", ("torch",)):
         given["activities"] = ("cpu",)
@@ -80,4 +91,10 @@ def train(gpt: BuiltGPT, steps: int, schedule: Stopwatch | None = None) -> list[
 
 
 def steps_from(gpt: BuiltGPT, count: int) -> dict[str, Any]:
+    """The option for the next ``count`` steps."""
     return {"steps": f"{gpt.step}:{gpt.step + count}"}
+
+
+def activities(cpu: bool) -> list[torch.profiler.ProfilerActivity]:
+    """Those of a torch profiler of the part's own."""
+    return [torch.profiler.ProfilerActivity.CPU] + ([] if cpu else [torch.profiler.ProfilerActivity.CUDA])

@@ -1,0 +1,19 @@
+"""The parts of the bench, each a module with ``run(work, cpu)``.
+
+``work`` is an empty directory, and ``cpu`` says whether this is a rehearsal without a GPU. What a part raises is its
+failure.
+"""
+
+#: What each part compares; the ones that matter most come first, because time may run out.
+PARTS = {
+    "capture": "PP=1 on NCCL, bf16: the report against CUDA events, the kernel summary against torch's key_averages()",
+    "pipeline": "PP=2 as two processes on the one GPU, through host memory: slow stage, what-if against a re-run",
+    "interleaved": "the same with two model chunks per stage",
+    "cost": "step time off, armed, ranges, CUDA only, full profiler and timeline; the end of a window against torch's",
+    "whole_graph": "full-iteration CUDA graphs: replayed steps are counted, captured, and say so",
+    "layer_graphs": "CUDA graphs of single layers: captured, and what has no ranges is said",
+    "memory": "CUDA memory history of a window, and the snapshot on out of memory",
+    "nsys": "cudaProfilerStart and Stop, seen by nsys where there is one",
+    "compiled": "layers compiled by torch.compile: captured, said in the metadata",
+    "overlap": "gradient reduction that overlaps with compute, in a group of one: group names on kernels",
+}

@@ -1,0 +1,29 @@
+"""Layers compiled by ``torch.compile``: captured, and said in the metadata."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.testing import faults
+from megaprof.testing.gpt import build
+from tests.gpu.found import Found
+from tests.gpu.job import WARM, config, hooked, machine, steps_from, train, workload
+
+
+def run(work: Path, cpu: bool) -> Found:
+    with machine(cpu, work) as device:
+        gpt = build(workload(cpu), device)
+        for layer in faults.layers(gpt.chunks):
+            layer.compile()
+        train(gpt, WARM)
+        before = gpt.parameter_digest()
+        with hooked(gpt, config(work / "traces", cpu, ranges="module", **steps_from(gpt, 1))):
+            train(gpt, 1)
+    metadata = [read_trace(path).metadata for path in find_traces(work / "traces")]
+    said = sorted({each.reason for one in metadata for each in one.ranges.without})
+    found = Found()
+    found.expect("windows", len(metadata), 1)
+    found.on_a_gpu(cpu, "what has no ranges is said", said, "compiled", any("compile" in each for each in said))
+    found.expect("it trained", gpt.parameter_digest() != before, True)
+    return found

@@ -1,0 +1,81 @@
+"""The command for a GPU, rehearsed without one: that it runs, isolates its parts, and says what it found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import bench, page
+from tests.gpu.__main__ import main
+from tests.gpu.parts import PARTS
+
+PAGE = f"# Figures\n\n{page.BEGIN}\n\nNot run yet.\n\n{page.END}\n\nThe end.\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_is_as_expected_in_a_rehearsal(name: str) -> None:
+    part = bench.run([name], cpu=True)["parts"][name]
+    assert "failed" not in part, part
+    assert part["checks"] or part["skipped"]
+    assert [check for check in part["checks"] if check["held"] is False] == []
+
+
+def test_one_part_that_fails_leaves_the_others_and_the_last_line_is_all_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(PARTS, "gone", "a part that no module has")
+    written = tmp_path / "gpu.md"
+    written.write_text(PAGE)
+    assert main(["--cpu", "--parts", "gone", "nsys", "--docs", str(written)]) == 1
+    out, err = capfd.readouterr()
+    (line,) = out.splitlines()
+    found = json.loads(line)
+    assert found["as_expected"] is False
+    assert "No module named 'tests.gpu.parts.gone'" in found["parts"]["gone"]["failed"]
+    assert [(each["expected"], each["found"]) for each in found["parts"]["nsys"]["checks"]] == [("2", 2), ("2", 2)]
+    assert "yes cudaProfilerStart is called: expected 2, found 2" in err
+    text = written.read_text()
+    assert "Not run yet" not in text
+    assert text.startswith(f"# Figures\n\n{page.BEGIN}\n\nno GPU: a rehearsal on the CPU")
+    assert text.endswith(f"{page.END}\n\nThe end.\n")
+    assert page.table(found) in text
+
+
+def test_a_part_that_hangs_is_ended_and_a_total_limit_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MOST", 0.01)
+    assert bench._part("capture", True, 0.01) == {"failed": "it took longer than 0 s"}
+    assert bench.run(["nsys"], cpu=True, seconds=1.0)["parts"]["nsys"] == {"failed": "no time was left of 1 s"}
+
+
+def test_only_what_was_not_as_expected_is_wrong() -> None:
+    def part(*held: bool | None) -> dict[str, object]:
+        checks = [{"what": f"no. {n}", "expected": "1", "found": 2, "held": each} for n, each in enumerate(held)]
+        return {"figures": {}, "checks": checks, "skipped": None}
+
+    assert bench.held(part(True, None))
+    assert not bench.held(part(True, False))
+    assert bench.verdict(part(True, False)) == "not as expected: no. 1"
+    assert list(bench.lines(part(None))) == ["  - no. 0: expected 1, found 2", "as expected"]
+    assert bench.held({"figures": {}, "checks": [], "skipped": "no such library"})
+    assert not bench.held({"failed": "it broke"})
+
+
+def test_a_page_without_marks_and_a_machine_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = tmp_path / "page.md"
+    nothing.write_text("nothing")
+    with pytest.raises(ValueError, match="must stand in it"):
+        page.write(nothing, {})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main([]) == 2
+    assert "there is no GPU that torch can use" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.gpu.__main__.NEEDED", ("torch", "nowhere.to.be.found"))
+    assert main(["--cpu"]) == 2
+    assert "missing: nowhere.to.be.found;" in capsys.readouterr().err
