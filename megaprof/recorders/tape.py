@@ -126,7 +126,7 @@ IN_C = Hook is not None
 #: that stream is being captured. ``stream(device)``: the current stream's handle. The last two are addresses of
 #: functions of the GPU's runtime, ``int (*)(stream, int *status)`` and ``int (*)(event, stream)``; their answer is an
 #: error if it is not 0.
-Marker: Any = None if _c is None else _c.Marker
+Marker: Any = getattr(_c, "Marker", None)
 #: `megaprof.recorders.timeline.packing.in_python` in C, None where there is none.
 pack_in_c: Any = getattr(_c, "pack", None)
 
