@@ -29,12 +29,12 @@ _BEGINNING = """\
 ## Drawn pipelines
 
 Runs that were written down once can be tuned to. `make bench-truth` draws hundreds of pipelines from a seed instead:
-1 to 8 stages, 1 to 3 model chunks, 1 to 4 replicas, 4 to 64 microbatches, 1 to 60 steps; 1F1B, interleaved, forward-only
-or without a pipeline; exchanges as a rendezvous, buffered or overlapped; noise of 0.3 to 5 % that only adds or does not,
-bursts of other load, hosts with clocks of their own; GPU traces, CPU traces, and timelines on either clock. A quarter of
-them is healthy, half has one fault, a quarter two. They are simulated by code that shares nothing with the analysis
-(`tests/analysis/truth`), and the true price of a fault is the step with it less the step without it, from the same
-random numbers. [benchmarks.md](benchmarks.md) has the figures.
+1 to 8 stages, 1 to 3 model chunks, 1 to 4 replicas, 4 to 64 microbatches, 1 to 60 steps; 1F1B, interleaved,
+forward-only or without a pipeline; exchanges as a rendezvous, buffered or overlapped; noise of 0.3 to 5 % that only
+adds or does not, bursts of other load, hosts with clocks of their own; GPU traces, CPU traces, and timelines on
+either clock. A quarter of them is healthy, half has one fault, a quarter two. They are simulated by code that shares
+nothing with the analysis (`tests/analysis/truth`), and the true price of a fault is the step with it less the step
+without it, from the same random numbers. [benchmarks.md](benchmarks.md) has the figures.
 
 | fault | what it is | found when one of these is named there |
 |---|---|---|
@@ -42,7 +42,8 @@ random numbers. [benchmarks.md](benchmarks.md) has the figures.
 _END = f"""
 What the files cannot tell apart counts as the same: layers and embedding or loss on two stages; a slow first or last
 stage, or their outer chunks, and embedding or loss; the only link of two stages and pipeline communication. A slow rank
-or a late one is found by its rank, a communication by its group, all others by their stage. Of a link either end will do.
+or a late one is found by its rank, a communication by its group, all others by their stage. Either end of a link will
+do.
 
 | figure | what it says |
 |---|---|
@@ -58,10 +59,10 @@ A fault is worth what it costs alone, averaged over all steps. A named one is th
 all others mended, or in the steps in which it is there. A stage that is called slow for an unknown reason is there, but
 does not count as found. Few microbatches do not count where filling takes more than {FILLING:.0%} of a balanced step.
 
-A price is right inside its interval; where none is given, within {WITHIN:.0%} of the step or {OF_ITSELF:.0%} of itself.
-Work that has to be done somewhere (layers, embedding, loss) is neutral when it is spread evenly over the stages, all else
-when it is gone. A price is that of a cause alone, or, where the diagnosis says so, with those named before it mended.
-What is not there in all steps may have the price of those steps or the average.
+A price is right inside its interval; where none is given, within {WITHIN:.0%} of the step or {OF_ITSELF:.0%} of
+itself. Work that has to be done somewhere (layers, embedding, loss) is neutral when it is spread evenly over the
+stages, all else when it is gone. A price is that of a cause alone, or, where the diagnosis says so, with those named
+before it mended. What is not there in all steps may have the price of those steps or the average.
 """
 
 
