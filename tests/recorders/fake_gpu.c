@@ -15,6 +15,13 @@ static __thread int mode = 0;
 void fake_behind(int64_t nanoseconds) { behind = nanoseconds; }
 void fake_capturing(int stream) { capturing = stream; } /* its number; 0: none */
 void fake_answer(int status) { answer = status; }
+void fake_reset(void)
+{
+    behind = 0;
+    capturing = answer = 0;
+    for (int i = 0; i < 8; i++)
+        last[i] = 0;
+}
 int64_t fake_recorded(void) { return recorded; }
 int fake_mode(void) { return mode; }
 

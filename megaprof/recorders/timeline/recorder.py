@@ -32,7 +32,7 @@ from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.cost import Pairs
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock
 from megaprof.recorders.timeline.files import Step, TimelineFiles
-from megaprof.recorders.timeline.packing import pack
+from megaprof.recorders.timeline.packing import Packed, pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
@@ -270,16 +270,13 @@ class TimelineRecorder:
             duration = (line.ended - line.began + 500) // 1000
             shape, times, totals = pack(raw(line.tape), line.began)
         elif not line.flags & format.INCOMPLETE:
-            duration = self._device.microseconds(line.began, line.ended)
-            marks = [1000 * self._device.microseconds(line.began, mark) for mark in line.tape.marks]
-            events = _events(line).copy()
-            events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
-            self._device.take_back([line.began, *line.tape.marks, line.ended])
             try:
-                shape, times, totals = pack(events, 0)
-            except ValueError:  # marks on streams that do not wait for each other: no order of theirs means anything
+                duration, (shape, times, totals) = _timed(line, self._device)
+            except (RuntimeError, ValueError):
+                # Its events are on streams that do not wait for each other: one is not finished, or before the step.
                 line.flags |= format.INCOMPLETE
-                duration = 0
+            else:
+                self._device.take_back([line.began, *line.tape.marks, line.ended])
         if not line.flags & _UNUSUAL:
             self._tally.add((line.target, line.key[1]), (duration, *totals))
         begun = line.index, line.flags, line.step, line.start_ns
@@ -322,6 +319,15 @@ class TimelineRecorder:
                 reason,
             )
         return {"clock": "host", "reason": reason}
+
+
+def _timed(line: Line, device: DeviceClock) -> tuple[int, Packed]:
+    """Microseconds that the step took on the GPU, and its events packed. Raises RuntimeError or ValueError where its
+    marks are not in an order."""
+    marks = [1000 * device.microseconds(line.began, mark) for mark in line.tape.marks]
+    events = _events(line).copy()
+    events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
+    return device.microseconds(line.began, line.ended), pack(events, 0)
 
 
 def _events(line: Line) -> Int64s:
