@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import TIMEOUT_MAX
@@ -14,7 +16,8 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.control.blame import Blame, find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.checks import counted
-from megaprof.metrics.compute import Summary, summarise
+from megaprof.metrics.compute import SlowRanks, Summary, slow_ranks, summarise
+from megaprof.metrics.look import slower
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,6 +50,8 @@ class Look:
     """For how many seconds no rank has moved, where the job appears to hang; else 0."""
     stuck: tuple[int, ...]
     """The ranks that have not moved for long."""
+    slow: SlowRanks | None
+    """Ranks that are slower than their peers; null where none are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,11 +84,17 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.once:
             console.print(_table(job))
             return 0
-        with Live(_table(job), console=console, auto_refresh=False) as live:
+        # A pipe or a file gets each table as it is made: a live one would be written when it ends.
+        live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        with live or nullcontext():
             while (silence := job.silence()) is None:
+                if live is None:
+                    console.print(_table(job))
+                    sys.stdout.flush()
+                else:
+                    live.update(_table(job), refresh=True)
                 time.sleep(max(0.2, arguments.every or job.run.interval))
                 job = find_job(arguments.dir, arguments.role)
-                live.update(_table(job), refresh=True)
         if job.run.ended is None:
             raise NoJob(silence)
         console.print(silence)
@@ -91,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     except NoJob as fault:
         raise CommandError(str(fault)) from None
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # behind the terminal's ^C
         return 0
 
 
@@ -106,6 +118,7 @@ def _look(job: RunningJob) -> tuple[Look, Blame]:
         now=summarise(job.run, statuses.values()),
         still_s=round(blame.still, 3),
         stuck=blame.stuck,
+        slow=slow_ranks(statuses.values()),
     )
     return look, blame
 
@@ -146,6 +159,8 @@ def _table(job: RunningJob) -> RenderableType:
     if blame.stuck or blame.culprits:
         still = "The job appears to hang" if blame.still else "Some ranks do not move, or are silent"
         lines.append(Text(f"{still}: megaprof status {job.directory}", style="bold red", overflow="fold"))
+    if look.slow is not None:
+        lines.append(Text(slower(look.slow), style="bold red"))
     return Group(*lines)
 
 
