@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -32,10 +33,21 @@ def workload(cpu: bool, **options: Any) -> GPTWorkload:
 @contextlib.contextmanager
 def device_of(cpu: bool) -> Iterator[str]:
     """The device to build on."""
-    with cpu_megatron() if cpu else contextlib.nullcontext():
+    with cpu_megatron() if cpu else _without_transformer_engine():
         if not cpu:
             torch.cuda.set_device(0)
         yield "cpu" if cpu else "cuda"
+
+
+@contextlib.contextmanager
+def _without_transformer_engine() -> Iterator[None]:
+    """Megatron's router reads a name of Transformer Engine's that is missing without it (0.13 and later)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    with contextlib.ExitStack() as stack:
+        if not hasattr(moe_utils, "te_general_gemm"):
+            stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
+        yield
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ failure.
 #: What each part compares; the ones that matter most come first, because time may run out.
 PARTS = {
     "capture": "PP=1 on NCCL, bf16: the report against CUDA events, the kernel summary against torch's key_averages()",
+    "any_stage": "any rank of TP, EP, CP and PP jobs, exchanges faked and kernels real: coordinates, names, passes",
     "pipeline": "PP=2 as two processes on the one GPU, through host memory: slow stage, what-if against a re-run",
     "interleaved": "the same with two model chunks per stage",
     "cost": "step time off, armed, ranges, CUDA only, full profiler and timeline; the end of a window against torch's",
