@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from megaprof.config.options import ProfileConfig
 from megaprof.install import install_hooks
+from megaprof.testing import gpt as building
 from megaprof.testing.cpu import cpu_megatron
 from megaprof.testing.gpt import BuiltGPT
 from megaprof.testing.workload import GPTWorkload
@@ -57,6 +59,23 @@ def machine(cpu: bool, work: Path) -> Iterator[str]:
         store = f"file://{work / 'store'}"
         dist.init_process_group("gloo" if cpu else "nccl", init_method=store, rank=0, world_size=1)
         yield device
+
+
+def build_with(asked: GPTWorkload, device: str, spec: Callable[..., Any] | None = None, **options: Any) -> BuiltGPT:
+    """A model with ``options`` of TransformerConfig beyond the workload's, and with ``spec`` for its layers."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    configure = building._config
+
+    def configured(workload: GPTWorkload) -> Any:
+        made = configure(workload)
+        return dataclasses.replace(made, **options)
+
+    with patch.object(building, "_config", configured):
+        if spec is None:
+            return building.build(asked, device)
+        with patch.object(gpt_layer_specs, "get_gpt_layer_local_spec", spec):
+            return building.build(asked, device)
 
 
 class Stopwatch:
