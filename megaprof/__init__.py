@@ -17,7 +17,7 @@ from megaprof.version import __version__
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.report import analyze
-    from megaprof.analysis.what_if.simulation import Simulation, simulate
+    from megaprof.analysis.simulation.simulate import Simulation, simulate
     from megaprof.autoload.controller import start, step, stop
     from megaprof.capture.annotations import annotate
     from megaprof.capture.compat import check_offload
@@ -33,7 +33,7 @@ _HOME = {
     "ParallelSizes": "megaprof.parallel.topology",
     "ProfileConfig": "megaprof.config.options",
     "RankCoords": "megaprof.parallel.topology",
-    "Simulation": "megaprof.analysis.what_if.simulation",
+    "Simulation": "megaprof.analysis.simulation.simulate",
     "WorldLayout": "megaprof.parallel.topology",
     "add_profile_args": "megaprof.config.arguments",
     "analyze": "megaprof.analysis.report.report",
@@ -44,7 +44,7 @@ _HOME = {
     "install_hooks": "megaprof.install",
     "kernel_summary": "megaprof.install",
     "role": "megaprof.capture.roles",
-    "simulate": "megaprof.analysis.what_if.simulation",
+    "simulate": "megaprof.analysis.simulation.simulate",
     "start": "megaprof.autoload.controller",
     "step": "megaprof.autoload.controller",
     "stop": "megaprof.autoload.controller",

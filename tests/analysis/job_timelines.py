@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.fleet.stragglers import coupled
-from megaprof.analysis.what_if.simulation import simulate
+from megaprof.analysis.simulation.simulate import simulate
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name, shard

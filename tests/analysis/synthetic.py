@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaprof.analysis.what_if.orders import PipelineSchedule, phase_order
+from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
 BASE = 1_790_000_000_000_000_000
 MS = 1000.0  # Kineto's microseconds

@@ -9,9 +9,9 @@ from typing import Any
 from megaprof.analysis.clocks.clocks import align
 from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.report.document import Report
+from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.passes import Pass
-from megaprof.analysis.what_if.simulation import Simulation
 from megaprof.formats import ranges
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+from megaprof.parallel.schedules import PassId
 
 Time = TypeVar("Time", int, float)
-
-
-class PassId(NamedTuple):
-    """Which of a stage's passes: one microbatch forward or backward through one model chunk."""
-
-    kind: str
-    """``forward`` or ``backward``."""
-    chunk: int
-    """Model chunk of the stage, from 0."""
-    microbatch: int
-    """From 0."""
 
 
 @dataclass(frozen=True, slots=True)

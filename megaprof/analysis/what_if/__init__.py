@@ -1,1 +1,1 @@
-"""Schedule orders, simulation, layouts, cost model, candidates."""
+"""Layouts, cost model, candidates, what causes cost."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
+from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.what_if.candidates import Known, Prediction, relaid, resliced, typical_times, with_chunks
 from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout
 from megaprof.analysis.what_if.replay import in_flight_layers
-from megaprof.analysis.what_if.simulation import Simulation
 from megaprof.formats.checks import counted
 
 #: An answer may simulate so many passes for its uncertainty, ...

@@ -14,13 +14,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from megaprof.analysis.simulation.simulate import Simulation, simulate
 from megaprof.analysis.stages.between import column, transfers
 from megaprof.analysis.stages.consistency import comparable
 from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.analysis.what_if.layouts import Layout
-from megaprof.analysis.what_if.orders import PipelineSchedule, phase_order
-from megaprof.analysis.what_if.simulation import Simulation, simulate
 from megaprof.formats import ranges
+from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
 Times = list[list[list[float]]]
 """Milliseconds as ``[stage][chunk][microbatch]``."""
@@ -44,7 +44,7 @@ class CapturedRun:
     """What all steps of a run have in common."""
 
     schedule: str
-    """One of `orders.SCHEDULES`."""
+    """One of `schedules.SCHEDULES`."""
     stages: int
     """Pipeline stages."""
     chunks: int

@@ -7,10 +7,10 @@ from typing import Any
 
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.stages.words import mean, title
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
-from megaprof.analysis.what_if.simulation import simulate
 from megaprof.cli import CommandError, UsageError
 from megaprof.cli.diff import compared
 from megaprof.cli.jobs import status as job_status

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megaprof.analysis.simulation.simulate import Simulation, simulate
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
-from megaprof.analysis.what_if.simulation import Simulation, simulate
 
 
 def replay_layout(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.what_if.baseline import Baseline
 from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep
-from megaprof.analysis.what_if.simulation import simulate
 from tests.analysis.synthetic import TraceBuilder, chunk
 
 RUN = CapturedRun("1f1b", 2, 1, None, False, True, 0.0)

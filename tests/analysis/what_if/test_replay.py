@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.what_if.simulation import simulate
+from megaprof.analysis.simulation.simulate import simulate
 from tests.analysis.synthetic import TraceBuilder, chunk
 
 

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
+from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
-from megaprof.analysis.what_if.orders import PipelineSchedule
 from megaprof.analysis.what_if.replay import in_flight_layers
-from megaprof.analysis.what_if.simulation import simulate
+from megaprof.parallel.schedules import PipelineSchedule
 from tests.analysis.agreeing import contradictions
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline

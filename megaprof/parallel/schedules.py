@@ -11,12 +11,21 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from megaprof.analysis.trace.passes import PassId
-
 T = TypeVar("T")
 
 SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
 """Names for Megatron's three ``forward_backward_*`` functions: no pipelining, without and with interleaving."""
+
+
+class PassId(NamedTuple):
+    """Which of a stage's passes: one microbatch forward or backward through one model chunk."""
+
+    kind: str
+    """``forward`` or ``backward``."""
+    chunk: int
+    """Model chunk of the stage, from 0."""
+    microbatch: int
+    """From 0."""
 
 
 class SendReceive(NamedTuple):
@@ -50,6 +59,11 @@ class PipelineSchedule(NamedTuple):
     """Microbatches that pass one chunk before the next one's turn; only the interleaved schedule looks at it."""
     forward_only: bool = False
     """Whether there are no backwards."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of passes that it has."""
+        return ("forward",) if self.forward_only else ("forward", "backward")
 
     @classmethod
     def checked(
@@ -142,6 +156,19 @@ def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
     """The phases that ``stage`` runs, in Megatron's order."""
     backwards = () if schedule.forward_only else backward_order(schedule)
     return arrange(forward_order(schedule), backwards, schedule.warmup(stage))
+
+
+def producer(schedule: PipelineSchedule, stage: int, which: PassId) -> tuple[int, PassId] | None:
+    """Returns the stage and the pass there whose result is the input of a pass on ``stage``; None for the first
+    forward of the model, and for the backward that follows the loss."""
+    last, last_chunk = schedule.stages - 1, schedule.chunks - 1
+    if which.kind == "forward":
+        if stage:
+            return stage - 1, which
+        return (last, which._replace(chunk=which.chunk - 1)) if which.chunk else None
+    if stage < last:
+        return stage + 1, which
+    return (0, which._replace(chunk=which.chunk + 1)) if which.chunk < last_chunk else None
 
 
 def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:

@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megaprof.analysis.trace.passes import PassId
-from megaprof.analysis.what_if.orders import PipelineSchedule, SendReceive, phase_order, stage_program
+from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, phase_order, stage_program
 
 # (stages, chunks, microbatches, group size, forward only, overlapped p2p)
 REAL_CASES = [

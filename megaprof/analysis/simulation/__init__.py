@@ -1,0 +1,1 @@
+"""Schedules replayed from plain times: many steps at once, or one."""
