@@ -12,6 +12,9 @@ PARTS = {
     "interleaved": "the same with two model chunks per stage",
     "device_clock": "PP=2 recorded by the timeline on the device's clock: stages and passes against CUDA events",
     "marks": "host nanoseconds for a mark of the device's clock",
+    "start": "what the profiler's start takes on each of two ranks, and the report's step all the same",
+    "activities": "Kineto with and without CPU operators, and without CUDA: what is known and what is null",
+    "cupti_held": "a second subscriber that holds CUPTI: the window says that kernels are missing",
     "cost": "step time off, armed, ranges, CUDA only, full profiler and timeline; the end of a window against torch's",
     "whole_graph": "full-iteration CUDA graphs: replayed steps are counted, captured, and say so",
     "layer_graphs": "CUDA graphs of single layers: captured, and what has no ranges is said",
@@ -19,5 +22,6 @@ PARTS = {
     "memory": "CUDA memory history of a window, and the snapshot on out of memory",
     "nsys": "cudaProfilerStart and Stop, seen by nsys where there is one",
     "compiled": "layers compiled by torch.compile: captured, said in the metadata",
+    "axes": "TP=2 over NCCL, with and without CPU operators: whose communication it is; needs two GPUs",
     "overlap": "gradient reduction that overlaps with compute, in a group of one: group names on kernels",
 }
