@@ -1,1 +1,1 @@
-"""One diagnosis from one table of passes: every cause is a term of a model of the step, priced by a replay without it."""
+"""One diagnosis from one table of passes: causes are terms of a model of the step, priced by replays without them."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.model import drawn_steps, fit
 from megaprof.analysis.diagnosis.naming import BOTH, active, looks
-from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
+from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.state import measured
 from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.diagnosis.terms import Term, terms
@@ -33,9 +33,11 @@ class Cause:
     kind: str
     """``layers``, ``slow_rank``, ... (docs/report.md)."""
     price: Price
-    """What the step would gain without it, dearer causes being mended: the average of the steps in which it is there."""
+    """What the step would gain without it on average over all steps, dearer causes being mended."""
     share: float
     """The part of the steps in which it is there."""
+    while_ms: float
+    """What it costs in those."""
     since: int | None
     """The first of these steps, where it is there in all from then on, and not before; None otherwise."""
     stage: int | None = None
@@ -89,8 +91,8 @@ def diagnose(table: Table) -> Diagnosis:
         for mean, gain, term in priced:
             if mean <= 0.0:
                 break
-            average, price, error = run.price(term, gain)
-            if average.low > LEAST * run.step_ms:
+            price, error = run.price(term, gain)
+            if price.low > LEAST * run.step_ms:
                 named = term
                 causes.append(_cause(table, term, price, gain, run.view))
                 break
@@ -136,30 +138,27 @@ class _Run:
         return _Run(self.table, self.replay, _apply(term, self.view), _apply(term, self.drawn), self.rows, self.missed)
 
     def gains(self, left: list[Term]) -> list[tuple[Term, Floats]]:
-        """Milliseconds by which every step is shorter without each term; of those that could matter."""
+        """Returns by how many milliseconds every step is shorter without each term, of those that could matter."""
         base = self.view.pipelines_ms(self.replay)
         least = LEAST * self.step_ms
         return [(term, _gain(term, self.view, self.replay, base)) for term in left if _most(term, self.view) >= least]
 
-    def price(self, term: Term, gain: Floats) -> tuple[Price, Price, float]:
-        """From the gains of all steps: the price on average, that of the steps in which it is there, and the standard
-        error of the first. Steps differ, contents are estimated, and a replay that misses the step misses the price."""
+    def price(self, term: Term, gain: Floats) -> tuple[Price, float]:
+        """Returns the price on average over all steps, and its standard error.
+
+        Steps differ, contents are estimated, and a replay that misses the step misses the price.
+        """
         of_content = 0.0
         if term.fitted:
             same = self.view.at(self.rows)
             base, usual = (v.pipelines_ms(self.replay) for v in (self.drawn, same))
             other, own = _gain(term, self.drawn, self.replay, base), _gain(term, same, self.replay, usual)
             of_content = float(np.sqrt(np.mean((other - own) ** 2)))
-
-        def priced(gains: Floats) -> tuple[Price, float]:
-            mean, n = float(gains.mean()), len(gains)
-            # What is seen once a step, in one step, may be anything.
-            of_steps = float(gains.std(ddof=1)) / n**0.5 if n > 1 else 0.5 * mean * term.once
-            error = float(np.sqrt(of_steps**2 + of_content**2 + (self.missed * mean) ** 2))
-            return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
-
-        average, error = priced(gain)
-        return average, priced(gain[active(gain)])[0] if term.once else average, error
+        mean, n = float(gain.mean()), len(gain)
+        # What is seen once a step, in one step, may be anything.
+        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.5 * mean * term.once
+        error = float(np.sqrt(of_steps**2 + of_content**2 + ((self.missed + REPLAYED) * mean) ** 2))
+        return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
 
 
 def _apply(term: Term, view: View) -> View:
@@ -182,9 +181,9 @@ def _most(term: Term, view: View) -> float:
     """At most so many milliseconds of a step can be gained: what passes, entries, exchanges and tails lose together."""
     before = view if term.replica is None else view.of(term.replica)
     a, b = before.state, term.change(before).state
-    shorter = (
-        np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1) if a.passes is not b.passes else 0.0
-    )
+    shorter: Floats | float = 0.0
+    if a.passes is not b.passes:
+        shorter = np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1)
     sooner = np.maximum(a.entry - b.entry, 0.0).max(axis=(1, 2)) + a.tail - b.tail
     _, _, _, c, k, m = a.passes.shape
     quicker = np.maximum(a.link - b.link, 0.0).sum(axis=2).max(axis=1) * c * k * m
@@ -214,6 +213,7 @@ def _cause(table: Table, term: Term, price: Price, gain: Floats, view: View, mor
         kind,
         price,
         float(there.mean()),
+        float(gain[there].mean()),
         since,
         term.stage,
         term.chunk if kind == "slow_chunk" else None,
@@ -252,7 +252,7 @@ def _filling(table: Table, run: _Run) -> Cause | None:
     mean, n = float(gain.mean()), len(gain)
     error = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.0
     price = Price(mean, mean - LEVEL * error, mean + LEVEL * error)
-    return Cause("few_microbatches", price, 1.0, None) if price.low > LEAST * run.step_ms else None
+    return Cause("few_microbatches", price, 1.0, mean, None) if price.low > LEAST * run.step_ms else None
 
 
 def _rest(run: _Run) -> float:

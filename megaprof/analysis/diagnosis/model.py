@@ -1,7 +1,6 @@
 """What a pass takes: content of its stage x work of its microbatch x its rank x (1 + what disturbs it).
 
-Logarithms make it a sum. What disturbs only adds, so contents are lower quartiles, and what all stages have in common is
-told apart from what one has by the lower median over them.
+Logarithms make it a sum. What disturbs only adds, so contents are lower quartiles.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     t, d, s, c, k, m = log.shape
     usual = _quantile(np.median(log, axis=5).reshape(t * d, s, c, k), QUARTILE, 0)
     left = log - usual[:, :, :, None]
-    common = _lower_median(np.moveaxis(left, 5, 2).reshape(t, d, m, -1))
+    common = _in_common(np.moveaxis(left, 5, 2).reshape(t, d, m, -1))
     level = np.median(common, axis=2)
     work = common - level[..., None]
     spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
@@ -73,21 +72,21 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
         alone = left - (work[:, :, None, None, None, :] + (level[:, :, None, None, None, None] if s > 1 else 0.0))
         each = np.median(alone, axis=(3, 4, 5))
         rank = np.maximum(_against_others(each, 1), 0.0)
-    log = log - (work[:, :, None] + level[:, :, None, None] * (s > 1) + rank[..., None])[:, :, :, None, None, :]
+    whose = work[:, :, None] + level[:, :, None, None] * (s > 1) + rank[..., None]  # [t, d, s, m]
+    own = _own(log - whose[:, :, :, None, None, :])
+    peer = _peers(table)
+    whose = whose + own + np.log(peer.max(axis=3))[..., None]
+    log = log - whose[:, :, :, None, None, :]
     content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
     drawn = _drawn(log, steps, np.random.default_rng(seed))
-    residual = log - np.log(content)[:, :, :, None]
-    own = _own(residual, c * k)
-    expected = content[..., None] * np.exp(
-        (work[:, :, None] + level[:, :, None, None] * (s > 1) + rank[..., None] + own)[:, :, :, None, None, :]
-    )
+    expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     return Model(
         content=divided(content, table.layers),
         draws=divided(drawn, table.layers, np.random.default_rng(seed + 1)),
         level=np.exp(level),
         work=np.exp(work),
         rank=np.exp(rank),
-        peer=_peers(table),
+        peer=peer,
         own=np.exp(own),
         expected=expected,
     )
@@ -96,8 +95,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
 def divided(content: Floats, layers: Floats, free: np.random.Generator | None = None) -> Content:
     """``content`` [..., s, c, k] as layers, ends, stages and chunks, with as little as possible in all but layers.
 
-    On two stages of one chunk each nothing but layers and ends is there: what an embedding takes may as well be the
-    layers'. ``free`` draws from what the data cannot tell apart: an embedding that takes up to one layer.
+    Two stages of one chunk each with different numbers of layers fit in many ways: what an embedding takes may as well
+    be the layers'. ``free`` draws from what the data cannot tell apart: an embedding that takes up to one layer.
     """
     s, c = content.shape[-3:-1]
     held = np.where(np.isfinite(layers).all(), layers, 1.0)
@@ -111,7 +110,7 @@ def divided(content: Floats, layers: Floats, free: np.random.Generator | None = 
         unit = np.median(flat, axis=-2)
     else:
         unit = flat.min(axis=-2)
-        if free is not None and s * c == 2:
+        if free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
     over = content - held * unit[..., None, None, :]
     ends, stage = np.zeros_like(content), np.zeros_like(content)
@@ -138,21 +137,22 @@ def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator
     return np.exp(np.stack(found))
 
 
-def _own(residual: Floats, series: int) -> Floats:
+def _own(log: Floats) -> Floats:
     """[t, d, s, m]: what the passes of one microbatch on one stage have in common beside all else, as logarithms.
 
     Forwards and backwards that agree which microbatches are long tell work from a disturbance, which comes and goes in
-    between. A disturbance only adds: what is longer than others are shorter is cut off.
+    between; where there is one series of passes only, what other stages show is noise. A disturbance only adds: what is
+    longer than others are shorter is cut off.
     """
-    if series < 2:
-        return np.zeros_like(residual[:, :, :, 0, 0])
-    flat = np.moveaxis(residual, (3, 4), (0, 1)).reshape(series, *residual.shape[:3], -1)
+    t, d, s, c, k, m = log.shape
+    flat = np.moveaxis(log, (3, 4), (0, 1)).reshape(c * k, t, d, s, m)
     flat = flat - np.median(flat, axis=-1, keepdims=True)
-    least = _quantile(flat, 0.05, (1, 2, 4))[:, None, None, :, None]
+    least = flat.min(axis=(1, 2, 4), keepdims=True)
     flat = np.clip(flat, least, -least)
     mean = flat.mean(axis=0)
     variance = (mean**2).mean(axis=(0, 1, 3))
-    noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / series
+    known = c * k > 1
+    noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / (c * k) if known else _lower_median(variance)
     kept = np.maximum(0.0, 1.0 - noise / np.maximum(variance, 1e-18))
     found: Floats = mean * kept[:, None]
     return found
@@ -176,6 +176,13 @@ def _against_others(values: Floats, axis: int) -> Floats:
     place = (n - 2) // 2
     others = np.where(values <= order[place], order[place + 1], order[place])
     found: Floats = np.moveaxis(values - others, 0, axis)
+    return found
+
+
+def _in_common(values: Floats) -> Floats:
+    """Returns the median along the last axis; of two middle values what is between them and nearest to nothing."""
+    low, high = (np.quantile(values, 0.5, axis=-1, method=method) for method in ("lower", "higher"))
+    found: Floats = np.clip(0.0, low, high)
     return found
 
 

@@ -11,8 +11,8 @@ BOTH, FORWARD, BACKWARD, AGAIN = "both", "slow_forward", "slow_backward", "recom
 
 
 def looks(excess: Floats, whole: Floats) -> str:
-    """Which kind of pass has the excess [k] of a stage whose passes take ``whole`` [k]. A backward that is longer by one
-    forward computes that again."""
+    """Returns which kind of pass has the excess [k] of a stage whose passes take ``whole`` [k]. A backward that is
+    longer by one forward computes that again."""
     if len(excess) == 1:
         return BOTH
     forward, backward = float(excess[0]), float(excess[1])
@@ -22,7 +22,7 @@ def looks(excess: Floats, whole: Floats) -> str:
 
 
 def active(gain: Floats) -> np.typing.NDArray[np.bool_]:
-    """In which steps a cause is there: those in which it costs at least half of what it costs when it costs much."""
+    """Returns in which steps a cause is there: those in which it costs at least half of what it can cost."""
     much = float(np.quantile(gain, 0.9))
     found: np.typing.NDArray[np.bool_] = gain > 0.5 * much
     return found if found.any() else np.ones(len(gain), dtype=bool)

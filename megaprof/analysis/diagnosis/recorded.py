@@ -54,13 +54,10 @@ def tables_of_timelines(paths: Iterable[Path]) -> dict[Job, Table | Unfit]:
     found: dict[Job, Table | Unfit] = dict(refused)
     for job, by_rank in pieces.items():
         first = next(iter(by_rank.values()))[0]
-        ranks = [
-            _joined([piece.steps for piece in own if piece.schedule == first.schedule]) for own in by_rank.values()
-        ]
+        alike = [[piece.steps for piece in own if piece.schedule == first.schedule] for own in by_rank.values()]
+        ranks = [_joined(own) for own in alike if own]
         try:
-            found[job] = table_of(
-                job, [r for r in ranks if r is not None], first.metadata, first.schedule, traced=False
-            )
+            found[job] = table_of(job, ranks, first.metadata, first.schedule, traced=False)
         except Unfit as fault:
             found[job] = fault
     return found
@@ -158,10 +155,8 @@ def _places(
     return which, np.array(at, dtype=np.intp), kind == codes.FINALIZE
 
 
-def _joined(pieces: Sequence[RankSteps]) -> RankSteps | None:
+def _joined(pieces: Sequence[RankSteps]) -> RankSteps:
     """One rank's steps from several files; of a step that ran again, the last time counts."""
-    if not pieces:
-        return None
     if len(pieces) == 1 and len(np.unique(pieces[0].steps)) == len(pieces[0].steps):
         return pieces[0]
     numbers = np.concatenate([piece.steps for piece in pieces])

@@ -1,4 +1,4 @@
-"""The table of passes: what every rank did in every step, as arrays with named axes. Everything behind it reads this."""
+"""The table of passes: what every rank did in every step, as arrays with named axes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Table:
-    """One pipeline job. Axes: ``t`` step, ``d`` replica (pipelines that work side by side), ``s`` stage, ``p`` peer (ranks
-    of one stage and replica that wait for each other inside a pass), ``c`` model chunk, ``k`` kind (`PipelineSchedule.
-    kinds`), ``m`` microbatch. Times are milliseconds; what was not recorded is NaN."""
+    """One pipeline job. Times are milliseconds; what was not recorded is NaN.
+
+    Axes: ``t`` step, ``d`` replica (pipelines that work side by side), ``s`` stage, ``p`` peer (ranks of one stage and
+    replica that wait for each other inside a pass), ``c`` model chunk, ``k`` kind of pass (`PipelineSchedule.kinds`),
+    ``m`` microbatch.
+    """
 
     target: str
     """What ran, such as ``train_actor``."""
@@ -72,10 +75,12 @@ class Table:
 
 @dataclass(frozen=True)
 class RankSteps:
-    """What one rank recorded. ``start``, ``end``, ``compute``, ``idle``: [t, c, k, m] in milliseconds on the clock of its
-    host, NaN where a pass was not recorded; ``exposed`` by group; ``enter``, ``reduced`` [t]: when it entered each step,
-    and when it had reduced its gradients. ``steps`` are numbers with
-    the call of the step in their lowest `CALLS` bits."""
+    """What one rank recorded, in milliseconds on the clock of its host.
+
+    ``start``, ``end``, ``compute``, ``idle`` and ``exposed`` by group are [t, c, k, m], NaN where a pass was not
+    recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients. ``steps``
+    [t] are numbers with the call of the step in their lowest `CALLS` bits.
+    """
 
     rank: int
     stage: int
@@ -209,19 +214,10 @@ def _one_clock(
     hosts = np.array([r.host if r.host is not None else f"rank {r.rank}" for r in order], dtype=object).reshape(shape)
     if not device and len(set(hosts.flat)) == 1:
         return shift, True
-    known = "backward" in schedule.kinds
     for stage in range(1, s):
-        # What the stage's clock must be moved by against the one before: at least low, at most high.
-        low = np.fmax.reduce(end[:, :, stage - 1, 0, :, 0] - start[:, :, stage, 0, :, 0], axis=(2, 3))
-        low = low if known else np.full_like(low, np.nan)
-        high = (
-            np.fmin.reduce(start[:, :, stage - 1, 0, :, -1] - end[:, :, stage, 0, :, -1], axis=(2, 3)) if known else low
-        )
-        if not device:  # one clock for all steps
-            low, high = low.max(axis=0, keepdims=True), high.min(axis=0, keepdims=True)
+        between = _between(start[:, :, :, 0], end[:, :, :, 0], stage, schedule, each_step=device)
         same = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
-        between = np.where(same[None, :], 0.0, (low + high) / 2)
-        shift[:, :, stage] = (shift[:, :, stage - 1, 0] + between)[..., None]
+        shift[:, :, stage] = (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
     if d > 1:
         ends = reduced[:, :, 0, 0] + shift[:, :, 0, 0]
         apart = ends[:, :1] - ends
@@ -233,3 +229,43 @@ def _one_clock(
     # Without a common clock each rank's step begins when it enters it itself.
     alone = -np.fmin.reduce(start, axis=(-3, -2, -1))
     return alone, False
+
+
+def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule, *, each_step: bool) -> Floats:
+    """What the clock of a stage must be moved by against that of the stage before, [t or 1, d]; NaN where passes go one
+    way only. ``start``, ``end``: [t, d, s, c, k, m].
+
+    The two quickest messages bound it from below and above. A bound is the truth, less the transfer, where its receiver
+    had been waiting, and may be far off where it had not; so each counts as the receiver's wait, and two waits for
+    transfers alone meet in the middle.
+    """
+    if "backward" not in schedule.kinds:
+        return np.full((1, start.shape[1]), np.nan)
+    bounds, waits = [], []
+    for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
+        slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
+        before = _ends_before(start[:, :, receiver], end[:, :, receiver])[:, :, :, kind]
+        t, d = slack.shape[:2]
+        slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - before).reshape(t, d, -1)
+        if not each_step:
+            slack, waited = (np.moveaxis(x, 0, 1).reshape(1, d, -1) for x in (slack, waited))
+        quickest = np.nanargmin(slack, axis=2)[..., None]
+        bounds.append(np.take_along_axis(slack, quickest, axis=2)[..., 0])
+        waits.append(np.take_along_axis(waited, quickest, axis=2)[..., 0])
+    low, high = -bounds[0], bounds[1]
+    width = np.maximum(high - low, 1e-9)
+    of_low, of_high = (np.clip(wait, 1e-9, width / 2) for wait in waits)
+    found: Floats = (low * of_low + high * of_high) / (of_low + of_high)
+    return found
+
+
+def _ends_before(start: Floats, end: Floats) -> Floats:
+    """Of every pass when the one before it on the same rank ended; its own start for the first. [t, d, c, k, m]."""
+    t, d = start.shape[:2]
+    flat, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
+    order = np.argsort(flat, axis=2)
+    shifted = np.take_along_axis(ends, order, axis=2)
+    shifted = np.concatenate((np.take_along_axis(flat, order[..., :1], axis=2), shifted[..., :-1]), axis=2)
+    found = np.empty_like(flat)
+    np.put_along_axis(found, order, shifted, axis=2)
+    return found.reshape(start.shape)

@@ -87,17 +87,21 @@ def _exposed(calls: Sequence[Call], waited: Floats) -> dict[str, Floats]:
 
 
 def _unfed(call: Call) -> tuple[list[int], list[int]]:
-    """Of every pass how long the GPU waited for the host in it, and when it ended: where the GPU had nothing to do behind
-    its last kernel, only when it had again."""
-    ends = [each.end for each in call.phases]
+    """Returns how long the GPU waited for the host in every pass, and when each ended: where the GPU had nothing to do
+    behind its last kernel, only when it had again."""
+    ends = np.array([each.end for each in call.phases], dtype=np.int64)
     if call.gpu is None or not len(call.gpu.host_bound):
-        return [0] * len(ends), ends
+        return [0] * len(ends), ends.tolist()
     gaps = call.gpu.host_bound
+    begins = np.sort(
+        [*(each.start for each in call.phases), *(each.start for each in call.gpu.exchanges), call.gpu.end]
+    )
+    following = begins[np.minimum(np.searchsorted(begins, ends), len(begins) - 1)]
     place = np.searchsorted(gaps[:, 0], ends, side="right") - 1
-    reach = np.where((place >= 0) & (gaps[place, 0] >= np.array(ends) - 1), gaps[place, 1], 0)
-    until = np.maximum(ends, reach).tolist()
-    spans = intervals((each.start, last) for each, last in zip(call.phases, until, strict=True))
-    return covered(gaps, spans).tolist(), until
+    unfed = (place >= 0) & (gaps[place, 0] <= ends) & (gaps[place, 1] > ends)
+    until = np.where(unfed, np.maximum(following, ends), ends)
+    spans = intervals((each.start, each.end) for each in call.phases)
+    return (covered(gaps, spans) + until - ends).tolist(), until.tolist()
 
 
 def _reduced(call: Call, origin: int) -> float:
