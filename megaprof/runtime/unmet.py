@@ -9,9 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from megaprof.runtime.logs import logger
@@ -36,9 +34,11 @@ _asked = False
 def watch() -> None:
     """At the end of this process speak, or leave a mark for the one that will."""
     global _marks
+    from tempfile import mkdtemp  # not in every process that only waits for megatron-core
+
     pid, _, directory = os.environ.get(_FIRST, "").partition(":")
     if not directory:
-        directory = tempfile.mkdtemp(prefix="megaprof-")
+        directory = mkdtemp(prefix="megaprof-")
         os.environ[_FIRST] = f"{os.getpid()}:{directory}"
     _marks = Path(directory)
     first = pid in ("", str(os.getpid()))  # of an earlier program, in whose place this one runs
@@ -80,9 +80,11 @@ def _speak(pid: int) -> None:
     if pid != os.getpid():
         return
     _leave(pid)
+    from shutil import rmtree
+
     marks = set() if _marks is None else {path.name for path in _marks.glob("*")}
     if _marks is not None:
-        shutil.rmtree(_marks, ignore_errors=True)
+        rmtree(_marks, ignore_errors=True)
     if _INSTALLED in marks or any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return
     came = max((int(each) for each in marks if each.isdigit()), default=0)
