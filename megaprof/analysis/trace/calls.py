@@ -98,6 +98,9 @@ class Call:
     """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
     unseen: str | None = None
     """Why kernels of it are not in its trace, so that it has no passes, no exchanges and no sums; else None."""
+    opening_ns: int | None = None
+    """By how many nanoseconds it began late because its tool was started before it; None where no tool was, and where
+    that is not known."""
     memory: Peak | None = None
     """How much it had allocated on its device; None where that was not captured."""
 
@@ -155,7 +158,10 @@ def calls_of(trace: Trace) -> list[Call]:
         call = _call(trace, outer, step, seen[label, step], exposed)
         around = [r for r in of_roles if r.start <= outer.start and outer.end <= r.end]
         role = max(around, key=lambda r: (r.start, -r.end)).name.role if around else trace.metadata.role
-        calls.append(replace(call, role=role, after_opening=trace.after_opening and outer.start <= outermost[0][0].end))
+        first = outer.start <= outermost[0][0].end
+        recording = trace.metadata.profiler
+        opening_ns = recording.start_ns if first and recording is not None else None
+        calls.append(replace(call, role=role, after_opening=trace.after_opening and first, opening_ns=opening_ns))
         seen[label, step] += 1
     return calls
 
