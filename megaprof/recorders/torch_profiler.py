@@ -19,6 +19,7 @@ from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
 from megaprof.recorders import Window, emit
+from megaprof.recorders.garbage import Collections
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -59,6 +60,7 @@ class TorchRecorder:
         self._recorded: tuple[str, ...] = ()  # which activities
         self._started_in = 0  # nanoseconds
         self._ahead = False
+        self._collections = Collections()
         # Which kind of CUDA graphs Inductor makes is asked by every start of a profiler, and importing what says it
         # takes up to two seconds: here rather than in a step.
         if hasattr(torch, "_inductor"):
@@ -87,6 +89,7 @@ class TorchRecorder:
         if self._observer is not None:
             recording.execution_trace_observer = self._observer
         recording.start_trace()
+        self._collections.start()
         emit.log = None if "cpu" in self._recorded else []
         self._started_in = time.perf_counter_ns() - began
 
@@ -125,8 +128,9 @@ class TorchRecorder:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
             recording.stop()
             recording.export_chrome_trace(str(raw))
-            if emit.log and raw.exists():  # it does not when the disk is full
-                add_ranges(raw, emit.log)
+            timed = [*(emit.log or ()), *self._collections.found]
+            if timed and raw.exists():  # it does not when the disk is full
+                add_ranges(raw, timed)
         except BaseException:
             for unfinished in (raw, kineto_temporary(raw)):
                 unfinished.unlink(missing_ok=True)
@@ -174,6 +178,7 @@ class TorchRecorder:
         if recording is None:
             return
         emit.log = None
+        self._collections.stop()
         if torch._C._autograd._profiler_enabled():
             try:
                 recording.stop()

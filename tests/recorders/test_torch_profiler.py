@@ -219,6 +219,31 @@ def test_a_prepared_window_holds_what_follows_its_start(execution_trace: bool, t
             path.unlink()
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_garbage_collections_of_old_objects_are_ranges(prepared: bool, tmp_path: Path) -> None:
+    writer, before = Writer(), gc.callbacks.copy()
+    recorder = TorchRecorder(config(tmp_path), writer)
+    if prepared:
+        recorder.prepare()
+        gc.collect()
+    recorder.start(WINDOW)
+    with torch.profiler.record_function("around"):
+        gc.collect()
+        gc.collect(0)
+    gc.disable()
+    try:
+        recorder.stop(WINDOW, {})
+    finally:
+        gc.enable()
+    assert gc.callbacks == before
+    assert writer.close(60)
+    found = [e for e in trace(tmp_path)["traceEvents"] if e.get("cat") == "user_annotation"]
+    (around,) = (e for e in found if e["name"] == "around")
+    (collected,) = (e for e in found if e["name"] == "megaprof/garbage_collection")
+    assert collected["tid"] == around["tid"]
+    assert 0 < collected["dur"] <= around["dur"] + 1000
+
+
 @pytest.mark.parametrize("theirs", ["inside", "open", "prepared"])
 def test_another_profiler_takes_the_place_of_a_prepared_one(theirs: str, tmp_path: Path) -> None:
     """Starting ours would crash the process then: Kineto has one session, and torch does not say whose it is."""

@@ -101,6 +101,8 @@ class Call:
     opening_ns: int | None = None
     """By how many nanoseconds it began late because its tool was started before it; None where no tool was, and where
     that is not known."""
+    collecting_ns: int = 0
+    """Nanoseconds in which Python collected garbage."""
     memory: Peak | None = None
     """How much it had allocated on its device; None where that was not captured."""
 
@@ -200,6 +202,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         phases = tuple(_phase(r, metadata, ns) for r, ns in zip(passes, waited, strict=True))
         busy = union(times_of(passes + finalizing))
         split, reasons = _split(trace, passes, finalize)
+    collecting = union(times_of([r for r in inside if r.name.label == ranges.GARBAGE]))
     call = Call(
         label=label,
         step=step,
@@ -219,6 +222,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         collectives=intersection(exposed, finalize),
         modules=_modules(inside, passes, trace),
         gpu=gpu,
+        collecting_ns=total(collecting),
         memory=memory_of(trace.memory, outer.start, outer.end),
     )
     unseen = trace.unseen or without_some(trace.launches, outer.start, outer.end)
