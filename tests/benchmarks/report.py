@@ -3,8 +3,8 @@
 * ours: ``megaprof.analyze`` with one process, from the compressed file to causes.
 * HTA: its loader and ``get_temporal_breakdown`` (busy, idle and communication time of the GPU), nothing else.
 * floor: the file decompressed (isal) and decoded to typed events (msgspec), a piece at a time, each thrown away at
-  once. No reader that looks at every event can do less. To keep all events for a moment instead costs as much again on
-  one machine and four times as much on another, since it asks for 45,000 fresh pages of memory.
+  once. No reader that looks at every event can do less. To keep all events for a moment instead asks for ten times as
+  many fresh pages of memory, and what the system takes for a page differs between machines.
 
 Each runs in a process of its own, imports not counted; the quickest of several rounds counts, taken in turn so that
 other load on the machine disturbs all alike. The last line is JSON: ``vs_hta`` and ``vs_floor`` (their time, and ours,
