@@ -66,8 +66,9 @@ class Diagnosis:
     replayed_ms: float
     """The same, replayed from its passes."""
     causes: tuple[Cause, ...]
-    """What surely costs enough, the dearest first. Prices are those of one after the other mended, so no millisecond is
-    told twice; one that hides another may gain little by itself."""
+    """What surely costs enough, in the order of mending: the dearest of what is left is next, and each price is beside
+    those before it, so no millisecond is told twice. One that hides another may gain little by itself and stands first.
+    """
     perhaps: tuple[Cause, ...]
     """What may, if more steps were recorded."""
     rest_ms: float
@@ -113,7 +114,6 @@ def diagnose(table: Table) -> Diagnosis:
     filling = _filling(table, run)
     if filling is not None:
         causes.append(filling)
-    causes.sort(key=lambda cause: -cause.price.ms)
     return Diagnosis(
         step_ms=float(table.length.mean()),
         steps=len(table.steps),
