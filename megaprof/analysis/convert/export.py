@@ -289,9 +289,7 @@ def _table(steps: npt.NDArray[Any], who: npt.NDArray[np.int32], everybody: list[
             columns.append(pa.array(values, column.type).take(pa.array(places)))
     columns += [pa.array(steps["step"]), pa.array(steps["index"].astype(np.int32))]
     columns.append(pa.array(steps["start_ns"] // 1000).cast(pa.timestamp("us", "UTC")))
-    on_device = (steps["flags"] & format.DEVICE_CLOCK) != 0
-    for name in _TOTALS:
-        columns.append(pa.array(steps[name].astype(np.int64), mask=on_device if name == "p2p" else None))
+    columns += [pa.array(steps[name].astype(np.int64)) for name in _TOTALS]
     columns += [pa.array((steps["flags"] & bit) != 0) for bit in _FLAGS.values()]
     return pa.Table.from_arrays(columns, schema=COLUMNS)
 
