@@ -99,6 +99,11 @@ def with_layers(pipeline: Pipeline, *layers: int) -> Pipeline:
         (GPU, Fault("host_bound", 0.4), ("host_bound", None, None, (), None)),
         (LONG, Fault("stalls", 400.0), ("stalls", None, None, (), None)),
         (LONG, Fault("unequal_replicas", 0.2), ("unequal_replicas", None, None, (), None)),
+        (
+            replace(ALONE, replicas=2),
+            Fault("unequal_replicas", 0.2),
+            ("unequal_replicas", None, None, (), None),
+        ),
         (ALONE, Fault("slow_rank", 1.3, stage=0, replica=2), ("slow_rank", 0, None, (2,), None)),
     ],
     ids=lambda each: each.kind if isinstance(each, Fault) else "",
