@@ -35,7 +35,7 @@ def test_one_part_that_fails_leaves_the_others_and_the_last_line_is_all_figures(
     found = json.loads(line)
     assert found["as_expected"] is False
     assert "No module named 'tests.gpu.parts.gone'" in found["parts"]["gone"]["failed"]
-    assert [(each["expected"], each["found"]) for each in found["parts"]["nsys"]["checks"]] == [("2", 2), ("2", 2)]
+    assert [(each["expected"], each["found"]) for each in found["parts"]["nsys"]["checks"]] == [(2, 2), (2, 2)]
     assert "yes cudaProfilerStart is called: expected 2, found 2" in err
     text = written.read_text()
     assert "Not run yet" not in text
@@ -48,6 +48,14 @@ def test_a_part_that_hangs_is_ended_and_a_total_limit_is_kept(monkeypatch: pytes
     monkeypatch.setattr(bench, "MOST", 0.01)
     assert bench._part("capture", True, 0.01) == {"failed": "it took longer than 0 s"}
     assert bench.run(["nsys"], cpu=True, seconds=1.0)["parts"]["nsys"] == {"failed": "no time was left of 1 s"}
+
+
+def test_every_part_is_a_module_and_has_a_row_in_the_documentation() -> None:
+    here = Path(__file__).parent
+    rows = (here.parents[1] / "docs/gpu.md").read_text().partition("| part |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {name for row in rows for name in row.split("|")[1].strip().split(", ")}
+    modules = {path.stem for path in (here / "parts").glob("[!_]*.py")}
+    assert set(PARTS) == named == modules
 
 
 def test_only_what_was_not_as_expected_is_wrong() -> None:
