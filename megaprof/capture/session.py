@@ -21,6 +21,7 @@ from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
 from megaprof.recorders.tape import Tape
+from megaprof.runtime.device import GRACE_SECONDS, DeviceWait, capturing
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.isolation import Contained, contained, in_full
@@ -56,6 +57,8 @@ class _OpenWindow:
     """What asked for it while the job ran."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that opened it, which alone can close it."""
+    device: DeviceWait = field(default_factory=DeviceWait)
+    """For when it closes: what the device has not finished then is not in it."""
 
     def is_of(self, step: Step) -> bool:
         """Whether ``step`` is of the same target and role."""
@@ -128,6 +131,8 @@ class Session:
         if self.disabled:
             return None
         try:
+            if facts.graph is None and capturing():  # by something else than Megatron's own wrapper
+                facts = facts._replace(graph="capture")
             role = current().role
             if role is None:
                 role = self.role
@@ -196,10 +201,13 @@ class Session:
         """The thread that opened this session's window, and alone can close it; None: no window is open."""
         return None if self._open_window is None else self._open_window.thread
 
-    def finish(self, reason: str) -> None:
-        """Close an open window early; what it has is kept and marked truncated. A no-op without one."""
+    def finish(self, reason: str, seconds: float | None = None) -> None:
+        """Close an open window early; what it has is kept and marked truncated. A no-op without one.
+
+        What the device has not finished within ``seconds`` (None: ``--profile-flush-seconds``) is not in it.
+        """
         with Contained("closing the last window", self.abandon), self._held:
-            self._close(reason)
+            self._close(reason, seconds, last=True)
 
     def step_ended(self) -> None:
         """The host's step is over: the window of all its work is complete. A no-op without one."""
@@ -216,7 +224,8 @@ class Session:
                 self.timeline.end(call.line, failed=False)
             call.outermost.__exit__(None, None, None)
             if Session._holder is not None:
-                Session._holder.finish(reason)
+                # No longer: the device may be waiting for a peer that waits for what this rank has yet to send.
+                Session._holder.finish(reason, GRACE_SECONDS)
 
     def abandon(self) -> None:
         """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""
@@ -239,7 +248,7 @@ class Session:
 
     def _change_windows(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
         """Close the window that ends with this call, and open the one that is due."""
-        if self._open_window is not None:
+        if self._open_window is not None and not capturing():
             self._settle_open_window(self._open_window, facts, step, begun)
         if self.demand is None or not self._open_demanded(self.demand, facts, step, begun):
             self._open_due(facts, step, begun)
@@ -376,7 +385,7 @@ class Session:
         return call if window is not None or call.line is not None else None
 
     def _begin_work(self, step: Step) -> bool:
-        if self._offloading.refusal(()) is not None:
+        if self._offloading.refusal(()) is not None or capturing():
             return False
         free = Session._holder is None
         self._open_due(NO_CALL, step, None)
@@ -406,21 +415,39 @@ class Session:
         entering.__enter__()
         return entering
 
-    def _close(self, truncated: str | None) -> None:
+    def _close(self, truncated: str | None, seconds: float | None = None, *, last: bool = False) -> None:
+        """``last``: no later call can close the window."""
         opened = self._open_window
-        if opened is None:
+        if opened is None or (capturing() and not last):
             return
         if opened.overall is not None:
             opened.overall.close()
         recorders = self._recorders if opened.demand is None else opened.demand.recorders
         if opened.keep and (opened.call is not None or opened.window.target == ANNOTATED):
-            self._save(opened, recorders, truncated)
+            late = self._wait_for_device(opened, seconds)
+            self._save(opened, recorders, "; ".join(filter(None, (truncated, late))) or None)
         else:
             for recorder in recorders:
                 recorder.discard()
         self._release()
         if opened.demand is not None:
             opened.demand.closes()
+
+    def _wait_for_device(self, opened: _OpenWindow, seconds: float | None) -> str | None:
+        """Let the device finish what the window is to hold. Returns why it did not, None when it did."""
+        termination = self._termination
+        late = opened.device.wait(
+            self.config.flush_seconds if seconds is None else seconds,
+            lambda: termination is not None and termination.due,
+        )
+        if late is not None:
+            logger.warning(
+                "megaprof: the window of %s step %d closes without what the device has yet to do: %s",
+                opened.window.target,
+                opened.last.number,
+                late,
+            )
+        return late
 
     def _save(self, opened: _OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
         """Have the files of a window written."""
@@ -442,6 +469,8 @@ class Session:
 
     def _release(self) -> None:
         self._guard.stop()
+        if self._open_window is not None:
+            self._open_window.device.end()
         self._open_window = None
         if Session._holder is self:
             Session._holder = None

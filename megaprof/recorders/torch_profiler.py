@@ -80,7 +80,7 @@ class TorchRecorder:
         raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
-            recording.stop()
+            _stop(recording)
             recording.export_chrome_trace(str(raw))
             if emit.log and raw.exists():  # it does not when the disk is full
                 add_ranges(raw, emit.log)
@@ -121,7 +121,7 @@ class TorchRecorder:
         emit.log = None
         if torch._C._autograd._profiler_enabled():
             try:
-                recording.stop()
+                _stop(recording)
             finally:
                 if torch._C._autograd._profiler_enabled():
                     torch._C._autograd._disable_profiler()
@@ -185,6 +185,17 @@ def _drop(observer: ExecutionTraceObserver) -> None:
     observer.unregister_callback()
     if path is not None:
         Path(path).unlink(missing_ok=True)
+
+
+def _stop(recording: profile) -> None:
+    """Stop without torch's own wait for the device, which has no limit: the session has waited, with one.
+
+    What is left is Kineto's: it flushes what CUPTI has, and CUPTI's flush synchronises nothing (CUPTI 11 to 13). A
+    process that ends while Kineto records would crash, so it is stopped in any case.
+    """
+    if recording.profiler is not None:
+        recording.profiler.use_device = None
+    recording.stop()
 
 
 def _release(recording: profile) -> None:
