@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
-    bench bench-capture bench-overhead bench-replay bench-report bench-scale bench-timeline bench-whatif clean docs
+    bench bench-capture bench-overhead bench-replay bench-report bench-scale bench-timeline bench-truth bench-whatif clean docs
 
 # In an environment with only what it needs, of which torch is most; in .venv where that is there already.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
@@ -207,7 +207,7 @@ gpu-packages:
 	    "$(MEGATRON_CORE)" fsspec isal jinja2 markdown-it-py markupsafe mdurl msgspec nvtx pygments rich
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-overhead bench-replay bench-report bench-timeline bench-scale bench-whatif
+bench: bench-capture bench-overhead bench-replay bench-report bench-timeline bench-scale bench-truth bench-whatif
 
 bench-capture: .venv/ready
 	$(BIN)/python -m tests.benchmarks.capture $(or $(ARGS),--pairs 5)
@@ -226,6 +226,10 @@ bench-timeline: .venv/ready
 
 bench-whatif: .venv/ready
 	$(BIN)/python -m tests.benchmarks.whatif $(ARGS)
+
+# One pipeline of it: make bench-truth ARGS="--seed 20261122 --only 17 --keep DIR"
+bench-truth: .venv/ready
+	$(BIN)/python -m tests.benchmarks.truth $(ARGS)
 
 # 16,384 ranks; a quick one: make bench-scale ARGS="--ranks 1024"
 bench-scale: .venv/ready

@@ -26,7 +26,7 @@ from megaprof.analysis.fleet.fleet import Coverage, Fleet, Recording, StepTimes,
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.foreign.facts import Foreign, RankFacts
 from megaprof.analysis.report import diff
-from megaprof.analysis.report.document import PER_STEP
+from megaprof.analysis.report.document import PER_STEP, Report
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import ChunkTimes, Stage, TargetStages
@@ -40,6 +40,7 @@ from megaprof.cli.jobs.trigger import Answer as Captured
 from megaprof.cli.jobs.watch import Look
 from megaprof.cli.merge import Answer as Merged
 from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
@@ -163,6 +164,7 @@ def _report() -> Any:
         version=(text, "The version of megaprof that wrote it."),
         targets=(_many(target), "One for every target, role and set of parallel sizes."),
         warnings=(texts, "About single files."),
+        standstill=(Standstill | None, _about(Report)["standstill"]),
         foreign=(foreign, "What recordings tell that hold no ranges of megaprof's; absent where there are ranges."),
     )
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 
 from megaprof.formats import ranges
 from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.standstill import STUCK_SECONDS, stands_still
 from megaprof.formats.job.status import Position, RankStatus
 
-#: A rank hangs when it has not moved for this many seconds, of its intervals, and of its steps.
-STUCK_SECONDS, STUCK_INTERVALS, STUCK_STEPS = 10.0, 3, 5
-#: Nor does a rank hang that has not moved for less than this many seconds in its first step, or before it.
-FIRST_STEP_SECONDS = 300.0
+#: A rank that stands still has also not moved for this many of its own looks.
+STUCK_INTERVALS = 3
 _COMPUTING = frozenset(ranges.PASSES)
 
 
@@ -52,13 +51,20 @@ class Blame:
 
 
 def find_culprits(
-    run: RunRecord, statuses: Mapping[int, RankStatus], now: float, stuck_after: float = STUCK_SECONDS
+    run: RunRecord,
+    statuses: Mapping[int, RankStatus],
+    now: float,
+    stuck_after: float = STUCK_SECONDS,
+    *,
+    afterwards: bool = False,
 ) -> Blame:
     """Of the ranks of `run`: `statuses` by rank, as far as they could be read; `now` in wall-clock seconds.
 
-    `stuck_after`: seconds without a move after which a rank hangs, at least.
+    `stuck_after`: seconds without a move after which a rank hangs, at least. `afterwards`: the job is gone, and `now`
+    is its last moment, in which every rank with a status was alive.
     """
-    silent = {rank for rank, status in statuses.items() if status.late(now)} | (set(range(run.world)) - set(statuses))
+    silent = set(range(run.world)) - set(statuses)
+    silent |= {rank for rank, status in statuses.items() if not afterwards and status.late(now)}
     alive = {rank: status for rank, status in statuses.items() if rank not in silent and not status.ended}
     stuck = {rank for rank, status in alive.items() if is_stuck(status, now, stuck_after)}
     edges: dict[int, set[int]] = {}
@@ -92,10 +98,8 @@ def find_culprits(
 
 def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> bool:
     """Whether it has not moved for `seconds`, and for longer than its steps explain."""
-    if not status.settled:
-        seconds = max(seconds, FIRST_STEP_SECONDS)
-    usual = max(seconds, STUCK_INTERVALS * status.interval, STUCK_STEPS * (status.step_ms or 0.0) / 1e3)
-    return status.stuck(now) > usual
+    least = max(seconds, STUCK_INTERVALS * status.interval)
+    return stands_still(status.stuck(now), status.step_ms, first=not status.settled, least=least)
 
 
 def _waits_for(run: RunRecord, statuses: Mapping[int, RankStatus], rank: int) -> Iterator[int]:

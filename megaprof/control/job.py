@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megaprof.control.directory import CONTROL, ControlDirectory, part, parts_with_a_run, path_of, status
+from megaprof.formats.checks import ago
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
 from megaprof.formats.job.records import Absent, BadRecord
@@ -145,15 +146,3 @@ def _read(folder: Directory, run: RunRecord, rank: int, name: str) -> RankStatus
         return None
     inside = all(place < getattr(run.sizes, axis) for axis, place in found.coords.items())
     return found if (found.run, found.rank) == (run.run, rank) and inside else None
-
-
-def ago(seconds: float) -> str:
-    """`90` as ``1 min 30 s``."""
-    whole = max(0, round(seconds))
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min" + (f" {whole % 60} s" if whole < 600 and whole % 60 else "")
-    if whole < 172800:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} days"

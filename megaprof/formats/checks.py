@@ -142,6 +142,18 @@ def listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def ago(seconds: float) -> str:
+    """`90` as ``1 min 30 s``."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole < 600 and whole % 60 else "")
+    if whole < 172800:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} days"
+
+
 def printable(value: str) -> str:
     """`value` with a space for each character that a terminal would act upon."""
     return "".join(character if character.isprintable() else " " for character in value)

@@ -58,6 +58,20 @@ class MicrobatchRanges:
 
 
 @dataclass(frozen=True)
+class Profiler:
+    """How the torch profiler recorded a window."""
+
+    asked: tuple[str, ...]
+    """The activities that ``--profile-activities`` asks for: ``cpu``, ``cuda``."""
+    recorded: tuple[str, ...]
+    """Those of them that this process could record."""
+    start_ns: int | None = None
+    """How many nanoseconds the first step of the window began late, because the profiler was started before it."""
+    prepared: bool = False
+    """Whether it was prepared behind the call before, so that it only had to be switched on."""
+
+
+@dataclass(frozen=True)
 class Metadata:
     """What an artifact holds, and where and how that ran."""
 
@@ -105,6 +119,8 @@ class Metadata:
     """Ranks on this host, in a run without a GPU whose launcher says it; else None."""
     cores: int | None = None
     """Physical cores that the process may run on, in a run without a GPU; else None."""
+    device: str | None = None
+    """Where the model's parameters are when the window closes: ``cuda``, ``cpu``, ...; None where that is not known."""
     megatron_core: str | None = None
     """Version of megatron-core."""
     torch: str | None = None
@@ -115,6 +131,8 @@ class Metadata:
     """True when the window was closed early."""
     truncated_reason: str | None = None
     """Why it was."""
+    profiler: Profiler | None = None
+    """How the torch profiler recorded it; None for another tool."""
     timeline: dict[str, Any] | None = None
     """How it was recorded, in a timeline: its ``clock`` (``host`` or ``device``) among others."""
 
@@ -126,8 +144,9 @@ class Metadata:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, as docs/trace-metadata.md lists it: ``sizes`` stand beside ``coords``."""
         fields = asdict(self)
-        if fields["timeline"] is None:
-            del fields["timeline"]
+        for tool in ("profiler", "timeline"):
+            if fields[tool] is None:
+                del fields[tool]
         sizes = fields["coords"].pop("sizes")
         ranges = {key: value for key, value in fields["ranges"].items() if value not in (None, ())}
         return {**fields, "sizes": sizes, "steps": list(self.steps), "chunks": list(fields["chunks"]), "ranges": ranges}
@@ -175,6 +194,7 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
     yield "microbatches", metadata.microbatches, MOST
     yield "microbatch_group_size", metadata.microbatch_group_size, MOST
     yield "chunks", len(metadata.chunks), MOST
+    yield "profiler.start_ns", None if metadata.profiler is None else metadata.profiler.start_ns, _LARGEST
     for tokens in metadata.tokens or ():
         yield "tokens", tokens, _LARGEST
     for name in ("seq_length", "micro_batch_size", "pid", "local_ranks", "cores"):

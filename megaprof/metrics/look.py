@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-from megaprof.control.blame import STUCK_SECONDS, Blame, Culprit, find_culprits
-from megaprof.control.job import RunningJob, ago
-from megaprof.formats.checks import counted
+from megaprof.control.blame import Blame, Culprit, find_culprits
+from megaprof.control.job import NoJob, RunningJob, find_job
+from megaprof.formats.checks import ago, counted
 from megaprof.formats.job.run import dead
+from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
 
 _CULPRITS = 4
@@ -57,6 +60,44 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
         statuses = job.statuses()
     now = job.now(statuses, silence)
     return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
+
+
+def last_stand(directory: Path) -> Standstill | None:
+    """Where the job of a save directory stands still, or stood in the middle of a step when it was killed; None where
+    there is no job, and where it runs, or ended as jobs do. May take a few seconds, as `RunningJob.silence` does."""
+    try:
+        job = find_job(directory)
+    except NoJob:
+        return None
+    if job.run.ended is not None:
+        return None
+    view = look_at(job, patient=False)
+    if view.silence is None:
+        return _standstill(view.statuses, view.blame, "lasts") if view.blame.still else None
+    statuses = {rank: status for rank, status in view.statuses.items() if not status.ended}
+    now = max((status.time for status in statuses.values()), default=0.0)
+    blame = find_culprits(job.run, statuses, now, afterwards=True)
+    return _standstill(statuses, blame, "unfinished")
+
+
+def _standstill(
+    statuses: Mapping[int, RankStatus], blame: Blame, outcome: Literal["lasts", "unfinished"]
+) -> Standstill | None:
+    """None where no rank is in a step."""
+    steps = [status.place.step for status in statuses.values() if status.place is not None]
+    if not steps:
+        return None
+    guilty = [culprit for culprit in blame.culprits if culprit.status is not None and blame.still]
+    waited_for = tuple(_standing(culprit.status) for culprit in guilty if culprit.status is not None)
+    waiting = len(set(blame.stuck) - {each.rank for each in waited_for})
+    return Standstill(max(steps), blame.still, waited_for, waiting, outcome)
+
+
+def _standing(status: RankStatus) -> Standing:
+    place, stage = status.place, status.coords["pp"]
+    if place is None:
+        return Standing(status.rank, stage)
+    return Standing(status.rank, stage, place.phase, place.microbatch, place.chunk)
 
 
 def verdict(view: View) -> str | None:

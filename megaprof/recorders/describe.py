@@ -37,7 +37,8 @@ def describe(
     if facts.chunks:  # hooks that were installed without a model did not know
         coords = replace(coords, sizes=replace(coords.sizes, vpp=len(facts.chunks)))
     model_config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
-    local_ranks, cores = (None, None) if _on_gpu(facts.chunks) else _shared_machine()
+    device = _device(facts.chunks)
+    local_ranks, cores = _shared_machine() if device == "cpu" else (None, None)
     group = "microbatch_group_size_per_vp_stage" if facts.schedule == "interleaved" else ""
     return Metadata(
         target=window.target,
@@ -63,6 +64,7 @@ def describe(
         pid=os.getpid(),
         local_ranks=local_ranks,
         cores=cores,
+        device=device,
         # A checkout on the path is not what is installed.
         megatron_core=getattr(sys.modules.get("megatron.core"), "__version__", None) or _version("megatron-core"),
         torch=_version("torch"),
@@ -72,10 +74,11 @@ def describe(
     ).as_dict()
 
 
-def _on_gpu(chunks: Iterable[Any]) -> bool:
+def _device(chunks: Iterable[Any]) -> str | None:
+    """Where the model's first parameter is; None where there is none."""
     parameters = getattr(next(iter(chunks), None), "parameters", None)
     first = None if parameters is None else next(iter(parameters()), None)
-    return getattr(getattr(first, "device", None), "type", None) != "cpu"
+    return getattr(getattr(first, "device", None), "type", None)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import signal
 from collections import OrderedDict
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,7 +22,9 @@ from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.stages import words
 from megaprof.formats import inputs
+from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.remote import TooMuch, Unreachable
+from megaprof.metrics.look import last_stand
 from megaprof.ui.places import Place
 
 #: Captures that are kept, and how large they may be together, in bytes.
@@ -71,10 +74,10 @@ class Capture:
     """Every target at a glance."""
 
 
-def read(path: Path, links: tuple[tuple[str, str], ...]) -> bytes:
+def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> bytes:
     """A `Capture`, pickled: its size is then known. Raises Unreadable. Runs in a process of its own."""
     try:
-        report = analyze(path)
+        report = replace(analyze(path), standstill=standstill)
     except (NothingToReport, Unreachable, TooMuch) as fault:
         raise Unreadable(str(fault)) from None
     except (OSError, MemoryError) as fault:
@@ -82,11 +85,18 @@ def read(path: Path, links: tuple[tuple[str, str], ...]) -> bytes:
     steps = timelines(report)
     drawn = {key: boxes(step) for key, step in steps.items()}
     shown = page(report, steps, links)
-    return pickle.dumps(Capture(replace(report, drawn=()), shown, drawn, tuple(map(_brief, report.targets))))
+    briefs = tuple(_brief(target, standstill) for target in report.targets)
+    return pickle.dumps(Capture(replace(report, drawn=()), shown, drawn, briefs))
 
 
-def _brief(target: Any) -> Brief:
-    said = sentences.in_brief(target.verdict, target.fleet)
+def _begin(most_bytes: int | None) -> None:
+    """What a process does first. Ctrl-C in a terminal reaches it, too; the server is who ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    inputs.allow(most_bytes)
+
+
+def _brief(target: Any, standstill: Standstill | None) -> Brief:
+    said = sentences.in_brief(target.verdict, target.fleet, standstill)
     step = target.measured.step_time_ms
     return Brief(
         words.title(*target.key),
@@ -109,14 +119,16 @@ class Captures:
         self._under_way: dict[str, asyncio.Task[Capture]] = {}
 
     def brief(self, place: Place) -> tuple[Brief, ...] | str | None:
-        """A capture at a glance, or why there is nothing to see; None while nobody has read it."""
-        return self._briefs.get(place.identity)
+        """A capture at a glance, or why there is nothing to see; None while nobody has read it, and for a job, whose
+        state changes without its files."""
+        return None if place.job else self._briefs.get(place.identity)
 
     async def get(self, place: Place, links: tuple[tuple[str, str], ...]) -> Capture:
         """Read it, or take what was read. Raises Unreadable. One that is being read is not read again."""
         if place.outside is not None:
             raise Unreadable(f"it holds a link that leads out of the directory that is served: {place.outside}")
-        identity = place.identity
+        standstill = await asyncio.to_thread(last_stand, place.path) if place.job else None
+        identity = place.identity if standstill is None else f"{place.identity} {replace(standstill, seconds=0.0)}"
         if (kept := self._kept.get(identity)) is not None:
             self._kept.move_to_end(identity)
             return kept[0]
@@ -124,14 +136,16 @@ class Captures:
             raise Unreadable(why)
         task = self._under_way.get(identity)
         if task is None:
-            task = self._under_way[identity] = asyncio.create_task(self._read(identity, place.path, links))
+            task = self._under_way[identity] = asyncio.create_task(self._read(identity, place.path, links, standstill))
             task.add_done_callback(lambda done: self._under_way.pop(identity, None))
             task.add_done_callback(lambda done: done.cancelled() or done.exception())  # not only those that wait see it
         return await asyncio.shield(task)
 
-    async def _read(self, identity: str, path: Path, links: tuple[tuple[str, str], ...]) -> Capture:
+    async def _read(
+        self, identity: str, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None
+    ) -> Capture:
         try:
-            content = await asyncio.wrap_future(self._submit(path, links))
+            content = await asyncio.wrap_future(self._submit(path, links, standstill))
             capture: Capture = await asyncio.to_thread(pickle.loads, content)
         except Unreadable as fault:
             self._keep_brief(identity, str(fault))
@@ -147,11 +161,11 @@ class Captures:
             self._kept.popitem(last=False)
         return capture
 
-    def _submit(self, path: Path, links: tuple[tuple[str, str], ...]) -> Future[bytes]:
+    def _submit(self, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Future[bytes]:
         if self._pool is None:
-            alike = partial(inputs.allow, inputs.allowed())
+            alike = partial(_begin, inputs.allowed())
             self._pool = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"), initializer=alike)
-        return self._pool.submit(read, path, links)
+        return self._pool.submit(read, path, links, standstill)
 
     def _keep_brief(self, identity: str, brief: tuple[Brief, ...] | str) -> None:
         self._briefs[identity] = brief

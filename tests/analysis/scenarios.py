@@ -34,6 +34,8 @@ SEND_RECV = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 COMPUTE_STREAM, NCCL_STREAM, RECEIVE_STREAM, SEND_STREAM = 7, 20, 24, 28
 AUTOGRAD = 99
 GAP = 0.004
+#: Numbers of launches in a step at most: within a process none comes twice.
+_CORRELATIONS = 2_000_000
 
 
 class Event(NamedTuple):
@@ -283,7 +285,7 @@ def _rank(
     )
     # The clock of every host is off by some seconds; nothing in a trace says by how many.
     origin = 4000.0 * step + 10.0 + (1700.0 * pp if scenario.apart else 0.0)
-    rank = _Gpu(trace, origin) if scenario.gpu else _Cpu(trace, origin)
+    rank = _Gpu(trace, origin, _CORRELATIONS * step) if scenario.gpu else _Cpu(trace, origin)
     end = 0.0
     for each in held if not scenario.counted else ():
         each |= {"layers": None, "kinds": None}
@@ -413,7 +415,7 @@ def _exchanges(trace: TraceBuilder, origin: float, pp: int, schedules: list[list
         for own in schedules
         for before, e in zip([None, *own], own, strict=False)
     }
-    correlation = 1_000_000
+    correlation = _CORRELATIONS * (trace.step - 5) + _CORRELATIONS // 2
     for (stage, kind, part, microbatch), (event, before) in by_phase.items():
         source = _producer(scenario, stage, kind, part)
         if source is None or pp not in (stage, source[0]):

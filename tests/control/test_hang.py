@@ -26,6 +26,7 @@ def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
         status = megaprof("status", job.directory)
         watch = megaprof("watch", job.directory, "--once")
         found_as_data = megaprof("status", job.directory, "--json")
+        hanging = json.loads(megaprof("report", job.directory, "--json", "-").stdout)["standstill"]
     assert status.returncode == 3, status.stderr
     assert "The job appears to hang: no rank has moved for" in status.stdout
     assert found_as_data.returncode == 3
@@ -40,3 +41,12 @@ def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     assert "forward of microbatch 2" in second
     assert watch.returncode == 0, watch.stderr
     assert "imbalance" in watch.stdout
+    assert (hanging["step"], hanging["outcome"], hanging["waiting"]) == (4, "lasts", 1)
+    assert [(each["rank"], each["phase"], each["microbatch"]) for each in hanging["waited_for"]] == [(1, "forward", 2)]
+    released = json.loads(megaprof("report", job.directory, "--json", "-").stdout)
+    assert released["standstill"] is None
+    (target,) = released["targets"]
+    (stood,) = target["fleet"]["standstills"]
+    assert (stood["step"], stood["waited_for"][0]["rank"], stood["waiting"]) == (4, 1, 1)
+    assert 4 not in target["steps"]
+    assert target["step_time_ms"] < 5000

@@ -252,7 +252,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
 def test_one_page_never_waits_for_anothers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
 
-    def never(self: Captures, path: Path, links: Any) -> Future[bytes]:
+    def never(self: Captures, path: Path, links: Any, standstill: Any) -> Future[bytes]:
         asked.append(path)
         return Future()
 
@@ -271,9 +271,9 @@ def test_what_was_read_is_kept_until_its_files_change(tmp_path: Path, monkeypatc
     submitted: list[Path] = []
     submit = Captures._submit
 
-    def counting(self: Captures, path: Path, links: Any) -> Future[bytes]:
+    def counting(self: Captures, path: Path, links: Any, standstill: Any) -> Future[bytes]:
         submitted.append(path)
-        return submit(self, path, links)
+        return submit(self, path, links, standstill)
 
     monkeypatch.setattr(Captures, "_submit", counting)
     monkeypatch.setattr(captures, "MOST_KEPT", 2)

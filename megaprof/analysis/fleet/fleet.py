@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -17,7 +18,9 @@ import numpy as np
 
 from megaprof.analysis.fleet.reading import INDEX_BITS, FleetReading, Key, RankSeries, Series, bucketed, percentile
 from megaprof.analysis.fleet.slow import Group, Straggler, late_ranks, matrix_of, slow_groups, slow_ranks
+from megaprof.analysis.fleet.standstills import standstills
 from megaprof.analysis.fleet.stragglers import Buckets, noise_of, relative_shifts
+from megaprof.analysis.fleet.timeline_calls import longest_pass
 from megaprof.analysis.fleet.trends import (
     LASTING_STEPS,
     Floats,
@@ -32,6 +35,8 @@ from megaprof.analysis.fleet.trends import (
     single_steps,
 )
 from megaprof.analysis.stages.slow import EXCESS
+from megaprof.formats.job.standstill import Standstill
+from megaprof.formats.ranges import RangeName
 from megaprof.formats.timeline import Cost
 
 #: A gradient synchronisation is compared with this part of the step added, so that what is told takes 1 % of it.
@@ -209,6 +214,13 @@ class Fleet:
     """Replicas that get unequal work from step to step; None where they do not."""
     stalls: Stalls | None = None
     """Single stalls that hit many ranks in turn; None where there are none."""
+    standstills: tuple[Standstill, ...] = ()
+    """Steps in which the job stood still, or in the middle of which it ended; they count for no time."""
+
+    @property
+    def stood_still(self) -> frozenset[int]:
+        """The steps of `standstills`."""
+        return frozenset(each.step for each in self.standstills)
 
     @property
     def shifts(self) -> list[Shift]:
@@ -221,13 +233,19 @@ class Fleet:
 def survey(reading: FleetReading, directory: Path) -> list[Fleet]:
     """One `Fleet` for every target, role and set of sizes in ``reading``, of the job that writes to ``directory``."""
     return [
-        _fleet(key, series, reading.width.get(key, 1), directory)
+        _fleet(key, series, reading.width.get(key, 1), directory, partial(_longest, key, reading.files.get(key, {})))
         for key, series in reading.series.items()
         if series.ranks
     ]
 
 
-def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
+def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: int) -> RangeName | None:
+    return longest_pass(key, files.get(rank, ()), step)
+
+
+def _fleet(
+    key: Key, series: Series, width: int, directory: Path, place: Callable[[int, int], RangeName | None]
+) -> Fleet:
     ranks = sorted(series.ranks, key=lambda r: r.coords.rank)
     step_ms, buckets = _buckets(series, ranks, width)
     times = _times(series, step_ms, buckets)
@@ -275,6 +293,7 @@ def _fleet(key: Key, series: Series, width: int, directory: Path) -> Fleet:
         recording=_recording(ranks),
         unbalanced=_unbalanced(series, times, stragglers),
         stalls=_stalls(ranks, len(series.steps)),
+        standstills=standstills(series.stood, max(r.last_step for r in ranks), place),
     )
 
 

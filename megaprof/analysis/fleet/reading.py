@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
+from megaprof.analysis.fleet.standstills import StoodStill, stood_still, told_by
 from megaprof.analysis.fleet.trends import AROUND, LASTING_BUCKETS, Floats, Integers, moving_median, scatter
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.formats import timeline as format
@@ -88,7 +89,7 @@ class RankSeries:
     counts: npt.NDArray[np.int32]
     """Steps, by bucket."""
     left_out: int
-    """Steps that do not count: a window was open in them, or they failed."""
+    """Steps that do not count: a window was open in them, or they failed. Not those in which it stood still."""
     again: int
     """Steps that it has twice, of which the later one counts."""
     first_step: int
@@ -126,10 +127,13 @@ class Series:
     """How many steps of a stage computed for how long, by stage."""
     most: dict[int, float] = field(default_factory=dict)
     """Milliseconds of the longest of them, by stage."""
+    stood: list[StoodStill] = field(default_factory=list)
+    """Ranks in steps in which they stood still, or that an exception ended."""
 
     def add(self, other: Series) -> None:
         """Other ranks of the same key."""
         self.ranks += other.ranks
+        self.stood += other.stood
         self.steps, self.longest = _merge(self.steps, self.longest, other.steps, other.longest, np.maximum)
         self.synchronising.update(other.synchronising)
         self.at_most.update(other.at_most)
@@ -380,11 +384,14 @@ def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
 def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArray[Any]:
     """Add one rank to its series; returns its calls that count."""
     calls, again = _latest(np.concatenate([part.steps for part in parts]))
-    # A step that the GPU did not finish in time was written without times.
-    timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0)
-    usable: npt.NDArray[Any] = calls[timed]
     metadata, last = parts[-1].metadata, calls[-1]
-    compute = _compute(usable)
+    compute = _compute(calls)
+    stood = stood_still(calls, compute)
+    # A step that the GPU did not finish in time was written without times.
+    timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0) & ~stood
+    usable: npt.NDArray[Any] = calls[timed]
+    series.stood += told_by(calls, compute, metadata.coords)
+    compute = compute[timed]
     first, medians, counts = bucketed(usable["step"], compute / 1e3, width)
     _, finalize, _ = bucketed(usable["step"], usable["finalize"] / 1e3, width)
     series.ranks.append(
@@ -396,7 +403,7 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
             finalize=finalize.astype(np.float32),
             between=_between(usable, first, width, len(counts)),
             counts=counts.astype(np.int32),
-            left_out=len(calls) - len(usable),
+            left_out=int(len(calls) - len(usable) - stood.sum()),
             again=again,
             first_step=int(calls[0]["step"]),
             last_step=int(last["step"]),

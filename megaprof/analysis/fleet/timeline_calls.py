@@ -22,7 +22,7 @@ from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.traces import Trace, TracedRange
-from megaprof.formats import codes
+from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata, MicrobatchRanges
 from megaprof.formats.names import parse_artifact_name
@@ -38,18 +38,29 @@ _LEFT_OUT = format.FAILED | format.CAPTURED
 
 
 def detail_of(
-    key: Key, places: Sequence[Place], files: Mapping[int, tuple[Path, ...]], suspects: AbstractSet[int] = frozenset()
+    key: Key,
+    places: Sequence[Place],
+    files: Mapping[int, tuple[Path, ...]],
+    suspects: AbstractSet[int] = frozenset(),
+    without: AbstractSet[int] = frozenset(),
 ) -> tuple[Call, ...]:
     """The calls of the last steps on one rank per stage. ``places``: all ranks of ``key`` whose timelines are there, in
-    ``files`` by rank; ``suspects``: slow ranks."""
+    ``files`` by rank; ``suspects``: slow ranks; ``without``: steps that do not count."""
     ranks = column(places, suspects)
-    steps = _common([_calls(key, files[rank]) for rank in ranks])
+    steps = _common([_calls(key, files[rank]) for rank in ranks], without)
     if not steps:
         return ()
     traces = {rank: found for rank in ranks if (found := _traces(key, files[rank], set(steps)))}
     told, traces = _on_one_clock(traces)
     calls = [call for by_step in traces.values() for trace in by_step.values() for call in calls_of(trace)]
     return tuple(replace(call, reasons=(*call.reasons, *told)) for call in calls)
+
+
+def longest_pass(key: Key, files: Iterable[Path], step: int) -> RangeName | None:
+    """The range in which a rank with these ``files`` was longest in ``step``; None where the files do not tell."""
+    trace = _traces(key, files, {step}).get(step)
+    inside = [] if trace is None else [r for r in trace.ranges if r.name.label in ranges.PASSES]
+    return max(inside, key=lambda r: r.end - r.start).name if inside else None
 
 
 def column(places: Iterable[Place], suspects: AbstractSet[int] = frozenset()) -> list[int]:
@@ -92,9 +103,9 @@ def _of_key(timeline: format.Timeline, key: Key) -> npt.NDArray[np.bool_]:
     return np.isin(timeline.steps["metadata"], own)
 
 
-def _common(calls: Sequence[dict[int, tuple[int, int]]]) -> list[int]:
+def _common(calls: Sequence[dict[int, tuple[int, int]]], without: AbstractSet[int]) -> list[int]:
     """The last steps that all ranks have whole, or, where there are none, without the times of their events."""
-    everywhere = set(calls[0]).intersection(*calls[1:])
+    everywhere = set(calls[0]).intersection(*calls[1:]) - without
     for bad in (_LEFT_OUT | format.INCOMPLETE, _LEFT_OUT):
         steps = sorted(step for step in everywhere if not any(each[step][0] & bad for each in calls))
         if steps:

@@ -24,6 +24,7 @@ from megaprof.analysis.trace.calls import GROUPS, Call
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats.job.standstill import Standstill
 from megaprof.version import __version__
 
 #: What the JSON gives as the mean, and the spread of under ``spread``.
@@ -103,6 +104,9 @@ class Report:
     """The calls of the last step of every target, to be drawn."""
     foreign: Foreign | None = None
     """What recordings tell that hold no ranges of ours; None where there are ranges."""
+    standstill: Standstill | None = None
+    """Where the job stands still, or stood when it was killed in the middle of a step, by its status files; None where
+    it runs, or ended as jobs do, or nobody looked."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``: strings, finite numbers, lists, dicts and None."""
@@ -110,6 +114,7 @@ class Report:
             "version": __version__,
             "targets": [target.to_json() for target in self.targets],
             "warnings": list(self.warnings),
+            "standstill": asdict(self.standstill) if self.standstill else None,
             **({"foreign": _foreign(self.foreign)} if self.foreign else {}),
         }
 

@@ -35,6 +35,8 @@ from megaprof.formats.timeline import SUFFIX
 
 #: A directory without files of ours is searched for renamed ones, up to this many.
 _MOST_OTHERS = 64
+#: What a person does who has none yet.
+_TO_HAVE_ONE = "a training command that `megaprof run` starts writes some, and `megaprof demo` makes some here"
 #: Refusals for one reason that each have a line.
 _FEW = 3
 
@@ -95,13 +97,13 @@ def _files(path: Path) -> tuple[list[Source], list[Path]]:
     if path.is_file():
         return ([], [path]) if path.name.endswith(SUFFIX) else (sources_in(path), [])
     if not path.is_dir():
-        raise NothingToReport(f"{path} does not exist")
+        raise NothingToReport(f"{path} does not exist; {_TO_HAVE_ONE}")
     traces, timelines = sources_in(path), find_timelines(path)
     if not traces and not timelines:
         traces = [*_others(path)]
     if not traces and not timelines:
-        kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE} or *{REPORT}, and no timeline (*{SUFFIX})"
-        raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}")
+        kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE}, *{REPORT}) and no timeline (*{SUFFIX}"
+        raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}; {_TO_HAVE_ONE}")
     return traces, timelines
 
 
@@ -144,7 +146,7 @@ def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call
         slow = [s for s in each.stragglers if s.what != "synchronisation" and s.until is None]
         suspects = {rank for s in slow for rank in s.ranks}
         places = [rank.coords for rank in fleet.series[each.key].ranks]
-        yield from detail_of(each.key, places, fleet.files[each.key], suspects)
+        yield from detail_of(each.key, places, fleet.files[each.key], suspects, each.stood_still)
 
 
 def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
@@ -156,7 +158,7 @@ def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
     places = [rank.coords for rank in fleet.series[survey.key].ranks]
     own = next(place for place in places if place.rank == worst.ranks[0])
     beside = [place for place in places if (place.dp, place.cp, place.tp) == (own.dp, own.cp, own.tp)]
-    calls = detail_of(survey.key, beside, fleet.files[survey.key])
+    calls = detail_of(survey.key, beside, fleet.files[survey.key], without=survey.stood_still)
     return SlowPipeline(worst.ranks, worst.stage, worst.peers_ms / worst.own_ms, calls) if calls else None
 
 

@@ -15,15 +15,18 @@ from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.verdict import Comparison, Verdict
-from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
+from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import TOO_NOISY, WhatIf
+from megaprof.formats.job.standstill import Standing, Standstill
 from megaprof.parallel.selectors import Selector
 
 #: A report on more targets begins with a table of them.
 FEW_TARGETS = 3
 _MOST = 8
+#: Steps in which a job stood still, and ranks that it waited for, that each have a sentence.
+_MOST_STANDSTILLS = 3
 #: Predictions that gain less than this are in the JSON only.
 _WORTH_SHOWING = 1.01
 #: What recordings without our ranges lack, and how to have it next time.
@@ -86,12 +89,19 @@ def of_verdict(verdict: Verdict) -> Finding | None:
     return Finding("no_slow_stage", "open", f"No stage is called slow: {slowest}, {but}.")
 
 
-def in_brief(verdict: Verdict, fleet: Fleet | None) -> Finding:
-    """The verdict in a few words, for a table of targets."""
+def in_brief(verdict: Verdict, fleet: Fleet | None, standstill: Standstill | None = None) -> Finding:
+    """The verdict in a few words, for a table of targets; ``standstill``: where the job stands or was killed."""
+    if standstill is not None:
+        text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
+        text = f"{text} step {standstill.step}"
+        return Finding("in_brief", "slow", text)
     told, slow = [], sorted(verdict.slow_stages)
     if slow:
         told.append(f"{'stage' if len(slow) == 1 else 'stages'} {spans(slow)} slow")
     over_the_run = [each.kind for each in of_fleet(fleet) if each.severity == "slow"] if fleet else []
+    if fleet is not None and fleet.standstills:
+        told.insert(0, f"stood still in {steps(sorted(fleet.stood_still))}")
+        over_the_run = [kind for kind in over_the_run if kind != "standstill"]
     told += [f"{kind.replace('_', ' ')} over the run" for kind in dict.fromkeys(over_the_run)]
     if told:
         return Finding("in_brief", "slow", ", ".join(told))
@@ -191,10 +201,52 @@ def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
     one finding that nothing is, where nothing is."""
     of_a_place = (*_stragglers(fleet), *_slower_stages(fleet), *_synchronisation(fleet))
     told = (*of_a_place, *_unequal(fleet), *_steps(fleet))
-    found = [each.finding for each in sorted(told, key=lambda each: (each.over, -each.cost_ms))]
+    found = [*of_standstills(fleet.standstills)]
+    found += [each.finding for each in sorted(told, key=lambda each: (each.over, -each.cost_ms))]
     found += _ended(fleet)
     nothing = "Over the run nothing became slower, and no rank is slower than its peers."
     return tuple(found) or (Finding("nothing_slow", "fine", nothing),)
+
+
+def of_standstills(found: Sequence[Standstill]) -> Iterator[Finding]:
+    """Steps in which a job stood still or ended, the longest first: a hang is told before anything else."""
+    ordered = sorted(found, key=lambda each: -each.seconds)
+    for each in ordered[:_MOST_STANDSTILLS]:
+        yield Finding("standstill", "slow", _stood_still(each))
+    if more := ordered[_MOST_STANDSTILLS:]:
+        text = (
+            f"It stood still in {counted(len(more), 'more step')}: {spans(sorted(each.step for each in more), _MOST)}."
+        )
+        yield Finding("standstill", "slow", text)
+
+
+def _stood_still(found: Standstill) -> str:
+    lasts, seconds = found.outcome == "lasts", ago(found.seconds)
+    text = {
+        "went_on": f"The job stood still in step {found.step} for {seconds}, and then went on",
+        "last": f"The job stood still in step {found.step} for {seconds}, and did no other step after it",
+        "unfinished": f"The job ended in the middle of step {found.step}"
+        + (f", in which it had stood still for {seconds}" if found.seconds else ""),
+        "lasts": f"The job stands still in step {found.step}, for {seconds} by now",
+    }[found.outcome]
+    if found.waited_for:
+        shown = [_stood(each, "stands" if lasts else "stood") for each in found.waited_for[:_MOST_STANDSTILLS]]
+        more = len(found.waited_for) - len(shown)
+        text += ": " + "; ".join([*shown, *([f"and {more} more"] if more else [])])
+        if found.waiting:
+            wait = ("waits" if found.waiting == 1 else "wait") if lasts else "waited"
+            for_whom = "it" if len(found.waited_for) == 1 else "them"
+            text += f"; {counted(found.waiting, 'rank')} {wait} for {for_whom}"
+    return f"{text}. This step counts for no time."
+
+
+def _stood(rank: Standing, verb: str) -> str:
+    place = f"rank {rank.rank} (stage {rank.stage})"
+    if rank.phase is None:
+        return f"{place} {verb} outside of the schedule's ranges"
+    microbatch = "" if rank.microbatch is None else f" of microbatch {rank.microbatch}"
+    chunk = f" (chunk {rank.chunk})" if rank.chunk else ""
+    return f"{place} {verb} in {rank.phase}{microbatch}{chunk}"
 
 
 def _stragglers(fleet: Fleet) -> Iterator[_Told]:

@@ -47,7 +47,10 @@ _MOST_TRACES = 8
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the whole report: of many targets a table first, of each the verdict before its tables."""
+    """Print the whole report: first whether the job hangs or was killed, of many targets a table, and of each the
+    verdict before its tables."""
+    for finding in sentences.of_standstills([report.standstill] if report.standstill else []):
+        show_finding(console, finding)
     if len(report.targets) > sentences.FEW_TARGETS:
         _show_overview(report, console)
     for target in report.targets:

@@ -74,7 +74,7 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
         findings.warn(f"{captured} captured, without {stages_in_words(missing)}; times between stages cover only those")
         findings.block(f"{captured} captured; {advice}")
     _check_same_job(calls, findings)
-    return _without_openings(_common_steps(calls, findings), findings)
+    return _without_openings(_without_unseen(_common_steps(calls, findings), findings), findings)
 
 
 def comparable(step: list[Call]) -> Clocks:
@@ -168,6 +168,21 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
         findings.block("the stages report different numbers of microbatches")
     elif len(set(counts)) > 1:
         findings.warn("the steps have different numbers of microbatches; times per step are averaged over all of them")
+
+
+def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
+    """Without the steps in which kernels of a rank were not recorded, if there are others."""
+    unseen = {call.key: call for call in calls if call.unseen is not None}
+    others = [call for call in calls if call.key not in unseen]
+    if unseen and others:
+        for call in unseen.values():
+            findings.warn(f"step {call.step} is left out: on rank {call.rank} {call.unseen}")
+        return others
+    for call in calls:
+        if call.unseen is not None:
+            findings.note(call.unseen, call.stage)
+            findings.block(call.unseen)
+    return calls
 
 
 def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:

@@ -280,6 +280,8 @@ def _stage(
 
 def _explain(call: Call, pp: int, findings: Findings) -> None:
     """Say why numbers of ``call`` are missing."""
+    if call.unseen is not None:
+        return  # that was said
     if not call.phases:
         reason = call.metadata.ranges.reason or "the trace holds none"
         findings.note(f"no microbatch ranges, so only the time of the step is known: {reason}", pp)

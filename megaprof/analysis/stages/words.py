@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megaprof.analysis.stages.samples import Spread
+from megaprof.formats.checks import ago as ago
 from megaprof.formats.checks import counted as counted
 from megaprof.formats.checks import listed
 from megaprof.formats.metadata import ModelChunk, WithoutRange

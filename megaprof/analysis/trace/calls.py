@@ -16,9 +16,10 @@ import numpy as np
 
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.gpu import Peak, memory_of
-from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, total, union
+from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass
 from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
+from megaprof.analysis.trace.unseen import without_some
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PassId
@@ -95,6 +96,8 @@ class Call:
     """Whose work it is, where that was said: in a whole step, each call inside has its own."""
     after_opening: bool = False
     """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
+    unseen: str | None = None
+    """Why kernels of it are not in its trace, so that it has no passes, no exchanges and no sums; else None."""
     memory: Peak | None = None
     """How much it had allocated on its device; None where that was not captured."""
 
@@ -191,7 +194,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         phases = tuple(_phase(r, metadata, ns) for r, ns in zip(passes, waited, strict=True))
         busy = union(times_of(passes + finalizing))
         split, reasons = _split(trace, passes, finalize)
-    return Call(
+    call = Call(
         label=label,
         step=step,
         index=index,
@@ -211,6 +214,27 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         modules=_modules(inside, passes, trace),
         gpu=gpu,
         memory=memory_of(trace.memory, outer.start, outer.end),
+    )
+    unseen = trace.unseen or without_some(trace.launches, outer.start, outer.end)
+    return call if unseen is None else _emptied(call, unseen)
+
+
+def _emptied(call: Call, unseen: str) -> Call:
+    """``call`` without anything that would be reckoned from kernels, and from gaps between them."""
+    return replace(
+        call,
+        unseen=unseen,
+        incomplete=unseen,
+        has_kernels=True,
+        phases=(),
+        exchanges=(),
+        busy=intervals(()),
+        exposed_ns=dict.fromkeys(GROUPS),
+        reasons=(),
+        finalize=intervals(()),
+        collectives=intervals(()),
+        modules={},
+        gpu=None,
     )
 
 

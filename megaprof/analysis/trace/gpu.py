@@ -70,7 +70,7 @@ _CORRELATION = attrgetter("args.correlation")
 _Numbers = npt.NDArray[np.int64]
 _NONE = np.zeros(0, dtype=np.int64)
 _NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE)
-_NO_LAUNCHES = (_NONE, _NONE)
+_NO_LAUNCHES = (_NONE, _NONE, _NONE.astype(np.bool_))
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,16 @@ class Activities:
     """What each is for, as an index into `USES`."""
     kernel: npt.NDArray[np.bool_]
     """Whether it is a kernel, no copy or memset."""
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The calls that launched a kernel or a graph."""
+
+    times: npt.NDArray[np.int64]
+    """When each began, in wall-clock nanoseconds, ascending."""
+    unanswered: npt.NDArray[np.int64]
+    """Those of them to which the trace has no activity."""
 
 
 class Timed(Protocol):
@@ -115,10 +125,13 @@ class Gathered:
         """How many of both there are."""
         self.kernels = False
         """Whether there are kernels, impossible times included."""
+        self.launches = 0
+        """How many calls launched a kernel or a graph."""
         self._by_name = ByName()
+        self._starting = _Starting()
         self._groups: dict[str | None, int] = {}
         self._activities: list[tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers]] = []
-        self._launches: list[tuple[_Numbers, _Numbers]] = []
+        self._launches: list[tuple[_Numbers, _Numbers, npt.NDArray[np.bool_]]] = []
 
     def add(self, kernels: Sequence[Event], copies: Sequence[Event], launches: Sequence[Event]) -> None:
         """Take up some more of the trace."""
@@ -132,23 +145,29 @@ class Gathered:
             self._activities.append((spans, uses[usable], kernel[usable], correlations[usable]))
         if launches:
             spans, usable = spans_of(0, launches)
-            self._launches.append((numbers_of(launches)[usable], spans[:, 0].copy()))
+            starting = np.array([self._starting[launch.name] for launch in launches], dtype=np.bool_)[usable]
+            self.launches += int(starting.sum())
+            self._launches.append((numbers_of(launches)[usable], spans[:, 0].copy(), starting))
         self.rows += len(events) + len(launches)
 
-    def activities(self, base: int, sizes: object) -> Activities:
+    def activities(self, base: int, sizes: object) -> tuple[Activities, Launches]:
         """All of them; ``base``: nanoseconds that their times count from; ``sizes`` has the number of ranks of every
         axis. What was gathered is gone then."""
         spans, uses, kernel, correlations = (
             np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
         )
         self._activities.clear()
-        numbers, starts = (np.concatenate(column) for column in zip(_NO_LAUNCHES, *self._launches, strict=True))
+        numbers, starts, starting = (
+            np.concatenate(column) for column in zip(_NO_LAUNCHES, *self._launches, strict=True)
+        )
         self._launches.clear()
         axes = [USES.index(_axis(group, sizes)) for group in self._groups]
         table = np.array([*range(len(USES)), *axes], dtype=np.int8)
         spans += base
         starts += base
-        return arranged(spans, table[uses], kernel, correlations, numbers, starts)
+        found = arranged(spans, table[uses], kernel, correlations, numbers, starts)
+        times, answered = starts[starting], np.isin(numbers[starting], correlations)
+        return found, Launches(np.sort(times), np.sort(times[~answered]))
 
     def _uses(self, kernels: Sequence[Event]) -> list[int]:
         """Of each the index into `USES`, or behind that the number of its group."""
@@ -194,6 +213,15 @@ def numbers_of(events: Iterable[Event]) -> npt.NDArray[np.int64]:
         return np.array(values, dtype=np.int64)
     except OverflowError:  # a hostile file
         return np.array([value if abs(value) < LONGEST else 0 for value in values], dtype=np.int64)
+
+
+class _Starting(dict[str, bool]):
+    """Whether a call of this name starts a kernel or a graph: ``cudaLaunchKernelExC``, ``hipExtModuleLaunchKernel``,
+    ``cuGraphLaunch``; no copy, and no function of the host's. Found once for each name."""
+
+    def __missing__(self, name: str) -> bool:
+        self[name] = starts = "Launch" in name and ("Kernel" in name or "Graph" in name)
+        return starts
 
 
 class ByName(dict[str, int]):

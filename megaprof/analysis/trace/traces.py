@@ -27,9 +27,11 @@ from megaprof.analysis.trace.gpu import (
     Allocations,
     Gathered,
     GatheredMemory,
+    Launches,
     spans_of,
 )
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
+from megaprof.analysis.trace.unseen import without_kernels
 from megaprof.formats import ranges
 from megaprof.formats.checks import counted
 from megaprof.formats.inputs import most_bytes
@@ -110,6 +112,10 @@ class Trace:
     """Whether GPU kernels ran, so that the ranges are host time; ``gpu`` is what the GPU did."""
     gpu: Activities | None = None
     """None without kernels."""
+    launches: Launches | None = None
+    """Which calls launched kernels; None without kernels, and where the tool does not say."""
+    unseen: str | None = None
+    """Why it holds no kernel though its model ran on a GPU; None where it holds some, or ran on a CPU."""
     warnings: tuple[str, ...] = ()
     """What must be known about the file."""
     timeline: str | None = None
@@ -155,7 +161,7 @@ def read_trace(path: Path) -> Trace:
     """Read one trace, gzipped or plain, of any size. Raises UnreadableTrace, whatever the file holds."""
     with refusing(path):
         gathered = _Gathered(path, on_gpu=True)
-        if not gathered.gpu.kernels:
+        if not gathered.gpu.kernels and not gathered.gpu.launches:
             gathered = _Gathered(path, on_gpu=False)  # its operators are wanted after all
         return gathered.trace()
 
@@ -208,6 +214,7 @@ class _Gathered:
         found.sort(key=lambda r: (r.start, -r.end))
         collectives.sort(key=lambda c: c.start)
         has_kernels = self.gpu.kernels
+        gpu, launches = self.gpu.activities(base, metadata.sizes) if has_kernels else (None, None)
         return Trace(
             path=path,
             metadata=metadata,
@@ -215,7 +222,9 @@ class _Gathered:
             collectives=tuple(collectives),
             compute=self._operators.compute(base) if collectives and not has_kernels else intervals(()),
             has_kernels=has_kernels,
-            gpu=self.gpu.activities(base, metadata.sizes) if has_kernels else None,
+            gpu=gpu,
+            launches=launches,
+            unseen=None if has_kernels else without_kernels(metadata, self.gpu.launches, gpu_there=_has_gpu(document)),
             warnings=tuple(warnings),
             cut=document.cut,
             base=base,
@@ -250,6 +259,11 @@ def _metadata(document: Document[Event]) -> Metadata:
         return read_metadata(bytes(document.top["megaprof"]))
     except ValueError as fault:
         raise Undecodable(f"its `megaprof` metadata is damaged: {fault}") from None
+
+
+def _has_gpu(document: Document[Event]) -> bool:
+    """Whether Kineto lists a GPU, by which it is not said that the model was on it."""
+    return bytes(document.top.get("deviceProperties", b"")).strip() not in (b"", b"[]")
 
 
 class _Names(dict[str, "ranges.RangeName | str | None"]):

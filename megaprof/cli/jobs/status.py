@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
-from megaprof.control.blame import STUCK_SECONDS
-from megaprof.control.job import NoJob, RunningJob, ago, find_job
-from megaprof.formats.checks import counted, printable
+from megaprof.control.job import NoJob, RunningJob, find_job
+from megaprof.formats.checks import ago, counted, printable
+from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.job.status import RankStatus
 from megaprof.metrics.look import View, few, gone, look_at, verdict, waited_for
 

@@ -33,6 +33,7 @@ from megaprof.analysis.trace.nsys.gpu import (
 )
 from megaprof.analysis.trace.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
+from megaprof.analysis.trace.unseen import without_kernels
 from megaprof.formats import ranges
 from megaprof.formats.checks import counted
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
@@ -49,6 +50,8 @@ _OURS = f"{ranges.PREFIX}*"
 _NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
 #: A capture range was opened for a window that begins this soon after the recording did.
 _OPENED_NS = 500_000_000
+#: What may have become of the kernels of a GPU.
+_LOST = "nsys recorded none (--trace=cuda,nvtx does)"
 _STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
 
@@ -243,6 +246,7 @@ class _Reader:
         rows.sort(key=lambda r: (r.start, -r.end))
         windows = list(self._windows(rows, alone))
         gpu: ProcessGpu | None = None
+        seen = self._tables.has("TARGET_INFO_GPU", "id") and any(self._tables.rows("SELECT id FROM TARGET_INFO_GPU"))
         for number, (metadata, tops, warnings) in enumerate(windows):
             pid = tops[0].pid
             gpu = gpu or ProcessGpu.read(self._tables, self._base, pid)
@@ -256,6 +260,7 @@ class _Reader:
                 ranges=inside,
                 has_kernels=activities is not None,
                 gpu=activities,
+                unseen=None if activities is not None else without_kernels(metadata, 0, gpu_there=seen, lost=_LOST),
                 warnings=warnings,
                 knows_collectives=activities is not None,
                 after_opening=not number and 0 <= tops[0].start - self._base < _OPENED_NS,

@@ -1,0 +1,96 @@
+"""Steps in which the whole job stood still, from timelines: which rank the others waited for, and where it was.
+
+Such a step tells nothing of how long steps take, so it counts for no time. A rank that waits does so in an exchange or
+in the gradient reduction; a rank whose own passes took the time is the one that is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.formats import timeline as format
+from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, STUCK_STEPS, Standing, Standstill
+from megaprof.formats.ranges import RangeName
+from megaprof.parallel.topology import RankCoords
+
+#: Ranks that are waited for and whose files are opened again to see where they stood.
+_MOST_PLACES = 4
+
+
+class StoodStill(NamedTuple):
+    """One rank in one step in which it stood still, or that an exception ended."""
+
+    step: int
+    coords: RankCoords
+    seconds: float
+    """How much longer than usual the step took."""
+    computing: bool
+    """Whether its own passes took more than half of that."""
+    failed: bool
+    """Whether an exception ended the step."""
+
+
+def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    """Which of a rank's ``calls``, in order, stood still, by the rule of `standstill.stands_still`; ``compute``:
+    microseconds of the passes of each. A step with an open window does not tell: the profiler makes it longer."""
+    usable = calls["flags"] & (format.FAILED | format.CAPTURED) == 0
+    usual = float(np.median(calls["duration"][usable])) if usable.any() else 0.0
+    least = np.full(len(calls), max(STUCK_SECONDS * 1e6, STUCK_STEPS * usual))
+    least[:1] = max(least[0], FIRST_STEP_SECONDS * 1e6) if len(calls) else 0.0
+    longest = np.maximum(calls["duration"].astype(np.int64), compute)
+    found: npt.NDArray[np.bool_] = (longest > least) & (calls["flags"] & format.CAPTURED == 0)
+    return found
+
+
+def told_by(calls: npt.NDArray[Any], compute: npt.NDArray[Any], coords: RankCoords) -> list[StoodStill]:
+    """The steps of a rank that stood still, and its last one if an exception ended that."""
+    stood = stood_still(calls, compute)
+    failed = calls["flags"] & format.FAILED != 0
+    usable = ~stood & ~failed
+    usual, computes = (float(np.median(each[usable])) if usable.any() else 0.0 for each in (calls["duration"], compute))
+    which = set(np.flatnonzero(stood).tolist()) | ({len(calls) - 1} if len(calls) and failed[-1] else set())
+    return [
+        StoodStill(
+            int(calls["step"][n]),
+            coords,
+            (float(calls["duration"][n]) - usual) / 1e6 if stood[n] else 0.0,
+            bool(stood[n] and compute[n] - computes > (float(calls["duration"][n]) - usual) / 2),
+            bool(failed[n]),
+        )
+        for n in sorted(which)
+    ]
+
+
+def standstills(
+    found: Iterable[StoodStill], last_step: int, place: Callable[[int, int], RangeName | None]
+) -> tuple[Standstill, ...]:
+    """What the ranks tell together, by step. ``place(rank, step)``: the longest pass of a rank in a step."""
+    by_step: dict[int, list[StoodStill]] = {}
+    for each in found:
+        by_step.setdefault(each.step, []).append(each)
+    return tuple(_together(step, own, last_step, place) for step, own in sorted(by_step.items()))
+
+
+def _together(
+    step: int, ranks: Sequence[StoodStill], last_step: int, place: Callable[[int, int], RangeName | None]
+) -> Standstill:
+    computing = sorted((each for each in ranks if each.computing), key=lambda each: each.coords.rank)
+    waited_for = []
+    for number, each in enumerate(computing):
+        name = place(each.coords.rank, step) if number < _MOST_PLACES else None
+        fields = {} if name is None else name.fields
+        label = None if name is None else name.label
+        waited_for.append(Standing(each.coords.rank, each.coords.pp, label, fields.get("mb"), fields.get("chunk")))
+    outcome: Literal["went_on", "last", "unfinished"]
+    outcome = "went_on" if step < last_step else "unfinished" if any(each.failed for each in ranks) else "last"
+    return Standstill(
+        step,
+        max(each.seconds for each in ranks),
+        tuple(waited_for),
+        sum(not each.computing and each.seconds > 0 for each in ranks),
+        outcome,
+    )

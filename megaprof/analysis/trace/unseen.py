@@ -1,0 +1,52 @@
+"""Kernels that ran and are not in the trace: nothing is true then that is reckoned from kernels, or from gaps in them.
+
+Kineto leaves them out without a word: when nobody asked for GPU activity, when another tool holds CUPTI, when its
+buffers were full, when one session follows another too soon (pytorch/kineto#1554), and some at the start of every
+session, one more each time (pytorch/pytorch#192021). The calls that launched them are there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megaprof.analysis.trace.gpu import Launches
+from megaprof.formats.metadata import Metadata
+
+#: In healthy traces (A100, H100, B200, MI300) every launch has its kernel. From this part without one on, a step's
+#: numbers are another step's.
+MOST_UNSEEN = 0.01
+
+#: What may have become of kernels that Kineto was to record.
+LOST = "another tool may hold CUPTI, or Kineto lost them"
+
+
+def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, lost: str = LOST) -> str | None:
+    """Why a trace without a kernel says nothing of its step; None where it ran on a CPU.
+
+    ``launches``: how many calls in the trace launched one. ``gpu_there``: whether the tool saw a GPU. ``lost``: what
+    may have become of its kernels. Older files do not say where the model was; but they count the cores of a machine
+    only for a run without a GPU.
+    """
+    on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and metadata.cores is None and gpu_there)
+    if not on_gpu and not launches:
+        return None
+    recording = metadata.profiler
+    if recording is not None and "cuda" not in recording.asked:
+        return "the model ran on a GPU, and --profile-activities asked for none of its kernels"
+    if recording is not None and "cuda" not in recording.recorded:
+        return "the model ran on a GPU, and the profiler could not record it: Kineto has no support for it there"
+    there = "none of the kernels that were launched" if launches else "no kernel"
+    return f"the model ran on a GPU, and the file holds {there}: {lost}"
+
+
+def without_some(launches: Launches | None, start: int, end: int) -> str | None:
+    """Why the kernels in a trace are too few for the step between two moments; None where they are not, and where the
+    tool does not tell its launches."""
+    if launches is None:
+        return None
+    launched, lost = (
+        int(np.subtract(*np.searchsorted(times, (end, start)))) for times in (launches.times, launches.unanswered)
+    )
+    if lost <= MOST_UNSEEN * launched:
+        return None
+    return f"{lost / launched:.0%} of its kernel launches have no kernel in the trace: {LOST}, or a graph was captured"

@@ -1,0 +1,75 @@
+"""A step in which the whole job stood still is told first, with whom the others waited for, and counts for no time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaprof.analysis.fleet.fleet import Fleet, survey
+from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.report import sentences
+from megaprof.analysis.report.report import analyze
+from megaprof.formats.timeline import FAILED
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
+
+LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
+#: A forward takes 10 ms, so that the passes of one step take a minute.
+HANG = 500.0
+
+
+def fleet_of(directory: Path, *slow: Slow, steps: int = 30) -> Fleet:
+    write_timelines(directory, LAYOUT, steps=steps, microbatches=4, slow=slow)
+    (fleet,) = survey(read_fleet(find_timelines(directory)), directory)
+    return fleet
+
+
+@pytest.mark.parametrize(("step", "outcome"), [(12, "went_on"), (29, "last")])
+def test_a_rank_that_held_all_others_up_is_named(tmp_path: Path, step: int, outcome: str) -> None:
+    fleet = fleet_of(tmp_path, Slow(rank=3, from_step=step, until_step=step, factor=HANG))
+    (found,) = fleet.standstills
+    assert (found.step, found.outcome, found.waiting) == (step, outcome, 3)
+    assert found.seconds == pytest.approx(60, rel=0.2)
+    (rank,) = found.waited_for
+    assert (rank.rank, rank.stage) == (3, 1)
+    assert rank.phase in ("forward", "backward")
+    assert sentences.of_fleet(fleet)[0].kind == "standstill"
+    assert sentences.of_fleet(fleet)[0].severity == "slow"
+
+
+def test_its_step_counts_for_no_time(tmp_path: Path) -> None:
+    healthy = fleet_of(tmp_path / "healthy")
+    hung = fleet_of(tmp_path / "hung", Slow(rank=3, from_step=29, until_step=29, factor=HANG))
+    assert healthy.times.step is not None
+    assert hung.times.step is not None
+    assert hung.times.step.max == pytest.approx(healthy.times.step.max, rel=0.1)
+    assert hung.times.single.count == healthy.times.single.count == 0
+    assert (hung.coverage.left_out, hung.stragglers) == (0, ())
+    (target,) = analyze(tmp_path / "hung").targets
+    assert 29 not in target.measured.steps
+    assert target.measured.step_time_ms is not None
+    assert target.measured.step_time_ms.mean < 1000
+
+
+def test_slow_steps_are_no_standstill(tmp_path: Path) -> None:
+    """A step of a checkpoint or of a first compilation, and a run that is slow as a whole."""
+    first, single = Slow(from_step=0, until_step=0, factor=HANG), Slow(rank=1, from_step=9, until_step=9, factor=30)
+    assert not fleet_of(tmp_path / "single", first, single).standstills
+    assert not fleet_of(tmp_path / "whole", Slow(factor=HANG), steps=6).standstills
+
+
+def test_a_step_that_an_exception_ended_is_told_where_it_is_the_last(tmp_path: Path) -> None:
+    from megaprof.analysis.fleet import standstills
+    from megaprof.analysis.fleet.reading import _compute
+    from megaprof.formats.timeline import read_timeline
+
+    (path, *_) = write_timelines(tmp_path, LAYOUT, steps=10, microbatches=4)
+    calls = read_timeline(path, events=False).steps.copy()
+    coords = LAYOUT.coords(0)
+    assert standstills.told_by(calls, _compute(calls), coords) == []
+    calls["flags"][4] |= FAILED  # tried again, as after an exception that the host handles
+    assert standstills.told_by(calls, _compute(calls), coords) == []
+    calls["flags"][-1] |= FAILED
+    found = standstills.standstills(standstills.told_by(calls, _compute(calls), coords), 9, lambda rank, step: None)
+    assert [(each.step, each.outcome, each.seconds, each.waited_for) for each in found] == [(9, "unfinished", 0.0, ())]

@@ -1,0 +1,96 @@
+"""What a diagnosis says of a directory of files, in one form for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaprof.analysis.report.report import analyze
+
+
+@dataclass(frozen=True)
+class Named:
+    """A cause. ``price``: milliseconds of a step, with its 90 % interval; None where none is given."""
+
+    kind: str
+    stage: int | None = None
+    ranks: tuple[int, ...] = ()
+    group: str | None = None
+    price: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        where = self.group if self.group and self.kind == "communication" else self.stage
+        ranks = f" rank {','.join(map(str, self.ranks))}" if self.ranks else ""
+        return f"{self.kind}{'' if where is None else f':{where}'}{ranks}"
+
+
+@dataclass(frozen=True)
+class Advised:
+    """A layout as Megatron's ``--pipeline-model-parallel-layout`` writes it, and the predicted speedup."""
+
+    layout: str
+    speedup: float
+    low: float
+    high: float
+    best: bool
+
+
+@dataclass(frozen=True)
+class Said:
+    """``in_order``: whether a price is that of a cause beside the dearer ones mended, or of it alone."""
+
+    named: tuple[Named, ...]
+    advised: tuple[Advised, ...]
+    in_order: bool
+
+
+def report(directory: Path) -> Said:
+    """`megaprof report`, by its JSON."""
+    (target,) = analyze(directory).to_json()["targets"]
+    found: dict[tuple[Any, ...], Named] = {}
+    # A rank is told as a cause, with its price, and again among the ranks of the run.
+    for each in (*_causes(target), *(_of_fleet(target["fleet"]) if target["fleet"] else ())):
+        key = (each.kind, each.ranks or each.stage, each.group)
+        if key not in found:
+            found[key] = each
+    return Said(tuple(found.values()), tuple(_layouts(target["what_if"])), in_order=False)
+
+
+def _causes(target: Mapping[str, Any]) -> Iterator[Named]:
+    for cause in target["causes"]:
+        ranks = () if cause["rank"] is None else (cause["rank"],)
+        if cause["kind"] == "slow_rank" and cause["rank"] is None:
+            continue  # several ranks, which the run's stragglers name
+        # The stage of a communication is the one with the most of it, not the place of a fault.
+        stage = None if cause["kind"] in ("communication", "host_bound") else cause["stage"]
+        yield Named(cause["kind"], stage, ranks, cause["group"], cause["gain_ms"])
+
+
+def _of_fleet(fleet: Mapping[str, Any]) -> Iterator[Named]:
+    kinds = {"compute": "slow_rank", "arrival": "late_entry", "synchronisation": "slow_synchronisation"}
+    for each in fleet["stragglers"]:
+        yield Named(kinds[each["what"]], each["stage"], tuple(each["ranks"]))
+    for stage in fleet["stages"]:
+        if any(shift["after_ms"] > 1.1 * shift["before_ms"] for shift in stage["shifts"]):
+            yield Named("slow_stage", stage["pp"])
+    if fleet["unbalanced"]:
+        lost = fleet["unbalanced"]["step_ms"] - fleet["unbalanced"]["balanced_ms"]
+        yield Named("unequal_replicas", price=lost)
+    if fleet["stalls"]:
+        yield Named("stalls")
+
+
+def _layouts(found: Mapping[str, Any]) -> Iterator[Advised]:
+    best = found["best"] or {}
+    for each in found["candidates"]:
+        if each["layout"]:
+            speedup, plus = each["speedup"], each["speedup_uncertainty"]
+            is_best = best.get("layout") == each["layout"]
+            yield Advised(each["layout"], speedup, speedup - plus, speedup + plus, is_best)
+
+
+ENGINES: dict[str, Callable[[Path], Said]] = {"report": report}

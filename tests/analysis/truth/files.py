@@ -1,0 +1,330 @@
+"""What a simulated run would have left on disk: one writer for each format, of the same run.
+
+Timelines are as the recorder writes them, on the host's clock with every exchange, or on the GPU's without. Traces are
+as Kineto writes them, of a GPU (launches, kernels on the compute stream, communication on streams of its own with the
+metadata of NCCL) or of a CPU (operators, gloo's collectives).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megaprof.formats import codes, ranges
+from megaprof.formats import timeline as format
+from megaprof.formats.names import artifact_name
+from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
+from tests.analysis.synthetic import MS, TraceBuilder, chunk
+from tests.analysis.truth.pipelines import Pipeline, Run
+from tests.analysis.truth.programs import KINDS, Pass
+from tests.analysis.truth.simulation import Done, Times
+
+START_NS = 1_790_000_000_000_000_000
+FIRST_STEP = 5
+#: Milliseconds between two steps: the optimizer.
+BETWEEN = 3.0
+_GROUPS = {
+    "tp": "TENSOR_MODEL_PARALLEL_GROUP",
+    "ep": "EXPERT_MODEL_PARALLEL_GROUP",
+    "cp": "CONTEXT_PARALLEL_GROUP",
+    "pp": "PIPELINE_MODEL_PARALLEL_GROUP",
+    "dp": "DATA_PARALLEL_GROUP_WITH_CP",
+}
+_COLLECTIVES = {
+    "tp": "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ep": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+    "cp": "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "dp": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "pp": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+}
+_COMPUTE, _NCCL, _EXCHANGES, _MAIN, _AUTOGRAD = 7, 20, 24, 1, 99
+_GAP = 0.004
+
+
+def write(pipeline: Pipeline, run: Run, directory: Path) -> None:
+    """The files of every captured rank."""
+    directory.mkdir(parents=True, exist_ok=True)
+    layout = WorldLayout(sizes_of(pipeline))
+    # Steps follow each other; a step begins when the optimizer is through with the one before.
+    begin = np.concatenate(([0.0], np.cumsum(run.length + BETWEEN)[:-1]))
+    for replica in range(pipeline.replicas):
+        for stage in range(pipeline.stages):
+            for peer in range(pipeline.peers):
+                number = layout.rank_of(tp=peer, dp=replica, pp=stage)
+                rank = _Rank(pipeline, run, layout.coords(number), replica, stage, peer, begin)
+                if pipeline.recording.endswith("timeline"):
+                    _timeline(rank, directory)
+                else:
+                    _trace(rank, directory)
+
+
+def sizes_of(pipeline: Pipeline) -> ParallelSizes:
+    groups = {f.group for f in pipeline.faults if f.kind == "communication"}
+    tp, cp, ep = (2 if axis in groups else 1 for axis in ("tp", "cp", "ep"))
+    tp = max(tp, pipeline.peers)
+    # Expert-parallel ranks are tensor-, context- and data-parallel ones: where there is one replica, another was not
+    # captured.
+    beside = pipeline.replicas * tp * cp % ep
+    return ParallelSizes(tp=tp, pp=pipeline.stages, cp=cp, ep=ep, dp=pipeline.replicas + beside, vpp=pipeline.chunks)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    pipeline: Pipeline
+    run: Run
+    coords: RankCoords
+    replica: int
+    stage: int
+    peer: int
+    begin: Times  # [step]
+
+    @property
+    def done(self) -> list[Done]:
+        return self.run.done[self.stage]
+
+    @property
+    def target(self) -> str:
+        return "train_log_probs" if self.pipeline.forward_only else "train_actor"
+
+    @property
+    def enter(self) -> Times:
+        """By step, since the step began on the first rank."""
+        return self.run.enter[self.stage, :, self.replica]
+
+    @property
+    def finish(self) -> Times:
+        return self.run.finish[self.stage, :, self.replica]
+
+    @property
+    def ahead(self) -> float:
+        """Milliseconds by which the clock of this rank's host is."""
+        if not self.pipeline.apart:
+            return 0.0
+        return float(np.random.default_rng([*self.pipeline.seed, 3, self.stage, self.replica]).uniform(0, 3000))
+
+    def metadata(self) -> dict[str, Any]:
+        one, place = self.pipeline, self.coords.as_dict()
+        sizes = place.pop("sizes")
+        last = one.stages - 1
+        host = f"node-{self.stage}-{self.replica}" if one.apart else "node-1"
+        return {
+            "version": "0.0.0",
+            "target": self.target,
+            "role": None,
+            "steps": [FIRST_STEP, FIRST_STEP + one.steps - 1],
+            "coords": place,
+            "sizes": sizes,
+            "schedule": "no_pipelining" if last == 0 else "interleaved" if one.chunks > 1 else "1f1b",
+            "forward_only": one.forward_only,
+            "microbatches": one.microbatches,
+            "microbatch_group_size": one.stages if one.chunks > 1 else None,
+            "seq_length": 4096,
+            "micro_batch_size": 1,
+            "chunks": [
+                chunk(n, embedding=self.stage == 0 and c == 0, loss=self.stage == last and c == one.chunks - 1)
+                for c, n in enumerate(one.layers[self.stage])
+            ],
+            "p2p": {"batch_p2p_comm": not one.overlapped, "batch_p2p_sync": False, "overlap_p2p_comm": one.overlapped},
+            "host": host,
+            "pid": 1000 + self.coords.rank,
+            "ranges": {"microbatch": True},
+            "truncated": False,
+        }
+
+
+# ------------------------------------------------------------------------------------------------ timelines
+
+
+def _timeline(rank: _Rank, directory: Path) -> None:
+    one = rank.pipeline
+    device = one.recording == "device timeline"
+    metadata = rank.metadata() | {"timeline": {"clock": "device" if device else "host", "unit_cost_ns": 400.0}}
+    shape, times = [], []
+    for each in rank.done:
+        if isinstance(each.what, Pass):
+            shape.append(codes.phase(each.what.kind + 1, each.what.microbatch, each.what.chunk))
+        elif device:
+            continue
+        elif each.what.name.startswith(ranges.WAIT):
+            shape.append(codes.wait(each.what.name.removeprefix(ranges.WAIT)))
+        else:
+            shape.append(codes.exchange(each.what.name))
+        times.append((each.start[:, rank.replica], each.end[:, rank.replica]))
+    if not one.forward_only:
+        shape.append(codes.FINALIZE)
+        times.append((rank.done[-1].end[:, rank.replica], rank.finish))
+    rows = (np.array(times).transpose(2, 0, 1) - rank.enter[:, None, None]) * 1000
+    rows = np.rint(rows).astype(np.int64)  # [step, event, 2]
+    kinds = np.array([code & codes.KIND_MASK for code in shape])
+    spent = {kind: (rows[:, kinds == kind, 1] - rows[:, kinds == kind, 0]).sum(axis=1) for kind in codes.KINDS}
+    packed = format.pack_times(rows)
+    # The host begins a step while the GPU still has work of the one before.
+    lag = np.random.default_rng([*one.seed, 4, rank.coords.rank]).uniform(0, 10, one.steps) * device
+    starts = START_NS + ((rank.begin + rank.enter + rank.ahead - lag) * 1e6).astype(np.int64)
+    duration = np.rint((rank.finish - rank.enter) * 1000).astype(np.int64)
+    out = [format.MAGIC, format.metadata_record(metadata), format.shape_record(shape)]
+    for step in range(one.steps):
+        begun = (0, format.DEVICE_CLOCK if device else 0, FIRST_STEP + step, int(starts[step]))
+        totals = (int(duration[step]), *(int(spent[kind][step]) for kind in codes.KINDS), 60)
+        out.append(format.step_record(0, 0, begun, totals, packed[step]))
+    path = directory / artifact_name("timeline", None, FIRST_STEP, rank.coords, format.SUFFIX)
+    path.write_bytes(b"".join(out))
+
+
+# ------------------------------------------------------------------------------------------------ traces
+
+
+def _trace(rank: _Rank, directory: Path) -> None:
+    one = rank.pipeline
+    described = rank.metadata()
+    trace = TraceBuilder(
+        pp=rank.stage,
+        pp_size=one.stages,
+        step=FIRST_STEP,
+        target=rank.target,
+        microbatches=one.microbatches,
+        chunks=described["chunks"],
+        metadata=described,
+    )
+    writer = (_Gpu if one.recording == "gpu trace" else _Cpu)(rank, trace)
+    for step in range(one.steps):
+        origin = 10.0 + float(rank.begin[step]) + rank.ahead
+        writer.step(step, origin)
+        start, end = origin + float(rank.enter[step]), origin + float(rank.finish[step])
+        trace.call(start - 0.2, end - start + 0.4, step=FIRST_STEP + step)
+    trace.write(directory)
+
+
+class _Cpu:
+    """Passes are ranges that take the whole time, with gloo's collectives in them."""
+
+    def __init__(self, rank: _Rank, trace: TraceBuilder) -> None:
+        self.rank, self.trace = rank, trace
+
+    def step(self, step: int, origin: float) -> None:
+        for each in self.rank.done:
+            start, end = (origin + float(at[step, self.rank.replica]) for at in (each.start, each.end))
+            if isinstance(each.what, Pass):
+                self.computed(each.what, step, start, end)
+            else:
+                self.exchanged(each.what.name, start, end, any((each.what.sends, each.what.receives)))
+        if not self.rank.pipeline.forward_only:
+            last = origin + float(self.rank.done[-1].end[step, self.rank.replica])
+            self.finalized(last, origin + float(self.rank.finish[step]))
+
+    def parts(self, step: int, length: float) -> tuple[float, float, list[tuple[str, float]], float]:
+        """Of a pass: what this rank computes, what it waits for its peers, communication by group, and idling."""
+        run = self.rank.run
+        one = length / (1.0 + sum(run.exposed.values()) + run.idle)
+        own = one * float(run.share[self.rank.stage, self.rank.peer, step]) if self.rank.pipeline.peers > 1 else one
+        return own, one - own, [(group, part * one) for group, part in run.exposed.items()], run.idle * one
+
+    def computed(self, what: Pass, step: int, start: float, end: float) -> None:
+        self.trace.event(f"megaprof/{KINDS[what.kind]} mb={what.microbatch} chunk={what.chunk}", start, end - start)
+        own, waits, exposed, _ = self.parts(step, end - start)
+        self.trace.event("aten::mm", start, own, cat="cpu_op")
+        now = start + own
+        if waits:
+            self.trace.event("gloo:all_reduce", now, waits, tid=2)
+            now += waits
+        for group, ms in exposed:
+            self.trace.event("gloo:all_to_all" if group == "ep" else "gloo:all_reduce", now, ms, tid=2)
+            now += ms
+
+    def exchanged(self, name: str, start: float, end: float, messages: bool) -> None:
+        self.trace.event(f"megaprof/{name}", start, end - start)
+
+    def finalized(self, start: float, end: float) -> None:
+        self.trace.event("megaprof/finalize_grads", start, end - start)
+        if self.rank.pipeline.replicas > 1:
+            self.trace.event("gloo:all_reduce", start, end - start, tid=2)
+
+
+class _Gpu(_Cpu):
+    """Passes are host ranges, launches in them (a backward's on autograd's thread), and kernels."""
+
+    def __init__(self, rank: _Rank, trace: TraceBuilder) -> None:
+        super().__init__(rank, trace)
+        self.correlation = 0
+
+    def computed(self, what: Pass, step: int, start: float, end: float) -> None:
+        own, waits, exposed, idle = self.parts(step, end - start)
+        # The host is ahead of the GPU, except where the GPU waits for it.
+        hosted = (end - start) * (0.95 if idle else 0.6)
+        self.trace.event(
+            f"megaprof/{KINDS[what.kind]} mb={what.microbatch} chunk={what.chunk}", start - 2 * _GAP, hosted
+        )
+        pieces, thread, now = 2, (_MAIN, _AUTOGRAD)[what.kind], start
+        for number in range(pieces):
+            launch = now - _GAP if idle else start - _GAP + number * 0.9 * hosted / pieces
+            self.kernel("gemm", now, 0.6 * own / pieces, launch, thread)
+            self.kernel(
+                "void at::native::elementwise_kernel", now + 0.6 * own / pieces, 0.4 * own / pieces, launch, thread
+            )
+            now += own / pieces
+            parts = [*([("tp", waits)] if waits else []), *exposed]
+            for group, ms in parts:
+                self.kernel(_COLLECTIVES[group], now, ms / pieces, launch, thread, group)
+                now += ms / pieces
+            now += idle / pieces
+
+    def exchanged(self, name: str, start: float, end: float, messages: bool) -> None:
+        self.trace.event(f"megaprof/{name}", start - 3 * _GAP, _GAP / 2)
+        if messages:
+            self.kernel(
+                _COLLECTIVES["pp"], start, max(end - start, 0.001), start - 3 * _GAP + _GAP / 8, _MAIN, "pp", _EXCHANGES
+            )
+
+    def finalized(self, start: float, end: float) -> None:
+        self.trace.event("megaprof/finalize_grads", start - _GAP, end - start)
+        if self.rank.pipeline.replicas > 1:
+            self.kernel(_COLLECTIVES["dp"], start, end - start, start - _GAP / 2, _MAIN, "dp")
+        elif end > start:
+            self.kernel("void at::native::multi_tensor_apply_kernel", start, end - start, start - _GAP / 2, _MAIN)
+
+    def kernel(
+        self,
+        name: str,
+        start: float,
+        duration: float,
+        launch: float,
+        thread: int,
+        group: str | None = None,
+        stream: int | None = None,
+    ) -> None:
+        """A kernel and the call that launched it, tied by their correlation as Kineto does."""
+        self.correlation += 1
+        for event in self._launched(name, start, duration, launch, thread, group, stream):
+            self.trace.events.append(event)
+
+    def _launched(
+        self,
+        name: str,
+        start: float,
+        duration: float,
+        launch: float,
+        thread: int,
+        group: str | None,
+        stream: int | None,
+    ) -> Iterator[dict[str, Any]]:
+        number = self.correlation
+        stream = stream or (_COMPUTE if group is None else _NCCL)
+        args: dict[str, Any] = {"External id": number, "cbid": 211, "correlation": number}
+        call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 7, "tid": thread}
+        yield {**call, "ts": launch * MS, "dur": 1.0, "args": args}
+        args = {"External id": number, "device": 0, "stream": stream, "correlation": number, "grid": [64, 1, 1]}
+        if group is not None:
+            args |= {
+                "Collective name": "allreduce",
+                "Process Group Name": "12",
+                "Process Group Description": _GROUPS[group],
+                "Group size": 2,
+                "In msg nelems": 1024,
+                "dtype": "BFloat16",
+            }
+        kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream}
+        yield {**kernel, "ts": start * MS, "dur": duration * MS, "args": args}

@@ -1,0 +1,306 @@
+"""A pipeline with known faults: what it is made of, and how long its steps take with and without each of them.
+
+All random numbers of a pipeline are drawn first, from its seed, whatever is wrong with it. So a fault's true price is
+the step with it less the step without it, from the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.analysis.truth.programs import BACKWARD, FORWARD, Program, program
+from tests.analysis.truth.simulation import Done, Load, Times, simulate
+
+_Steps = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that costs time. ``size`` and what it does, by ``kind``:
+
+    ``layers``: the stage holds more layers than the others (`Pipeline.layers`). ``embedding_or_loss``: milliseconds of
+    a forward beside the layers. ``recomputation``: a backward takes a forward longer. ``slow_forward``,
+    ``slow_backward``, ``slow_stage``, ``slow_chunk``, ``slow_rank``: factor of passes. ``slow_link``, ``late_entry``,
+    ``data_wait``: milliseconds, of every exchange with the next stage, of a step, of the first forward of a step.
+    ``uneven_microbatches``: spread of the logarithm, of all stages alike or of one alone. ``communication``: part of a
+    pass that it takes longer, or, of ``dp``, milliseconds of a step. ``host_bound``: part of a pass that it takes
+    longer. ``unequal_replicas``: spread of the logarithm of a replica's work from step to step. ``stalls``:
+    milliseconds that single passes of all ranks take longer.
+    """
+
+    kind: str
+    size: float
+    stage: int | None = None
+    chunk: int | None = None
+    replica: int | None = None
+    peer: int | None = None
+    group: str | None = None
+    steps: _Steps | None = None
+    """In which steps it is there; None: in all."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Times in milliseconds; ``layer_ms`` and the faults' milliseconds are of a forward.
+
+    ``layers``: by stage and chunk. ``ratio``: of a backward to its forward. ``noise``: of a pass, as a part of it;
+    ``adds``: noise only adds. ``load``: the part of the time in which another program makes everything take twice as
+    long, in bursts of ``burst_ms``, on all stages at once where they are ``together``. ``recording``: ``gpu trace``,
+    ``cpu trace``, ``timeline`` or ``device timeline``. ``peers``: ranks that compute a pass together (tp). ``apart``:
+    a host for each stage, with a clock of its own. ``buffered``: a message's sender does not wait. ``overlapped``: with
+    model chunks, exchanges overlap with computing; their sender never waits.
+    """
+
+    seed: tuple[int, ...]
+    recording: str
+    stages: int
+    chunks: int
+    replicas: int
+    peers: int
+    microbatches: int
+    steps: int
+    forward_only: bool
+    layers: tuple[tuple[int, ...], ...]
+    layer_ms: float
+    ratio: float
+    noise: float
+    adds: bool
+    load: float
+    burst_ms: float
+    together: bool
+    apart: bool
+    buffered: bool
+    link_ms: float
+    tail_ms: float
+    jitter_ms: float
+    overlapped: bool = False
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def forward_ms(self) -> float:
+        """A usual stage's forward of one microbatch."""
+        return self.layer_ms * min(sum(own) for own in self.layers)
+
+    @property
+    def about_ms(self) -> float:
+        """About a step."""
+        each = self.forward_ms * (1.0 if self.forward_only else 1.0 + self.ratio)
+        return each * (self.microbatches + (self.stages - 1) / self.chunks)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened: ``done`` by stage, ``enter`` and ``finish`` (behind the gradient reduction) ``[stage, step,
+    replica]``, ``length`` ``[step]``. ``exposed``: part of a pass by group, ``idle``: likewise. ``share``: of what a
+    pass computes, how much of it each peer computes, ``[stage, peer, step]``."""
+
+    done: list[list[Done]]
+    enter: Times
+    finish: Times
+    length: Times
+    exposed: dict[str, float]
+    idle: float
+    share: Times
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Everything random, as if standard normal or uniform, whatever the faults."""
+
+    passes: Times  # [stage, chunk, kind, microbatch, step, replica]
+    sizes: Times  # [microbatch, step, replica]
+    own: Times  # [stage, microbatch, step, replica]
+    replicas: Times  # [step, replica]
+    enter: Times  # [stage, step, replica]
+    link: Times  # [stage, step, replica]
+    tail: Times  # [step]
+    stalled: Times  # [stage, step, replica], uniform
+    where: npt.NDArray[np.int64]  # [stage, step, replica]: the microbatch that stalls
+    peers: Times  # [stage, peer, step]
+
+
+#: Part of its steps in which a rank stalls, where there are stalls.
+STALLED = 0.04
+
+
+def numbers(pipeline: Pipeline) -> _Numbers:
+    p, v, m, t, d = (pipeline.stages, pipeline.chunks, pipeline.microbatches, pipeline.steps, pipeline.replicas)
+    rng = np.random.default_rng([*pipeline.seed, 1])
+    return _Numbers(
+        rng.standard_normal((p, v, 2, m, t, d)),
+        rng.standard_normal((m, t, d)),
+        rng.standard_normal((p, m, t, d)),
+        rng.standard_normal((t, d)),
+        np.abs(rng.standard_normal((p, t, d))),
+        rng.standard_normal((p, t, d)),
+        np.abs(rng.standard_normal(t)),
+        rng.random((p, t, d)),
+        rng.integers(0, m, (p, t, d)),
+        np.abs(rng.standard_normal((p, pipeline.peers, t))),
+    )
+
+
+def loads(pipeline: Pipeline) -> list[Load | None]:
+    """By stage."""
+    if not pipeline.load:
+        return [None] * pipeline.stages
+    rng = np.random.default_rng([*pipeline.seed, 2])
+
+    def one() -> Load:
+        bursts = [[_bursts(pipeline, rng) for _ in range(pipeline.replicas)] for _ in range(pipeline.steps)]
+        return Load([[own[0]] * len(own) for own in bursts] if pipeline.together else bursts)
+
+    return [one()] * pipeline.stages if pipeline.together else [one() for _ in range(pipeline.stages)]
+
+
+def _bursts(pipeline: Pipeline, rng: np.random.Generator) -> list[tuple[float, float]]:
+    now, found, quiet = 0.0, [], pipeline.burst_ms * (1 - pipeline.load) / pipeline.load
+    while now < 4 * pipeline.about_ms:
+        start = now + rng.exponential(quiet)
+        now = start + rng.exponential(pipeline.burst_ms)
+        found.append((start, now))
+    return found
+
+
+def content(pipeline: Pipeline, faults: Collection[Fault], layout: Times | None = None) -> Times:
+    """Milliseconds of an undisturbed pass, ``[stage, chunk, kind]``; ``layout``: other layers, by stage and chunk.
+
+    Work that has to be done somewhere is neutral when it is spread evenly: layers, embedding, loss.
+    """
+    held = np.array(pipeline.layers, dtype=float)
+    if not any(f.kind == "layers" for f in faults):
+        held[:] = held.mean()
+    forward = pipeline.layer_ms * (held if layout is None else layout)
+    for each in pipeline.faults:
+        if each.kind == "embedding_or_loss":
+            if each in faults:
+                forward[each.stage, 0 if each.stage == 0 else -1] += each.size
+            else:
+                forward += each.size / forward.size
+    both = np.stack([forward, pipeline.ratio * forward], axis=-1)
+    for each in faults:
+        if each.kind == "slow_forward":
+            both[each.stage, :, FORWARD] *= each.size
+        elif each.kind == "slow_backward":
+            both[each.stage, :, BACKWARD] *= each.size
+        elif each.kind == "recomputation":
+            both[each.stage, :, BACKWARD] += both[each.stage, :, FORWARD]
+        elif each.kind in ("slow_stage", "slow_chunk"):
+            both[each.stage, slice(None) if each.chunk is None else each.chunk] *= each.size
+    return both
+
+
+def even(log: Times, axis: int) -> Times:
+    """Factors with these logarithms whose mean along an axis is 1."""
+    factors = np.exp(log)
+    return factors / factors.mean(axis=axis, keepdims=True)
+
+
+class Priced:
+    """A pipeline, its random numbers, and its steps with any of its faults."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.numbers, self.loads = numbers(pipeline), loads(pipeline)
+        self.length = functools.cache(self._length)
+
+    @functools.cached_property
+    def all(self) -> frozenset[Fault]:
+        return frozenset(self.pipeline.faults)
+
+    def _length(self, faults: frozenset[Fault]) -> Times:
+        return self.run(faults).length
+
+    def price(self, fault: Fault, mended: Collection[Fault] = ()) -> Times:
+        """Milliseconds by which every step is shorter without it, where others are mended already."""
+        there = self.all - frozenset(mended)
+        return self.length(there) - self.length(there - {fault})
+
+    def price_of_place(self, fault: Fault, mended: Collection[Fault] = ()) -> Times:
+        """The same if what passes take longer were not gone but spread evenly over all stages."""
+        there = self.all - frozenset(mended)
+        without = content(self.pipeline, there - {fault})
+        longer = content(self.pipeline, there) - without
+        even = without + longer.sum(axis=(0, 1)) / (longer.shape[0] * longer.shape[1])
+        return self.length(there) - self.run(there - {fault}, even).length
+
+    def speedup(self, layout: Times) -> float:
+        """Of other layers, by stage and chunk, with all faults but that layers are uneven."""
+        other = self.run(self.all, content(self.pipeline, self.all, layout))
+        return float(self.length(self.all).mean() / other.length.mean())
+
+    def run(self, faults: Collection[Fault], passes: Times | None = None) -> Run:
+        """``passes``: in the place of `content`, with any number of chunks."""
+        one, random = self.pipeline, self.numbers
+        t, d = one.steps, one.replicas
+        base = content(one, faults) if passes is None else passes
+        chunks = base.shape[1]
+        # Other layouts may have more chunks than there are random numbers of: these are taken in turn.
+        noise = one.noise * random.passes[:, np.arange(chunks) % one.chunks]
+        work = base[..., None, None, None] * (1.0 + np.abs(noise) if one.adds else np.exp(noise))
+        exposed: dict[str, float] = {}
+        idle, tail, enter = 0.0, np.full(t, one.tail_ms), one.jitter_ms * random.enter
+        link = np.broadcast_to(one.link_ms * np.exp(0.1 * random.link), random.link.shape).copy()
+        share = 1.0 - 0.01 * np.minimum(random.peers, 3.0)
+        for each in sorted(faults, key=repr):
+            there = np.zeros((t, 1))
+            there[slice(None) if each.steps is None else list(each.steps)] = 1.0
+            if each.kind == "uneven_microbatches":
+                of = random.sizes if each.stage is None else random.own[each.stage]
+                own = slice(None) if each.stage is None else each.stage
+                work[own] *= even(each.size * of, axis=0)
+            elif each.kind == "unequal_replicas":
+                work *= even(each.size * random.replicas, axis=1)
+            elif each.kind == "slow_rank":
+                factor = 1.0 + (each.size - 1.0) * there
+                if each.peer is not None:
+                    work[each.stage] *= factor
+                    others = [peer for peer in range(one.peers) if peer != each.peer]
+                    share[each.stage, others] /= factor[:, 0]
+                else:
+                    work[each.stage, ..., each.replica] *= factor[:, 0]
+            elif each.kind == "slow_link":
+                link[each.stage] += each.size
+            elif each.kind == "late_entry":
+                enter[each.stage, :, each.replica] += each.size
+            elif each.kind == "communication" and each.group != "dp":
+                exposed[each.group or ""] = each.size
+            elif each.kind == "communication":
+                tail = tail + each.size
+            elif each.kind == "host_bound":
+                idle = each.size
+        tail = tail * (1.0 + 0.05 * random.tail)
+        work *= 1.0 + sum(exposed.values()) + idle
+        for each in faults:
+            if each.kind == "data_wait":
+                work[0, 0, FORWARD, 0] += each.size
+            elif each.kind == "stalls":
+                kind = FORWARD if one.forward_only else BACKWARD
+                for s, step, r in np.argwhere(random.stalled < STALLED):
+                    work[s, 0, kind, random.where[s, step, r], step, r] += each.size
+        # Chunks where there were none: with overlapped exchanges, as Megatron-LM has them unless it is told otherwise.
+        overlapped = one.overlapped if one.chunks > 1 else chunks > 1
+        programs = [_program(s, one, chunks, overlapped) for s in range(one.stages)]
+        buffered = overlapped or (one.buffered and one.chunks == chunks)
+        done = simulate(programs, work, enter, link, buffered=buffered, loads=self.loads)
+        ends = np.stack([own[-1].end for own in done])
+        # A stage reduces its gradients when its last replica is there.
+        finish = ends if one.forward_only else ends.max(axis=2, keepdims=True) + np.broadcast_to(tail[:, None], (t, d))
+        length = finish.max(axis=(0, 2))
+        return Run(done, enter, finish, length, exposed, idle, share)
+
+
+def _program(stage: int, one: Pipeline, chunks: int, overlapped: bool) -> Program:
+    return program(
+        stage,
+        stages=one.stages,
+        chunks=chunks,
+        microbatches=one.microbatches,
+        forward_only=one.forward_only,
+        overlapped=overlapped,
+    )

@@ -1,0 +1,65 @@
+"""What a job's status files tell when it hangs, and after it was killed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.standstill import Standing
+from megaprof.formats.job.status import SIZE
+from megaprof.metrics.look import last_stand
+from tests.control import places
+from tests.control.test_blame import job, record
+
+#: No process of this machine has it: above what Linux gives.
+NOBODY = 1 << 30
+
+
+def write(directory: Path, run: RunRecord, phases: dict[int, tuple[str | None, int | None]], ago: float) -> None:
+    paths = places.Paths.of(directory, None, run.world)
+    paths.status(0).parent.mkdir(parents=True, exist_ok=True)
+    places.write(paths.run, run.as_record())
+    now = time.time()
+    for rank, (phase, microbatch) in phases.items():
+        written = record(run, rank, phase, microbatch, since=now - ago, time=now)
+        places.overwrite(paths.status(rank), written | {"host": run.host, "pid": run.pid}, SIZE)
+
+
+HANGS = {0: ("recv_backward", None), 1: ("forward", 3)}
+
+
+def test_a_job_that_hangs(tmp_path: Path) -> None:
+    write(tmp_path, job(pp=2), HANGS, ago=40)
+    found = last_stand(tmp_path)
+    assert found is not None
+    assert (found.step, found.outcome, found.waiting) == (7, "lasts", 1)
+    assert found.seconds == pytest.approx(40, abs=5)
+    assert found.waited_for == (Standing(1, 1, "forward", 3, 0),)
+
+
+def test_a_job_that_hung_and_was_killed(tmp_path: Path) -> None:
+    write(tmp_path, replace(job(pp=2), pid=NOBODY), HANGS, ago=40)
+    found = last_stand(tmp_path)
+    assert found is not None
+    assert (found.step, found.outcome, found.waiting) == (7, "unfinished", 1)
+    assert found.seconds == pytest.approx(40, abs=5)
+    assert found.waited_for == (Standing(1, 1, "forward", 3, 0),)
+
+
+def test_a_job_that_was_killed_while_it_ran(tmp_path: Path) -> None:
+    write(tmp_path, replace(job(pp=2), pid=NOBODY), HANGS, ago=0.1)
+    found = last_stand(tmp_path)
+    assert found is not None
+    assert (found.step, found.outcome, found.seconds, found.waited_for) == (7, "unfinished", 0.0, ())
+
+
+def test_jobs_that_run_or_ended_or_were_killed_between_two_steps(tmp_path: Path) -> None:
+    write(tmp_path / "runs", job(pp=2), HANGS, ago=0.1)
+    write(tmp_path / "ended", replace(job(pp=2), pid=NOBODY, ended=time.time()), HANGS, ago=40)
+    write(tmp_path / "between", replace(job(pp=2), pid=NOBODY), {0: (None, None), 1: (None, None)}, ago=0.1)
+    for name in ("runs", "ended", "between", "nothing"):
+        assert last_stand(tmp_path / name) is None, name
