@@ -31,6 +31,7 @@ from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.dispatch import Dispatcher
+from megaprof.hooks.graphs import patch_graphs
 from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
@@ -200,6 +201,7 @@ class _Process:
             patch_schedules(self._patches, self._dispatcher)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
+            patch_graphs(self._patches, self._dispatcher)
             registry.adapt(self._patches)
         self.handles.append(handle)
         self._dispatcher.add(session, models)

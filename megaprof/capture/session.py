@@ -20,6 +20,7 @@ from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
+from megaprof.recorders.graph_names import names
 from megaprof.recorders.tape import Tape
 from megaprof.runtime.device import GRACE_SECONDS, DeviceWait, capturing
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
@@ -369,9 +370,10 @@ class Session:
         timeline = self.timeline
         tape = Tape(facts.chunks, facts.forward_only, None if timeline is None else timeline.clock)
         call = RecordedCall(facts, _NOTHING, tape)
+        if window is not None or (facts.graph == "capture" and names.available):
+            call.ranged = self.config.ranges != "step"
         if window is not None:
             call.outermost = outermost = ExitStack()
-            call.ranged = self.config.ranges != "step"
             scope = current()
             if step.role not in (None, window.window.role) and scope.window is not window:
                 outermost.enter_context(Range(ranges.role_range(str(step.role))))
@@ -382,7 +384,7 @@ class Session:
         if timeline is not None and step.target in self._timed and facts.graph != "capture":
             captured = window is not None
             call.line = timeline.begin(call, step.target, step.role, step.number, captured=captured)
-        return call if window is not None or call.line is not None else None
+        return call if window is not None or call.line is not None or call.ranged else None
 
     def _begin_work(self, step: Step) -> bool:
         if self._offloading.refusal(()) is not None or capturing():

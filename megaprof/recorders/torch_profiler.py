@@ -12,8 +12,10 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, su
 from megaprof.artifacts.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
+from megaprof.formats import graphs
 from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
 from megaprof.recorders import Window, emit
+from megaprof.recorders.graph_names import names
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.runtime.interruption import from_host
 
@@ -80,6 +82,8 @@ class TorchRecorder:
         raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
+            if (of_graphs := names.text()) is not None:
+                recording.add_metadata_json(graphs.KEY, of_graphs)
             _stop(recording)
             recording.export_chrome_trace(str(raw))
             if emit.log and raw.exists():  # it does not when the disk is full

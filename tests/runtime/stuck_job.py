@@ -128,6 +128,6 @@ def train(what: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.alarm(60)
+    signal.alarm(240)
     train(*sys.argv[1:])
     os._exit(99)  # no job gets here

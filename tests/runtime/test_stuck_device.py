@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 JOB = Path(__file__).with_name("stuck_job.py")
-LIMIT = 100
+LIMIT = 300
 BUSY = "as where another rank is gone"
 
 
