@@ -168,15 +168,6 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return found
 
 
-def consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | None:
-    """Stage and chunk that the result of a forward or backward goes to, None behind the last one: with interleaving,
-    Megatron goes round the stages once per chunk (``forward_backward_pipelining_with_interleaving``)."""
-    stage, last, last_chunk = metadata.coords.pp, metadata.sizes.pp - 1, max(len(metadata.chunks), 1) - 1
-    if kind == ranges.FORWARD:
-        return (stage + 1, chunk) if stage < last else (0, chunk + 1) if chunk < last_chunk else None
-    return (stage - 1, chunk) if stage > 0 else (last, chunk - 1) if chunk > 0 else None
-
-
 def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Intervals) -> Call:
     metadata, label = trace.metadata, outer.name.label
     inside = [r for r in trace.ranges if outer.start <= r.start and r.end <= outer.end]
