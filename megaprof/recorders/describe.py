@@ -16,7 +16,6 @@ from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
 from megaprof.formats.names import host
 from megaprof.parallel.chunks import describe_chunk, innermost
 from megaprof.parallel.machine import local_ranks, physical_cores
-from megaprof.recorders.graph_names import names
 from megaprof.version import __version__
 
 if TYPE_CHECKING:
@@ -102,8 +101,6 @@ def _started(pid: int) -> int:
 def _ranges(call: RecordedCall, config: ProfileConfig) -> MicrobatchRanges:
     if call.tape.ran_forward:
         return MicrobatchRanges(without=call.without)
-    if call.facts.graph == "replay" and names.text() is not None:
-        return MicrobatchRanges()  # on its kernels
     if call.facts.graph is not None:
         return MicrobatchRanges(False, "the step was replayed from a full-iteration CUDA graph")
     if config.ranges == "step":

@@ -114,7 +114,7 @@ class GraphNames:
                 self._nodes[node] = tuple(reversed(stack))  # torch has the inner ones first
         self._text = None
 
-    def _try(self, step: Callable[..., None], *arguments: Any) -> None:
+    def _try(self, step: Callable[..., object], *arguments: Any) -> None:
         try:
             step(*arguments)
         except Exception as fault:
