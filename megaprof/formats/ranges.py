@@ -7,6 +7,7 @@ The same name goes to NVTX (domain ``megaprof``) and to the torch trace::
     megaprof/backward mb=3 chunk=0
     megaprof/combined mb=4 chunk=0 bmb=3 bchunk=0             combined 1F1B: forward of one, backward of another
     megaprof/recv_forward                                     a pipeline exchange, named as Megatron names it
+    megaprof/garbage_collection                               Python collected its oldest objects
     megaprof/layer n=5                                        one module's forward, in Megatron's layer numbers (from 1)
     megaprof/attention_backward n=5                           its backward
     megaprof/experts mtp=1 n=1                                the same inside multi-token prediction layer 1
@@ -39,6 +40,8 @@ COMBINED = "combined"
 #: What a microbatch runs in.
 PASSES = (FORWARD, BACKWARD, COMBINED)
 FINALIZE_GRADS = "finalize_grads"
+#: A collection of Python's oldest objects, whoever ran it.
+GARBAGE = "garbage_collection"
 
 #: Megatron's exchanges between stages, in every version from 0.12.
 P2P_OPERATIONS = tuple(EXCHANGES)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from megaprof.runtime.logs import logger
+
 #: How long a window that closes waits for the device where others wait for this rank meanwhile, in seconds.
 GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
@@ -41,8 +43,12 @@ class DeviceWait:
     def wait(self, seconds: float, ending: Callable[[], bool] = lambda: False) -> str | None:
         """None as soon as the device is idle; after ``seconds`` at most, why it is not. From the moment at which
         ``ending()`` says that the process has to end, after `GRACE_SECONDS` at most."""
-        if self._cuda is None:
-            return None
+        late = None if self._cuda is None else self._late(seconds, ending)
+        if late is not None:
+            logger.warning("megaprof: a window closes without what the device has yet to do: %s", late)
+        return late
+
+    def _late(self, seconds: float, ending: Callable[[], bool]) -> str | None:
         if capturing():
             return "a CUDA graph is being captured"
         self._asked.set()
