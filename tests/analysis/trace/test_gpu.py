@@ -127,7 +127,7 @@ class TestCommunication:
         step.nccl(3, 5, group="tp")
         step.nccl(21, 2, group="dp")
         call = step.call(tmp_path)
-        assert call.exposed_ns == {"tp": 3_000_000, "ep": 0, "cp": 0, "pp": 0, "dp": 2_000_000}
+        assert call.exposed_ns == {"tp": 3_000_000, "ep": 0, "cp": 0, "pp": 0, "dp": 2_000_000, "unknown": 0}
         assert times(call)["forward"] == 4
         assert call.phases[0].exposed_ns == 3_000_000
 
@@ -143,8 +143,11 @@ class TestCommunication:
             ("HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1", "cp"),
             ("DATA_PARALLEL_GROUP_WITH_CP_AG", "dp"),
             ("DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "dp"),
+            ("GTP_WEIGHT_REMAT_GROUP", "dp"),
+            ("EXPERT_GTP_WEIGHT_REMAT_GROUP", "dp"),
             ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp"),
             ("default_pg", "other"),
+            ("undefined", "unknown"),
         ],
     )
     def test_megatrons_groups(self, description, group, tmp_path):
@@ -184,14 +187,85 @@ class TestCommunication:
         gpu.kernel(11, 5)
         call = gpu.call(tmp_path)
         assert [e.label for e in call.gpu.exchanges] == ["recv_forward"]
-        assert call.gpu.exposed_by["other"] == 0
+        assert call.gpu.exposed_by["unknown"] == 0
 
     @pytest.mark.parametrize(
-        ("name", "group"), [("void deep_ep::intranode::dispatch<768>(int4*)", "ep"), ("userbuffers_fp16_sum", "tp")]
+        ("name", "group"),
+        [
+            ("void deep_ep::intranode::dispatch<768>(int4*)", "ep"),
+            ("nccl_ep_jit_ht_dispatch_kernel", "ep"),
+            ("nccl_ep_jit_ll_combine_kernel", "ep"),
+            ("userbuffers_fp16_sum", "tp"),
+        ],
     )
-    def test_kernels_that_bring_no_metadata(self, step, name, group, tmp_path):
-        step.kernel(1, 4, name=name)
-        assert step.call(tmp_path).exposed_ns[group] == 4_000_000
+    def test_kernels_of_one_axis_alone(self, name, group, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"tp": 2, "dp": 2, "ep": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 10)
+        gpu.kernel(1, 4, name=name)
+        assert gpu.call(tmp_path).exposed_ns[group] == 4_000_000
+
+    def test_where_no_group_is_named_nothing_is_zero_that_may_be_more(self, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"tp": 2, "dp": 2, "cp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 20)
+        gpu.nccl(1, 4)
+        gpu.kernel(5, 10)
+        call = gpu.call(tmp_path)
+        assert call.exposed_ns == {"tp": None, "ep": 0, "cp": None, "pp": 0, "dp": None, "unknown": 4_000_000}
+        assert (call.phases[0].exposed_ns, call.phases[0].gpu_ns) == (4_000_000, 10_000_000)
+        stage, target = gpu.stage(tmp_path)
+        assert stage.dp_tail_ms is None
+        assert any("exposed tp, cp, dp are not known" in warning for warning in target.warnings)
+
+    def test_hidden_communication_needs_no_name(self, step, tmp_path):
+        step.kernel(1, 8)
+        step.nccl(3, 5)
+        assert step.call(tmp_path).exposed_ns == dict.fromkeys(("tp", "ep", "cp", "pp", "dp", "unknown"), 0)
+
+    @pytest.mark.parametrize(
+        ("name", "at", "sizes", "group"),
+        [
+            ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1, {"tp": 2}, "tp"),
+            ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1, {"tp": 2, "pp": 2}, "tp"),  # no use of pp in a pass
+            ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 21, {"tp": 2, "pp": 2}, None),
+            ("ncclDevKernel_SendRecv", 1, {"tp": 2, "ep": 2, "dp": 2}, "ep"),
+            ("ncclDevKernel_SendRecv", 1, {"cp": 2, "ep": 2}, None),
+            ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)", 1, {"tp": 2, "dp": 2}, None),
+            ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(x)", 1, {"tp": 2}, "tp"),
+            ("void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<float, 16, 8>(x)", 1, {"tp": 2}, "tp"),
+        ],
+    )
+    def test_without_a_name_only_what_is_certain_counts(self, name, at, sizes, group, tmp_path):
+        gpu = Gpu(pp_size=sizes.pop("pp", 1), microbatches=1, sizes=sizes)
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 10)
+        gpu.nccl(at, 4, name=name)
+        exposed = gpu.call(tmp_path).gpu.exposed_by
+        assert {name: ns for name, ns in exposed.items() if ns} == {group or "unknown": 4_000_000}
+
+    def test_a_copy_between_devices_is_communication(self, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"tp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 20)
+        gpu.kernel(1, 4)
+        gpu.kernel(6, 3, name="Memcpy PtoP (Device -> Device)", category="gpu_memcpy")
+        call = gpu.call(tmp_path)
+        assert (call.exposed_ns["tp"], times(call)["forward"]) == (3_000_000, 4)
+
+    @pytest.mark.parametrize(("tp", "compute"), [(2, 4), (1, 7)])
+    def test_what_a_collective_launches_is_of_its_group(self, tp, compute, tmp_path):
+        """Kernels of RCCL bring no metadata, and copies that a copy engine makes for a collective never do; in a group
+        of one rank a collective is a copy for itself."""
+        gpu = Gpu(microbatches=1, sizes={"tp": tp, "dp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 20)
+        gpu.kernel(1, 4)
+        gpu.kernel(6, 3, name="Memcpy DtoD (Device -> Device)", category="gpu_memcpy", group="tp")
+        gpu.nccl(10, 2, group="dp", named=False)
+        call = gpu.call(tmp_path)
+        assert (call.exposed_ns["tp"], times(call)["forward"]) == (7_000_000 - compute * 1_000_000 + 0, compute)
+        assert (call.exposed_ns["dp"], call.exposed_ns["unknown"]) == (2_000_000, 0)
 
     def test_the_tail_is_what_follows_the_last_computation(self, step, tmp_path):
         step.kernel(1, 4)
