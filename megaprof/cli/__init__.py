@@ -94,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
+        print(f"\nmegaprof {wanted}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Exception as fault:
         if (line := in_a_line(fault)) is None:

@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     page: Path | None = arguments.html
-    if arguments.open and page is None:
+    if arguments.open and page is None and browser.is_here():
         page = Path(tempfile.mkdtemp(prefix="megaprof-")) / "report.html"  # the browser may read it long after we end
     report_directory(
         arguments.dir,
@@ -91,7 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
         sizes=_sizes(arguments),
         workers=_workers(arguments),
     )
-    if arguments.open and page is not None and not browser.opened(page.absolute().as_uri()):
+    if arguments.open and page is None:
+        lookup = shlex.join(["megaprof", "ui", str(arguments.dir)])
+        print(f"No browser can be opened here. To look at the report from yours: {lookup}", file=sys.stderr)
+    elif arguments.open and page is not None and not browser.opened(page.absolute().as_uri()):
         line = browser.fetching(page)
         print(f"No browser can be opened here. On the machine where yours is: {line}", file=sys.stderr)
     return 0
@@ -133,7 +136,10 @@ def report_directory(
     if html_file is not None and not as_json:
         print(f"The same to send: {html_file}")
         here = shlex.join(["python3", "-m", "webbrowser", html_file.absolute().as_uri()])
-        print(f"To look at it: {here if browser.is_here() else browser.fetching(html_file)}")
+        there = shlex.join(["megaprof", "ui", str(directory)])
+        print(f"To look at it: {here if browser.is_here() else there}")
+        if not browser.is_here():
+            print(f"Or where your browser is: {browser.fetching(html_file)}")
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, int]:

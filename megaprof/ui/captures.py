@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import signal
 from collections import OrderedDict
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -88,6 +89,12 @@ def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill 
     return pickle.dumps(Capture(replace(report, drawn=()), shown, drawn, briefs))
 
 
+def _begin(most_bytes: int | None) -> None:
+    """What a process does first. Ctrl-C in a terminal reaches it, too; the server is who ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    inputs.allow(most_bytes)
+
+
 def _brief(target: Any, standstill: Standstill | None) -> Brief:
     said = sentences.in_brief(target.verdict, target.fleet, standstill)
     step = target.measured.step_time_ms
@@ -156,7 +163,7 @@ class Captures:
 
     def _submit(self, path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill | None) -> Future[bytes]:
         if self._pool is None:
-            alike = partial(inputs.allow, inputs.allowed())
+            alike = partial(_begin, inputs.allowed())
             self._pool = ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn"), initializer=alike)
         return self._pool.submit(read, path, links, standstill)
 

@@ -171,7 +171,13 @@ def test_without_a_browser_the_scp_line_is_said_and_json_stays_json(tmp_path: Pa
     assert "scp " in run.stderr
     run = megaprof("report", tmp_path / "traces", "--html", page, **NONE)
     assert (run.returncode, run.stderr) == (0, "")
-    assert f"To look at it: {browser.fetching(page)}\n" in run.stdout
+    assert f"To look at it: megaprof ui {tmp_path / 'traces'}\n" in run.stdout
+    assert run.stdout.count(browser.fetching(page)) == 1
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    run = megaprof("report", tmp_path / "traces", "--open", TMPDIR=str(scratch), **NONE)
+    assert (run.returncode, list(scratch.iterdir())) == (0, []), "nothing is written that nobody can look at"
+    assert run.stderr.endswith(f": megaprof ui {tmp_path / 'traces'}\n")
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,18 @@ def test_an_input_that_cannot_answer_is_one_line_and_exit_code_1(tmp_path, conte
     assert run.stderr.count("\n") == 1
 
 
+def test_ctrl_c_is_said(tmp_path, monkeypatch, capsys):
+    from megaprof.analysis.report import report
+    from megaprof.cli import main
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "analyze", interrupted)
+    assert main(["report", str(tmp_path)]) == 130
+    assert capsys.readouterr().err.endswith("megaprof report: interrupted\n")
+
+
 @pytest.mark.parametrize("arguments", [["report"], ["nonsense"], ["report", ".", "--json"], ["--nonsense"]])
 def test_wrong_usage_is_exit_code_2(arguments):
     run = megaprof(*arguments)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +43,7 @@ def start(directory: Path, *options: str, **environment: str) -> subprocess.Pope
             **environment,
         },
         text=True,
+        start_new_session=True,
     )
 
 
@@ -61,8 +64,12 @@ def test_it_prints_the_address_and_the_ssh_line_and_serves(
     assert refused.value.code == 403
     browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(CookieJar()))
     assert browser.open(first[1], timeout=30).status == 200
-    assert "run" in browser.open(f"http://{address.netloc}/", timeout=30).read().decode()
-    process.send_signal(signal.SIGINT)
+    home = browser.open(f"http://{address.netloc}/", timeout=30).read().decode()
+    (brief,) = re.findall(r"/brief/\w+", home)
+    assert (
+        browser.open(f"http://{address.netloc}{brief}", timeout=60).status == 200
+    )  # read by a process of the server's
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal, which all its processes get
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said.strip()) == (0, "")
 

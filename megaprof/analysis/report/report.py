@@ -35,6 +35,8 @@ from megaprof.formats.timeline import SUFFIX
 
 #: A directory without files of ours is searched for renamed ones, up to this many.
 _MOST_OTHERS = 64
+#: What a person does who has none yet.
+_TO_HAVE_ONE = "a training command that `megaprof run` starts writes some, and `megaprof demo` makes some here"
 #: Refusals for one reason that each have a line.
 _FEW = 3
 
@@ -95,13 +97,13 @@ def _files(path: Path) -> tuple[list[Source], list[Path]]:
     if path.is_file():
         return ([], [path]) if path.name.endswith(SUFFIX) else (sources_in(path), [])
     if not path.is_dir():
-        raise NothingToReport(f"{path} does not exist")
+        raise NothingToReport(f"{path} does not exist; {_TO_HAVE_ONE}")
     traces, timelines = sources_in(path), find_timelines(path)
     if not traces and not timelines:
         traces = [*_others(path)]
     if not traces and not timelines:
-        kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE} or *{REPORT}, and no timeline (*{SUFFIX})"
-        raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}")
+        kinds = f"*.pt.trace.json.gz, *.pt.trace.json, *{SQLITE}, *{REPORT}) and no timeline (*{SUFFIX}"
+        raise NothingToReport(f"{path} holds no trace ({kinds}): {_contents(path)}; {_TO_HAVE_ONE}")
     return traces, timelines
 
 

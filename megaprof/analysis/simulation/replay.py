@@ -33,8 +33,8 @@ from megaprof.parallel.schedules import PassId, PipelineSchedule, phase_order, p
 
 Milliseconds: TypeAlias = npt.NDArray[np.float64]
 
-#: Node ends that are held at once, of all steps: 256 MB. Steps beyond that are evaluated in turn.
-_MOST_HELD = 1 << 25
+#: Node ends that are held at once, of all steps: 32 MB. Steps beyond that are evaluated in turn.
+_MOST_HELD = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)

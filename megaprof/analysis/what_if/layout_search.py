@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from math import comb, inf, isfinite
+from math import comb, inf, isfinite, prod
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megaprof.analysis.simulation.simulate import simulate
+import numpy as np
+
+from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
+from megaprof.parallel.schedules import PipelineSchedule
 
-_PHASES_PER_SEARCH = 12_000_000  # replayed phases; about 2 s of one core
+_PASSES_PER_SEARCH = 12_000_000
+_PASSES_AT_ONCE = 500_000  # 4 MB
 _FEWEST, _MOST = 100, 2000  # replays a search
 
 _Counts = tuple[int, ...]
@@ -61,6 +65,8 @@ class CostModel:
         for name, cost in units:
             if not all(isfinite(ms) and ms >= 0 for ms in cost):
                 raise ValueError(f"CostModel has {cost} for {name!r}; times must be finite and not negative")
+        if not (isfinite(self.p2p_ms) and self.p2p_ms >= 0):
+            raise ValueError(f"CostModel has p2p_ms={self.p2p_ms}; it must be finite and not negative")
         return units
 
 
@@ -79,22 +85,22 @@ class Candidate:
 class _Problem:
     """One search: the units, the run that they belong to, and every layout replayed so far."""
 
-    def __init__(
-        self, units: list[tuple[str, Cost]], pp: int, vpp: int, microbatches: int, forward_only: bool, **exchanges: Any
-    ) -> None:
-        """``exchanges``: how `simulate` is to take them."""
+    def __init__(self, units: list[tuple[str, Cost]], replay: Replay, p2p_ms: float) -> None:
+        schedule = replay.schedule
+        self.pp, self.vpp, self.microbatches = schedule.stages, schedule.chunks, schedule.microbatches
+        if len(units) < self.pp * self.vpp:
+            raise ValueError(
+                f"pp={self.pp} x vpp={self.vpp} pieces cannot be made of {len(units)} layers (E and L included)"
+            )
         self.names = [name for name, _ in units]
-        self.forward = [one.forward_ms for _, one in units]
-        self.backward = None if forward_only else [one.backward_ms for _, one in units]
-        self.work = [one.forward_ms + (0.0 if forward_only else one.backward_ms) for _, one in units]
-        self.pp, self.vpp, self.microbatches, self.exchanges = pp, vpp, microbatches, exchanges
-        if pp < 1 or vpp < 1 or len(units) < pp * vpp:
-            raise ValueError(f"pp={pp} x vpp={vpp} pieces cannot be made of {len(units)} layers (E and L included)")
-        if microbatches < 1:
-            raise ValueError(f"microbatches={microbatches} must be at least 1")
+        self.by_kind = [[one.forward_ms for _, one in units]]
+        if not schedule.forward_only:
+            self.by_kind.append([one.backward_ms for _, one in units])
+        self.work = [sum(each) for each in zip(*self.by_kind, strict=True)]
+        self.pipeline, self.p2p_ms = replay, p2p_ms
         self.step_ms: dict[_Counts, float] = {}
-        phases = pp * vpp * microbatches * (1 if forward_only else 2)
-        self.budget = min(_MOST, max(_FEWEST, _PHASES_PER_SEARCH // phases))
+        self.passes = prod(replay.shape)
+        self.budget = min(_MOST, max(_FEWEST, _PASSES_PER_SEARCH // self.passes))
 
     def bounds(self, counts: _Counts) -> list[tuple[int, int]]:
         begins = [sum(counts[:piece]) for piece in range(len(counts) + 1)]
@@ -108,19 +114,22 @@ class _Problem:
         found = tuple(len(piece.replace("m", "")) + ("m" in piece) for piece in pieces)
         return found if all(found) else None
 
-    def replay(self, counts: _Counts) -> float:
-        """Milliseconds of the step."""
-        if counts not in self.step_ms:
-            bounds = self.bounds(counts)
-
-            def times(units: list[float]) -> list[list[float]]:
-                pieces = [sum(units[begin:end]) for begin, end in bounds]
-                return [pieces[stage :: self.pp] for stage in range(self.pp)]
-
-            backward = None if self.backward is None else times(self.backward)
-            replayed = simulate(times(self.forward), backward, self.microbatches, **self.exchanges)
-            self.step_ms[counts] = replayed.step_ms
-        return self.step_ms[counts]
+    def replay(self, several: Iterable[_Counts]) -> None:
+        """Add the steps of several layouts that were not replayed yet."""
+        fresh = [counts for counts in dict.fromkeys(several) if counts not in self.step_ms]
+        at_once = max(1, _PASSES_AT_ONCE // self.passes)
+        for first in range(0, len(fresh), at_once):
+            some = fresh[first : first + at_once]
+            each = [
+                [[sum(units[begin:end]) for begin, end in self.bounds(counts)] for units in self.by_kind]
+                for counts in some
+            ]
+            # [layout, kind, chunk, stage] to [layout, stage, chunk, kind, microbatch]
+            pieces = np.array(each).reshape(len(some), len(self.by_kind), self.vpp, self.pp)
+            times = pieces.transpose(0, 3, 2, 1)[..., None]
+            passes = np.broadcast_to(times, (*times.shape[:-1], self.microbatches))
+            step_ms = self.pipeline.step_ms(passes, link=self.p2p_ms)
+            self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
 
     @property
     def exhausted(self) -> bool:
@@ -148,19 +157,22 @@ def search(
     MTP layers apart from the loss need megatron-core 0.16.
 
     Raises:
-        ValueError: costs, counts or a schedule that cannot be, see `CostModel.units` and `simulate`.
+        ValueError: costs, counts or a schedule that cannot be, see `CostModel.units` and `PipelineSchedule.checked`.
     """
     if top < 1:
         raise ValueError(f"top={top} must be at least 1")
-    exchanges = {"p2p_ms": cost.p2p_ms, "microbatch_group_size": microbatch_group_size, "rendezvous": rendezvous}
-    problem = _Problem(cost.units(layers, mtp_layers), pp, vpp, microbatches, forward_only, **exchanges)
+    if pp < 1 or vpp < 1:
+        raise ValueError(f"pp={pp} x vpp={vpp} must be at least 1 x 1")
+    schedule = PipelineSchedule.checked(
+        pp, vpp, microbatches, group_size=microbatch_group_size, forward_only=forward_only
+    )
+    problem = _Problem(cost.units(layers, mtp_layers), compiled(schedule, rendezvous), cost.p2p_ms)
     pieces, units = pp * vpp, len(problem.work)
     if comb(units - 1, pieces - 1) <= problem.budget:
-        for cuts in combinations(range(1, units), pieces - 1):
-            problem.replay(tuple(end - begin for begin, end in zip((0, *cuts), (*cuts, units), strict=True)))
+        cuts = ((0, *inside, units) for inside in combinations(range(1, units), pieces - 1))
+        problem.replay(tuple(end - begin for begin, end in pairwise(each)) for each in cuts)
     else:
-        for start in _starts(problem, layers, mtp_layers):
-            problem.replay(start)
+        problem.replay(_starts(problem, layers, mtp_layers))
         for start in sorted(problem.step_ms, key=lambda counts: (problem.step_ms[counts], counts))[:3]:
             _improve(problem, start)
     return _best(problem, top)
@@ -236,28 +248,34 @@ def _stage_work(problem: _Problem, counts: _Counts) -> list[float]:
 def _improve(problem: _Problem, counts: _Counts) -> None:
     """Move one unit from a piece to another (what lies between moves along) as long as the step gets shorter, from
     the most loaded stages to the least loaded first."""
-    improved = True
-    while improved:
-        improved = False
-        step = problem.replay(counts)
-        for moved in _moves(problem, counts):
+    better: _Counts | None = counts
+    while better is not None:
+        counts, better = better, None
+        for moves in _moves(problem, counts):
             if problem.exhausted:
                 return
-            if problem.replay(moved) < step * (1 - 1e-12):
-                counts, improved = moved, True
+            problem.replay(moves)
+            limit = problem.step_ms[counts] * (1 - 1e-12)
+            better = next((moved for moved in moves if problem.step_ms[moved] < limit), None)
+            if better is not None:
                 break
 
 
-def _moves(problem: _Problem, counts: _Counts) -> Iterator[_Counts]:
+def _moves(problem: _Problem, counts: _Counts) -> Iterator[list[_Counts]]:
+    """By piece that gives a unit away."""
     load = _stage_work(problem, counts)
     by_load = sorted(range(len(counts)), key=lambda piece: (load[piece % problem.pp], piece))
     for giver in reversed(by_load):
+        if counts[giver] == 1:
+            continue
+        moves = []
         for taker in by_load:
-            if counts[giver] > 1 and giver % problem.pp != taker % problem.pp:
+            if giver % problem.pp != taker % problem.pp:
                 moved = list(counts)
                 moved[giver] -= 1
                 moved[taker] += 1
-                yield tuple(moved)
+                moves.append(tuple(moved))
+        yield moves
 
 
 def _best(problem: _Problem, top: int) -> list[Candidate]:

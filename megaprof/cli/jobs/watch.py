@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import TIMEOUT_MAX
@@ -79,11 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.once:
             console.print(_table(job))
             return 0
-        with Live(_table(job), console=console, auto_refresh=False) as live:
+        # A pipe or a file gets each table as it is made: a live one would be written when it ends.
+        live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        with live or nullcontext():
             while (silence := job.silence()) is None:
+                if live is None:
+                    console.print(_table(job))
+                    sys.stdout.flush()
+                else:
+                    live.update(_table(job), refresh=True)
                 time.sleep(max(0.2, arguments.every or job.run.interval))
                 job = find_job(arguments.dir, arguments.role)
-                live.update(_table(job), refresh=True)
         if job.run.ended is None:
             raise NoJob(silence)
         console.print(silence)
@@ -91,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     except NoJob as fault:
         raise CommandError(str(fault)) from None
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # behind the terminal's ^C
         return 0
 
 

@@ -11,6 +11,7 @@ from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
 from tests.analysis.agreeing import contradictions
 from tests.analysis.scenarios import Scenario, write
+from tests.analysis.truth.rules import rules
 
 TABLE = Path(__file__).parents[3] / "docs" / "truth.md"
 EIGHT = (4,) * 8
@@ -215,7 +216,7 @@ def table() -> str:
         named_causes = ", ".join(f"`{cause}`" for cause in s.expected) or "none"
         kind = "GPU" if s.gpu else "CPU"
         lines.append(f"| {s.name} | {s.stages} | {s.chunks} | {s.microbatches} | {kind} | {named_causes} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", rules()])
 
 
 def test_the_table_is_up_to_date():

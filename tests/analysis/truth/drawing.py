@@ -99,6 +99,7 @@ def draw_healthy(rng: np.random.Generator, seed: tuple[int, ...]) -> Pipeline:
         link_ms=float(forward_ms * rng.uniform(0.002, 0.02)),
         tail_ms=0.0 if forward_only else float(forward_ms * rng.uniform(0.05, 0.5)),
         jitter_ms=float(forward_ms * rng.uniform(0.001, 0.02)),
+        overlapped=chunks > 1 and (stages == 2 or sum(seed) % 2 == 0),
     )
     if stages == 1:
         return pipeline

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megaprof.formats import codes
+from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
@@ -128,7 +128,7 @@ class _Rank:
                 chunk(n, embedding=self.stage == 0 and c == 0, loss=self.stage == last and c == one.chunks - 1)
                 for c, n in enumerate(one.layers[self.stage])
             ],
-            "p2p": {"batch_p2p_comm": True, "batch_p2p_sync": False, "overlap_p2p_comm": False},
+            "p2p": {"batch_p2p_comm": not one.overlapped, "batch_p2p_sync": False, "overlap_p2p_comm": one.overlapped},
             "host": host,
             "pid": 1000 + self.coords.rank,
             "ranges": {"microbatch": True},
@@ -149,6 +149,8 @@ def _timeline(rank: _Rank, directory: Path) -> None:
             shape.append(codes.phase(each.what.kind + 1, each.what.microbatch, each.what.chunk))
         elif device:
             continue
+        elif each.what.name.startswith(ranges.WAIT):
+            shape.append(codes.wait(each.what.name.removeprefix(ranges.WAIT)))
         else:
             shape.append(codes.exchange(each.what.name))
         times.append((each.start[:, rank.replica], each.end[:, rank.replica]))

@@ -7,13 +7,13 @@ the step with it less the step without it, from the same numbers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tests.analysis.truth.programs import BACKWARD, FORWARD, program
+from tests.analysis.truth.programs import BACKWARD, FORWARD, Program, program
 from tests.analysis.truth.simulation import Done, Load, Times, simulate
 
 _Steps = tuple[int, ...]
@@ -52,7 +52,8 @@ class Pipeline:
     ``adds``: noise only adds. ``load``: the part of the time in which another program makes everything take twice as
     long, in bursts of ``burst_ms``, on all stages at once where they are ``together``. ``recording``: ``gpu trace``,
     ``cpu trace``, ``timeline`` or ``device timeline``. ``peers``: ranks that compute a pass together (tp). ``apart``:
-    a host for each stage, with a clock of its own. ``buffered``: a message's sender does not wait.
+    a host for each stage, with a clock of its own. ``buffered``: a message's sender does not wait. ``overlapped``: with
+    model chunks, exchanges overlap with computing; their sender never waits.
     """
 
     seed: tuple[int, ...]
@@ -77,6 +78,7 @@ class Pipeline:
     link_ms: float
     tail_ms: float
     jitter_ms: float
+    overlapped: bool = False
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -281,8 +283,11 @@ class Priced:
                 kind = FORWARD if one.forward_only else BACKWARD
                 for s, step, r in np.argwhere(random.stalled < STALLED):
                     work[s, 0, kind, random.where[s, step, r], step, r] += each.size
-        programs = [_program(s, one, chunks) for s in range(one.stages)]
-        done = simulate(programs, work, enter, link, buffered=one.buffered, loads=self.loads)
+        # Chunks where there were none: with overlapped exchanges, as Megatron-LM has them unless it is told otherwise.
+        overlapped = one.overlapped if one.chunks > 1 else chunks > 1
+        programs = [_program(s, one, chunks, overlapped) for s in range(one.stages)]
+        buffered = overlapped or (one.buffered and one.chunks == chunks)
+        done = simulate(programs, work, enter, link, buffered=buffered, loads=self.loads)
         ends = np.stack([own[-1].end for own in done])
         # A stage reduces its gradients when its last replica is there.
         finish = ends if one.forward_only else ends.max(axis=2, keepdims=True) + np.broadcast_to(tail[:, None], (t, d))
@@ -290,7 +295,12 @@ class Priced:
         return Run(done, enter, finish, length, exposed, idle, share)
 
 
-def _program(stage: int, one: Pipeline, chunks: int) -> Sequence:
+def _program(stage: int, one: Pipeline, chunks: int, overlapped: bool) -> Program:
     return program(
-        stage, stages=one.stages, chunks=chunks, microbatches=one.microbatches, forward_only=one.forward_only
+        stage,
+        stages=one.stages,
+        chunks=chunks,
+        microbatches=one.microbatches,
+        forward_only=one.forward_only,
+        overlapped=overlapped,
     )

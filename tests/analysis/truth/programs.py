@@ -1,9 +1,11 @@
 """What every stage of a pipeline does, in order: Megatron's schedules, written down once more for the tests.
 
-Facts of ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19, exchanges not overlapped): warm-up of
-``stages - stage - 1`` forwards, or, with model chunks, of twice that and all but the last chunk of a group; then one
-forward and one backward in turn; then the backwards that are left. Nothing of ``megaprof.analysis`` is used: this is
-what its own schedules are tested with.
+Facts of ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19): warm-up of ``stages - stage - 1`` forwards,
+or, with model chunks, of twice that and all but the last chunk of a group; then one forward and one backward in turn;
+then the backwards that are left. Exchanges of model chunks may overlap with computing (``overlap_p2p_comm``, without
+which two stages are refused): then a stage waits for the input of a pass right before it, and for nothing else.
+
+Nothing of ``megaprof.analysis`` is used: this is what its own schedules are tested with.
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ class Exchange:
 Program = Sequence[Pass | Exchange]
 
 
-def program(stage: int, *, stages: int, chunks: int, microbatches: int, forward_only: bool) -> Program:
-    """What ``stage`` does in a step."""
+def program(
+    stage: int, *, stages: int, chunks: int, microbatches: int, forward_only: bool, overlapped: bool = False
+) -> Program:
+    """What ``stage`` does in a step; ``overlapped``: only with model chunks."""
     if stages == 1:
         kinds = (FORWARD,) if forward_only else (FORWARD, BACKWARD)
         return [Pass(kind, 0, mb) for mb in range(microbatches) for kind in kinds]
     if chunks > 1:
-        return _Interleaved(stage, stages, chunks, microbatches, forward_only).program()
+        own = _Interleaved(stage, stages, chunks, microbatches, forward_only)
+        return own.overlapped() if overlapped else own.program()
     return _plain(stage, stages, microbatches, forward_only)
 
 
@@ -125,6 +130,26 @@ class _Interleaved:
             return ()
         step = -1 if kind == FORWARD else 1
         return ((kind, (self.stage + step) % self.stages, self.stage),)
+
+    def overlapped(self) -> Program:
+        forwards = [self.at(FORWARD, n) for n in range(len(self.order))]
+        backwards = [self.at(BACKWARD, n) for n in range(len(self.order))]
+        passes = forwards[: self.warm]
+        if not self.forward_only:
+            left = forwards[self.warm :]
+            passes += [each for pair in zip(left, backwards, strict=False) for each in pair] + backwards[len(left) :]
+        done: list[Pass | Exchange] = []
+        numbers = [0, 0]
+        for each in passes:
+            sends = self.sends(each.kind, numbers[each.kind])
+            numbers[each.kind] += 1
+            at = each.chunk * self.stages + self.stage + (-1 if each.kind == FORWARD else 1)
+            if 0 <= at < self.stages * self.chunks:
+                name = "wait_recv_prev" if each.kind == FORWARD else "wait_recv_next"
+                done.append(Exchange(name, (), ((each.kind, at % self.stages, self.stage),)))
+            names = ("send_forward_recv_forward", "send_backward_recv_backward")
+            done += [each, Exchange(names[each.kind], sends)]
+        return done
 
     def program(self) -> Program:
         count = len(self.order)

@@ -13,15 +13,20 @@ from tests.analysis.truth.programs import BACKWARD, FORWARD, Exchange, Pass, pro
 from tests.analysis.truth.simulation import Done, Load, simulate
 
 SIZES = st.tuples(
-    st.integers(1, 6), st.integers(1, 3), st.integers(1, 4), st.integers(0, 5), st.booleans(), st.booleans()
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(0, 5),
+    st.booleans(),
+    st.sampled_from(["buffered", "rendezvous", "overlapped"]),
 )
 
 
-def programs_of(stages: int, chunks: int, microbatches: int, forward_only: bool = False) -> list:
-    return [
-        program(s, stages=stages, chunks=chunks, microbatches=microbatches, forward_only=forward_only)
-        for s in range(stages)
-    ]
+def programs_of(
+    stages: int, chunks: int, microbatches: int, forward_only: bool = False, overlapped: bool = False
+) -> list:
+    sizes = {"stages": stages, "chunks": chunks, "microbatches": microbatches}
+    return [program(s, **sizes, forward_only=forward_only, overlapped=overlapped) for s in range(stages)]
 
 
 def uniform(stages, chunks, microbatches, forward=1.0, backward=2.0, link=0.0, forward_only=False, **options):
@@ -95,14 +100,15 @@ def test_two_that_receive_from_each_other_first_are_told():
 @settings(max_examples=60, deadline=None)
 @given(SIZES)
 def test_every_pass_runs_once_in_an_order_that_its_inputs_allow(sizes):
-    stages, chunks, groups, more, forward_only, buffered = sizes
+    stages, chunks, groups, more, forward_only, exchanges = sizes
     if stages == 1:
         chunks = 1
     microbatches = groups * stages + (more if chunks == 1 else 0)
     rng = np.random.default_rng(microbatches)
     work = rng.uniform(0.1, 2.0, (stages, chunks, 2, microbatches, 2, 2))
     enter, link = rng.uniform(0, 1, (stages, 2, 2)), rng.uniform(0, 0.2, (stages, 2, 2))
-    done = simulate(programs_of(stages, chunks, microbatches, forward_only), work, enter, link, buffered=buffered)
+    programs = programs_of(stages, chunks, microbatches, forward_only, exchanges == "overlapped")
+    done = simulate(programs, work, enter, link, buffered=exchanges != "rendezvous")
     at = {}
     for stage, own in enumerate(done):
         for before, each in zip([None, *own], own, strict=False):
@@ -126,12 +132,13 @@ def test_every_pass_runs_once_in_an_order_that_its_inputs_allow(sizes):
 @given(SIZES)
 def test_a_message_holds_what_its_receiver_computes_next(sizes):
     """The n-th receive of a channel is the input of the n-th pass that needs one from there."""
-    stages, chunks, groups, more, forward_only, _ = sizes
+    stages, chunks, groups, more, forward_only, exchanges = sizes
     if stages == 1:
         chunks = 1
     microbatches = groups * stages + (more if chunks == 1 else 0)
     sent, taken = defaultdict(list), defaultdict(list)
-    for stage, own in enumerate(programs_of(stages, chunks, microbatches, forward_only)):
+    programs = programs_of(stages, chunks, microbatches, forward_only, exchanges == "overlapped")
+    for stage, own in enumerate(programs):
         got: dict = defaultdict(int)
         last: dict = {}
         for each in own:

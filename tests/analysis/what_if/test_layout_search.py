@@ -111,8 +111,8 @@ def test_a_heavy_loss_takes_layers_from_the_last_stage():
         ({"pp": 0}, ["pp=0"]),
         ({"pp": 11}, ["pp=11", "10 layers"]),
         ({"vpp": 2, "microbatches": 3}, ["microbatches"]),
-        ({"microbatches": 0}, ["microbatches=0"]),
-        ({"microbatches": -3}, ["microbatches=-3"]),
+        ({"microbatches": 0}, ["microbatches", "0"]),
+        ({"microbatches": -3}, ["microbatches", "-3"]),
         ({"top": 0}, ["top=0"]),
     ],
 )

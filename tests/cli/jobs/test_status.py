@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -269,3 +270,24 @@ def test_arguments_of_trigger_that_no_job_would_take_are_told_without_a_job(
     assert says in said
     assert said.count("\n") == 1
     assert main(["trigger", str(tmp_path), "--target", "train_actor"]) == 1
+
+
+def test_watch_writes_every_look_into_a_pipe_at_once(job: Job) -> None:
+    far_ahead = time.time() + 3600
+    for rank in (0, 1):
+        job.status(rank, time=far_ahead, since=far_ahead)
+    command = [sys.executable, "-m", "megaprof", "watch", str(job.directory), "--every", "0.2"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"},
+    ) as watching:
+        assert watching.stdout is not None
+        headings = 0
+        while headings < 2:  # the second look comes while the command still runs
+            headings += "slowest rank" in watching.stdout.readline() and watching.poll() is None
+        watching.send_signal(signal.SIGINT)
+        _, said = watching.communicate(timeout=30)
+    assert (watching.returncode, said) == (0, "\n")
