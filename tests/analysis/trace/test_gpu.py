@@ -8,7 +8,8 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.stages.stages import measure
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import read_trace
-from tests.analysis.scenarios import AUTOGRAD, Scenario, launched, write
+from tests.analysis.kineto import launched
+from tests.analysis.scenarios import AUTOGRAD, GROUPS, Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk
 
 
@@ -19,12 +20,11 @@ class Gpu:
         self.trace = TraceBuilder(**options)
         self.count = 0
 
-    def kernel(self, start, duration, *, launch=None, name="gemm", thread=1, stream=7, group=None, pg=None):
+    def kernel(self, start, duration, *, launch=None, name="gemm", thread=1, stream=7, group=None, pg=None, **options):
         self.count += 1
         launch = start - 0.1 if launch is None else launch
-        launched(self.trace, self.count, name, start, duration, launch, thread, stream, group)
-        if pg is not None:
-            self.trace.events[-1]["args"]["Process Group Description"] = pg
+        pg = GROUPS[group] if pg is None and group is not None else pg
+        launched(self.trace.events, self.count, name, start, duration, launch, thread, stream, group=pg, **options)
 
     def nccl(self, start, duration, *, group=None, name="ncclDevKernel_AllReduce_Sum_bf16_RING_LL", **options):
         self.kernel(start, duration, name=name, stream=20, group=group, **options)
@@ -91,6 +91,15 @@ class TestAttribution:
         assert stage.forward_ms.mean == 4
         assert any("without a launch" in warning for warning in target.warnings)
 
+    def test_what_still_runs_from_the_step_before_is_not_of_this_one(self, step, tmp_path):
+        """It was launched before the recording began, so nothing in the recording says when."""
+        step.kernel(2, 6)
+        del step.trace.events[-2]
+        step.kernel(9, 4, launch=1)
+        step.kernel(21, 3)
+        call = step.call(tmp_path)
+        assert (call.gpu.start, call.gpu.lost) == (call.start + 8_000_000, 0)
+
     def test_a_combined_pass_is_not_split(self, tmp_path):
         gpu = Gpu(microbatches=1)
         gpu.trace.call(0, 50)
@@ -119,6 +128,25 @@ class TestAttribution:
             "layer recompute": 1,
             "layer backward": 4,
         }
+
+
+def test_without_operators_of_the_cpu_exposed_communication_stays_in_sight(tmp_path):
+    """`--profile-activities cuda`: nothing names a process group, and nothing moves into compute, or away."""
+    found = {}
+    for operators in (True, False):
+        directory = tmp_path / str(operators)
+        write(Scenario("exposed tp", exposed={"tp": 0.3}, dp=2, tail=20.0, operators=operators), directory)
+        (found[operators],) = analyze(directory).targets
+    named, unnamed = (found[operators].measured for operators in (True, False))
+    for known, unknown in zip(named.stages, unnamed.stages, strict=True):
+        assert (unknown.exposed_ms["tp"], unknown.exposed_ms["dp"], unknown.dp_tail_ms) == (None, None, None)
+        exposed = known.exposed_ms["tp"].mean + known.exposed_ms["dp"].mean
+        assert known.exposed_ms["tp"].mean == pytest.approx(419, rel=0.05)
+        assert unknown.exposed_ms["unknown"].mean == pytest.approx(exposed)
+        assert unknown.compute_ms.mean == pytest.approx(known.compute_ms.mean)
+        assert unknown.bubble_ms.mean == pytest.approx(known.bubble_ms.mean)
+    assert {cause.group for cause in found[True].verdict.causes if cause.kind == "communication"} == {"tp"}
+    assert {cause.group for cause in found[False].verdict.causes if cause.kind == "communication"} == {"unknown"}
 
 
 class TestCommunication:
@@ -253,8 +281,8 @@ class TestCommunication:
         call = gpu.call(tmp_path)
         assert (call.exposed_ns["tp"], times(call)["forward"]) == (3_000_000, 4)
 
-    @pytest.mark.parametrize(("tp", "compute"), [(2, 4), (1, 7)])
-    def test_what_a_collective_launches_is_of_its_group(self, tp, compute, tmp_path):
+    @pytest.mark.parametrize(("tp", "exposed", "compute"), [(2, 3_000_000, 4), (1, 0, 7)])
+    def test_what_a_collective_launches_is_of_its_group(self, tp, exposed, compute, tmp_path):
         """Kernels of RCCL bring no metadata, and copies that a copy engine makes for a collective never do; in a group
         of one rank a collective is a copy for itself."""
         gpu = Gpu(microbatches=1, sizes={"tp": tp, "dp": 2})
@@ -264,7 +292,7 @@ class TestCommunication:
         gpu.kernel(6, 3, name="Memcpy DtoD (Device -> Device)", category="gpu_memcpy", group="tp")
         gpu.nccl(10, 2, group="dp", named=False)
         call = gpu.call(tmp_path)
-        assert (call.exposed_ns["tp"], times(call)["forward"]) == (7_000_000 - compute * 1_000_000 + 0, compute)
+        assert (call.exposed_ns["tp"], times(call)["forward"]) == (exposed, compute)
         assert (call.exposed_ns["dp"], call.exposed_ns["unknown"]) == (2_000_000, 0)
 
     def test_the_tail_is_what_follows_the_last_computation(self, step, tmp_path):
