@@ -6,7 +6,9 @@ communicated inside a microbatch.
 - imbalance: the slowest stage's compute over the mean of all stages', a stage's being the median of its ranks.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, for the median stage: the part of a step in which a
   stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
-- straggler: the rank with the greatest ratio of its compute to the median of its stage.
+- straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
+- slow ranks: those of a stage whose compute is more than `SLOW` times that of their peers; of ranks that communicate
+  with each other inside a microbatch, one makes all slow.
 """
 
 from __future__ import annotations
@@ -17,6 +19,23 @@ from dataclasses import dataclass
 
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
+
+#: A rank is slow from this factor over its peers on, as in the report.
+SLOW = 1.1
+
+
+@dataclass(frozen=True)
+class SlowRanks:
+    """Ranks of one stage that are slower than its other ranks."""
+
+    ranks: tuple[int, ...]
+    """Their numbers, the slowest first."""
+    stage: int
+    """Their stage."""
+    ratio: float
+    """Compute of the slowest one over that of its peers."""
+    peer: int
+    """One of the stage's other ranks, as slow as most of them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +58,8 @@ class StageFigures:
     """The rank that computes longest."""
     slowest_ms: float | None
     """For how long that computes, in milliseconds."""
+    peers_ms: float | None
+    """For how long its peers compute, in milliseconds: the median of the stage's other ranks; None without any."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +81,9 @@ class Summary:
     bubble_fraction: float | None
     """Part of a step in which the median stage waits for others."""
     straggler: int | None
-    """The rank that computes longest compared with its stage."""
+    """The rank that computes longest compared with its peers, the other ranks of its stage."""
     straggler_ratio: float | None
-    """Its compute over the median of its stage."""
+    """Its compute over the median of its peers."""
     own_cost: float | None
     """The greatest part of a step that megaprof took on a training thread."""
 
@@ -100,6 +121,7 @@ def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: 
     timed = [(status.compute_ms, status.rank) for status in members if status.compute_ms is not None]
     slowest_ms, slowest = max(timed, key=lambda pair: (pair[0], -pair[1])) if timed else (None, None)
     steps = [step for status in members if (step := status.step()) is not None]
+    above = None if slowest is None else _above_peers(members).get(slowest)
     return StageFigures(
         pp=pp,
         ranks=len(members),
@@ -109,6 +131,7 @@ def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: 
         imbalance=None if compute is None or mean is None else compute / mean,
         slowest_rank=slowest,
         slowest_ms=slowest_ms,
+        peers_ms=None if slowest_ms is None or above is None else slowest_ms / above,
     )
 
 
@@ -122,16 +145,41 @@ def _bubble(members: Sequence[RankStatus]) -> float | None:
     return _median([idle(status) for status in members])
 
 
+def slow_ranks(statuses: Iterable[RankStatus]) -> SlowRanks | None:
+    """The ranks of the stage whose slowest rank is furthest above its peers; None where no rank is slow."""
+    of_stage: dict[int, list[RankStatus]] = {}
+    for status in statuses:
+        of_stage.setdefault(status.coords["pp"], []).append(status)
+    found = []
+    for stage, members in of_stage.items():
+        above = {rank: ratio for rank, ratio in _above_peers(members).items() if ratio > SLOW}
+        peers = {each.rank: each.compute_ms for each in members if each.compute_ms and each.rank not in above}
+        if above and peers:
+            usual = statistics.median_low(peers.values())
+            peer = min(rank for rank, compute_ms in peers.items() if compute_ms == usual)
+            slowest = sorted(above, key=lambda rank: (-above[rank], rank))
+            found.append(SlowRanks(tuple(slowest), stage, above[slowest[0]], peer))
+    return max(found, key=lambda each: each.ratio, default=None)
+
+
 def _straggler(stages: Iterable[Sequence[RankStatus]]) -> tuple[int | None, float | None]:
-    ratios: list[tuple[float, int]] = []
-    for members in stages:
-        usual = _median(_compute(members))
-        if usual and len(members) > 1:
-            ratios += [(each.compute_ms / usual, each.rank) for each in members if each.compute_ms is not None]
+    ratios = [(ratio, rank) for members in stages for rank, ratio in _above_peers(members).items()]
     if not ratios:
         return None, None
     ratio, rank = max(ratios)
     return rank, ratio
+
+
+def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
+    """Each rank's compute over the median of the stage's other ranks, itself left out: of two ranks, the median of both
+    would be half of the slow one. The lower median, since of four ranks two may wait for each other."""
+    timed = sorted((each.compute_ms, each.rank) for each in members if each.compute_ms)
+    if len(timed) < 2:
+        return {}
+    middle = (len(timed) - 2) // 2  # of the others, by their place among all
+    return {
+        rank: own / timed[middle + (place <= middle)][0] for place, (own, rank) in enumerate(timed) if own is not None
+    }
 
 
 def _compute(members: Sequence[RankStatus]) -> list[float | None]:

@@ -14,6 +14,7 @@ from megaprof.formats.checks import ago, counted
 from megaprof.formats.job.run import dead
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
+from megaprof.metrics.compute import SlowRanks, slow_ranks
 
 _CULPRITS = 4
 
@@ -32,6 +33,8 @@ class View:
     """Who keeps it waiting."""
     silence: str | None
     """Why nothing is to be expected of the whole job any more; None while it answers."""
+    slow: SlowRanks | None
+    """Ranks that are slower than their peers; None where none are."""
 
     @property
     def state(self) -> str:
@@ -59,7 +62,8 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
         time.sleep(min(job.run.interval, 0.5))
         statuses = job.statuses()
     now = job.now(statuses, silence)
-    return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
+    heard = [status for status in statuses.values() if not status.late(now)]
+    return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence, slow_ranks(heard))
 
 
 def last_stand(directory: Path) -> Standstill | None:
@@ -110,7 +114,14 @@ def verdict(view: View) -> str | None:
     if blame.stuck:
         have = "has" if len(blame.stuck) == 1 else "have"
         return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
-    return None
+    return None if view.slow is None else slower(view.slow)
+
+
+def slower(slow: SlowRanks) -> str:
+    """Which ranks are slower than their peers, in a sentence."""
+    several = len(slow.ranks) > 1
+    who = f"Rank{'s' * several} {few(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
+    return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
 
 
 def waited_for(view: View) -> Iterator[str]:

@@ -28,8 +28,8 @@ FIGURES = {
     "imbalance": ("imbalance_ratio", "1", "Compute of the slowest stage over the mean of all stages"),
     "slowest_stage": ("slowest_stage", "1", "Pipeline rank of the stage that computes longest"),
     "bubble_fraction": ("bubble_ratio", "1", "Part of a step in which the median stage waits for others"),
-    "straggler": ("straggler_rank", "1", "Rank that computes longest compared with its stage"),
-    "straggler_ratio": ("straggler_ratio", "1", "Its compute over the median of its stage"),
+    "straggler": ("straggler_rank", "1", "Rank that computes longest compared with its peers"),
+    "straggler_ratio": ("straggler_ratio", "1", "Its compute over the median of its peers"),
     "own_cost": ("own_cost_ratio", "1", "Part of a step that megaprof takes on the training thread"),
 }
 

@@ -54,7 +54,20 @@ typedef struct {
     PyObject *first_name, *second_name;
 } Hook;
 
-static PyTypeObject TapeType, GateType, HookType;
+/* Of the GPU's runtime: what `cuStreamIsCapturing` and `cuEventRecord` are. */
+typedef int (*is_capturing)(void *stream, int *status);
+typedef int (*record)(void *event, void *stream);
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *pool, *make, *stream, *device;
+    is_capturing capturing;
+    record record;
+} Marker;
+
+static PyTypeObject TapeType, GateType, HookType, MarkerType;
+static PyObject *handle_name; /* the attribute of torch's event that the runtime knows it by */
 
 static int64_t
 nanoseconds(void)
@@ -249,6 +262,8 @@ tape_add(Tape *self, PyObject *const *args, Py_ssize_t count)
         if (PyErr_Occurred())
             return NULL;
     }
+    else if (args[1] == Py_None || args[2] == Py_None) /* the clock did not say: no event */
+        Py_RETURN_NONE;
     else if (PyList_Append(self->marks, args[1]) || PyList_Append(self->marks, args[2]))
         return NULL;
     if (tape_append(self, code, start, end))
@@ -532,8 +547,11 @@ hook_call(Hook *self, PyObject *const *args, size_t flags, PyObject *kwnames)
         PyObject *type, *value, *traceback; /* an exception of the host's stays what it is */
         PyErr_Fetch(&type, &value, &traceback);
         ended = PyObject_CallNoArgs(tape->clock);
-        if (ended == NULL || PyList_Append(tape->marks, began) || PyList_Append(tape->marks, ended) ||
-            tape_append(tape, code, 0, 0))
+        if (ended == NULL)
+            failed = fault(gate);
+        else if (began != Py_None && ended != Py_None && /* else the clock did not say: no event */
+                 (PyList_Append(tape->marks, began) || PyList_Append(tape->marks, ended) ||
+                  tape_append(tape, code, 0, 0)))
             failed = fault(gate);
         if (result == NULL) {
             PyErr_Clear();
@@ -638,6 +656,118 @@ static PyTypeObject HookType = {
     .tp_dictoffset = offsetof(Hook, dict),
     .tp_descr_get = hook_bind,
     .tp_getset = hook_getset,
+};
+
+/* ---- Marker ---- */
+
+static PyObject *
+marker_call(Marker *self, PyObject *const *args, size_t flags, PyObject *kwnames)
+{
+    PyObject *number = PyObject_CallOneArg(self->stream, self->device);
+    if (number == NULL)
+        return NULL;
+    void *stream = PyLong_AsVoidPtr(number);
+    Py_DECREF(number);
+    if (stream == NULL && PyErr_Occurred())
+        return NULL;
+    /* Whatever it answers but no: where a capture elsewhere forbids the question, it forbids the event as well. */
+    int capturing = 0, status;
+    if (self->capturing(stream, &capturing) || capturing)
+        Py_RETURN_NONE;
+    Py_ssize_t last = PyList_GET_SIZE(self->pool) - 1;
+    if (last < 0)
+        return PyObject_CallNoArgs(self->make);
+    PyObject *event = Py_NewRef(PyList_GET_ITEM(self->pool, last));
+    if (PyList_SetSlice(self->pool, last, last + 1, NULL) ||
+        (number = PyObject_GetAttr(event, handle_name)) == NULL) {
+        Py_DECREF(event);
+        return NULL;
+    }
+    void *handle = PyLong_AsVoidPtr(number);
+    Py_DECREF(number);
+    if (handle == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_RuntimeError, "an event of the pool was never recorded");
+        Py_DECREF(event);
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS /* it waits where the GPU's queue is full; on a GPU that hangs, for ever */
+    status = self->record(handle, stream);
+    Py_END_ALLOW_THREADS
+    if (status) {
+        PyErr_Format(PyExc_RuntimeError, "recording an event on the GPU answered %d", status);
+        Py_CLEAR(event);
+    }
+    return event;
+}
+
+static int
+marker_init(Marker *self, PyObject *args, PyObject *kwargs)
+{
+    static char *names[] = {"pool", "make", "stream", "device", "is_capturing", "record", NULL};
+    PyObject *pool, *make, *stream, *device, *capturing, *record_event;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!OOOOO", names, &PyList_Type, &pool, &make, &stream, &device,
+                                     &capturing, &record_event))
+        return -1;
+    if (self->pool != NULL) {
+        PyErr_SetString(PyExc_TypeError, "a marker is made once");
+        return -1;
+    }
+    self->capturing = (is_capturing)PyLong_AsVoidPtr(capturing);
+    self->record = (record)PyLong_AsVoidPtr(record_event);
+    if (self->capturing == NULL || self->record == NULL) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "a function at address 0");
+        return -1;
+    }
+    self->vectorcall = (vectorcallfunc)marker_call;
+    self->pool = Py_NewRef(pool);
+    self->make = Py_NewRef(make);
+    self->stream = Py_NewRef(stream);
+    self->device = Py_NewRef(device);
+    return 0;
+}
+
+static int
+marker_traverse(Marker *self, visitproc visit, void *arg)
+{
+    Py_VISIT(self->pool);
+    Py_VISIT(self->make);
+    Py_VISIT(self->stream);
+    return 0;
+}
+
+static int
+marker_clear(Marker *self)
+{
+    Py_CLEAR(self->pool);
+    Py_CLEAR(self->make);
+    Py_CLEAR(self->stream);
+    Py_CLEAR(self->device);
+    return 0;
+}
+
+static void
+marker_dealloc(Marker *self)
+{
+    PyObject_GC_UnTrack(self);
+    marker_clear(self);
+    Py_TYPE(self)->tp_free((PyObject *)self);
+}
+
+static PyTypeObject MarkerType = {
+    PyVarObject_HEAD_INIT(NULL, 0)
+    .tp_name = "megaprof.recorders._tape.Marker",
+    .tp_basicsize = sizeof(Marker),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+    .tp_doc = "The clock of a GPU: an event of the pool, recorded on the current stream.",
+    .tp_new = PyType_GenericNew,
+    .tp_init = (initproc)marker_init,
+    .tp_dealloc = (destructor)marker_dealloc,
+    .tp_traverse = (traverseproc)marker_traverse,
+    .tp_clear = (inquiry)marker_clear,
+    .tp_call = PyVectorcall_Call,
+    .tp_vectorcall_offset = offsetof(Marker, vectorcall),
 };
 
 /* ---- pack ---- */
@@ -770,14 +900,17 @@ static struct PyModuleDef module = {
 PyMODINIT_FUNC
 PyInit__tape(void)
 {
-    if (PyType_Ready(&TapeType) || PyType_Ready(&GateType) || PyType_Ready(&HookType))
+    if (PyType_Ready(&TapeType) || PyType_Ready(&GateType) || PyType_Ready(&HookType) || PyType_Ready(&MarkerType))
+        return NULL;
+    if (handle_name == NULL && (handle_name = PyUnicode_InternFromString("cuda_event")) == NULL)
         return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made == NULL)
         return NULL;
     if (PyModule_AddObjectRef(made, "Tape", (PyObject *)&TapeType) ||
         PyModule_AddObjectRef(made, "Gate", (PyObject *)&GateType) ||
-        PyModule_AddObjectRef(made, "Hook", (PyObject *)&HookType)) {
+        PyModule_AddObjectRef(made, "Hook", (PyObject *)&HookType) ||
+        PyModule_AddObjectRef(made, "Marker", (PyObject *)&MarkerType)) {
         Py_DECREF(made);
         return NULL;
     }

@@ -36,7 +36,7 @@ class PythonTape:
         self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: Callable[[], Any] | None = None
     ) -> None:
         """``chunks``: the model chunks in the order of the call. ``clock``: answers marks of its own kind (CUDA
-        events); None: the host's clock in nanoseconds."""
+        events), or None where it cannot say; None: the host's clock in nanoseconds."""
         self.events = array("q")
         """Code, start and end in turns; with a clock of its own, starts and ends are 0 and stand in ``marks``."""
         self.marks: list[Any] | None = None if clock is None else []
@@ -61,10 +61,10 @@ class PythonTape:
         return time.monotonic_ns() if self.clock is None else self.clock()
 
     def add(self, code: int, start: Any, end: Any) -> None:
-        """Note one event; ``start`` and ``end`` are marks."""
+        """Note one event; ``start`` and ``end`` are marks. Where the clock could not say, there is no event."""
         if self.marks is None:
             self.events.extend((code, start, end))
-        else:
+        elif start is not None and end is not None:
             self.marks += (start, end)
             self.events.extend((code, 0, 0))
 
@@ -121,6 +121,12 @@ Gate: Any = PythonGate if _c is None else _c.Gate
 #: the way in Python when it is true.
 Hook: Any = None if _c is None else _c.Hook
 IN_C = Hook is not None
+#: ``Marker(pool, make, stream, device, is_capturing, record)``: the clock of a GPU in C, None where there is none. It
+#: answers an event of the list ``pool``, recorded on the current stream, or else what ``make()`` returns; None where
+#: that stream is being captured. ``stream(device)``: the current stream's handle. The last two are addresses of
+#: functions of the GPU's runtime, ``int (*)(stream, int *status)`` and ``int (*)(event, stream)``; their answer is an
+#: error if it is not 0.
+Marker: Any = getattr(_c, "Marker", None)
 #: `megaprof.recorders.timeline.packing.in_python` in C, None where there is none.
 pack_in_c: Any = getattr(_c, "pack", None)
 

@@ -91,10 +91,16 @@ class Now:
 
     @property
     def slowest(self) -> list[StageFigures]:
-        """The stages whose slowest rank is furthest above its stage, of those with several ranks."""
+        """The stages whose slowest rank is furthest above its peers, of those with several ranks."""
         stages = self.summary.stages if self.summary else ()
-        known = [stage for stage in stages if stage.ranks > 1 and stage.slowest_ms and stage.compute_ms]
-        return sorted(known, key=lambda stage: -(stage.slowest_ms or 0.0) / (stage.compute_ms or 1.0))[:_SLOWEST]
+        known = [stage for stage in stages if stage.slowest_ms and stage.peers_ms]
+        return sorted(known, key=lambda stage: -(stage.slowest_ms or 0.0) / (stage.peers_ms or 1.0))[:_SLOWEST]
+
+    @property
+    def to_capture(self) -> str:
+        """The ranks that a capture shows most with: slow ones beside one of their peers, else one of every stage."""
+        slow = self.view.slow if self.view else None
+        return "per-stage" if slow is None else ",".join(map(str, sorted((*slow.ranks[:_SLOWEST], slow.peer))))
 
     @property
     def targets(self) -> list[str]:

@@ -19,7 +19,7 @@ from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
-from megaprof.metrics.compute import Summary, summarise
+from megaprof.metrics.compute import SlowRanks, Summary, slow_ranks, summarise
 from megaprof.metrics.overview import Overview
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
@@ -61,9 +61,27 @@ def test_figures(summary: Summary) -> None:
     assert [(s.pp, s.compute_ms, s.slowest_rank) for s in summary.stages] == [(0, 40.0, 0), (1, 75.0, 3)]
     assert summary.imbalance == pytest.approx(75 / 57.5)
     assert summary.slowest_stage == 1
-    assert (summary.straggler, summary.straggler_ratio) == (3, pytest.approx(90 / 75))
+    assert (summary.straggler, summary.straggler_ratio) == (3, pytest.approx(90 / 60)), "against its peer, not itself"
+    assert [s.peers_ms for s in summary.stages] == [pytest.approx(40), pytest.approx(60)]
     assert summary.bubble_fraction == pytest.approx((0.5 + 0.15) / 2)
     assert (summary.step_ms, summary.step, summary.own_cost) == (100.0, 41, pytest.approx(0.000503))
+
+
+def test_slow_ranks_and_a_peer_to_compare_them_with() -> None:
+    assert slow_ranks([status(0, 40.0), status(1, 42.0), status(2, 60.0), status(3, 65.0)]) is None
+    found = slow_ranks([status(0, 50.0), status(1, 40.0), status(2, 60.0), status(3, 156.0)])
+    assert found == SlowRanks((3,), 1, pytest.approx(2.6), 2)
+    assert slow_ranks([status(0, 40.0), status(2, 90.0)]) is None, "a stage with one rank has no peers"
+
+
+def test_ranks_that_wait_for_each_other_inside_a_microbatch_are_slow_together() -> None:
+    # Of four ranks of a stage two wait for each other, and so are equally slow.
+    four = [
+        replace(status(rank, ms), coords={**status(0, ms).coords, "pp": 0}) for rank, ms in enumerate((80, 40, 80, 40))
+    ]
+    found = slow_ranks(four)
+    assert found is not None
+    assert (set(found.ranks), found.ratio, found.peer) == ({0, 2}, pytest.approx(2.0), 1)
 
 
 def test_nothing_is_made_up() -> None:
@@ -184,7 +202,7 @@ if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
 else:
     metrics.set_meter_provider(provider)
 sink = sinks.OpenTelemetry(sinks.meter(), "actor")
-stages = (StageFigures(0, 1, 7, 1.0, 40.0, None, None, None), StageFigures(1, 1, 7, 1.0, None, None, None, None))
+stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, None, None, None, None) for pp, ms in enumerate((40.0, None)))
 def seen():
     data = reader.get_metrics_data()
     scopes = [] if data is None else data.resource_metrics[0].scope_metrics

@@ -278,7 +278,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 16.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
     summary = summarise(run, statuses.values())
-    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None)
+    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None, None)
     history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
     shown = now_shown(Now(1, 100.0, "runs", None, view, summary, history=history))
     text = Reader(shown).text

@@ -16,7 +16,8 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.control.blame import Blame, find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.checks import counted
-from megaprof.metrics.compute import Summary, summarise
+from megaprof.metrics.compute import SlowRanks, Summary, slow_ranks, summarise
+from megaprof.metrics.look import slower
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,6 +50,8 @@ class Look:
     """For how many seconds no rank has moved, where the job appears to hang; else 0."""
     stuck: tuple[int, ...]
     """The ranks that have not moved for long."""
+    slow: SlowRanks | None
+    """Ranks that are slower than their peers; null where none are."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +118,7 @@ def _look(job: RunningJob) -> tuple[Look, Blame]:
         now=summarise(job.run, statuses.values()),
         still_s=round(blame.still, 3),
         stuck=blame.stuck,
+        slow=slow_ranks(statuses.values()),
     )
     return look, blame
 
@@ -155,6 +159,8 @@ def _table(job: RunningJob) -> RenderableType:
     if blame.stuck or blame.culprits:
         still = "The job appears to hang" if blame.still else "Some ranks do not move, or are silent"
         lines.append(Text(f"{still}: megaprof status {job.directory}", style="bold red", overflow="fold"))
+    if look.slow is not None:
+        lines.append(Text(slower(look.slow), style="bold red"))
     return Group(*lines)
 
 

@@ -99,7 +99,7 @@ class Recent:
     finalize_ms: Annotated[float, _MILLISECONDS]
     """The reduction of gradients."""
     p2p_ms: Annotated[float | None, optional(_MILLISECONDS)]
-    """Exchanges with other stages; None on the GPU's clock."""
+    """Exchanges with other stages; None from releases that did not note them on the GPU's clock."""
     role: Annotated[str | None, optional(sentence(80))] = None
     """Whose steps; None without roles."""
 

@@ -20,9 +20,7 @@ Key = tuple[str, "str | None"]
 class Tally:
     """The last steps of every target and role. Filled and read on the background thread."""
 
-    def __init__(self, *, exchanges: bool) -> None:
-        """``exchanges``: False where exchanges are no events of their own."""
-        self._exchanges = exchanges
+    def __init__(self) -> None:
         self._steps: dict[Key, deque[tuple[int, ...]]] = {}
         self._latest: Key | None = None
 
@@ -44,8 +42,7 @@ class Tally:
         step, forward, backward, combined, finalize, p2p = (
             statistics.median(own) / 1e3 for own in zip(*steps, strict=True)
         )
-        exchanged = p2p if self._exchanges else None
-        return Recent(chosen[0], len(steps), step, forward, backward, combined, finalize, exchanged, chosen[1])
+        return Recent(chosen[0], len(steps), step, forward, backward, combined, finalize, p2p, chosen[1])
 
     def _main(self) -> Key | None:
         return next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)

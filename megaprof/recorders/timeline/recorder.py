@@ -6,6 +6,8 @@ background thread does everything else.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -28,9 +30,9 @@ from megaprof.recorders.describe import describe
 from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.cost import Pairs
-from megaprof.recorders.timeline.device import device_clock
+from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock
 from megaprof.recorders.timeline.files import Step, TimelineFiles
-from megaprof.recorders.timeline.packing import pack
+from megaprof.recorders.timeline.packing import Packed, pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
@@ -72,9 +74,9 @@ class TimelineRecorder:
         self._framework = framework
         self._files = TimelineFiles(Path(str(config.dir)), role, coords, config.timeline_megabytes << 20)
         self._background = background
-        self._device = device_clock()
-        self.clock: Callable[[], Any] | None = None if self._device is None else self._device.mark
-        """The clock of the tapes; None: the host's."""
+        self._device: DeviceClock | None = None
+        self._without: str | None = None  # why times are the host's although a GPU is in use
+        self._told_clock = False
         self._finished: deque[Line] = deque()
         self._writing = threading.Lock()
         self._described: dict[tuple[Any, ...], dict[str, Any]] = {}
@@ -82,7 +84,7 @@ class TimelineRecorder:
         self._calls: dict[Key, tuple[int, int]] = {}
         self._last: dict[Key, tuple[int, int]] = {}
         self._line: Line | None = None
-        self._tally = Tally(exchanges=self._device is None)
+        self._tally = Tally()
         self._began = time.monotonic()
         self._watch = ChangeClock()
         self._pairs = Pairs(background.wake)
@@ -95,6 +97,16 @@ class TimelineRecorder:
         self.steps_dropped = 0
         """Steps that waited too long, while nothing could be written or the GPU was behind."""
         background.add(self.drain, 1.0, woken=True)
+
+    @functools.cached_property
+    def clock(self) -> Callable[[], Any] | None:
+        """The clock of the tapes; None: the host's. Chosen when the first call begins, on the training thread: hooks
+        may go in before the process uses its GPU."""
+        try:
+            self._device = device_clock()
+        except NoDeviceClock as missing:
+            self._without = str(missing)
+        return None if self._device is None else self._device.mark
 
     @property
     def bytes_written(self) -> int:
@@ -122,6 +134,8 @@ class TimelineRecorder:
         entered = time.perf_counter_ns()
         if failed:
             line.flags |= format.FAILED
+        if line.began is None or line.ended is None:  # a CUDA graph was being captured
+            line.flags |= format.INCOMPLETE
         self._line = None
         key = (line.target, line.key[1])
         self._calls[key] = (line.step, self._calls.get(key, (0, 0))[1] + 1)
@@ -187,16 +201,18 @@ class TimelineRecorder:
     def device_position(self) -> Position | None:
         """Where the GPU is: the first event of the oldest unfinished step that has not happened yet. None on a CPU,
         and when the GPU has done all that it was given."""
-        if self._device is None:
+        device = self._device
+        if device is None:
             return None
         lines = [*self._finished, *([self._line] if self._line is not None else [])]
-        for line in lines:
-            marks = list(line.tape.marks)
-            for i in range(0, len(marks) - 1, 2):
-                if not self._device.finished(marks[i + 1]):
-                    began = self._device.finished(marks[i])
-                    name = codes.name(int(_events(line)[i // 2, 0])) if began else None
-                    return position(line.target, line.key[1], line.step, name, time.time())
+        with device.reading():
+            for line in lines:
+                marks = list(line.tape.marks)
+                for i in range(0, len(marks) - 1, 2):
+                    if not device.finished(marks[i + 1]):
+                        began = device.finished(marks[i])
+                        name = codes.name(int(_events(line)[i // 2, 0])) if began else None
+                        return position(line.target, line.key[1], line.step, name, time.time())
         return None
 
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
@@ -216,29 +232,37 @@ class TimelineRecorder:
             self._drain(self._background.pause)
 
     def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
-        while lines := self._ready():
-            self._files.append([self._packed(line) for line in lines])
+        while steps := self._ready():
+            self._files.append(steps)
             if self._finished:
                 pause()
         if self._pairs.taken > self._noted and (cost := self._pairs.cost()) is not None:
             self._noted = self._pairs.taken
             self._files.note(cost)
 
-    def _ready(self) -> list[Line]:
+    def _ready(self) -> list[Step]:
         """The next finished steps whose times are known, in order."""
-        lines: list[Line] = []
-        while self._finished and len(lines) < STEPS_AT_ONCE:
-            try:
-                line = self._finished.popleft()
-            except IndexError:  # the training thread dropped it meanwhile
-                break
-            if self._device is not None and not self._device.finished(line.ended):
-                if time.time_ns() - line.start_ns < GIVE_UP_SECONDS * 1e9:
+        steps: list[Step] = []
+        with contextlib.nullcontext() if self._device is None else self._device.reading():
+            while self._finished and len(steps) < STEPS_AT_ONCE:
+                try:
+                    line = self._finished.popleft()
+                except IndexError:  # the training thread dropped it meanwhile
+                    break
+                if self._pending(line):
                     self._finished.appendleft(line)
                     break
-                line.flags |= format.INCOMPLETE
-            lines.append(line)
-        return lines
+                steps.append(self._packed(line))
+        return steps
+
+    def _pending(self, line: Line) -> bool:
+        """Whether the GPU has yet to finish it. One that takes too long is written without times."""
+        if self._device is None or line.flags & format.INCOMPLETE or self._device.finished(line.ended):
+            return False
+        if time.time_ns() - line.start_ns < GIVE_UP_SECONDS * 1e9:
+            return True
+        line.flags |= format.INCOMPLETE
+        return False
 
     def _packed(self, line: Line) -> Step:
         shape, times, totals, duration = b"", b"", _NO_TIME, 0
@@ -246,12 +270,13 @@ class TimelineRecorder:
             duration = (line.ended - line.began + 500) // 1000
             shape, times, totals = pack(raw(line.tape), line.began)
         elif not line.flags & format.INCOMPLETE:
-            duration = self._device.microseconds(line.began, line.ended)
-            marks = [1000 * self._device.microseconds(line.began, mark) for mark in line.tape.marks]
-            events = _events(line).copy()
-            events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
-            self._device.take_back([line.began, *line.tape.marks, line.ended])
-            shape, times, totals = pack(events, 0)
+            try:
+                duration, (shape, times, totals) = _timed(line, self._device)
+            except (RuntimeError, ValueError):
+                # Its events are on streams that do not wait for each other: one is not finished, or before the step.
+                line.flags |= format.INCOMPLETE
+            else:
+                self._device.take_back([line.began, *line.tape.marks, line.ended])
         if not line.flags & _UNUSUAL:
             self._tally.add((line.target, line.key[1]), (duration, *totals))
         begun = line.index, line.flags, line.step, line.start_ns
@@ -271,10 +296,38 @@ class TimelineRecorder:
             metadata["ranges"] = _ranges(facts.graph)
             if not same:
                 metadata |= {"seq_length": None, "micro_batch_size": None}
-            clock = "host" if self._device is None else "device"
-            metadata["timeline"] = {"clock": clock}
+            metadata["timeline"] = self._clock_on(metadata.get("device"))
             self._described[key] = metadata
         return key, metadata
+
+    def _clock_on(self, device: str | None) -> dict[str, Any]:
+        """Which clock the steps of a model on ``device`` have, and why it is the host's where the model is not on a
+        CPU."""
+        if self._device is not None:
+            return {"clock": "device"}
+        reason = self._without
+        if reason is None and device not in (None, "cpu"):
+            reason = f"the model is on {device}, which torch.cuda does not use here"
+        if reason is None:
+            return {"clock": "host"}
+        if not self._told_clock:
+            self._told_clock = True
+            logger.warning(
+                "megaprof: the timeline of rank %d is on the host's clock, which says when work was given to the GPU "
+                "and not when it ran: %s",
+                self._coords.rank,
+                reason,
+            )
+        return {"clock": "host", "reason": reason}
+
+
+def _timed(line: Line, device: DeviceClock) -> tuple[int, Packed]:
+    """Microseconds that the step took on the GPU, and its events packed. Raises RuntimeError or ValueError where its
+    marks are not in an order."""
+    marks = [1000 * device.microseconds(line.began, mark) for mark in line.tape.marks]
+    events = _events(line).copy()
+    events[:, 1], events[:, 2] = marks[0::2], marks[1::2]
+    return device.microseconds(line.began, line.ended), pack(events, 0)
 
 
 def _events(line: Line) -> Int64s:

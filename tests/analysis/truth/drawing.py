@@ -10,7 +10,7 @@ import numpy as np
 from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
 
 #: Most passes of all ranks and steps: files of traces are a hundred times as large as timelines.
-MOST_PASSES = {"gpu trace": 5000, "cpu trace": 5000, "timeline": 160_000, "device timeline": 160_000}
+MOST_PASSES = {"gpu trace": 5000, "nsys": 5000, "cpu trace": 5000, "timeline": 160_000, "device timeline": 160_000}
 #: Beside the drawn faults nothing is worth as much, as a part of the step; a fault that is worth less is drawn again.
 NOTHING = 0.01
 _TRIES = 30
@@ -53,6 +53,8 @@ def incidental(pipeline: Pipeline) -> tuple[Fault, ...]:
 
 def draw_healthy(rng: np.random.Generator, seed: tuple[int, ...]) -> Pipeline:
     recording = str(rng.choice(["timeline", "device timeline", "gpu trace", "cpu trace"], p=[0.4, 0.15, 0.3, 0.15]))
+    if recording == "gpu trace" and seed[-1] % 5 == 0:
+        recording = "nsys"
     lines = recording.endswith("timeline")
     stages = 1 if rng.random() < 0.07 else int(rng.integers(2, 9))
     chunks = int(rng.integers(2, 4)) if stages > 1 and rng.random() < 0.25 else 1
@@ -74,7 +76,7 @@ def draw_healthy(rng: np.random.Generator, seed: tuple[int, ...]) -> Pipeline:
     layers = int(rng.integers(1, 5)) if chunks > 1 else int(rng.integers(2, 9))
     layer_ms = float(np.exp(rng.uniform(np.log(0.5), np.log(6.0))))
     forward_ms = layer_ms * layers * chunks
-    gpu = recording in ("gpu trace", "device timeline")
+    gpu = recording in ("gpu trace", "nsys", "device timeline")
     loaded = rng.random() < 0.2
     pipeline = Pipeline(
         seed=seed,
@@ -225,7 +227,7 @@ def _communication(one: Pipeline, rng: np.random.Generator, stage: int) -> Pipel
 
 
 def _host_bound(one: Pipeline, rng: np.random.Generator, stage: int) -> Pipeline | None:
-    if one.recording != "gpu trace":
+    if one.recording not in ("gpu trace", "nsys"):
         return None
     return _with(one, Fault("host_bound", float(rng.uniform(0.05, 0.6))))
 

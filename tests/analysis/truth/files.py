@@ -2,7 +2,7 @@
 
 Timelines are as the recorder writes them, on the host's clock with every exchange, or on the GPU's without. Traces are
 as Kineto writes them, of a GPU (launches, kernels on the compute stream, communication on streams of its own with the
-metadata of NCCL) or of a CPU (operators, gloo's collectives).
+metadata of NCCL) or of a CPU (operators, gloo's collectives); those of a GPU also as Nsight Systems exports them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from tests.analysis.kineto import launched
+from tests.analysis.nsys_files import write_nsys
 from tests.analysis.synthetic import TraceBuilder, chunk
 from tests.analysis.truth.pipelines import Pipeline, Run
 from tests.analysis.truth.programs import KINDS, Pass
@@ -41,6 +42,7 @@ _COLLECTIVES = {
     "dp": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
     "pp": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
 }
+_AXES = ("pp", "tp", "cp", "ep", "dp")
 _COMPUTE, _NCCL, _EXCHANGES, _MAIN, _AUTOGRAD = 7, 20, 24, 1, 99
 _GAP = 0.004
 
@@ -190,13 +192,17 @@ def _trace(rank: _Rank, directory: Path) -> None:
         chunks=described["chunks"],
         metadata=described,
     )
-    writer = (_Gpu if one.recording == "gpu trace" else _Cpu)(rank, trace)
+    writer = (_Cpu if one.recording == "cpu trace" else _Gpu)(rank, trace)
     for step in range(one.steps):
         origin = 10.0 + float(rank.begin[step]) + rank.ahead
         writer.step(step, origin)
         start, end = origin + float(rank.enter[step]), origin + float(rank.finish[step])
-        trace.call(start - 0.2, end - start + 0.4, step=FIRST_STEP + step)
-    trace.write(directory)
+        fields = {"step": FIRST_STEP + step} | {axis: getattr(rank.coords, axis) for axis in _AXES}
+        trace.event(str(ranges.RangeName(rank.target, fields)), start - 0.2, end - start + 0.4)
+    if one.recording == "nsys":
+        write_nsys(trace, directory)
+    else:
+        trace.write(directory)
 
 
 class _Cpu:

@@ -48,12 +48,13 @@ class Fault:
 class Pipeline:
     """Times in milliseconds; ``layer_ms`` and the faults' milliseconds are of a forward.
 
-    ``layers``: by stage and chunk. ``ratio``: of a backward to its forward. ``noise``: of a pass, as a part of it;
-    ``adds``: noise only adds. ``load``: the part of the time in which another program makes everything take twice as
-    long, in bursts of ``burst_ms``, on all stages at once where they are ``together``. ``recording``: ``gpu trace``,
-    ``cpu trace``, ``timeline`` or ``device timeline``. ``peers``: ranks that compute a pass together (tp). ``apart``:
-    a host for each stage, with a clock of its own. ``buffered``: a message's sender does not wait. ``overlapped``: with
-    model chunks, exchanges overlap with computing; their sender never waits.
+    ``layers``: by stage and chunk. ``ratio``: of a backward to its forward. ``noise``: of a pass, as a part of
+    it; ``adds``: noise only adds. ``load``: the part of the time in which another program makes everything take
+    twice as long, in bursts of ``burst_ms``, on all stages at once where they are ``together``. ``recording``:
+    ``gpu trace``, ``nsys``, ``cpu trace``, ``timeline`` or ``device timeline``. ``peers``: ranks that compute a
+    pass together (tp). ``apart``: a host for each stage, with a clock of its own. ``buffered``: a message's
+    sender does not wait. ``overlapped``: with model chunks, exchanges overlap with computing; their sender
+    never waits.
     """
 
     seed: tuple[int, ...]

@@ -31,10 +31,10 @@ _BEGINNING = """\
 Runs that were written down once can be tuned to. `make bench-truth` draws hundreds of pipelines from a seed instead:
 1 to 8 stages, 1 to 3 model chunks, 1 to 4 replicas, 4 to 64 microbatches, 1 to 60 steps; 1F1B, interleaved,
 forward-only or without a pipeline; exchanges as a rendezvous, buffered or overlapped; noise of 0.3 to 5 % that only
-adds or does not, bursts of other load, hosts with clocks of their own; GPU traces, CPU traces, and timelines on
-either clock. A quarter of them is healthy, half has one fault, a quarter two. They are simulated by code that shares
-nothing with the analysis (`tests/analysis/truth`), and the true price of a fault is the step with it less the step
-without it, from the same random numbers. [benchmarks.md](benchmarks.md) has the figures.
+adds or does not, bursts of other load, hosts with clocks of their own; GPU traces, files of Nsight Systems, CPU
+traces, and timelines on either clock. A quarter of them is healthy, half has one fault, a quarter two. They are
+simulated by code that shares nothing with the analysis (`tests/analysis/truth`), and the true price of a fault is the
+step with it less the step without it, from the same random numbers. [benchmarks.md](benchmarks.md) has the figures.
 
 | fault | what it is | found when one of these is named there |
 |---|---|---|

@@ -175,7 +175,7 @@ def test_a_layouts_truth_is_the_pipeline_that_holds_it():
 
 
 #: One of each recording, with a fault that the report names today.
-SEEN = {"timeline": 7, "device timeline": 14, "gpu trace": 8, "cpu trace": 19}
+SEEN = {"timeline": 7, "device timeline": 14, "gpu trace": 8, "cpu trace": 19, "nsys": 170}
 
 
 @pytest.mark.parametrize("recording", SEEN)

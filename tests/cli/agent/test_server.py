@@ -452,7 +452,7 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
     statuses = {rank: replace(one, rank=rank, since=now, time=now) for rank in range(16384)}
     running_job = replace(job_status.find(job.directory), run=run)
     blame = find_culprits(run, statuses, now, 60.0)
-    view = View(running_job, statuses, now, blame, None)
+    view = View(running_job, statuses, now, blame, None, None)
     document = {"headline": job_status.in_words(view), **job_status.as_json(view)}
     found = json.loads(excerpt(document, details=answers.DETAILS))
     assert len(excerpt(document, details=answers.DETAILS)) <= MOST

@@ -10,6 +10,7 @@ PARTS = {
     "pipeline": "PP=2 as two processes on the one GPU, through host memory: slow stage, what-if against a re-run",
     "interleaved": "the same with two model chunks per stage",
     "cost": "step time off, armed, ranges, CUDA only, full profiler and timeline; the end of a window against torch's",
+    "marks": "host time of one mark of the timeline in C and in Python; marks against torch's events, and in a capture",
     "whole_graph": "full-iteration CUDA graphs: replayed steps are counted, captured, and say so",
     "layer_graphs": "CUDA graphs of single layers: captured, and what has no ranges is said",
     "memory": "CUDA memory history of a window, and the snapshot on out of memory",

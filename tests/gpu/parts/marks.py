@@ -1,0 +1,94 @@
+"""What one mark of the timeline costs the training thread on a GPU's clock, in C and in Python, and what it marks."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaprof.recorders.tape import Marker
+from megaprof.recorders.timeline.device import DeviceClock, device_clock
+from tests.gpu.found import Found
+
+_MARKS, _ROUNDS = 512, 9
+"""Less than the GPU's queue holds, so that nobody waits for the GPU; and the median of so many rounds."""
+
+
+def run(work: Path, cpu: bool) -> Found:
+    with _gpu(work, cpu):
+        clock = device_clock()
+        if clock is None:
+            return Found(skipped="torch does not use a GPU here")
+        found = Found(
+            {
+                "mark_ns": _nanoseconds(clock, clock.mark),
+                "mark_in_python_ns": _nanoseconds(clock, clock._mark),
+                "torch_current_stream_ns": _nanoseconds(clock, lambda: torch.cuda.current_stream() and None),
+            }
+        )
+        found.expect("marks are made in C", clock.mark != clock._mark, Marker is not None)
+        quicker = found.figures["mark_ns"] < found.figures["mark_in_python_ns"]
+        found.on_a_gpu(cpu, "a mark in C is quicker (ns)", found.figures["mark_ns"], "less than in Python", quicker)
+        if not cpu:
+            _against_torch(found, clock)
+    return found
+
+
+def _nanoseconds(clock: DeviceClock, mark: Callable[[], Any]) -> float:
+    """Of one mark on the host; events are in the pool, and the GPU has nothing else to do."""
+    rounds = []
+    for _ in range(_ROUNDS + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter_ns()
+        marks = [mark() for _ in range(_MARKS)]
+        rounds.append((time.perf_counter_ns() - began) / _MARKS)
+        clock.take_back([each for each in marks if each is not None])
+    return statistics.median(rounds[1:])  # the first makes the events
+
+
+def _against_torch(found: Found, clock: DeviceClock) -> None:
+    """The time between two marks, on torch's default stream and on another one, is that of torch's own events; and a
+    stream that is being captured gets none."""
+    matrix = torch.randn(4096, 4096, device="cuda")
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            stream.wait_stream(torch.cuda.default_stream())
+            outer = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            outer[0].record()
+            first = clock.mark()
+            for _ in range(20):
+                matrix @ matrix
+            last = clock.mark()
+            outer[1].record()
+        torch.cuda.synchronize()
+        with clock.reading():
+            ours = clock.microseconds(first, last) / 1e3
+        theirs = outer[0].elapsed_time(outer[1])
+        found.within(False, "two marks (ms) are as far apart as torch's events", ours, theirs, 0.02)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        matrix + 1
+        captured = clock.mark()
+    found.expect("a mark while a CUDA graph is captured", captured, None)
+
+
+@contextlib.contextmanager
+def _gpu(work: Path, cpu: bool) -> Iterator[None]:
+    if not cpu:
+        torch.cuda.init()
+        yield
+        return
+    import pytest
+
+    from tests.recorders.fake_gpu import FakeGpu, compiled
+
+    with pytest.MonkeyPatch.context() as patches:
+        FakeGpu(compiled(work)).install(patches)
+        patches.setattr(torch.cuda, "synchronize", lambda: None)
+        patches.setattr(torch.cuda, "current_stream", lambda: None)
+        yield

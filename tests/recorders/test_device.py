@@ -1,0 +1,245 @@
+"""The timeline's clock on a GPU, with a GPU's runtime that was compiled here: in C, and in Python."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof import install_hooks
+from megaprof.formats import timeline as format
+from megaprof.formats.timeline import read_timeline
+from megaprof.recorders import tape
+from megaprof.recorders.tape import PythonTape, Tape
+from megaprof.recorders.timeline import device
+from megaprof.recorders.timeline.device import NoDeviceClock, device_clock
+from tests.recorders.fake_gpu import FakeGpu, compiled
+from tests.recorders.test_timeline import config, recorded, steps
+
+PATHS = [pytest.param(True, marks=pytest.mark.skipif(not tape.IN_C, reason="built without a C compiler")), False]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture
+def gpu(library: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = FakeGpu(library)
+    made.install(monkeypatch)
+    yield made
+    made.library.fake_reset()
+
+
+@pytest.fixture(params=PATHS)
+def in_c(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if not request.param:
+        monkeypatch.setattr(device, "Marker", None)
+    return bool(request.param)
+
+
+def clock() -> device.DeviceClock:
+    made = device_clock()
+    assert made is not None
+    return made
+
+
+def test_a_mark_is_an_event_on_the_stream_that_is_current_then(gpu: FakeGpu, in_c: bool) -> None:
+    own, before = clock(), gpu.recorded
+    marks = []
+    for stream in (7, 3, 3, 7):
+        gpu.stream = stream
+        marks.append(own.mark())
+    assert [mark.own.stream for mark in marks] == [7, 3, 3, 7]
+    assert [mark.own.times for mark in marks] == [1] * 4
+    assert (gpu.recorded - before, gpu.python) == (4, 4), "new events are made by torch"
+    own.take_back(marks)
+    gpu.stream = 5
+    again = [own.mark() for _ in range(4)]
+    assert {id(mark) for mark in again} == {id(mark) for mark in marks}
+    assert [(mark.own.stream, mark.own.times) for mark in again] == [(5, 2)] * 4
+    assert (gpu.recorded - before, gpu.python) == (8, 4 if in_c else 8), "in C torch's class is not asked again"
+    with own.reading():
+        assert own.microseconds(again[0], again[3]) == round((again[3].own.device - again[0].own.device) / 1e3)
+
+
+@pytest.mark.parametrize("made", [Tape, PythonTape])
+def test_what_a_cuda_graph_captures_gets_no_event(made: Any, gpu: FakeGpu, in_c: bool) -> None:
+    """It would become part of the graph, and asking for its time would be an error."""
+    own = clock()
+    noted = made((), False, own.mark)
+    first = noted.mark()
+    noted.add(1, first, noted.mark())
+    gpu.capture(gpu.stream)
+    before = gpu.recorded
+    assert noted.mark() is None
+    noted.add(2, None, None)
+    gpu.capture(gpu.stream - 1)  # on another stream
+    after = noted.mark()
+    noted.add(3, after, None)
+    assert after is not None
+    assert gpu.recorded == before + 1
+    assert (len(noted), noted.marks[0]) == (1, first)
+
+
+@pytest.mark.skipif(not tape.IN_C, reason="megaprof was built without a C compiler")
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_hook_in_c_notes_nothing_where_a_graph_is_captured(at: int) -> None:
+    answers: list[Any] = ["mark", "mark"]
+    answers[at] = None
+    gate = tape.Gate(lambda fault: pytest.fail(repr(fault)))
+    gate.tape = noted = Tape((), False, answers.pop)
+    hook = tape.Hook(gate, lambda: "result", None, 5)
+    assert hook() == "result"
+    assert (len(noted), noted.marks, noted.now) == (0, [], 0)
+
+
+def test_a_step_is_recorded_behind_the_host(one_rank: Any, gpu: FakeGpu, in_c: bool, tmp_path: Path) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        one_rank.train_step()
+        recorded(handle).drain()
+        gpu.behind(0.05)
+        made, before = gpu.python, gpu.recorded
+        one_rank.train_step()
+        recorded(handle).drain()
+        assert [step for step, _ in steps(tmp_path)] == [0], "the GPU has not done the second one"
+        time.sleep(0.06)
+        recorded(handle).drain()
+        # Three forwards, three backwards and the finalisation, and the step around them.
+        assert gpu.recorded - before == 16
+        assert gpu.python - made == (0 if in_c else 16)
+    (path,) = tmp_path.glob("*" + format.SUFFIX)
+    timeline = read_timeline(path)
+    assert timeline.metadata[0].timeline == {"clock": "device"}
+    found = timeline.events(1)
+    assert found is not None
+    assert len(found.code) == 7
+    assert 0 <= found.start[0] <= found.end[-1] <= timeline.steps[1]["duration"]
+
+
+def test_a_captured_step_has_no_times(one_rank: Any, gpu: FakeGpu, in_c: bool, tmp_path: Path) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        gpu.capture(gpu.stream)
+        one_rank.train_step()
+        gpu.capture(0)
+        one_rank.train_step()
+    assert steps(tmp_path) == [(0, format.DEVICE_CLOCK | format.INCOMPLETE), (1, format.DEVICE_CLOCK)]
+
+
+@pytest.mark.parametrize("behind", [0.2, 60.0])
+def test_marks_on_streams_that_do_not_wait_for_each_other_make_no_times(
+    behind: float, one_rank: Any, gpu: FakeGpu, in_c: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step begins on a stream that is behind, and its passes are on another one: before the step, or done when the
+    step's begin is not."""
+    forward = one_rank.forward_step
+
+    def elsewhere(*args: Any, **kwargs: Any) -> Any:
+        gpu.stream = 2
+        gpu.behind(0)
+        return forward(*args, **kwargs)
+
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        one_rank.train_step()
+        gpu.behind(behind)
+        monkeypatch.setattr(one_rank, "forward_step", elsewhere)
+        one_rank.train_step()
+        if behind < 1:
+            time.sleep(behind)
+        recorded(handle).drain()
+        one_rank.train_step()
+    broken = format.DEVICE_CLOCK | format.INCOMPLETE
+    assert dict(steps(tmp_path)) == {0: format.DEVICE_CLOCK, 1: broken, 2: format.DEVICE_CLOCK}
+
+
+def test_an_event_that_cannot_be_recorded_is_our_fault(
+    one_rank: Any, gpu: FakeGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        one_rank.train_step()
+        recorded(handle).drain()
+        gpu.library.fake_answer(700)
+        assert one_rank.train_step()
+        assert not handle.active
+    assert (0, format.DEVICE_CLOCK) in steps(tmp_path)
+
+
+def test_a_thread_reads_without_breaking_captures_and_leaves_its_mode(gpu: FakeGpu) -> None:
+    """Each thread has a mode of its own; the training thread reads when the hooks go out, and gets its own back."""
+    own = clock()
+    seen: list[tuple[int, int, int]] = []
+
+    def read() -> None:
+        mode = gpu.library.fake_mode
+        before = mode()
+        with own.reading():
+            inside = mode()
+        seen.append((before, inside, mode()))
+
+    read()
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert seen == [(0, 2, 0)] * 2
+
+
+def test_rocm_has_the_same_events(
+    one_rank: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu(compiled(tmp_path_factory.mktemp("hip"), "libamdhip64.so.7"))
+    gpu.install(monkeypatch, "hip")
+    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+        for _ in range(3):
+            one_rank.train_step()
+            recorded(handle).drain()
+    assert steps(tmp_path) == [(number, format.DEVICE_CLOCK) for number in range(3)]
+    assert gpu.recorded == 48
+    if tape.IN_C:
+        assert gpu.python < 48
+
+
+def test_a_process_that_uses_its_gpu_later_than_the_hooks_go_in(
+    one_rank: Any, gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        one_rank.train_step()
+    assert steps(tmp_path) == [(0, format.DEVICE_CLOCK)]
+
+
+@pytest.mark.parametrize("found", [None, "libc.so.6"])
+def test_a_gpu_that_cannot_be_asked_is_said_in_log_and_metadata(
+    found: str | None,
+    one_rank: Any,
+    gpu: FakeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(device, "_loaded", lambda library: found)
+    with pytest.raises(NoDeviceClock) as reason:
+        device_clock()
+    with install_hooks(one_rank.chunks, config(tmp_path)):
+        one_rank.train_step()
+        one_rank.log_probs_pass()
+    assert [flags for _, flags in steps(tmp_path)] == [0, 0]
+    (path,) = tmp_path.glob("*" + format.SUFFIX)
+    assert {str(each.timeline) for each in read_timeline(path).metadata} == {
+        str({"clock": "host", "reason": str(reason.value)})
+    }
+    assert caplog.text.count(str(reason.value)) == 1
+
+
+def test_the_library_is_found_under_any_version(library: Path) -> None:
+    ctypes.CDLL(str(library))
+    found = device._loaded("libcuda.so")
+    assert found is not None
+    assert Path(found).name == "libcuda.so.1"
+    assert device._loaded("libcud") is None
