@@ -288,9 +288,10 @@ def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | No
         split["pp"] = None
     if apart := [axis for axis in gpu.undecided if metadata.sizes.pp == 1 or axis != "pp"]:
         reasons.append(
-            f"exposed {', '.join(apart)} {'is' if len(apart) == 1 else 'are'} not known: the recording names no process "
-            "group for some kernels or copies that may be theirs, so that time is counted as `unknown`. The torch "
-            "profiler names NCCL's groups where it records operators of the CPU too (`--profile-activities cpu cuda`)"
+            f"exposed {', '.join(apart)} {'is' if len(apart) == 1 else 'are'} not known: the recording names no "
+            "process group for some kernels or copies that may be theirs, so that time is counted as `unknown`. The "
+            "torch profiler names NCCL's groups where it records operators of the CPU too (`--profile-activities cpu "
+            "cuda`)"
         )
     if gpu.exposed_by["other"] > _UNNAMED * (gpu.end - gpu.start):
         reasons.append(
