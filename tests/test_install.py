@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_commu
 
 from megaprof import ProfileConfig, add_profile_args, evaluation, install_hooks
 from megaprof.artifacts import writer
+from megaprof.capture.ahead import Pace
 from megaprof.formats.ranges import P2P_OPERATIONS, RangeName, parse
 from megaprof.hooks.schedules import SCHEDULES
 from megaprof.integrations import contract
@@ -341,9 +342,12 @@ def test_a_fault_of_ours_ends_profiling_not_training(
         raise RuntimeError("kineto is unwell")
 
     monkeypatch.setattr(TorchRecorder, method, broken)
+    monkeypatch.setattr(Pace, "ends", lambda pace: True)
     caplog.set_level(logging.ERROR, logger="megaprof")
-    with install_hooks(one_rank.chunks, on(tmp_path, warmup=1, active=1, repeat=0)) as handle:
-        losses = [one_rank.train_step() for _ in range(3)]
+    with install_hooks(one_rank.chunks, on(tmp_path, steps="2:9")) as handle:
+        losses = [one_rank.train_step() for _ in range(2)]
+        one_rank.evaluate()  # what was prepared for the next training step is discarded
+        losses.append(one_rank.train_step())
         assert not handle.active
     assert all(len(step) == one_rank.workload.microbatches for step in losses)
     assert len([r for r in caplog.records if "kineto is unwell" in r.getMessage()]) == 1

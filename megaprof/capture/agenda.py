@@ -12,7 +12,6 @@ from megaprof.config.windows import (
     TRAIN_ACTOR,
     TRAIN_LOG_PROBS,
     TRAIN_OVERALL,
-    Action,
     Plan,
     Schedule,
     StepList,
@@ -142,16 +141,20 @@ class Agenda:
         entry = self._entry(step.target, step.role)
         if entry.plan is None:
             return False
-        return bool(entry.owed) or entry.plan.action(step.number, step.index) is not Action.NOTHING
+        return bool(entry.owed) or entry.plan.captures(step.number, step.index)
 
-    def action(self, step: Step) -> Action:
-        """What is to be done with ``step``."""
+    def due(self, step: Step) -> bool:
+        """Whether ``step`` is to be captured."""
         entry = self._entry(step.target, step.role)
-        if entry.plan is None:
-            return Action.NOTHING
-        action = entry.plan.action(step.number, step.index)
+        if entry.plan is None or not entry.plan.captures(step.number, step.index):
+            return False
         # A host may run one iteration twice (Megatron's rerun machinery); its first run is the one that is kept.
-        return Action.NOTHING if action is Action.CAPTURE and entry.settled == step.number else action
+        return entry.settled != step.number
+
+    def comes(self, step: Step) -> bool:
+        """Whether the step behind ``step`` is to be captured."""
+        plan = self._entry(step.target, step.role).plan
+        return plan is not None and plan.captures(step.number + 1, step.index + 1)
 
     def joins(self, step: Step, before: Step) -> bool:
         """Whether ``step`` goes into the same merged window as ``before``, the last one of the same target and role."""

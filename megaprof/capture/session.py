@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megaprof.capture.agenda import Agenda, Number, Step, check_role
+from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
 from megaprof.capture.demand import Demand
 from megaprof.capture.scope import current
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL, Action
+from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.formats import ranges
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Recorder, Window
@@ -42,8 +43,6 @@ class _OpenWindow:
     """What the recorders were asked for."""
     last: Step
     """The last step in it so far; the first one at first."""
-    keep: bool
-    """False for a warm-up, which is recorded and thrown away."""
     merges: bool
     """True: wanted steps that follow go into it, too."""
     asked: int | None = None
@@ -71,6 +70,8 @@ class Session:
     #: The session whose window is open. A process holds one Kineto session, so it has one open window at most; what
     #: other sessions do meanwhile is recorded in it.
     _holder: Session | None = None
+    #: What was prepared behind the call before, for this one.
+    _ahead: Prepared | None = None
     #: Why the open window must close before the next microbatch: the host memory guard sets it, in its own thread.
     memory_full: str | None = None
     #: Another thread wants something of the training thread, which looks at this before each microbatch.
@@ -114,6 +115,9 @@ class Session:
         self.demand: Demand | None = None
         self._roles = {role}
         self._offloading = Offloading(config)
+        self._pace = Pace()
+        #: What is prepared behind the call that runs, because the next one is captured.
+        self._coming: Sequence[Recorder] = ()
         self._thread = threading.get_ident()
         self._open_window: _OpenWindow | None = None
         self._guard = HostMemoryGuard(parse_limit("max_host_memory", config.max_host_memory), self._memory_ran_out)
@@ -136,14 +140,19 @@ class Session:
             agenda = self.agenda
             step = agenda.begin(facts.target, role)
             begun = agenda.host_step(step)
+            if self._recorders or self.demand is not None:
+                self._coming = self._needed_next([step] if begun is None else [begun, step])
             if (
                 self._open_window is not None
+                or Session._ahead is not None
                 or self.demand is not None
                 or agenda.concerns(step)
                 or (begun is not None and agenda.concerns(begun))
             ):
                 with self._held:
                     self._change_windows(facts, step, begun)
+                    if facts.graph != "capture":  # nothing may be synchronised while it is captured
+                        self._leave_prepared()
             elif self._termination is not None and self._termination.armed:
                 self._termination.settle()  # the last window's files may be written by now
             return self._record(facts, step)
@@ -158,14 +167,17 @@ class Session:
             if call.line is not None and self.timeline is not None:
                 self.timeline.end(call.line, failed=failed)
             call.outermost.__exit__(None, None, None)
-            opened = self._open_window
-            if opened is None:
+            opened, coming = self._open_window, self._coming
+            if opened is None and not coming:
                 return
             with self._held:
-                if failed:
+                if opened is not None and failed:
                     self._close("the host raised an exception")
-                elif opened.overall is None and not (opened.merges and self._goes_on(opened)):
+                elif opened is not None and opened.overall is None and not (opened.merges and self._goes_on(opened)):
                     self._close(None)
+                if coming and not failed and Session._holder is None and self._pace.ends():
+                    Session._ahead = Prepared(self, coming)
+                    Session._ahead.prepare()
         except BaseException as fault:
             if not contained("closing a window", self.abandon, fault):
                 raise
@@ -193,13 +205,18 @@ class Session:
 
     @property
     def thread(self) -> int | None:
-        """The thread that opened this session's window, and alone can close it; None: no window is open."""
-        return None if self._open_window is None else self._open_window.thread
+        """The thread that opened this session's window, or prepared its recorders, and alone can end that; None: there
+        is nothing to end."""
+        if self._open_window is not None:
+            return self._open_window.thread
+        return Session._ahead.thread if Session._ahead is not None and Session._ahead.owner is self else None
 
     def finish(self, reason: str) -> None:
         """Close an open window early; what it has is kept and marked truncated. A no-op without one."""
         with Contained("closing the last window", self.abandon), self._held:
             self._close(reason)
+            if Session._ahead is not None and Session._ahead.owner is self:
+                self._leave_prepared()
 
     def step_ended(self) -> None:
         """The host's step is over: the window of all its work is complete. A no-op without one."""
@@ -231,6 +248,28 @@ class Session:
                 self._release,
             )
         self.demand = None
+        self._coming = ()
+        if Session._ahead is not None and Session._ahead.owner is self:
+            Session._ahead = None
+
+    def _needed_next(self, steps: list[Step]) -> Sequence[Recorder]:
+        """What records the next call, if that is the step behind one of ``steps`` and to be captured; else nothing."""
+        demand = self.demand
+        for each in self._pace.begins(steps):
+            if self.agenda.comes(each):
+                return self._recorders
+            if demand is not None and (each.target, each.role) == (demand.counted, demand.role):
+                return demand.recorders if demand.comes(each.index + 1) else ()
+        return ()
+
+    def _leave_prepared(self) -> None:
+        """A call has begun: what was prepared for it is in use now, or is not wanted after all."""
+        ahead, Session._ahead = Session._ahead, None
+        if ahead is not None:
+            ahead.leave(() if self._open_window is None else self._recorders_of(self._open_window))
+
+    def _recorders_of(self, opened: _OpenWindow) -> Sequence[Recorder]:
+        return self._recorders if opened.demand is None else opened.demand.recorders
 
     def _meet(self, role: str | None) -> None:
         if role not in self._roles:
@@ -311,7 +350,7 @@ class Session:
         steps = [step] if begun is None else [begun, step]
         if not any(map(self.agenda.concerns, steps)):
             return
-        due = [each for each in steps if self.agenda.action(each) is Action.CAPTURE]
+        due = [each for each in steps if self.agenda.due(each)]
         opened = Session._holder._open_window if Session._holder is not None else None
         # Nothing may be synchronised while a CUDA graph is captured.
         if opened is None and facts.graph != "capture":
@@ -320,7 +359,7 @@ class Session:
             self._put_off(each, opened)
 
     def _open_first(self, facts: CallFacts, steps: list[Step], due: list[Step]) -> None:
-        """Open the first window of ``due``, which it leaves; or one that is owed; or a warm-up."""
+        """Open the first window of ``due``, which it leaves; or one that is owed."""
         while due:
             chosen = due.pop(0)
             self.agenda.take(chosen)
@@ -334,9 +373,6 @@ class Session:
                 self._open(each, asked=asked)
                 self.agenda.take(each, asked)
                 return
-        warm = next((each for each in steps if self.agenda.action(each) is Action.WARMUP), None)
-        if warm is not None:
-            self._open(warm, keep=False)
 
     def _put_off(self, step: Step, opened: _OpenWindow | None) -> None:
         """``step`` is wanted, and a window is open, which ``opened`` was before this call."""
@@ -373,7 +409,7 @@ class Session:
         if timeline is not None and step.target in self._timed and facts.graph != "capture":
             captured = window is not None
             call.line = timeline.begin(call, step.target, step.role, step.number, captured=captured)
-        return call if window is not None or call.line is not None else None
+        return call if window is not None or call.line is not None or self._coming else None
 
     def _begin_work(self, step: Step) -> bool:
         if self._offloading.refusal(()) is not None:
@@ -387,18 +423,18 @@ class Session:
             Session.memory_full = reason
             Session.urgent = True
 
-    def _open(self, step: Step, *, keep: bool = True, asked: int | None = None, demand: Demand | None = None) -> None:
+    def _open(self, step: Step, *, asked: int | None = None, demand: Demand | None = None) -> None:
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
-        window = Window(step.target, role, step.number, self.coords, warmup=not keep, asked=asked)
-        window = replace(window, repeat=self._repeat(window)) if keep else window
+        window = Window(step.target, role, step.number, self.coords, asked=asked)
+        window = replace(window, repeat=self._repeat(window))
         Session._holder = self
-        merges = self.config.merge_steps and keep and demand is None and step.target != ANNOTATED
-        self._open_window = opened = _OpenWindow(window, step, keep, merges, asked, demand=demand)
+        merges = self.config.merge_steps and demand is None and step.target != ANNOTATED
+        self._open_window = opened = _OpenWindow(window, step, merges, asked, demand=demand)
         self._guard.start()
         for recorder in reversed(self._recorders if demand is None else demand.recorders):
             recorder.start(window)
-        if step.target == ANNOTATED or (step.target == TRAIN_OVERALL and keep):
+        if step.target in (ANNOTATED, TRAIN_OVERALL):
             opened.overall = self._whole_step(step)
 
     def _whole_step(self, step: Step) -> Range:
@@ -412,8 +448,8 @@ class Session:
             return
         if opened.overall is not None:
             opened.overall.close()
-        recorders = self._recorders if opened.demand is None else opened.demand.recorders
-        if opened.keep and (opened.call is not None or opened.window.target == ANNOTATED):
+        recorders = self._recorders_of(opened)
+        if opened.call is not None or opened.window.target == ANNOTATED:
             self._save(opened, recorders, truncated)
         else:
             for recorder in recorders:

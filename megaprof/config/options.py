@@ -109,7 +109,10 @@ class ProfileConfig:
     skip_first: int = _option(3, "schedule: calls of a target to skip before the first cycle", read.count(0))
     wait: int = _option(0, "schedule: idle calls at the start of each cycle", read.count(0))
     warmup: int = _option(
-        0, "schedule: calls that warm the profiler up and are thrown away, each by itself", read.count(0)
+        0,
+        "schedule: further calls before the captured ones. The profiler is prepared behind the last call before a "
+        "captured one in any case, where calls follow each other at once",
+        read.count(0),
     )
     active: int = _option(1, "schedule: calls captured in each cycle, one file each", read.count(1))
     repeat: int = _option(1, "schedule: number of cycles; 0 is the whole run", read.count(0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain, islice
 
 #: One window = one grad-accumulation step: every forward and backward of its microbatches, without the optimizer.
@@ -24,15 +23,6 @@ ANNOTATED = "annotated"
 TARGETS = (TRAIN_ACTOR, TRAIN_LOG_PROBS, EVALUATE, TRAIN_OVERALL)
 
 
-class Action(Enum):
-    """What is done with a step."""
-
-    NOTHING = "nothing"
-    WARMUP = "warmup"
-    """It is recorded and thrown away, which warms the profiler up."""
-    CAPTURE = "capture"
-
-
 @dataclass(frozen=True)
 class StepList:
     """Captures the steps whose number, in the host's own counting, lies in one of ``ranges``."""
@@ -40,13 +30,13 @@ class StepList:
     ranges: tuple[range, ...]
     """The wanted step numbers. Ranges may overlap; none of them: no step."""
 
-    def action(self, step: int, index: int) -> Action:
+    def captures(self, step: int, index: int) -> bool:
         """``step`` is the host's number of the step; ``index`` (calls since install) does not matter here."""
-        return Action.CAPTURE if any(step in steps for steps in self.ranges) else Action.NOTHING
+        return any(step in steps for steps in self.ranges)
 
     def continues(self, step: int, index: int) -> bool:
         """Whether the step behind ``step`` is captured, too, and so goes into the same file with merged steps."""
-        return self.action(step + 1, index + 1) is Action.CAPTURE
+        return self.captures(step + 1, index + 1)
 
     def windows(self, *, merged: bool) -> int:
         """How many windows the whole run has; ``merged``: steps that follow each other are one window."""
@@ -68,7 +58,7 @@ class Schedule:
     wait: int
     """Calls at the start of each cycle with which nothing is done."""
     warmup: int
-    """Calls after those that are recorded and thrown away."""
+    """Calls after those, which are not captured either: behind the last one the profiler is prepared."""
     active: int
     """Calls after those that are captured."""
     repeat: int
@@ -79,19 +69,16 @@ class Schedule:
         """Calls in one cycle."""
         return self.wait + self.warmup + self.active
 
-    def action(self, step: int, index: int) -> Action:
+    def captures(self, step: int, index: int) -> bool:
         """``index`` counts this target's calls in this process from 0; ``step`` does not matter here."""
         position = index - self.skip_first
         if position < 0 or (self.repeat and position >= self.cycle * self.repeat):
-            return Action.NOTHING
-        position %= self.cycle
-        if position < self.wait:
-            return Action.NOTHING
-        return Action.WARMUP if position < self.wait + self.warmup else Action.CAPTURE
+            return False
+        return position % self.cycle >= self.wait + self.warmup
 
     def continues(self, step: int, index: int) -> bool:
         """Whether the call behind ``index`` is captured in the same cycle, and goes into the same file if merged."""
-        return self.action(step, index) is Action.CAPTURE and (index - self.skip_first + 1) % self.cycle != 0
+        return self.captures(step, index) and (index - self.skip_first + 1) % self.cycle != 0
 
     def windows(self, *, merged: bool) -> int | None:
         """How many windows the whole run has, None where it has no end; ``merged``: one window a cycle."""

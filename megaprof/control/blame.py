@@ -16,10 +16,14 @@ from megaprof.formats import ranges
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.standstill import STUCK_SECONDS, stands_still
 from megaprof.formats.job.status import Position, RankStatus
+from megaprof.parallel.schedules import RECEIVES, SENDS, Placement
 
 #: A rank that stands still has also not moved for this many of its own looks.
 STUCK_INTERVALS = 3
 _COMPUTING = frozenset(ranges.PASSES)
+#: What is exchanged with the stage before, and with the one behind.
+_WITH_PREVIOUS = frozenset((RECEIVES[ranges.FORWARD], SENDS[ranges.BACKWARD]))
+_WITH_NEXT = frozenset((RECEIVES[ranges.BACKWARD], SENDS[ranges.FORWARD]))
 
 
 @dataclass(frozen=True)
@@ -111,24 +115,11 @@ def _waits_for(run: RunRecord, statuses: Mapping[int, RankStatus], rank: int) ->
     elif status.place.phase == ranges.FINALIZE_GRADS:
         yield from _replicas(run, statuses, status)
     else:
-        backward, forward = _directions(status.place.phase)
-        pp, last = status.coords["pp"], run.sizes.pp - 1
-        around = run.sizes.vpp > 1
-        if backward and (pp > 0 or around):
-            yield from _named(run, status, pp=pp - 1 if pp else last)
-        if forward and (pp < last or around):
-            yield from _named(run, status, pp=pp + 1 if pp < last else 0)
-
-
-def _directions(phase: str) -> tuple[bool, bool]:
-    """Whether an exchange is with the previous stage, and whether it is with the next one."""
-    if phase.startswith(ranges.WAIT):
-        return "prev" in phase or "exchange" in phase, "next" in phase or "exchange" in phase
-    if phase not in ranges.P2P_OPERATIONS:
-        return False, False
-    if phase == "send_forward_backward_recv_forward_backward":
-        return True, True
-    return "recv_forward" in phase or "send_backward" in phase, "recv_backward" in phase or "send_forward" in phase
+        placement, stage = Placement(run.sizes.pp, run.sizes.vpp), status.coords["pp"]
+        exchanged = ranges.transfers(status.place.phase)
+        for transfers, other in ((_WITH_PREVIOUS, placement.previous(stage)), (_WITH_NEXT, placement.following(stage))):
+            if other is not None and not transfers.isdisjoint(exchanged):
+                yield from _named(run, status, pp=other)
 
 
 def _named(run: RunRecord, status: RankStatus, **elsewhere: int) -> Iterator[int]:

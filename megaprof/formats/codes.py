@@ -77,7 +77,7 @@ def name(code: int) -> RangeName | None:
     if kind == P2P and 1 <= which <= len(ranges.P2P_OPERATIONS):
         return RangeName(ranges.P2P_OPERATIONS[which - 1], {})
     if kind == WAIT and which <= len(WAITS):
-        return RangeName(ranges.WAIT + (WAITS[which - 1] if which else "exchange"), {})
+        return RangeName(ranges.WAIT + WAITS[which - 1] if which else ranges.WAIT_ANY, {})
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megaprof.parallel.schedules import Placement
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
 #: No job has more ranks along an axis, microbatches, layers or chunks: a hostile file must not make us count for ever.
@@ -140,6 +141,11 @@ class Metadata:
     def sizes(self) -> ParallelSizes:
         """How many ways the run is parallel along each axis."""
         return self.coords.sizes
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parts of the model are."""
+        return Placement(self.sizes.pp, max(len(self.chunks), 1))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON, as docs/trace-metadata.md lists it: ``sizes`` stand beside ``coords``."""

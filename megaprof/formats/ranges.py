@@ -7,6 +7,7 @@ The same name goes to NVTX (domain ``megaprof``) and to the torch trace::
     megaprof/backward mb=3 chunk=0
     megaprof/combined mb=4 chunk=0 bmb=3 bchunk=0             combined 1F1B: forward of one, backward of another
     megaprof/recv_forward                                     a pipeline exchange, named as Megatron names it
+    megaprof/garbage_collection                               Python collected its oldest objects
     megaprof/layer n=5                                        one module's forward, in Megatron's layer numbers (from 1)
     megaprof/attention_backward n=5                           its backward
     megaprof/experts mtp=1 n=1                                the same inside multi-token prediction layer 1
@@ -25,6 +26,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megaprof.parallel.schedules import EXCHANGES, SendReceive
+
 if TYPE_CHECKING:
     from megaprof.parallel.topology import RankCoords
 
@@ -37,22 +40,14 @@ COMBINED = "combined"
 #: What a microbatch runs in.
 PASSES = (FORWARD, BACKWARD, COMBINED)
 FINALIZE_GRADS = "finalize_grads"
+#: A collection of Python's oldest objects, whoever ran it.
+GARBAGE = "garbage_collection"
 
-#: Megatron's exchanges between stages, in every version from 0.12: functions of ``p2p_communication`` up to 0.13,
-#: methods of ``P2PCommunicator`` from 0.14.
-P2P_OPERATIONS = (
-    "recv_forward",
-    "recv_backward",
-    "send_forward",
-    "send_backward",
-    "send_forward_recv_backward",
-    "send_backward_recv_forward",
-    "send_forward_recv_forward",
-    "send_backward_recv_backward",
-    "send_forward_backward_recv_forward_backward",
-)
+#: Megatron's exchanges between stages, in every version from 0.12.
+P2P_OPERATIONS = tuple(EXCHANGES)
 #: Prefix of the range in which an overlapped exchange (``overlap_p2p_comm``) is waited for, e.g. ``wait_recv_prev``.
 WAIT = "wait_"
+WAIT_ANY = WAIT + "exchange"
 
 #: Modules by their role in megatron-core's module tree (0.12 to 0.19), whatever class implements them.
 EMBEDDING = "embedding"
@@ -120,6 +115,14 @@ class RangeName:
         if self.label.startswith(_ANNOTATED):
             return self.label.removeprefix(_ANNOTATED)
         return self.label.removeprefix(_ROLE).partition("/")[2] or None if self.label.startswith(_ROLE) else None
+
+
+def transfers(label: str) -> tuple[str, ...]:
+    """Returns what is exchanged in a range of this label, as fields of `SendReceive`; nothing in other ranges. The wait
+    for an exchange whose handle has no name of its own may be for any of them."""
+    if not label.startswith(WAIT):
+        return EXCHANGES.get(label, ())
+    return tuple(each for each in SendReceive._fields if label in (WAIT + each, WAIT_ANY))
 
 
 def step_range(target: str, step: int, coords: RankCoords) -> str:

@@ -1,27 +1,33 @@
-"""The order in which Megatron's schedules run phases, and when their stages exchange tensors.
+"""Pipeline schedules as data: which pass each stage runs when, which pass needs the result of which, and who exchanges
+with whom. Everything else in megaprof that asks one of these reads it here.
 
-Source of every rule: ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19 agree): ``get_schedule_table``,
-``get_pp_rank_microbatches``, ``recv_tensor_from_previous_stage`` and the loops of the three
-``forward_backward_*`` functions. The tests compare both functions here with those schedules as they really run.
+Source of Megatron's rules: ``megatron/core/pipeline_parallel/schedules.py`` (0.12 to 0.19 agree), that is
+``get_schedule_table``, ``get_pp_rank_microbatches``, ``recv_tensor_from_previous_stage`` and the loops of the three
+``forward_backward_*`` functions; ``combined_1f1b.py``; and ``p2p_communication.py``. The tests compare all of it with
+those schedules as they really run. Orders that Megatron does not have are in `zero_bubble`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from itertools import chain
+from typing import NamedTuple
 
-T = TypeVar("T")
+from megaprof.parallel import zero_bubble
 
 SCHEDULES = ("no_pipelining", "1f1b", "interleaved")
 """Names for Megatron's three ``forward_backward_*`` functions: no pipelining, without and with interleaving."""
+SPLIT_SCHEDULES = tuple(zero_bubble.ORDERS)
+"""Schedules that run the two halves of a backward apart."""
+_V_SHAPED = ("zbv", "dualpipev")
 
 
 class PassId(NamedTuple):
     """Which of a stage's passes: one microbatch forward or backward through one model chunk."""
 
     kind: str
-    """``forward`` or ``backward``."""
+    """``forward`` or ``backward``; where that is split ``backward`` is the half that makes the gradient of the input,
+    and ``weight`` the other one."""
     chunk: int
     """Model chunk of the stage, from 0."""
     microbatch: int
@@ -44,11 +50,74 @@ class SendReceive(NamedTuple):
     """From the stage behind: the input of the own backward."""
 
 
+#: What each of Megatron's exchanges transfers, as the fields of `SendReceive`: functions of ``p2p_communication`` up to
+#: 0.13, methods of ``P2PCommunicator`` from 0.14.
+EXCHANGES = {
+    "recv_forward": ("recv_prev",),
+    "recv_backward": ("recv_next",),
+    "send_forward": ("send_next",),
+    "send_backward": ("send_prev",),
+    "send_forward_recv_backward": ("send_next", "recv_next"),
+    "send_backward_recv_forward": ("send_prev", "recv_prev"),
+    "send_forward_recv_forward": ("send_next", "recv_prev"),
+    "send_backward_recv_backward": ("send_prev", "recv_next"),
+    "send_forward_backward_recv_forward_backward": SendReceive._fields,
+}
+#: The transfers whose tensors are the inputs of one kind of pass; the others are those of the other kind. With
+#: ``overlap_p2p_comm`` a handle of the transfer's name is waited for.
+SENDS = {"forward": "send_next", "backward": "send_prev"}
+RECEIVES = {"forward": "recv_prev", "backward": "recv_next"}
+
+
+class Placement(NamedTuple):
+    """Which piece of the model each chunk of a stage holds: chunk 0 of all stages in turn, then chunk 1, and so on."""
+
+    stages: int
+    """Pipeline stages."""
+    chunks: int = 1
+    """Model chunks of each."""
+    v_shaped: bool = False
+    """Whether the stages take every other chunk in reverse, so that the last one goes on with its own result."""
+
+    def consumer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
+        """Returns the stage and chunk that the result of a forward or backward goes to; None behind the last one."""
+        return None if kind == "weight" else self._beside(stage, chunk, 1 if kind == "forward" else -1)
+
+    def producer(self, kind: str, stage: int, chunk: int) -> tuple[int, int] | None:
+        """Returns the stage and chunk where the input of a forward or backward comes from; None for the model's first
+        forward, and for the backward that follows the loss."""
+        return None if kind == "weight" else self._beside(stage, chunk, -1 if kind == "forward" else 1)
+
+    def previous(self, stage: int) -> int | None:
+        """Returns the stage before ``stage`` in the pipeline, or the far end of it where chunks make a ring; else
+        None."""
+        return stage - 1 if stage else self.stages - 1 if self._ring else None
+
+    def following(self, stage: int) -> int | None:
+        """Returns the stage behind ``stage``, likewise."""
+        return stage + 1 if stage < self.stages - 1 else 0 if self._ring else None
+
+    @property
+    def _ring(self) -> bool:
+        return min(self.stages, self.chunks) > 1 and not self.v_shaped
+
+    def _beside(self, stage: int, chunk: int, step: int) -> tuple[int, int] | None:
+        piece = chunk * self.stages + self._along(stage, chunk) + step
+        if not 0 <= piece < self.stages * self.chunks:
+            return None
+        chunk, place = divmod(piece, self.stages)
+        return self._along(place, chunk), chunk
+
+    def _along(self, stage: int, chunk: int) -> int:
+        """The stage's turn among the stages, or the stage whose turn it is."""
+        return self.stages - 1 - stage if self.v_shaped and chunk % 2 else stage
+
+
 class PipelineSchedule(NamedTuple):
     """What determines the order of passes; make it with `PipelineSchedule.checked`."""
 
     name: str
-    """One of `SCHEDULES`."""
+    """One of `SCHEDULES` or `SPLIT_SCHEDULES`."""
     stages: int
     """Pipeline stages."""
     chunks: int
@@ -59,11 +128,20 @@ class PipelineSchedule(NamedTuple):
     """Microbatches that pass one chunk before the next one's turn; only the interleaved schedule looks at it."""
     forward_only: bool = False
     """Whether there are no backwards."""
+    combined: bool = False
+    """Whether a forward and a backward that follow each other run as one (``overlap_moe_expert_parallel_comm``)."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of passes that it has."""
-        return ("forward",) if self.forward_only else ("forward", "backward")
+        if self.forward_only:
+            return ("forward",)
+        return ("forward", "backward", "weight") if self.name in SPLIT_SCHEDULES else ("forward", "backward")
+
+    @property
+    def placement(self) -> Placement:
+        """Where the parts of the model are."""
+        return Placement(self.stages, self.chunks, self.name in _V_SHAPED)
 
     @classmethod
     def checked(
@@ -75,8 +153,9 @@ class PipelineSchedule(NamedTuple):
         name: str | None = None,
         group_size: int | None = None,
         forward_only: bool = False,
+        combined: bool = False,
     ) -> PipelineSchedule:
-        """The schedule that Megatron would run, or a refusal where Megatron refuses.
+        """The schedule that Megatron (of `SPLIT_SCHEDULES`: torch) would run, or a refusal where it refuses.
 
         ``name`` None: no_pipelining for one stage, 1f1b for one chunk a stage, else interleaved, as Megatron's
         ``get_forward_backward_func`` chooses. ``group_size``: ``microbatch_group_size_per_vp_stage``, by default the
@@ -84,7 +163,7 @@ class PipelineSchedule(NamedTuple):
 
         Raises:
             ValueError: unknown name, a count below 1, a name that does not fit stages and chunks, or microbatches
-                that the interleaved schedule refuses.
+                that the schedule refuses.
         """
         for label, value in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
             _check_count(label, value)
@@ -92,8 +171,11 @@ class PipelineSchedule(NamedTuple):
             _check_count("microbatch_group_size", group_size)
         if name is None:
             name = "no_pipelining" if stages == 1 else "1f1b" if chunks == 1 else "interleaved"
-        if name not in SCHEDULES:
-            raise ValueError(f"schedule={name!r} is unknown, expected one of {', '.join(SCHEDULES)} (or None)")
+        if name not in SCHEDULES + SPLIT_SCHEDULES:
+            known = ", ".join(SCHEDULES + SPLIT_SCHEDULES)
+            raise ValueError(f"schedule={name!r} is unknown, expected one of {known} (or None)")
+        if name in SPLIT_SCHEDULES:
+            return cls(name, stages, chunks, microbatches, stages)._checked_split(forward_only, combined)
         if name == "no_pipelining" and stages > 1:
             raise ValueError(f"schedule='no_pipelining' runs on one stage, got {stages}")
         if name != "interleaved" and chunks > 1:
@@ -113,17 +195,36 @@ class PipelineSchedule(NamedTuple):
                     f"interleaved schedule wants a multiple of microbatch_group_size={group}, or at least {stages} "
                     "(the number of stages) in the last group"
                 )
-        return cls(name, stages, chunks, microbatches, group, forward_only)
+        if combined and name == "1f1b":
+            raise ValueError("combined=True needs schedule='interleaved' or one stage, got '1f1b'")
+        return cls(name, stages, chunks, microbatches, group, forward_only, combined and not forward_only)
+
+    def _checked_split(self, forward_only: bool, combined: bool) -> PipelineSchedule:
+        chunks = 2 if self.name in _V_SHAPED else 1
+        if forward_only or combined:
+            raise ValueError(f"schedule={self.name!r} has backwards, and runs them alone")
+        if self.stages == 1 or self.chunks != chunks:
+            raise ValueError(
+                f"schedule={self.name!r} needs at least 2 stages with {chunks} model chunks each, got {self.stages} "
+                f"with {self.chunks}"
+            )
+        if self.name == "dualpipev" and self.microbatches < 2 * self.stages:
+            raise ValueError(
+                f"microbatches={self.microbatches} are fewer than schedule='dualpipev' needs, {2 * self.stages} "
+                f"(twice the number of stages)"
+            )
+        return self
 
     def warmup(self, stage: int) -> int:
-        """How many forwards ``stage`` runs before its first backward follows one (``get_pp_rank_microbatches``)."""
+        """How many forwards ``stage`` runs before its first backward follows one (``get_pp_rank_microbatches``); not of
+        `SPLIT_SCHEDULES`."""
         total = self.chunks * self.microbatches
         if self.forward_only:
             return total
         behind = self.stages - stage - 1
         if self.name == "interleaved":
             behind = 2 * behind + (self.chunks - 1) * self.group_size
-        return min(behind, total)
+        return min(behind + self.combined, total)
 
 
 @lru_cache(maxsize=16)
@@ -146,36 +247,39 @@ def backward_order(schedule: PipelineSchedule) -> tuple[PassId, ...]:
     return tuple(PassId("backward", last - chunk, microbatch) for _, chunk, microbatch in forward_order(schedule))
 
 
-def arrange(forwards: Sequence[T], backwards: Sequence[T], warmup: int) -> list[T]:
-    """The three parts of all schedules: warm-up forwards, one forward and one backward in turn, other backwards."""
-    steady = [item for pair in zip(forwards[warmup:], backwards, strict=False) for item in pair]
-    return [*forwards[:warmup], *steady, *backwards[len(forwards) - warmup :]]
+def turns(schedule: PipelineSchedule, stage: int) -> list[tuple[PassId, ...]]:
+    """Returns what ``stage`` runs, in order. The passes of one turn run as one: it begins when all their inputs are
+    there, and what they make is there when it ends."""
+    if schedule.name in SPLIT_SCHEDULES:
+        order = zero_bubble.ORDERS[schedule.name](schedule.stages, schedule.microbatches, stage)
+        return [tuple(PassId(*each) for each in turn) for turn in order]
+    forwards, backwards = forward_order(schedule), () if schedule.forward_only else backward_order(schedule)
+    warmup = schedule.warmup(stage)
+    steady = zip(forwards[warmup:], backwards, strict=False)
+    return [
+        *((each,) for each in forwards[:warmup]),
+        *(steady if schedule.combined else ((each,) for pair in steady for each in pair)),
+        *((each,) for each in backwards[len(forwards) - warmup :]),
+    ]
 
 
 def phase_order(schedule: PipelineSchedule, stage: int) -> list[PassId]:
-    """The phases that ``stage`` runs, in Megatron's order."""
-    backwards = () if schedule.forward_only else backward_order(schedule)
-    return arrange(forward_order(schedule), backwards, schedule.warmup(stage))
+    """Returns the passes that ``stage`` runs, in order."""
+    return list(chain.from_iterable(turns(schedule, stage)))
 
 
 def producer(schedule: PipelineSchedule, stage: int, which: PassId) -> tuple[int, PassId] | None:
     """Returns the stage and the pass there whose result is the input of a pass on ``stage``; None for the first
     forward of the model, and for the backward that follows the loss."""
-    last, last_chunk = schedule.stages - 1, schedule.chunks - 1
-    if which.kind == "forward":
-        if stage:
-            return stage - 1, which
-        return (last, which._replace(chunk=which.chunk - 1)) if which.chunk else None
-    if stage < last:
-        return stage + 1, which
-    return (0, which._replace(chunk=which.chunk + 1)) if which.chunk < last_chunk else None
+    place = schedule.placement.producer(which.kind, stage, which.chunk)
+    return None if place is None else (place[0], which._replace(chunk=place[1]))
 
 
 def stage_program(schedule: PipelineSchedule, stage: int) -> list[PassId | SendReceive]:
     """The phases of `phase_order` with the exchanges between them, for communication that is not overlapped.
 
     That is 1F1B, and the interleaved schedule with ``overlap_p2p_comm`` off. Calls that neither send nor receive are
-    left out.
+    left out. `SPLIT_SCHEDULES` overlap their exchanges, and have no such program.
     """
     if schedule.name == "interleaved":
         program = _interleaved_program(schedule, stage)
@@ -222,12 +326,9 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
     all_in_warmup = warmup == total
 
     def consumer(phase: PassId) -> PassId | None:
-        """The phase of the stage after this one (before it, for a backward) that waits for the result of ``phase``."""
-        if phase.kind == "forward":
-            chunk = phase.chunk + last
-            return phase._replace(chunk=chunk) if chunk <= last_chunk else None
-        chunk = phase.chunk - first
-        return phase._replace(chunk=chunk) if chunk >= 0 else None
+        """The pass on the stage after this one (before it, for a backward) that waits for the result of ``phase``."""
+        place = schedule.placement.consumer(phase.kind, stage, phase.chunk)
+        return None if place is None else phase._replace(chunk=place[1])
 
     def received(order: tuple[PassId, ...], index: int) -> PassId | None:
         """What arrives in the exchange after phase ``index`` of ``order``: the next phase's input, or, on the stage

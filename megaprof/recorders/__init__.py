@@ -31,8 +31,6 @@ class Window:
     """The number of its first step."""
     coords: RankCoords
     """Of this rank."""
-    warmup: bool = False
-    """True: the window is thrown away afterwards. A recorder with nothing to warm up ignores it."""
     last: int | None = None
     """The number of its last step, once it closes; None: that of its first."""
     asked: int | None = None
@@ -46,7 +44,11 @@ class Window:
 
 
 class Recorder(Protocol):
-    """Records one window at a time on the training thread. May raise: the session contains it."""
+    """Records one window at a time on the training thread. May raise: the session contains it.
+
+    One that takes its time to start may have a method ``prepare()``, too: the call that ends is probably followed at
+    once by one that is captured. ``start`` or ``discard`` comes next.
+    """
 
     def start(self, window: Window) -> None:
         """Begin recording. Called right before the first step of the window."""
@@ -55,7 +57,7 @@ class Recorder(Protocol):
         """End recording and hand the artifact to the writer; ``metadata`` is plain data for inside the artifact."""
 
     def discard(self) -> None:
-        """End recording and keep nothing (a warm-up, or a fault). A no-op when nothing records."""
+        """End recording and keep nothing. A no-op when nothing records and nothing is prepared."""
 
 
 RecorderFactory = Callable[["ProfileConfig", "Writer"], Recorder]

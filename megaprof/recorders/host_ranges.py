@@ -1,4 +1,4 @@
-"""Our ranges in a trace that Kineto recorded with CUDA activity alone.
+"""Our ranges in a trace that Kineto recorded with CUDA activity alone, and others that Kineto does not record.
 
 Kineto records user annotations with CPU activity only, and that is what costs: without it a window takes next to no
 time, but its kernels belong to no microbatch. So the ranges are timed by the host (0.3 us each) and added to the trace

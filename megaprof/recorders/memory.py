@@ -54,8 +54,6 @@ class MemoryRecorder:
         self._ran_out = False
 
     def start(self, window: Window) -> None:
-        if window.warmup:
-            return
         self._window, self._ran_out = window, False  # first: an exception from here on ends in `discard`
         torch.cuda.memory._record_memory_history(enabled="all", context="all", stacks="python", max_entries=MAX_ENTRIES)
         MemoryRecorder._recording = self

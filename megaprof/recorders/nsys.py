@@ -51,8 +51,6 @@ class NsysRecorder:
         self._running = False
 
     def start(self, window: Window) -> None:
-        if window.warmup:  # nsys would write a file for it
-            return
         self._say_once()
         self._running = True  # first: an exception from here on ends in `discard`
         try:

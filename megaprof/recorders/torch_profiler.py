@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, supported_activities
@@ -12,11 +16,18 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, su
 from megaprof.artifacts.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
+from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
 from megaprof.recorders import Window, emit
+from megaprof.recorders.garbage import Collections
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.runtime.interruption import from_host
+from megaprof.runtime.logs import logger
 
+#: Where torch looks up what prepares Kineto; no public part of it.
+_TORCH: Any = torch.autograd.profiler
+_KERNEL = b'"cat": "kernel"'
+_PIECE = 1 << 20
 EXECUTION_TRACE_SUFFIX = ".et.json"
 _ACTIVITIES = {"cpu": ProfilerActivity.CPU, "cuda": ProfilerActivity.CUDA}
 #: What the kernel summary repeats of the trace's metadata.
@@ -45,6 +56,15 @@ class TorchRecorder:
         self._writer = writer
         self._derived = DerivedFiles(writer)
         self._profile: profile | None = None
+        self._prepared: _Prepared | None = None
+        self._recorded: tuple[str, ...] = ()  # which activities
+        self._started_in = 0  # nanoseconds
+        self._ahead = False
+        self._collections = Collections()
+        # Which kind of CUDA graphs Inductor makes is asked by every start of a profiler, and importing what says it
+        # takes up to two seconds: here rather than in a step.
+        if hasattr(torch, "_inductor"):
+            import_module("torch._inductor.config")
         self._observer: ExecutionTraceObserver | None = None
         self._observed = self._directory  # the file of the observer
 
@@ -52,38 +72,65 @@ class TorchRecorder:
         """Raises RuntimeError when another profiler, or another execution trace observer, runs in this process."""
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
-        config, activities = self._config, _activities(self._config)
-        if config.execution_trace and not window.warmup:
+        config, began = self._config, time.perf_counter_ns()
+        prepared, self._prepared = self._prepared, None
+        recording = None if prepared is None else prepared.taken()
+        self._ahead = recording is not None
+        if config.execution_trace:
             self._observer = ExecutionTraceObserver()
             # The observer warns about a name that does not end in .json.
             final = self._final(window, EXECUTION_TRACE_SUFFIX)
             self._observed = self._writer.raw_path(final).with_suffix(".json")
             _observe(self._observer, self._observed)
-        recording = profile(
+        if recording is None:
+            recording = self._profile = self._new()  # first: an exception from here on ends in `discard`
+            recording.prepare_trace()
+        self._profile = recording
+        if self._observer is not None:
+            recording.execution_trace_observer = self._observer
+        recording.start_trace()
+        self._collections.start()
+        emit.log = None if "cpu" in self._recorded else []
+        self._started_in = time.perf_counter_ns() - began
+
+    def prepare(self) -> None:
+        """Put Kineto into its warm-up: its GPU tracing runs, and nothing is kept of it once `start` begins to record.
+
+        A session of its own that is thrown away would not do: every session begins anew, loses some of its first
+        kernels (one more each time, pytorch/pytorch#192021), and may leave the next one without any.
+        """
+        if not torch._C._autograd._profiler_enabled():
+            recording = self._new()
+            recording.prepare_trace()
+            self._prepared = _Prepared(recording)
+
+    def _new(self) -> profile:
+        config, activities = self._config, _activities(self._config)
+        self._recorded = tuple(name for name, activity in _ACTIVITIES.items() if activity in activities)
+        return profile(
             activities=activities,
             record_shapes=config.record_shapes,
             profile_memory=config.profile_memory,
             with_stack=config.with_stack,
             with_flops=config.with_flops,
             with_modules=config.with_modules,
-            execution_trace_observer=self._observer,
             experimental_config=_trace_only(config),
         )
-        self._profile = recording  # first: an exception from here on ends in `discard`
-        recording.start()
-        emit.log = None if ProfilerActivity.CPU in activities else []
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
         recording, observer = self._profile, self._observer
         if recording is None:
             return
         raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
+        how = Profiler(self._config.activities, self._recorded, self._started_in, self._ahead)
+        metadata = {**metadata, "profiler": asdict(how)}
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
             recording.stop()
             recording.export_chrome_trace(str(raw))
-            if emit.log and raw.exists():  # it does not when the disk is full
-                add_ranges(raw, emit.log)
+            timed = [*(emit.log or ()), *self._collections.found]
+            if timed and raw.exists():  # it does not when the disk is full
+                add_ranges(raw, timed)
         except BaseException:
             for unfinished in (raw, kineto_temporary(raw)):
                 unfinished.unlink(missing_ok=True)
@@ -95,6 +142,9 @@ class TorchRecorder:
             self._observer = None
         files = {suffix: self._final(window, suffix) for suffix in self._derived_suffixes()}
         derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
+        if metadata.get("device") == "cuda" and raw.exists():
+            look = partial(_look_for_kernels, open(raw, "rb"), self._final(window, TRACE_SUFFIX), how)  # noqa: SIM115 - it closes it
+            self._writer.run(look)
         if "trace" in self._config.export:
             self._writer.submit(Artifact(raw, self._final(window, TRACE_SUFFIX)))
         else:
@@ -107,11 +157,20 @@ class TorchRecorder:
 
     def discard(self) -> None:
         try:
+            self._leave_warm_up()
             self._end()
         finally:
             if self._observer is not None:
                 _drop(self._observer)
                 self._observer = None
+
+    def _leave_warm_up(self) -> None:
+        """torch's own way: it records nothing, for no time."""
+        prepared, self._prepared = self._prepared, None
+        recording = None if prepared is None else prepared.taken()
+        if recording is not None and not torch._C._autograd._profiler_enabled():
+            self._profile = recording
+            recording.start_trace()
 
     def _end(self) -> None:
         """Kineto is off afterwards, however far its start or its stop had come. Can be run twice."""
@@ -119,6 +178,7 @@ class TorchRecorder:
         if recording is None:
             return
         emit.log = None
+        self._collections.stop()
         if torch._C._autograd._profiler_enabled():
             try:
                 recording.stop()
@@ -139,6 +199,29 @@ class TorchRecorder:
     def _derived_suffixes(self) -> tuple[str, ...]:
         kernels = (KERNELS_SUFFIX,) if self._config.kernels else ()
         return (*kernels, *((STACKS_SUFFIX, DEVICE_STACKS_SUFFIX) if "stacks" in self._config.export else ()))
+
+
+class _Prepared:
+    """A session in Kineto's warm-up.
+
+    Kineto holds one session: whoever prepares another one ends this one, of which torch learns nothing, and starting
+    it then kills the process. torch does not say whether that happened, so the function that prepares is watched.
+    """
+
+    def __init__(self, recording: profile) -> None:
+        self._recording: profile | None = recording
+        self._prepare = _TORCH._prepare_profiler
+        _TORCH._prepare_profiler = self._another
+
+    def _another(self, *args: Any, **options: Any) -> Any:
+        self._recording = None
+        return self._prepare(*args, **options)
+
+    def taken(self) -> profile | None:
+        """The session; None where another one has taken its place."""
+        if _TORCH._prepare_profiler == self._another:  # else somebody watches it, too, and calls us
+            _TORCH._prepare_profiler = self._prepare
+        return self._recording
 
 
 def _activities(config: ProfileConfig) -> list[ProfilerActivity]:
@@ -178,6 +261,28 @@ def _observe(observer: ExecutionTraceObserver, path: Path) -> None:
     if not path.exists():
         observer._registered = False  # or its end would take the other one out
         raise RuntimeError("another execution trace observer is already registered in this process")
+
+
+def _look_for_kernels(trace: BinaryIO, final: Path, how: Profiler) -> None:
+    """Say at once where a window of a GPU holds no kernel. In the writer's thread, a piece at a time: a search holds
+    the interpreter's lock."""
+    with trace:
+        end = b""
+        while piece := trace.read(_PIECE):
+            if _KERNEL in end + piece:
+                return
+            end = piece[-len(_KERNEL) :]
+    if "cuda" in how.recorded:
+        reason = "another tool may hold CUPTI (nsys, DCGM, another profiler), or Kineto lost them"
+    elif "cuda" in how.asked:
+        reason = "Kineto has no support for it in this process"
+    else:
+        reason = f"{flag('activities')} does not ask for cuda"
+    logger.warning(
+        "megaprof: %s holds no GPU kernel although the model is on a GPU: %s. The report can say nothing of it",
+        final.name,
+        reason,
+    )
 
 
 def _drop(observer: ExecutionTraceObserver) -> None:

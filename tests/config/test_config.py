@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megaprof.config.options import ProfileConfig, flag, options, set_in, variable
-from megaprof.config.windows import TRAIN_ACTOR, TRAIN_LOG_PROBS, Action, Schedule
+from megaprof.config.windows import TRAIN_ACTOR, TRAIN_LOG_PROBS, Schedule
 
 
 def on(**fields: Any) -> ProfileConfig:
@@ -65,8 +65,8 @@ def test_whole_environment() -> None:
         }
     )
     assert config.target == (TRAIN_ACTOR, TRAIN_LOG_PROBS)
-    assert [config.plan(TRAIN_ACTOR).action(s, 0) is Action.CAPTURE for s in range(3, 7)] == [False, True, True, False]
-    assert config.plan(TRAIN_LOG_PROBS).action(1, 0) is Action.CAPTURE
+    assert [config.plan(TRAIN_ACTOR).captures(s, 0) for s in range(3, 7)] == [False, True, True, False]
+    assert config.plan(TRAIN_LOG_PROBS).captures(1, 0)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_messages_name_the_option_as_the_user_spelled_it() -> None:
 
 def test_annotated_work_has_steps_of_its_own() -> None:
     config = on(steps="train_actor=3;annotated=5,6", discrete=True)
-    assert [config.plan("annotated").action(step, 0) is Action.CAPTURE for step in (3, 5, 6)] == [False, True, True]
+    assert [config.plan("annotated").captures(step, 0) for step in (3, 5, 6)] == [False, True, True]
     assert on(steps="3", discrete=True).plan("annotated") == on(steps="3").plan("train_actor")
 
 

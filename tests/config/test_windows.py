@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.config.windows import TARGETS, Action, Schedule, parse_steps
+from megaprof.config.windows import TARGETS, Schedule, parse_steps
 
 
 def steps_of(text: str, target: str | None = None) -> list[int]:
     plan = parse_steps(text, "--profile-steps")[target]
-    return [step for step in range(100) if plan.action(step, 0) is Action.CAPTURE]
+    return [step for step in range(100) if plan.captures(step, 0)]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_how_many_windows_and_merged_ones(text: str, windows: int, merged: int) 
 
 def test_a_merged_window_of_a_schedule_is_a_cycles_active_calls() -> None:
     plan = Schedule(skip_first=1, wait=0, warmup=0, active=2, repeat=3)
-    calls = [index for index in range(12) if plan.action(0, index) is Action.CAPTURE]
+    calls = [index for index in range(12) if plan.captures(0, index)]
     assert calls == [1, 2, 3, 4, 5, 6]
     assert [plan.continues(0, index) for index in calls] == [True, False] * 3
     assert (plan.windows(merged=False), plan.windows(merged=True)) == (6, 3)
@@ -106,12 +106,7 @@ def test_schedule_is_torchs(skip_first: int, wait: int, warmup: int, active: int
     ours = Schedule(skip_first, wait, warmup, active, repeat)
     theirs = torch.profiler.schedule(skip_first=skip_first, wait=wait, warmup=warmup, active=active, repeat=repeat)
     action = torch.profiler.ProfilerAction
-    phases = {
-        action.NONE: Action.NOTHING,
-        action.WARMUP: Action.WARMUP,
-        action.RECORD: Action.CAPTURE,
-        action.RECORD_AND_SAVE: Action.CAPTURE,
-    }
     for index in range(60):
         # A step number far from the index must not matter: a run resumed at 5,000 counts its calls from 0.
-        assert ours.action(5000 + index, index) is phases[theirs(index)]
+        captured = theirs(index) in (action.RECORD, action.RECORD_AND_SAVE)
+        assert ours.captures(5000 + index, index) is captured

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from megaprof.formats.ranges import P2P_OPERATIONS, parse
+from megaprof.formats.ranges import COMBINED as COMBINED_PASS
+from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, parse
+from megaprof.parallel.schedules import PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 SMALL: dict[str, Any] = {"hidden": 64, "seq_length": 32, "layers": 4, "microbatches": 4}
@@ -79,6 +81,20 @@ def read(path: Path) -> dict[str, Any]:
 def ours(trace: dict[str, Any]) -> list[Any]:
     names = [event["name"] for event in trace["traceEvents"] if event.get("ph") == "X"]
     return [name for name in map(parse, names) if name is not None]
+
+
+def ran(trace: dict[str, Any]) -> list[tuple[PassId, ...]]:
+    """The passes of the one step in a trace, in order; those of one range together."""
+    found = []
+    for event in sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: float(e["ts"])):
+        name = parse(event["name"])
+        if name is not None and name.label in PASSES:
+            fields = name.fields
+            turn = [PassId(name.label, fields["chunk"], fields["mb"])]
+            if name.label == COMBINED_PASS:
+                turn = [turn[0]._replace(kind="forward"), PassId("backward", fields["bchunk"], fields["bmb"])]
+            found.append(tuple(turn))
+    return found
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -180,3 +196,5 @@ def test_combined_1f1b_names_both_microbatches(workload: GPTWorkload, tmp_path: 
         backward = Counter((r.fields["mb"], r.fields["chunk"]) for r in found if r.label == "backward")
         assert forward + Counter((fields["mb"], fields["chunk"]) for fields in both) == every
         assert backward + Counter((fields["bmb"], fields["bchunk"]) for fields in both) == every
+        schedule = PipelineSchedule.checked(workload.pp, chunks, workload.microbatches, combined=True)
+        assert ran(trace) == turns(schedule, trace["megaprof"]["coords"]["pp"])

@@ -2,11 +2,21 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from megaprof.parallel.schedules import PassId, PipelineSchedule, SendReceive, phase_order, stage_program
+from megaprof.parallel.schedules import (
+    EXCHANGES,
+    SPLIT_SCHEDULES,
+    PassId,
+    PipelineSchedule,
+    SendReceive,
+    phase_order,
+    stage_program,
+    turns,
+)
 
 # (stages, chunks, microbatches, group size, forward only, overlapped p2p)
 REAL_CASES = [
@@ -30,8 +40,12 @@ REAL_CASES = [
 """The last group may be smaller than the others, down to the number of stages."""
 
 
-def _record_real_schedule(case: tuple[int, int, int, int | None, bool, bool]) -> tuple[int, list[object]]:
-    """Run one step of megatron-core's own schedule; returns (stage, phases and exchanges in order)."""
+Recorded = tuple[int, list[object], set[tuple[str, str]]]
+"""Stage; passes and exchanges in order; which of Megatron's operations transferred what."""
+
+
+def _record_real_schedule(case: tuple[int, int, int, int | None, bool, bool]) -> Recorded:
+    """Run one step of megatron-core's own schedule."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func, p2p_communication, schedules
@@ -84,11 +98,17 @@ def _record_real_schedule(case: tuple[int, int, int, int | None, bool, bool]) ->
         steps.append(("backward", chunk, microbatch))
         return real.backward(input_tensor, output_tensor, *args, **kwargs)
 
+    operations: set[tuple[str, str]] = set()
+
     def communicate_and_record(*args, **kwargs):
         sends = [kwargs["tensor_send_next"] is not None, kwargs["tensor_send_prev"] is not None]
         transfers = (sends[0], bool(kwargs["recv_prev"]), sends[1], bool(kwargs["recv_next"]))
         if any(transfers):
             steps.append(transfers)
+        operation = sys._getframe(1).f_code.co_name
+        operations.update(
+            (operation, field) for field, there in zip(SendReceive._fields, transfers, strict=True) if there
+        )
         return communicate(*args, **kwargs)
 
     def loss(output):
@@ -106,14 +126,14 @@ def _record_real_schedule(case: tuple[int, int, int, int | None, bool, bool]) ->
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return parallel_state.get_pipeline_model_parallel_rank(), steps
+        return parallel_state.get_pipeline_model_parallel_rank(), steps, operations
     finally:
         schedules.forward_step, schedules.backward_step = real.forward, real.backward
         communicator._communicate = communicate
         parallel_state.destroy_model_parallel()
 
 
-def record_real_schedules() -> list[tuple[int, list[object]]]:
+def record_real_schedules() -> list[Recorded]:
     from megaprof.testing import cpu_megatron, init_distributed
 
     init_distributed()
@@ -123,7 +143,7 @@ def record_real_schedules() -> list[tuple[int, list[object]]]:
 
 @pytest.fixture(scope="module")
 def real_schedules():
-    """For each case each rank's (stage, steps). Ranks beyond the case's stages are data-parallel replicas."""
+    """For each case what each rank recorded. Ranks beyond the case's stages are data-parallel replicas."""
     from megaprof.testing import run_ranks
 
     return list(zip(*run_ranks(record_real_schedules, 4, timeout=120), strict=True))
@@ -134,8 +154,8 @@ def real_schedules():
 def test_order_and_exchanges_are_those_of_the_real_schedules(real_schedules, number):
     pp, chunks, microbatches, group_size, forward_only, overlap = REAL_CASES[number]
     schedule = PipelineSchedule.checked(pp, chunks, microbatches, group_size=group_size, forward_only=forward_only)
-    assert {stage for stage, _ in real_schedules[number]} == set(range(pp))
-    for stage, steps in real_schedules[number]:
+    assert {stage for stage, _, _ in real_schedules[number]} == set(range(pp))
+    for stage, steps, _ in real_schedules[number]:
         if overlap:
             assert phase_order(schedule, stage) == [step for step in steps if isinstance(step[0], str)]
         else:
@@ -145,6 +165,17 @@ def test_order_and_exchanges_are_those_of_the_real_schedules(real_schedules, num
                 for step in program
             ]
             assert [step for step in program if isinstance(step, PassId)] == phase_order(schedule, stage)
+
+
+@pytest.mark.slow
+def test_exchanges_transfer_what_the_real_ones_do(real_schedules):
+    real: dict[str, set[str]] = {}
+    for recorded in real_schedules:
+        for _, _, operations in recorded:
+            for operation, transfer in operations:
+                real.setdefault(operation, set()).add(transfer)
+    assert len(real) > 5
+    assert real == {operation: set(EXCHANGES[operation]) for operation in real}
 
 
 def grid(max_stages: int = 5, max_microbatches: int = 12):
@@ -179,17 +210,36 @@ def test_tables_and_warmup_counts_are_megatron_cores():
                 pp_group=SimpleNamespace(size=lambda p=schedule.stages: p, rank=lambda s=stage: s),
                 virtual_pipeline_model_parallel_size=schedule.chunks,
             )
-            _, _, warmup, _ = schedules.get_pp_rank_microbatches(
-                schedule.microbatches,
-                schedule.chunks,
-                schedule.group_size,
-                forward_only=schedule.forward_only,
-                overlap_moe_expert_parallel_comm=False,
-                p2p_communicator=communicator,
-            )
-            assert schedule.warmup(stage) == warmup
+            for combined in (False, True):
+                _, _, warmup, _ = schedules.get_pp_rank_microbatches(
+                    schedule.microbatches,
+                    schedule.chunks,
+                    schedule.group_size,
+                    forward_only=schedule.forward_only,
+                    overlap_moe_expert_parallel_comm=combined,
+                    p2p_communicator=communicator,
+                )
+                only = schedule._replace(combined=combined and not schedule.forward_only)
+                assert only.warmup(stage) == warmup
             seen += 1
     assert seen > 500
+
+
+def test_what_a_pass_makes_is_what_its_consumer_needs():
+    for schedule in grid():
+        placement, pieces = schedule.placement, schedule.stages * schedule.chunks
+        for piece in range(pieces):
+            # Megatron: stage s holds the model's pieces s, stages + s, 2 * stages + s, ...
+            chunk, stage = divmod(piece, schedule.stages)
+            after = None if piece == pieces - 1 else ((piece + 1) % schedule.stages, (piece + 1) // schedule.stages)
+            assert placement.consumer("forward", stage, chunk) == placement.producer("backward", stage, chunk) == after
+            if after is not None:
+                assert placement.producer("forward", *after) == placement.consumer("backward", *after) == (stage, chunk)
+                if schedule.stages > 1:
+                    assert placement.following(stage) == after[0]
+                    assert placement.previous(after[0]) == stage
+        if schedule.chunks == 1:
+            assert placement.previous(0) is placement.following(schedule.stages - 1) is None
 
 
 def test_every_phase_runs_once_and_every_transfer_has_both_ends():
@@ -211,9 +261,72 @@ def test_every_phase_runs_once_and_every_transfer_has_both_ends():
         assert all(sorted(both) == [False, True] for both in ends.values())
 
 
+def as_torch_has_it(name: str, stages: int, microbatches: int, stage: int) -> list[tuple[PassId, ...]]:
+    """A rank's turns in torch's schedule of that name."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    made = {"zb_h1": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV"}[name]
+    schedule = object.__new__(getattr(schedules, f"Schedule{made}"))
+    schedule.pp_group_size, schedule._n_microbatches = stages, microbatches
+    schedule.n_local_stages = 1 if name == "zb_h1" else 2
+    schedule.num_stages = stages * schedule.n_local_stages
+    schedule.microbatches_per_round = microbatches
+    kinds = {"FORWARD": "forward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weight"}
+    turns = []
+    for action in schedule._calculate_single_rank_operations(stage):
+        if action is None:
+            continue
+        turn = []
+        for each in action.sub_actions or (action,):
+            chunk = int(each.stage_index >= stages)
+            kind = each.computation_type.name
+            both = ["backward", "weight"] if kind == "FULL_BACKWARD" else [kinds[kind]]
+            turn += [PassId(one, chunk, each.microbatch_index) for one in both]
+        turns.append(tuple(turn))
+    return turns
+
+
+@pytest.mark.parametrize("name", SPLIT_SCHEDULES)
+def test_orders_that_split_the_backward_are_torchs(name):
+    seen = 0
+    for stages in range(2, 9):
+        for microbatches in (*range(1, 21), 40):
+            try:
+                schedule = PipelineSchedule.checked(stages, 1 if name == "zb_h1" else 2, microbatches, name=name)
+            except ValueError:
+                assert name == "dualpipev"
+                assert microbatches < 2 * stages
+                continue
+            for stage in range(stages):
+                assert turns(schedule, stage) == as_torch_has_it(name, stages, microbatches, stage)
+                order = phase_order(schedule, stage)
+                assert len(set(order)) == len(order) == 3 * schedule.chunks * microbatches
+                seen += 1
+    assert seen > 100
+
+
+def test_a_v_shape_goes_back_from_the_last_stage():
+    placement = PipelineSchedule.checked(3, 2, 6, name="dualpipev").placement
+    way, place = [], (0, 0)
+    while place is not None:
+        way.append(place)
+        place = placement.consumer("forward", *place)
+    assert way == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert [placement.producer("backward", *place) for place in way] == [*way[1:], None]
+    assert [placement.consumer("backward", *place) for place in way] == [None, *way[:-1]]
+    assert placement.consumer("weight", 1, 0) is placement.producer("weight", 1, 0) is None
+    assert [placement.previous(stage) for stage in range(3)] == [None, 0, 1]
+    assert [placement.following(stage) for stage in range(3)] == [1, 2, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"name": "zb_h1", "chunks": 2}, ["zb_h1", "1 model chunks"]),
+        ({"name": "zbv"}, ["zbv", "2 model chunks"]),
+        ({"name": "zbv", "chunks": 2, "stages": 1}, ["zbv", "2 stages"]),
+        ({"name": "zbv", "chunks": 2, "forward_only": True}, ["zbv"]),
+        ({"name": "dualpipev", "chunks": 2, "microbatches": 7}, ["microbatches=7", "8"]),
+        ({"combined": True}, ["combined=True", "1f1b"]),
         ({"name": "zero_bubble"}, ["zero_bubble", "1f1b", "interleaved"]),
         ({"stages": 0}, ["stages", "0"]),
         ({"microbatches": 0}, ["microbatches", "0"]),

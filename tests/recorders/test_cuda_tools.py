@@ -98,9 +98,8 @@ def test_nsys_opens_one_capture_range_per_window(cuda: Cuda, tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir())[0] == f"{STEM}.nsys.json"
 
 
-def test_a_warm_up_or_a_stop_without_start_opens_no_capture_range(cuda: Cuda, tmp_path: Path) -> None:
+def test_a_stop_without_start_opens_no_capture_range(cuda: Cuda, tmp_path: Path) -> None:
     recorder = NsysRecorder(config(tmp_path, "nsys"), Writer())
-    recorder.start(Window("train_actor", None, 0, COORDS, warmup=True))
     recorder.discard()
     recorder.stop(WINDOW, {})
     assert cuda.calls == []
@@ -217,11 +216,4 @@ def test_history_of_somebody_elses_is_left_alone(cuda: Cuda, tmp_path: Path) -> 
     cuda.history_on = True
     with pytest.raises(ValueError, match="--profile-tool memory: memory history is already recorded"):
         MemoryRecorder(config(tmp_path, "memory"), Writer())
-    assert cuda.calls == []
-
-
-def test_a_warm_up_records_no_history(cuda: Cuda, tmp_path: Path) -> None:
-    recorder = MemoryRecorder(config(tmp_path, "memory"), Writer())
-    recorder.start(Window("train_actor", None, 0, COORDS, warmup=True))
-    recorder.discard()
     assert cuda.calls == []

@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from megaprof.formats.names import TRACE_SUFFIX, artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders import Window, emit
 from megaprof.recorders.host_ranges import add_ranges
-from megaprof.recorders.torch_profiler import TorchRecorder
+from megaprof.recorders.torch_profiler import _PIECE, TorchRecorder
 
 WINDOW = Window("train_actor", None, 7, RankCoords(rank=0, pp=0, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes()))
 STEM = "train_actor.step000007.pp0-tp0-cp0-ep0-dp0.rank00000"
@@ -185,11 +188,145 @@ def test_a_discarded_window_leaves_nothing(execution_trace: bool, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_warm_up_writes_no_execution_trace(tmp_path: Path) -> None:
+def ranges_in(loaded: dict[str, Any]) -> list[str]:
+    return [e["name"] for e in loaded["traceEvents"] if e.get("cat") == "user_annotation"]
+
+
+def work(name: str) -> None:
+    with torch.profiler.record_function(name):
+        Net()(torch.randn(4, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("execution_trace", [False, True])
+def test_a_prepared_window_holds_what_follows_its_start(execution_trace: bool, tmp_path: Path) -> None:
+    writer = Writer()
+    recorder = TorchRecorder(config(tmp_path, execution_trace=execution_trace), writer)
+    for prepared in (True, False, True):
+        if prepared:
+            recorder.prepare()
+            assert list(tmp_path.iterdir()) == []
+        work("before")
+        recorder.start(WINDOW)
+        work("inside")
+        recorder.stop(WINDOW, {"device": "cpu"})
+        assert writer.flush(60)
+        loaded = trace(tmp_path)
+        assert ranges_in(loaded) == ["inside"]
+        how = loaded["megaprof"]["profiler"]
+        assert (how["asked"], how["recorded"], how["prepared"]) == (["cpu", "cuda"], ["cpu"], prepared)
+        assert how["start_ns"] > 0
+        for path in tmp_path.iterdir():
+            path.unlink()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_garbage_collections_of_old_objects_are_ranges(prepared: bool, tmp_path: Path) -> None:
+    writer, before = Writer(), gc.callbacks.copy()
+    recorder = TorchRecorder(config(tmp_path), writer)
+    if prepared:
+        recorder.prepare()
+        gc.collect()
+    recorder.start(WINDOW)
+    with torch.profiler.record_function("around"):
+        gc.collect()
+        gc.collect(0)
+    gc.disable()
+    try:
+        recorder.stop(WINDOW, {})
+    finally:
+        gc.enable()
+    assert gc.callbacks == before
+    assert writer.close(60)
+    found = [e for e in trace(tmp_path)["traceEvents"] if e.get("cat") == "user_annotation"]
+    (around,) = (e for e in found if e["name"] == "around")
+    (collected,) = (e for e in found if e["name"] == "megaprof/garbage_collection")
+    assert collected["tid"] == around["tid"]
+    assert 0 < collected["dur"] <= around["dur"] + 1000
+
+
+@pytest.mark.parametrize("theirs", ["inside", "open", "prepared"])
+def test_another_profiler_takes_the_place_of_a_prepared_one(theirs: str, tmp_path: Path) -> None:
+    """Starting ours would crash the process then: Kineto has one session, and torch does not say whose it is."""
+    script = f"""
+        import torch
+        from pathlib import Path
+        from tests.recorders.test_torch_profiler import *
+        from torch.profiler import profile
+        writer = Writer()
+        recorder = TorchRecorder(config(Path({str(tmp_path)!r})), writer)
+        recorder.prepare()
+        other = profile(activities=[ProfilerActivity.CPU])
+        if {theirs!r} == "prepared":
+            other.prepare_trace()
+        else:
+            other.start()
+            work("theirs")
+        if {theirs!r} == "inside":
+            other.stop()
+            recorder.start(WINDOW)
+            work("inside")
+            recorder.stop(WINDOW, {{}})
+            assert writer.close(60)
+            assert not trace(Path({str(tmp_path)!r}))["megaprof"]["profiler"]["prepared"]
+            assert ranges_in(trace(Path({str(tmp_path)!r}))) == ["inside"]
+        else:
+            recorder.discard()
+            if {theirs!r} == "prepared":
+                other.start_trace()
+                work("theirs")
+            other.stop()
+        assert [e.name for e in other.events()].count("theirs") == 1
+        assert torch.autograd.profiler._prepare_profiler is torch._C._autograd._prepare_profiler
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_prepared_window_that_is_not_wanted_leaves_nothing(tmp_path: Path) -> None:
     recorder = TorchRecorder(config(tmp_path, execution_trace=True), Writer())
-    recorder.start(Window("train_actor", None, 7, WINDOW.coords, warmup=True))
+    for _ in range(2):
+        recorder.prepare()
+        recorder.discard()
+        recorder.discard()
+        assert not torch._C._autograd._profiler_enabled()
     assert list(tmp_path.iterdir()) == []
-    recorder.discard()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as other:
+        work("theirs")
+    assert [e.name for e in other.events()].count("theirs") == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "activities", "told"),
+    [
+        ("cuda", False, ("cpu",), "--profile-activities does not ask for cuda"),
+        ("cuda", False, ("cpu", "cuda"), "Kineto has no support for it"),
+        ("cuda", True, ("cpu", "cuda"), None),
+        ("cpu", False, ("cpu", "cuda"), None),
+    ],
+)
+def test_a_window_of_a_gpu_without_kernels_is_told_at_once(
+    device: str,
+    kernel: bool,
+    activities: tuple[str, ...],
+    told: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def export(recording: Any, path: str) -> None:
+        """A trace with its only kernel across the border of two pieces."""
+        event = '{"ph": "X", "cat": "kernel", "name": "k"}' if kernel else ""
+        Path(path).write_text('{"traceEvents": [' + " " * (_PIECE - 30) + event + "]}")
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", export)
+    writer = Writer()
+    recorder = TorchRecorder(config(tmp_path, activities=activities), writer)
+    recorder.start(WINDOW)
+    recorder.stop(WINDOW, {"device": device})
+    assert writer.close(60)
+    said = [record.getMessage() for record in caplog.records if "no GPU kernel" in record.getMessage()]
+    assert len(said) == (told is not None)
+    assert told is None or (told in said[0] and STEM in said[0])
 
 
 def test_stacks_are_exported_with_or_instead_of_the_trace(tmp_path: Path) -> None:

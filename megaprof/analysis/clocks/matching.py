@@ -14,10 +14,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from megaprof.analysis.clocks.clocks import Interval, Link
-from megaprof.analysis.trace.calls import Call, consumer
+from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.passes import Exchange
 from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
+from megaprof.parallel.schedules import RECEIVES, SENDS
 
 
 class Message(NamedTuple):
@@ -118,15 +119,11 @@ class _Turn(NamedTuple):
     combined: bool
 
 
-_OTHER = {ranges.FORWARD: ranges.BACKWARD, ranges.BACKWARD: ranges.FORWARD}
-_WAITED = {"wait_recv_prev": ranges.FORWARD, "wait_recv_next": ranges.BACKWARD}
-
-
 def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: bool, found: Ends) -> None:
     """Add what the passes of one kind in ``call`` sent and received to ``found``."""
-    metadata = call.metadata
-    leaving = sorted((e for e in exchanges if kind in _sent(e.label)), key=attrgetter("posted"))
-    arriving = sorted((e for e in exchanges if kind in _received(e.label, overlapped)), key=attrgetter("done"))
+    placement = call.metadata.placement
+    leaving = sorted((e for e in exchanges if _sends(e.label, kind)), key=attrgetter("posted"))
+    arriving = sorted((e for e in exchanges if _received(e.label, kind, overlapped)), key=attrgetter("done"))
     turns = list(_turns(call, kind))
     for number, turn in enumerate(turns):
         before = turns[number - 1].start if number else call.start
@@ -135,28 +132,30 @@ def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: boo
         # The exchange that took the result away, before the next pass of its kind.
         index = bisect_left(leaving, turn.end, key=attrgetter("posted"))
         took = leaving[index] if index < len(leaving) and leaving[index].posted <= following else None
-        if (target := consumer(metadata, kind, turn.chunk)) is not None:
+        if (target := placement.consumer(kind, call.stage, turn.chunk)) is not None:
             message = Message(*own, target[0], kind, target[1], turn.microbatch)
             if (end := _end(turn, took, turn.end, found.kernels)) is not None:
                 found.sends[message] = end
         # The last exchange that may have brought the input, behind the start of the last pass of its kind.
         index = bisect_right(arriving, turn.start, key=attrgetter("done")) - 1
         brought = arriving[index] if index >= 0 and arriving[index].done > before else None
-        if consumer(metadata, _OTHER[kind], turn.chunk) is not None:
-            message = Message(*own, metadata.coords.pp, kind, turn.chunk, turn.microbatch)
+        if placement.producer(kind, call.stage, turn.chunk) is not None:
+            message = Message(*own, call.stage, kind, turn.chunk, turn.microbatch)
             if (end := _end(turn, brought, turn.start, found.kernels)) is not None:
                 found.receives[message] = end
 
 
-def _sent(label: str) -> str:
-    """The kinds of passes whose results an exchange sends, as a part of its name."""
-    return "" if label in _WAITED else label.partition("recv_")[0]
+def _sends(label: str, kind: str) -> bool:
+    """Whether an exchange takes away results of passes of one kind. An overlapped one does when it is posted, not when
+    it is waited for."""
+    return not label.startswith(ranges.WAIT) and SENDS[kind] in ranges.transfers(label)
 
 
-def _received(label: str, overlapped: bool) -> str:
-    """The kinds of passes whose inputs have come when an exchange ends. An overlapped one returns at once, and what it
-    receives has come when the wait for it ends."""
-    return _WAITED.get(label, "" if overlapped else label.partition("recv_")[2])
+def _received(label: str, kind: str, overlapped: bool) -> bool:
+    """Whether inputs of passes of one kind have come when an exchange ends. An overlapped one returns at once, and what
+    it receives has come when the wait for it ends."""
+    named = label != ranges.WAIT_ANY and RECEIVES[kind] in ranges.transfers(label)
+    return named and (label.startswith(ranges.WAIT) or not overlapped)
 
 
 def _turns(call: Call, kind: str) -> Iterator[_Turn]:

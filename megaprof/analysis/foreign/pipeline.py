@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, Recording
 from megaprof.analysis.trace.intervals import Intervals, difference, total, union
+from megaprof.parallel.schedules import PassId, PipelineSchedule, stage_program
 
 _GROUP = "PIPELINE_MODEL_PARALLEL_GROUP"
 _OPERATIONS = ("send-receive", SEND_RECEIVE, "coalesced")
@@ -152,30 +153,13 @@ def _count(exchanges: int, stage: int, stages: int) -> int | None:
 
 def _between(stage: int, stages: int, microbatches: int) -> list[tuple[str, ...]]:
     """Which passes lie before, between and behind the exchanges of a step."""
-    found: list[list[str]] = [[]]
-    first, last = stage == 0, stage == stages - 1
-    warmup = min(stages - stage - 1, microbatches)
-
-    def exchange(happens: bool) -> None:
-        if happens:
-            found.append([])
-
-    for _ in range(warmup):
-        exchange(not first)  # recv_forward
-        found[-1].append(FORWARD)
-        exchange(not last)  # send_forward
-    remaining = microbatches - warmup
-    exchange(remaining > 0 and not first)  # recv_forward
-    for _ in range(remaining):
-        found[-1].append(FORWARD)
-        exchange(not last)  # send_forward_recv_backward
-        found[-1].append(BACKWARD)
-        exchange(not first)  # send_backward_recv_forward, at last send_backward
-    for _ in range(warmup):
-        exchange(not last)  # recv_backward
-        found[-1].append(BACKWARD)
-        exchange(not first)  # send_backward
-    return [tuple(sorted(each)) for each in found]
+    between: list[list[str]] = [[]]
+    for step in stage_program(PipelineSchedule.checked(stages, 1, microbatches), stage):
+        if isinstance(step, PassId):
+            between[-1].append(step.kind)
+        else:
+            between.append([])
+    return [tuple(sorted(each)) for each in between]
 
 
 def _facts(stage: int, stages: int, steps: Sequence[tuple[int, _Step]]) -> StageFacts:

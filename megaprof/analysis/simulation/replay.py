@@ -8,7 +8,8 @@ between two stages. A node ends its own time after the last of the nodes that it
 What a node waits for is a matter of the model of exchanges:
 
 * Buffered (right for gloo, and close for ``overlap_p2p_comm``): a result travels by itself. A transfer begins when its
-  pass ends; a pass begins when its stage is free and its input is there.
+  pass ends; a pass begins when its stage is free and its input is there. Passes that run as one (`schedules.turns`)
+  begin when all their inputs are there, and what they make leaves when the last of them ends.
 * Rendezvous (NCCL with ``batch_p2p_comm`` and ``batch_p2p_sync``, Megatron's defaults without overlap): a stage
   alternates between passes and exchanges (`schedules.stage_program`). A transfer begins when both its stages have come
   to the exchange that contains it; transfers of one exchange run side by side; a stage is held until all of them are
@@ -29,7 +30,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.parallel.schedules import PassId, PipelineSchedule, phase_order, producer, stage_program
+from megaprof.parallel.schedules import SPLIT_SCHEDULES, PassId, PipelineSchedule, producer, stage_program, turns
 
 Milliseconds: TypeAlias = npt.NDArray[np.float64]
 
@@ -135,10 +136,13 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
     """Returns the replay of ``schedule``, with exchanges as a rendezvous or buffered.
 
     Raises:
-        ValueError: a rendezvous in the interleaved schedule on 2 stages, where Megatron demands overlapped exchanges.
+        ValueError: a rendezvous in the interleaved schedule on 2 stages, where Megatron demands overlapped exchanges,
+            or in a schedule that splits the backward.
     """
     if rendezvous and schedule.name == "interleaved" and schedule.stages == 2:
         raise ValueError("rendezvous=True: without overlapped p2p the interleaved schedule needs more than 2 stages")
+    if rendezvous and schedule.name in SPLIT_SCHEDULES:
+        raise ValueError(f"rendezvous=True: the exchanges of schedule={schedule.name!r} overlap")
     plan = _Plan(schedule)
     for stage in range(schedule.stages):
         if rendezvous:
@@ -178,22 +182,31 @@ class _Plan:
         self.links: list[int] = []
         """The link of each transfer."""
         self._by_receiver: dict[int, int] = {}
+        # Where passes run as one, the node at whose end their results are there.
+        self._turn_ends = {
+            (stage, which): self.pass_node(stage, turn[-1])
+            for stage in range(schedule.stages)
+            for turn in turns(schedule, stage)
+            for which in turn[:-1]
+        }
 
     def pass_node(self, stage: int, which: PassId) -> int:
         return self._place[which] + stage * self._each
 
     def add_order(self, stage: int) -> None:
-        """Passes of a stage that wait for the pass before and for their input."""
+        """Turns of a stage that wait for the turn before and for the inputs of their passes."""
         before = stage
-        for which in phase_order(self.schedule, stage):
-            node = self.pass_node(stage, which)
-            source = producer(self.schedule, stage, which)
-            if source is None or source[0] == stage:
-                self.inputs[node] = (before,)
-            else:
-                arrival = self._transfer(source[0], stage, node, (self.pass_node(*source),))
-                self.inputs[node] = (before, arrival)
-            before = node
+        for turn in turns(self.schedule, stage):
+            arrivals = []
+            for which in turn:
+                source = producer(self.schedule, stage, which)
+                if source is not None and source[0] != stage:
+                    made = self._turn_ends.get(source, self.pass_node(*source))
+                    arrivals.append(self._transfer(source[0], stage, self.pass_node(stage, which), (made,)))
+            for which in turn:
+                node = self.pass_node(stage, which)
+                self.inputs[node] = (before, *arrivals)
+                before, arrivals = node, []
 
     def add_program(self, stage: int) -> None:
         """Passes and exchanges of a stage, each of which waits for what is before it; a transfer waits for that of

@@ -39,8 +39,8 @@ class Simulation:
     def events(self) -> tuple[Pass[float], ...]:
         """Every pass, stage by stage in the order in which the stage runs them; times since the start of the step.
 
-        Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward`` or ``backward``), ``start_ms`` and
-        ``end_ms``.
+        Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward``, ``backward`` or ``weight``),
+        ``start_ms`` and ``end_ms``.
         """
         starts = self._replay.starts(self._passes, link=self._p2p_ms)
         ends = self._replay.ends(self._passes, link=self._p2p_ms)
@@ -62,24 +62,32 @@ def simulate(
     p2p_ms: float = 0.0,
     microbatch_group_size: int | None = None,
     rendezvous: bool = False,
+    weight_ms: Times | None = None,
 ) -> Simulation:
-    """Replay one step of a Megatron schedule.
+    """Replay one step of a pipeline schedule.
 
     ``forward_ms``, ``backward_ms``: milliseconds as ``[stage][chunk]``, or ``[stage][chunk][microbatch]``;
-    ``backward_ms`` None replays a forward-only pass. ``schedule``: see `schedules.SCHEDULES`;
-    None chooses as Megatron does. ``p2p_ms``: one transfer between neighbouring stages, and from the last stage's chunk
-    to the first stage's next. ``microbatch_group_size``: see `PipelineSchedule.checked`. ``rendezvous``: the second of
-    the two models of exchanges in `megaprof.analysis.simulation.replay`.
+    ``backward_ms`` None replays a forward-only pass. ``schedule``: one of `schedules.SCHEDULES`, which are Megatron's
+    own, or of `schedules.SPLIT_SCHEDULES`; None chooses as Megatron does. The latter are ``zb_h1`` and, with two chunks
+    a stage of which the second ones go back from the last stage to the first, ``zbv`` and ``dualpipev``. They need
+    ``weight_ms``, the time of the half of a backward that makes the gradients of weights; ``backward_ms`` is that of
+    the other half. ``p2p_ms``: one transfer between neighbouring stages, and from the last stage's chunk to the first
+    stage's next. ``microbatch_group_size``: see `PipelineSchedule.checked`. ``rendezvous``: the second of the two
+    models of exchanges in `megaprof.analysis.simulation.replay`.
 
     Raises:
-        ValueError: times of the wrong shape, negative or not finite; a schedule that Megatron refuses (for
-            ``rendezvous`` also the interleaved schedule on 2 stages, where Megatron demands overlapped communication).
+        ValueError: times of the wrong shape, negative or not finite; a schedule that Megatron or torch refuses (for
+            ``rendezvous`` also the interleaved schedule on 2 stages, and those that split the backward, where exchanges
+            overlap); ``weight_ms`` where the schedule does not split the backward, or none where it does.
     """
     stages, chunks = _shape("forward_ms", forward_ms)
-    if backward_ms is not None and _shape("backward_ms", backward_ms) != (stages, chunks):
-        raise ValueError(
-            f"backward_ms is {_shape('backward_ms', backward_ms)} [stages][chunks], forward_ms is {(stages, chunks)}"
-        )
+    times = {"forward_ms": forward_ms}
+    for label, other in (("backward_ms", backward_ms), ("weight_ms", weight_ms)):
+        if other is None:
+            continue
+        times[label] = other
+        if (shape := _shape(label, other)) != (stages, chunks):
+            raise ValueError(f"{label} is {shape} [stages][chunks], forward_ms is {(stages, chunks)}")
     checked = PipelineSchedule.checked(
         stages,
         chunks,
@@ -90,10 +98,9 @@ def simulate(
     )
     p2p = _milliseconds("p2p_ms", p2p_ms)
     replay = compiled(checked, rendezvous)
-    by_kind = [_durations("forward_ms", forward_ms, microbatches)]
-    if backward_ms is not None:
-        by_kind.append(_durations("backward_ms", backward_ms, microbatches))
-    passes = np.stack(by_kind, axis=2)
+    if list(times) != (needed := [f"{kind}_ms" for kind in checked.kinds]):
+        raise ValueError(f"schedule={checked.name!r} needs {', '.join(needed)}, got {', '.join(times)}")
+    passes = np.stack([_durations(label, each, microbatches) for label, each in times.items()], axis=2)
     step = float(replay.step_ms(passes, link=p2p))
     stage_ms = tuple(passes.sum(axis=(1, 2, 3)).tolist())
     bubbles = tuple(max(0.0, 1.0 - busy / step) if step else 0.0 for busy in stage_ms)

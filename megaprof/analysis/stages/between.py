@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from megaprof.analysis.stages.consistency import shifted
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.steps import Step
-from megaprof.analysis.trace.calls import Call, consumer, grouped
+from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.formats import ranges
 
 _StepKey = tuple[int, int]  # step, and which of its calls
@@ -115,7 +115,7 @@ def transfers(step: Sequence[Call], offset: Mapping[int, int]) -> Iterator[tuple
         for phase in call.phases:
             if phase.kind == ranges.COMBINED or phase.chunk is None or phase.microbatch is None:
                 continue
-            if (target := consumer(call.metadata, phase.kind, phase.chunk)) is not None:
+            if (target := call.metadata.placement.consumer(phase.kind, call.stage, phase.chunk)) is not None:
                 key = (column(call), target[0], phase.kind, target[1], phase.microbatch)
                 made[key] = call.stage, phase.end + by
     for call in step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, offsets, uncertainty
@@ -11,6 +11,9 @@ from megaprof.analysis.stages.words import steps as steps_in_words
 from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
+
+#: How far apart ranks may begin a step behind the opening of a tool, of the step, until that is told.
+OPENED = 0.01
 
 #: What is not known without a common clock.
 _UNKNOWN = (
@@ -187,15 +190,30 @@ def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
 
 def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
     """Without the steps that begin with the opening of a tool, if there are others."""
-    opening = {call.key for call in calls if call.after_opening}
-    others = [call for call in calls if call.key not in opening]
-    if not opening or not others:
+    nsys = {call.key for call in calls if call.after_opening}
+    torch = {key: apart for key, own in grouped(calls, lambda call: call.key).items() if (apart := opened_apart(own))}
+    others = [call for call in calls if call.key not in nsys and call.key not in torch]
+    if not others:
         return calls
-    which = steps_in_words(sorted({step for step, _ in opening}))
-    findings.warn(
-        f"{which} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
-    )
+    if nsys:
+        which = steps_in_words(sorted({step for step, _ in nsys}))
+        findings.warn(
+            f"{which} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
+        )
+    for (step, _), apart in torch.items():
+        findings.warn(f"step {step} is left out: {apart}")
     return others
+
+
+def opened_apart(step: Sequence[Call]) -> str | None:
+    """Why the stages of one step waited for each other more than they would have: the torch profiler, started before
+    it, delayed some ranks more than others; None where it did not."""
+    delays = [call.opening_ns for call in step if call.opening_ns is not None]
+    longest = max(end - begin for begin, end in (call.extent for call in step))
+    if step[0].metadata.sizes.pp == 1 or len(delays) < 2 or max(delays) - min(delays) <= OPENED * longest:
+        return None
+    least, most = (f"{ns / 1e6:.3g}" for ns in (min(delays), max(delays)))
+    return f"the profiler's start before it took {least} to {most} ms, so its ranks entered it apart"
 
 
 def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:

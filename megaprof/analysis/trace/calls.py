@@ -100,6 +100,11 @@ class Call:
     """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
     unseen: str | None = None
     """Why kernels of it are not in its trace, so that it has no passes, no exchanges and no sums; else None."""
+    opening_ns: int | None = None
+    """By how many nanoseconds it began late because its tool was started before it; None where no tool was, and where
+    that is not known."""
+    collecting_ns: int = 0
+    """Nanoseconds in which Python collected garbage."""
     memory: Peak | None = None
     """How much it had allocated on its device; None where that was not captured."""
 
@@ -157,7 +162,10 @@ def calls_of(trace: Trace) -> list[Call]:
         call = _call(trace, outer, step, seen[label, step], exposed)
         around = [r for r in of_roles if r.start <= outer.start and outer.end <= r.end]
         role = max(around, key=lambda r: (r.start, -r.end)).name.role if around else trace.metadata.role
-        calls.append(replace(call, role=role, after_opening=trace.after_opening and outer.start <= outermost[0][0].end))
+        first = outer.start <= outermost[0][0].end
+        recording = trace.metadata.profiler
+        opening_ns = recording.start_ns if first and recording is not None else None
+        calls.append(replace(call, role=role, after_opening=trace.after_opening and first, opening_ns=opening_ns))
         seen[label, step] += 1
     return calls
 
@@ -168,15 +176,6 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
-
-
-def consumer(metadata: Metadata, kind: str, chunk: int) -> tuple[int, int] | None:
-    """Stage and chunk that the result of a forward or backward goes to, None behind the last one: with interleaving,
-    Megatron goes round the stages once per chunk (``forward_backward_pipelining_with_interleaving``)."""
-    stage, last, last_chunk = metadata.coords.pp, metadata.sizes.pp - 1, max(len(metadata.chunks), 1) - 1
-    if kind == ranges.FORWARD:
-        return (stage + 1, chunk) if stage < last else (0, chunk + 1) if chunk < last_chunk else None
-    return (stage - 1, chunk) if stage > 0 else (last, chunk - 1) if chunk > 0 else None
 
 
 def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Intervals) -> Call:
@@ -196,6 +195,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         phases = tuple(_phase(r, metadata, ns) for r, ns in zip(passes, waited, strict=True))
         busy = union(times_of(passes + finalizing))
         split, reasons = _split(trace, passes, finalize)
+    collecting = union(times_of([r for r in inside if r.name.label == ranges.GARBAGE]))
     call = Call(
         label=label,
         step=step,
@@ -215,6 +215,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         collectives=intersection(exposed, finalize),
         modules=_modules(inside, passes, trace),
         gpu=gpu,
+        collecting_ns=total(collecting),
         memory=memory_of(trace.memory, outer.start, outer.end),
     )
     unseen = trace.unseen or without_some(trace.launches, outer.start, outer.end)

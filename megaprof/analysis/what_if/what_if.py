@@ -20,7 +20,7 @@ from typing import Any
 
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.causes import slow_ranks
-from megaprof.analysis.stages.consistency import Findings, examine
+from megaprof.analysis.stages.consistency import Findings, examine, opened_apart
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import LONGEST, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
@@ -150,6 +150,10 @@ def what_if(
     captured = [call for call in calls if call.step in measured.steps]
     own = [call for call in captured if (call.label, call.role, call.metadata.sizes) == whose]
     slow = [cause.rank for cause in slow_ranks(measured.stages) if cause.rank is not None]
+    if measured.step_time_ms is None:
+        for step in grouped(own, lambda call: call.key).values():
+            if (apart := opened_apart(step)) is not None:
+                return WhatIf(warnings=(f"not replayed: {apart}",))
     try:
         run, steps = _replayed(own, measured)
     except Withheld as reason:

@@ -70,7 +70,8 @@ def of_status(directory: str, role: str | None) -> dict[str, Any]:
 
 def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **options: Any) -> dict[str, Any]:
     """`megaprof.simulate`, as JSON. Raises UsageError."""
-    passes = microbatches * sum(map(len, forward_ms)) * (1 if backward_ms is None else 2)
+    kinds = sum(times is not None for times in (forward_ms, backward_ms, options.get("weight_ms")))
+    passes = microbatches * sum(map(len, forward_ms)) * kinds
     if passes > _MOST_PASSES:
         raise UsageError(f"{passes:,} passes are too many; {_MOST_PASSES:,} can be replayed")
     try:

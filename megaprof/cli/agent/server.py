@@ -22,6 +22,7 @@ from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
 from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, wanted
 from megaprof.config.windows import TARGETS
 from megaprof.formats.checks import counted
+from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__
 
 INSTRUCTIONS = f"""Which pipeline stage of a Megatron-Core training run is slow, why, and what to change.
@@ -120,13 +121,20 @@ def simulate(
     forward_ms: _Times,
     microbatches: Annotated[int, Field(ge=1, description="microbatches of a step")],
     backward_ms: Annotated[_Times | None, Field(description="the same of backwards; null: forward only")] = None,
-    schedule: Annotated[str | None, Field(description="no_pipelining, 1f1b, interleaved [Megatron's choice]")] = None,
+    schedule: Annotated[
+        str | None,
+        Field(description=f"{', '.join(SCHEDULES + SPLIT_SCHEDULES)} [Megatron's choice]"),
+    ] = None,
     p2p_ms: Annotated[float, Field(description="milliseconds of one transfer between stages")] = 0.0,
     microbatch_group_size: Annotated[int | None, Field(description="of the interleaved schedule")] = None,
     rendezvous: Annotated[bool, Field(description="whether both ends of an exchange wait for each other")] = False,
+    weight_ms: Annotated[
+        _Times | None,
+        Field(description=f"for {', '.join(SPLIT_SCHEDULES)}: the half of backwards that makes gradients of weights"),
+    ] = None,
     part: _Part = "",
 ) -> CallToolResult:
-    """Replay one step of a Megatron schedule from plain times, in Megatron's own order: step time, and bubble and
+    """Replay one step of a pipeline schedule from plain times, in Megatron's own order: step time, and bubble and
     compute of every stage (megaprof.simulate). It needs no files. Parts: events, events/0:50."""
     made = partial(
         answers.of_simulation,
@@ -137,6 +145,7 @@ def simulate(
         p2p_ms=p2p_ms,
         microbatch_group_size=microbatch_group_size,
         rendezvous=rendezvous,
+        weight_ms=weight_ms,
     )
     return _answered("simulate", made, part, answers.DETAILS)
 

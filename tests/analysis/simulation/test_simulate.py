@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaprof.analysis.simulation.simulate import simulate
-from megaprof.parallel.schedules import PassId, phase_order
+from megaprof.parallel.schedules import PassId, phase_order, turns
+from megaprof.parallel.schedules import producer as made_by
 from tests.analysis.simulation.brute_force import (
     brute_force_buffered,
     brute_force_rendezvous,
@@ -153,6 +154,47 @@ def test_transfer_time_counts_on_every_hop_including_from_the_last_stage_to_the_
     assert simulate([[1.0]], [[2.0]], 4, p2p_ms=10.0).step_ms == 12.0
 
 
+def test_zb_h1_leaves_a_third_of_the_bubble():
+    """With equal halves: (p - 1)(F + B - 2 W + W) = (p - 1) F, of (p - 1) 3 F in 1F1B (Qi et al. 2023, table 2)."""
+    for stages, microbatches in ((2, 4), (4, 8), (4, 16), (8, 24)):
+        whole = simulate([[1.0]] * stages, [[2.0]] * stages, microbatches)
+        halves = {"forward_ms": [[1.0]] * stages, "backward_ms": [[1.0]] * stages, "weight_ms": [[1.0]] * stages}
+        split = simulate(**halves, microbatches=microbatches, schedule="zb_h1")
+        work = 3.0 * microbatches
+        assert whole.step_ms - work == 3 * (stages - 1)
+        assert split.step_ms - work == stages - 1
+        assert split.stage_ms == whole.stage_ms == (work,) * stages
+
+
+def test_zb_v_leaves_no_bubble_but_that_of_the_first_input_on_the_way():
+    """ZB-V is for passes that take equally long: every stage computes without a gap (Qi et al. 2023, section 6)."""
+    for stages, microbatches in ((2, 4), (4, 8), (4, 16)):
+        halves = [[1.0, 1.0]] * stages
+        split = simulate(halves, halves, microbatches, schedule="zbv", weight_ms=halves)
+        for stage in range(stages):
+            own = [event for event in split.events if event.stage == stage]
+            assert own[0].start_ms == stage
+            assert own[-1].end_ms - own[0].start_ms == 6.0 * microbatches == split.stage_ms[stage]
+
+
+def test_what_runs_as_one_begins_with_all_inputs_and_ends_together():
+    halves = [[1.0, 1.0]] * 2
+    run = simulate(halves, halves, 5, schedule="dualpipev", weight_ms=halves, p2p_ms=0.25)
+    spans = spans_of(run)
+    seen = 0
+    for stage in range(2):
+        for turn in turns(run.schedule, stage):
+            begin, end = spans[stage, turn[0]][0], spans[stage, turn[-1]][1]
+            for which in turn:
+                source = made_by(run.schedule, stage, which)
+                if source is not None and source[0] != stage:
+                    other = next(each for each in turns(run.schedule, source[0]) if source[1] in each)
+                    assert begin >= spans[source[0], other[-1]][1] + 0.25
+                    seen += len(turn) > 1
+            assert end - begin == len(turn)
+    assert seen > 3
+
+
 def test_numpy_times_are_accepted():
     times = np.full((2, 1, 4), 1.5)
     assert simulate(times, times, 4).step_ms == simulate([[1.5]] * 2, [[1.5]] * 2, 4).step_ms
@@ -177,6 +219,10 @@ def test_numpy_times_are_accepted():
         ({"p2p_ms": -0.5}, ["p2p_ms", "-0.5"]),
         ({"p2p_ms": float("nan")}, ["p2p_ms", "nan"]),
         ({"microbatches": 0}, ["microbatches", "0"]),
+        ({"weight_ms": [[1.0], [1.0]]}, ["1f1b", "forward_ms, backward_ms,", "weight_ms"]),
+        ({"schedule": "zb_h1"}, ["zb_h1", "weight_ms"]),
+        ({"schedule": "zb_h1", "weight_ms": [[1.0]]}, ["weight_ms", "(1, 1)"]),
+        ({"schedule": "zb_h1", "weight_ms": [[1.0], [1.0]], "rendezvous": True}, ["rendezvous", "zb_h1"]),
         ({"schedule": "gpipe"}, ["gpipe", "1f1b", "interleaved", "no_pipelining"]),
         ({"microbatch_group_size": -1}, ["microbatch_group_size", "-1"]),
     ],

@@ -9,37 +9,13 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.report import analyze
-from tests.analysis.scenarios import Scenario, write
+from tests.analysis.altered import Event, reported
+from tests.analysis.scenarios import Scenario
 from tests.analysis.synthetic import TraceBuilder
 
 #: An uneven pipeline, whose kernels tell that stage 0 is slow.
 UNEVEN = Scenario("kernels that are missing", layers=(6, 4, 4, 4))
 ON_GPU = {"device": "cuda", "profiler": {"asked": ["cpu", "cuda"], "recorded": ["cpu", "cuda"]}}
-
-Event = dict[str, Any]
-
-
-def reported(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kept: Callable[[TraceBuilder, Event], bool],
-    scenario: Scenario = UNEVEN,
-    top: dict[str, Any] | None = None,
-    **metadata: Any,
-) -> TargetReport:
-    """The report on a scenario of whose events only some are there."""
-    whole = TraceBuilder.document
-
-    def document(trace: TraceBuilder) -> dict[str, Any]:
-        found = whole(trace)
-        events = [event for event in found["traceEvents"] if kept(trace, event)]
-        return {**(top or {}), **found, "megaprof": found["megaprof"] | metadata, "traceEvents": events}
-
-    monkeypatch.setattr(TraceBuilder, "document", document)
-    write(scenario, directory)
-    (target,) = analyze(directory).targets
-    return target
 
 
 def is_kernel(event: Event) -> bool:
@@ -60,14 +36,14 @@ def says_nothing(target: TargetReport) -> bool:
 
 
 def test_every_kernel_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = reported(tmp_path, monkeypatch, lambda trace, event: True, **ON_GPU)
+    target = reported(UNEVEN, tmp_path, monkeypatch, **ON_GPU)
     assert target.verdict.slowest_stage == 0
     assert not target.measured.warnings
 
 
 def test_launches_without_any_kernel_are_no_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a file that does not say where its model was."""
-    target = reported(tmp_path, monkeypatch, lambda trace, event: not is_kernel(event))
+    target = reported(UNEVEN, tmp_path, monkeypatch, lambda trace, event: not is_kernel(event))
     assert says_nothing(target)
     assert len(target.measured.warnings) == 1
 
@@ -85,7 +61,7 @@ def test_launches_without_any_kernel_are_no_run_on_a_cpu(tmp_path: Path, monkeyp
 def test_a_model_on_a_gpu_without_gpu_activity(
     top: dict[str, Any], metadata: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = reported(tmp_path, monkeypatch, lambda trace, event: not is_cuda(event), top=top, **metadata)
+    target = reported(UNEVEN, tmp_path, monkeypatch, lambda trace, event: not is_cuda(event), top, **metadata)
     assert says_nothing(target)
     assert len(target.measured.warnings) == 1
     assert target.verdict.withheld == target.measured.warnings[0]
@@ -104,7 +80,7 @@ def test_a_run_on_a_cpu_is_one(
     top: dict[str, Any], metadata: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = Scenario("uneven on a CPU", layers=(6, 4, 4, 4), gpu=False)
-    target = reported(tmp_path, monkeypatch, lambda trace, event: True, scenario, top, **metadata)
+    target = reported(scenario, tmp_path, monkeypatch, top=top, **metadata)
     assert target.verdict.slowest_stage == 0
 
 
@@ -116,7 +92,7 @@ def without(part: int) -> Callable[[TraceBuilder, Event], bool]:
 def test_a_rank_that_lost_more_than_one_launch_in_a_hundred_has_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = reported(tmp_path, monkeypatch, without(30), **ON_GPU)
+    target = reported(UNEVEN, tmp_path, monkeypatch, without(30), **ON_GPU)
     assert target.verdict.withheld is not None
     assert not target.verdict.causes
     stages = target.to_json()["stages"]
@@ -125,7 +101,7 @@ def test_a_rank_that_lost_more_than_one_launch_in_a_hundred_has_no_verdict(
 
 
 def test_few_lost_kernels_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reported(tmp_path, monkeypatch, without(128), **ON_GPU).verdict.slowest_stage == 0
+    assert reported(UNEVEN, tmp_path, monkeypatch, without(128), **ON_GPU).verdict.slowest_stage == 0
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -135,7 +111,7 @@ def test_a_step_that_lost_kernels_leaves_the_others(
     """Kineto loses the first ones of a session: the first step of a window is another step than it was."""
     scenario = Scenario("the first step without kernels", layers=(6, 4, 4, 4), steps=2, merged=merged)
     target = reported(
-        tmp_path, monkeypatch, lambda trace, event: not (is_kernel(event) and event["ts"] < 4e6), scenario, **ON_GPU
+        scenario, tmp_path, monkeypatch, lambda trace, event: not (is_kernel(event) and event["ts"] < 4e6), **ON_GPU
     )
     assert target.measured.steps == (6,)
     assert target.verdict.slowest_stage == 0

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megaprof.analysis.diagnosis.diagnose import diagnose as diagnosed
+from megaprof.analysis.diagnosis.files import tables_in
+from megaprof.analysis.diagnosis.table import Unfit
 from megaprof.analysis.report.report import analyze
 
 
@@ -93,4 +96,16 @@ def _layouts(found: Mapping[str, Any]) -> Iterator[Advised]:
             yield Advised(each["layout"], speedup, speedup - plus, speedup + plus, is_best)
 
 
-ENGINES: dict[str, Callable[[Path], Said]] = {"report": report}
+def diagnose(directory: Path) -> Said:
+    """`megaprof.analysis.diagnosis`, from the same files."""
+    (table,) = tables_in(directory).values()
+    if isinstance(table, Unfit):
+        raise table
+    named = (
+        Named(each.kind, each.stage, each.ranks, each.group, each.price.ms, each.price.low, each.price.high)
+        for each in diagnosed(table).causes
+    )
+    return Said(tuple(named), (), in_order=True)
+
+
+ENGINES: dict[str, Callable[[Path], Said]] = {"report": report, "diagnose": diagnose}

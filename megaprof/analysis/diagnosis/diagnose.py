@@ -1,0 +1,262 @@
+"""The causes of lost time, dearest first: each term that is not neutral, priced by the replay in which it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.model import drawn_steps, fit
+from megaprof.analysis.diagnosis.naming import BOTH, active, looks
+from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL, REPLAYED
+from megaprof.analysis.diagnosis.state import measured
+from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.terms import Term, terms
+from megaprof.analysis.diagnosis.view import View, viewed
+from megaprof.analysis.simulation.replay import Replay, compiled
+
+
+@dataclass(frozen=True)
+class Price:
+    """Milliseconds of a step, with a 90 % interval."""
+
+    ms: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Something that costs time. What has no such place is None, or empty."""
+
+    kind: str
+    """``layers``, ``slow_rank``, ... (docs/report.md)."""
+    price: Price
+    """What the step would gain without it on average over all steps, dearer causes being mended."""
+    share: float
+    """The part of the steps in which it is there."""
+    while_ms: float
+    """What it costs in those."""
+    since: int | None
+    """The first of these steps, where it is there in all from then on, and not before; None otherwise."""
+    stage: int | None = None
+    chunk: int | None = None
+    ranks: tuple[int, ...] = ()
+    """Several: ranks that wait for each other, one of which it is."""
+    hosts: tuple[str, ...] = ()
+    link: tuple[int, int] | None = None
+    group: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """``forward_ms``, ``backward_ms`` of one microbatch, where a stage has its own excess."""
+    more_steps: int = 0
+    """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a step loses, in milliseconds."""
+
+    step_ms: float
+    """The average step."""
+    steps: int
+    """How many it rests on."""
+    replayed_ms: float
+    """The same, replayed from its passes."""
+    causes: tuple[Cause, ...]
+    """What surely costs enough, the dearest first; each price is beside those before it."""
+    perhaps: tuple[Cause, ...]
+    """What may, if more steps were recorded."""
+    rest_ms: float
+    """What passes of single microbatches took beyond all of that: nobody can name it."""
+
+
+def diagnose(table: Table) -> Diagnosis:
+    """The causes of one job's lost time."""
+    state, replay = measured(table)
+    random = np.random.default_rng(0)
+    steps = drawn_steps(len(table.steps), random)
+    model = fit(table, steps)
+    view = viewed(table, state, model)
+    rows = steps[:, 0]
+    drawn = view.at(rows, model.draws)
+    replayed_ms = float(np.mean(state.step_ms(replay)))
+    run = _Run(table, replay, view, drawn, rows, abs(replayed_ms / float(table.length.mean()) - 1.0))
+    left = terms(table, view, run.step_ms)
+    causes: list[Cause] = []
+    perhaps: list[Cause] = []
+    while left:
+        priced = sorted(((float(gain.mean()), gain, term) for term, gain in run.gains(left)), key=lambda each: -each[0])
+        perhaps, named = [], None
+        for mean, gain, term in priced:
+            if mean <= 0.0:
+                break
+            price, error = run.price(term, gain)
+            if price.low > LEAST * run.step_ms:
+                named = term
+                causes.append(_cause(table, term, price, gain, run.view))
+                break
+            if mean > LEAST * run.step_ms:
+                more = _more(len(gain), error, mean - LEAST * run.step_ms)
+                perhaps.append(_cause(table, term, price, gain, run.view, more))
+        if named is None:
+            break
+        left = [term for term in left if term is not named]
+        run = run.mended(named)
+    filling = _filling(table, run)
+    if filling is not None:
+        causes.append(filling)
+    return Diagnosis(
+        step_ms=float(table.length.mean()),
+        steps=len(table.steps),
+        replayed_ms=replayed_ms,
+        causes=tuple(causes),
+        perhaps=tuple(perhaps),
+        rest_ms=_rest(run),
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The steps as they would be without the causes so far: as they were, and some of them with drawn contents."""
+
+    table: Table
+    replay: Replay
+    view: View
+    drawn: View
+    rows: np.typing.NDArray[np.intp]
+    """[draw]: the step that each draw is of."""
+
+    missed: float
+    """By which part the replay of the steps as they were misses them."""
+
+    @property
+    def step_ms(self) -> float:
+        return float(self.table.length.mean())
+
+    def mended(self, term: Term) -> _Run:
+        return _Run(self.table, self.replay, _apply(term, self.view), _apply(term, self.drawn), self.rows, self.missed)
+
+    def gains(self, left: list[Term]) -> list[tuple[Term, Floats]]:
+        """Returns by how many milliseconds every step is shorter without each term, of those that could matter."""
+        base = self.view.pipelines_ms(self.replay)
+        least = LEAST * self.step_ms
+        return [(term, _gain(term, self.view, self.replay, base)) for term in left if _most(term, self.view) >= least]
+
+    def price(self, term: Term, gain: Floats) -> tuple[Price, float]:
+        """Returns the price on average over all steps, and its standard error.
+
+        Steps differ, contents are estimated, and a replay that misses the step misses the price.
+        """
+        of_content = 0.0
+        if term.fitted:
+            same = self.view.at(self.rows)
+            base, usual = (v.pipelines_ms(self.replay) for v in (self.drawn, same))
+            other, own = _gain(term, self.drawn, self.replay, base), _gain(term, same, self.replay, usual)
+            of_content = float(np.sqrt(np.mean((other - own) ** 2)))
+        mean, n = float(gain.mean()), len(gain)
+        # What is seen once a step, in one step, may be anything.
+        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.5 * mean * term.once
+        error = float(np.sqrt(of_steps**2 + of_content**2 + ((self.missed + REPLAYED) * mean) ** 2))
+        return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
+
+
+def _apply(term: Term, view: View) -> View:
+    if term.replica is None:
+        return term.change(view)
+    return view.joined(term.replica, term.change(view.of(term.replica)))
+
+
+def _gain(term: Term, view: View, replay: Replay, base: Floats) -> Floats:
+    """[n]: milliseconds by which every step is shorter without a term; ``base``: what its replicas take with it."""
+    new = term.change(view if term.replica is None else view.of(term.replica))
+    took = new.pipelines_ms(replay)
+    if term.replica is not None:
+        took = np.concatenate((np.delete(base, term.replica, axis=1), took), axis=1)
+    gain: Floats = base.max(axis=1) + view.state.tail - took.max(axis=1) - new.state.tail
+    return gain
+
+
+def _most(term: Term, view: View) -> float:
+    """At most so many milliseconds of a step can be gained: what passes, entries, exchanges and tails lose together."""
+    before = view if term.replica is None else view.of(term.replica)
+    a, b = before.state, term.change(before).state
+    shorter: Floats | float = 0.0
+    if a.passes is not b.passes:
+        shorter = np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1)
+    sooner = np.maximum(a.entry - b.entry, 0.0).max(axis=(1, 2)) + a.tail - b.tail
+    _, _, _, c, k, m = a.passes.shape
+    quicker = np.maximum(a.link - b.link, 0.0).sum(axis=2).max(axis=1) * c * k * m
+    return float(np.mean(shorter + sooner + quicker))
+
+
+def _more(steps: int, error: float, above: float) -> int:
+    """Steps beside those that are there: n times as many make an interval the root of n times as narrow."""
+    wanted = steps * (LEVEL * error / above) ** 2 if above > 0 else np.inf
+    return int(min(np.ceil(wanted), 10_000)) - steps if wanted > steps else 1
+
+
+def _cause(table: Table, term: Term, price: Price, gain: Floats, view: View, more: int = 0) -> Cause:
+    kind, parts = term.kind, dict[str, float]()
+    if kind in ("ends", "stage", "chunk"):
+        kind, parts = _of_content(term, view)
+    there = active(gain) if term.once else np.ones(len(gain), dtype=bool)
+    begins = np.flatnonzero(there)[0]
+    since = int(table.steps[begins]) if begins > 0 and there[begins:].all() else None
+    hosts: tuple[str, ...] = ()
+    if term.ranks:
+        names = {
+            int(rank): table.hosts[i][j][n] for (i, j, n), rank in np.ndenumerate(table.ranks) if rank in term.ranks
+        }
+        hosts = tuple(dict.fromkeys(host for rank in term.ranks if (host := names[rank]) is not None))
+    return Cause(
+        kind,
+        price,
+        float(there.mean()),
+        float(gain[there].mean()),
+        since,
+        term.stage,
+        term.chunk if kind == "slow_chunk" else None,
+        term.ranks,
+        hosts,
+        term.link,
+        term.group,
+        parts,
+        more,
+    )
+
+
+def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
+    part = getattr(view.content, term.kind)[0, term.stage]
+    own = part[term.chunk] if term.chunk is not None else part.sum(axis=0)
+    kind = looks(own, view.content.whole[0, term.stage].sum(axis=0))
+    if kind == BOTH:
+        kind = {"ends": "embedding_or_loss", "stage": "unexplained", "chunk": "slow_chunk"}[term.kind]
+    names = ("forward_ms", "backward_ms")
+    return kind, {name: float(ms) for name, ms in zip(names, own, strict=False)}
+
+
+def _filling(table: Table, run: _Run) -> Cause | None:
+    """What filling and draining costs beside a pipeline that has microbatches enough."""
+    own = table.schedule
+    wanted = -(-FILLED * own.stages // own.chunks)
+    if own.stages == 1 or own.microbatches >= wanted:
+        return None
+    if own.name == "interleaved":
+        wanted = -(-wanted // own.group_size) * own.group_size
+    longer = compiled(own._replace(microbatches=wanted), run.replay.rendezvous)
+    state = run.view.state
+    passes = np.resize(np.moveaxis(state.passes, -1, 0), (wanted, *state.passes.shape[:-1]))
+    many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=state.entry, link=state.link).max(axis=1)
+    gain = run.view.pipelines_ms(run.replay).max(axis=1) - many * own.microbatches / wanted
+    mean, n = float(gain.mean()), len(gain)
+    error = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.0
+    price = Price(mean, mean - LEVEL * error, mean + LEVEL * error)
+    return Cause("few_microbatches", price, 1.0, mean, None) if price.low > LEAST * run.step_ms else None
+
+
+def _rest(run: _Run) -> float:
+    """What disturbances cost that no term has: passes as usual instead."""
+    usual = np.minimum(run.view.state.passes, np.median(run.view.state.passes, axis=(0, 5), keepdims=True))
+    quiet = run.view.waiting(passes=usual).pipelines_ms(run.replay).max(axis=1)
+    return float(np.mean(run.view.pipelines_ms(run.replay).max(axis=1) - quiet))

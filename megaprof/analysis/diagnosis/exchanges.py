@@ -1,0 +1,140 @@
+"""How long the exchanges of each link took once both sides were there, from the passes around them.
+
+Buffered, a message travels by itself: a stage that was free before its input was made waited for nothing but the
+exchange. As a rendezvous, an exchange begins when both its stages have come to it: behind their passes, or behind an
+exchange before, which was through when its receiver's pass began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.parallel.schedules import PassId, SendReceive, phase_order, producer, stage_program
+
+
+def links(table: Table, rendezvous: bool) -> Floats:
+    """Returns [t, d, s] milliseconds of an exchange between a stage and the next one.
+
+    Of every step the lower quartile, on average of both directions, in which clocks that are apart cancel out; a step
+    without any takes the usual one of the link, a link without any that of the others.
+    """
+    t, d, s = table.entry.shape
+    samples: list[dict[str, list[Floats]]] = [{} for _ in range(s)]
+    found = iter(()) if not table.clocks else _met(table) if rendezvous else _arrived(table)
+    for sender, receiver, kind, took in found:
+        samples[_link(sender, receiver, s)].setdefault(kind, []).append(took)
+    return _filled(np.stack([_mean([_quartile(each) for each in own.values()], (t, d)) for own in samples], axis=-1))
+
+
+_Sample = tuple[int, int, str, Floats]
+"""Sender, receiver, kind of pass, and [t, d] milliseconds, NaN where it was not the exchange that was waited for."""
+
+
+def _begun(table: Table, stage: int, which: PassId) -> Floats:
+    return table.start[:, :, stage, which.chunk, table.schedule.kinds.index(which.kind), which.microbatch]
+
+
+def _ended(table: Table, stage: int, which: PassId) -> Floats:
+    return table.end[:, :, stage, which.chunk, table.schedule.kinds.index(which.kind), which.microbatch]
+
+
+def _arrived(table: Table) -> Iterator[_Sample]:
+    for stage in range(table.schedule.stages):
+        free = table.start[:, :, stage].min(axis=(2, 3, 4))
+        for which in phase_order(table.schedule, stage):
+            source = producer(table.schedule, stage, which)
+            begun = _begun(table, stage, which)
+            if source is not None and source[0] != stage:
+                made = _ended(table, *source)
+                yield source[0], stage, which.kind, np.where(free <= made, np.maximum(begun - made, 0.0), np.nan)
+            free = _ended(table, stage, which)
+
+
+def _met(table: Table) -> Iterator[_Sample]:
+    stages = table.schedule.stages
+    came: dict[tuple[int, PassId], list[Floats]] = {}
+    for stage in range(stages):
+        program = stage_program(table.schedule, stage)
+        there = np.fmin(table.start[:, :, stage].min(axis=(2, 3, 4)), np.inf)
+        if not np.isnan(table.entry).any():
+            there = table.entry[:, :, stage]
+        for place, step in enumerate(program):
+            if isinstance(step, PassId):
+                there = _ended(table, stage, step)
+                continue
+            for receiver, which in _transfers(step, stage, stages):
+                came.setdefault((receiver, which), []).append(there)
+            if place + 1 < len(program) and not isinstance(program[place + 1], PassId):
+                for receiver, which in _transfers(step, stage, stages):
+                    if receiver != stage:
+                        there = np.maximum(there, _begun(table, receiver, which))
+    for stage in range(stages):
+        program = stage_program(table.schedule, stage)
+        for step, following in pairwise(program):
+            source = producer(table.schedule, stage, following) if isinstance(following, PassId) else None
+            # What arrives for a pass that runs later says nothing: the exchange was over before it began.
+            if source is None or not isinstance(step, SendReceive) or following not in (step.recv_prev, step.recv_next):
+                continue
+            ready = {each: came[each] for each in _transfers(step, stage, stages)}
+            if any(len(both) != 2 for both in ready.values()):
+                continue
+            later = {each: np.maximum(*both) for each, both in ready.items()}
+            # The exchange was over with the last of its transfers; another link's may have been that.
+            own = _link(source[0], stage, stages)
+            others = [later[each] for each in later if _link(_sender(table, *each), each[0], stages) != own]
+            last = np.maximum.reduce([later[each] for each in later])
+            waited = np.all([last > other for other in others], axis=0) if others else True
+            took = np.maximum(_begun(table, stage, following) - last, 0.0)
+            yield source[0], stage, following.kind, np.where(waited, took, np.nan)
+
+
+def _sender(table: Table, receiver: int, which: PassId) -> int:
+    source = producer(table.schedule, receiver, which)
+    return receiver if source is None else source[0]
+
+
+def _link(sender: int, receiver: int, stages: int) -> int:
+    """The link between two stages: the first of them, or the last stage for that between it and the first one."""
+    low, high = sorted((sender, receiver))
+    return low if high == low + 1 else stages - 1
+
+
+def _transfers(step: SendReceive, stage: int, stages: int) -> Iterator[tuple[int, PassId]]:
+    """Receiving stage and the pass there of every transfer."""
+    for receiver, which in (
+        ((stage + 1) % stages, step.send_next),
+        (stage, step.recv_prev),
+        ((stage - 1) % stages, step.send_prev),
+        (stage, step.recv_next),
+    ):
+        if which is not None:
+            yield receiver, which
+
+
+def _mean(values: list[Floats], shape: tuple[int, int]) -> Floats:
+    """Of those that are known."""
+    if not values:
+        return np.full(shape, np.nan)
+    stacked = np.stack(values)
+    known = np.isfinite(stacked)
+    return np.where(known.any(axis=0), np.nansum(stacked, axis=0) / np.maximum(known.sum(axis=0), 1), np.nan)
+
+
+def _quartile(samples: list[Floats]) -> Floats:
+    ordered = np.sort(np.stack(samples), axis=0)  # NaN last
+    count = np.isfinite(ordered).sum(axis=0)
+    place = np.maximum((count - 1) // 4, 0)
+    return np.where(count > 0, np.take_along_axis(ordered, place[None], axis=0)[0], np.nan)
+
+
+def _filled(values: Floats) -> Floats:
+    """Missing links of a step as they usually are."""
+    for axis in (0, 1, 2):
+        known = np.isfinite(values).any(axis=axis, keepdims=True)
+        usual = np.nanmedian(np.where(known, values, 0.0), axis=axis, keepdims=True)
+        values = np.where(np.isfinite(values), values, np.where(known, usual, np.nan))
+    return np.nan_to_num(values)

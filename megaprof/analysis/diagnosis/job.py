@@ -1,0 +1,75 @@
+"""What the metadata of a job's ranks say about its table: which replica and peer a rank is, and which schedule runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megaprof.analysis.diagnosis.table import RankSteps, Table, Unfit, tabulate
+from megaprof.formats.metadata import Metadata
+from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.parallel.topology import ParallelSizes, RankCoords
+
+
+class Job(NamedTuple):
+    """What is laid out in one table."""
+
+    target: str
+    role: str | None
+    sizes: ParallelSizes
+
+
+def place_of(coords: RankCoords) -> tuple[int, int]:
+    """Replica and peer. Peers wait for each other inside a pass: tensor- and context-parallel ranks, and those that
+    exchange tokens with experts, which stand in several data-parallel ranks."""
+    sizes = coords.sizes
+    inside = sizes.tp * sizes.cp
+    spread = max(1, sizes.etp * sizes.ep // math.gcd(sizes.etp * sizes.ep, inside))
+    peer = (coords.dp % spread * sizes.cp + coords.cp) * sizes.tp + coords.tp
+    return coords.dp // spread, peer
+
+
+def schedule_of(metadata: Metadata, forward_only: bool) -> PipelineSchedule:
+    """Raises Unfit where the metadata do not say it, or where Megatron refuses it."""
+    if metadata.schedule is None or not metadata.chunks or not metadata.microbatches:
+        raise Unfit("the files do not say which schedule ran, on which model chunks, or with how many microbatches")
+    try:
+        return PipelineSchedule.checked(
+            metadata.sizes.pp,
+            len(metadata.chunks),
+            metadata.microbatches,
+            name=metadata.schedule,
+            group_size=metadata.microbatch_group_size,
+            forward_only=forward_only,
+        )
+    except ValueError as fault:
+        raise Unfit(f"the schedule cannot be rebuilt: {fault}") from None
+
+
+def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
+    """Whether a sender waits for its receiver, as Megatron's settings have it: unless exchanges overlap with computing,
+    which the interleaved schedule heeds except in forward-only passes."""
+    if metadata.schedule != "interleaved":
+        return metadata.sizes.pp > 1
+    overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
+    return metadata.sizes.pp > 2 and (forward_only or overlap is False)
+
+
+def layers_of(metadata: Metadata) -> tuple[float, ...]:
+    """Of every chunk; NaN where the model did not say."""
+    return tuple(math.nan if chunk.layers is None else float(chunk.layers) for chunk in metadata.chunks)
+
+
+def table_of(
+    job: Job, ranks: Iterable[RankSteps], metadata: Metadata, schedule: PipelineSchedule, *, traced: bool
+) -> Table:
+    """Raises Unfit, see `tabulate`."""
+    return tabulate(
+        list(ranks),
+        schedule,
+        target=job.target,
+        role=job.role,
+        rendezvous=rendezvous_of(metadata, schedule.forward_only),
+        traced=traced,
+    )

@@ -1,0 +1,210 @@
+"""What a pass takes: content of its stage x work of its microbatch x its rank x (1 + what disturbs it).
+
+Logarithms make it a sum. What disturbs only adds, so contents are lower quartiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.diagnosis.policy import DRAWS, QUARTILE
+from megaprof.analysis.diagnosis.table import Floats, Table
+
+#: Standard deviation of normal values by their median absolute deviation (Rousseeuw & Croux 1993).
+_MAD = 1.4826
+
+
+@dataclass(frozen=True)
+class Content:
+    """What passes take undisturbed, [..., s, c, k] in milliseconds; leading axes are draws."""
+
+    whole: Floats
+    """All of it."""
+    unit: Floats
+    """[..., k]: one layer, or what a chunk has in common with the others where layers are not known."""
+    ends: Floats
+    """Embedding on the first chunk, output layer and loss on the last."""
+    stage: Floats
+    """What all chunks of a stage have too much, alike for each layer."""
+    chunk: Floats
+    """What single chunks have too much beside that."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Factors of passes, 1 where nothing is special, each [t, d, ...]."""
+
+    content: Content
+    """Of the run as it was."""
+    draws: Content
+    """Of `policy.DRAWS` draws of its steps and microbatches."""
+    level: Floats
+    """[t, d]: work of a replica in a step, against that of the others."""
+    work: Floats
+    """[t, d, m]: work of a microbatch, against that of the others in its replica and step."""
+    rank: Floats
+    """[t, d, s]: how slow a rank is against those of its stage in other replicas; at least 1."""
+    peer: Floats
+    """[t, d, s, p]: how slow a peer is against the others; at least 1."""
+    own: Floats
+    """[t, d, s, m]: work of a microbatch on one stage alone."""
+    expected: Floats
+    """[t, d, s, c, k, m]: a pass in milliseconds, as usual for all of that."""
+
+
+def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
+    """The model of a run. ``steps`` [draw, any number]: which steps each draw consists of."""
+    log = np.log(np.maximum(table.passes, 1e-9))
+    t, d, s, c, k, m = log.shape
+    usual = _quantile(np.median(log, axis=5).reshape(t * d, s, c, k), QUARTILE, 0)
+    left = log - usual[:, :, :, None]
+    common = _in_common(np.moveaxis(left, 5, 2).reshape(t, d, m, -1))
+    level = np.median(common, axis=2)
+    work = common - level[..., None]
+    spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
+    work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
+    rank = np.zeros((t, d, s))
+    if d > 1:
+        # Where there is no pipeline, a rank is a replica: how slow it is cannot be told from how much work it has.
+        alone = left - (work[:, :, None, None, None, :] + (level[:, :, None, None, None, None] if s > 1 else 0.0))
+        each = np.median(alone, axis=(3, 4, 5))
+        rank = np.maximum(_against_others(each, 1), 0.0)
+    whose = work[:, :, None] + level[:, :, None, None] * (s > 1) + rank[..., None]  # [t, d, s, m]
+    own = _own(log - whose[:, :, :, None, None, :])
+    peer = _peers(table)
+    whose = whose + own + np.log(peer.max(axis=3))[..., None]
+    log = log - whose[:, :, :, None, None, :]
+    content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
+    drawn = _drawn(log, steps, np.random.default_rng(seed))
+    expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
+    return Model(
+        content=divided(content, table.layers),
+        draws=divided(drawn, table.layers, np.random.default_rng(seed + 1)),
+        level=np.exp(level),
+        work=np.exp(work),
+        rank=np.exp(rank),
+        peer=peer,
+        own=np.exp(own),
+        expected=expected,
+    )
+
+
+def divided(content: Floats, layers: Floats, free: np.random.Generator | None = None) -> Content:
+    """``content`` [..., s, c, k] as layers, ends, stages and chunks, with as little as possible in all but layers.
+
+    Two stages of one chunk each with different numbers of layers fit in many ways: what an embedding takes may as well
+    be the layers'. ``free`` draws from what the data cannot tell apart: an embedding that takes up to one layer.
+    """
+    s, c = content.shape[-3:-1]
+    held = np.where(np.isfinite(layers).all(), layers, 1.0)
+    held = np.maximum(held, 1e-9)[:, :, None]
+    each = content / held
+    flat = each.reshape(*content.shape[:-3], s * c, -1)
+    middle = flat[..., 1:-1, :]
+    if s * c > 3:
+        unit = _quantile(middle, 0.5, -2)
+    elif s * c == 3:
+        unit = np.median(flat, axis=-2)
+    else:
+        unit = flat.min(axis=-2)
+        if free is not None and np.ptp(held) > 0:
+            unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
+    over = content - held * unit[..., None, None, :]
+    ends, stage = np.zeros_like(content), np.zeros_like(content)
+    if c > 1:
+        stage = np.maximum((over / held).min(axis=-2, keepdims=True), 0.0) * held
+        over = over - stage
+    if s * c > 1:
+        ends[..., 0, 0, :] = np.maximum(over[..., 0, 0, :], 0.0)
+        ends[..., -1, -1, :] = np.maximum(over[..., -1, -1, :], 0.0)
+    rest = np.maximum(over - ends, 0.0)
+    return Content(content, unit, ends, stage + rest if c == 1 else stage, rest if c > 1 else np.zeros_like(rest))
+
+
+def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator) -> Floats:
+    """[draw, s, c, k]: contents from drawn steps and, within them, blocks of microbatches: bursts hit neighbours."""
+    m = log.shape[-1]
+    length = max(1, round(m**0.5))
+    blocks = random.integers(0, m, (len(steps), -(-m // length)))
+    chosen = (blocks[:, :, None] + np.arange(length)).reshape(len(steps), -1)[:, :m] % m
+    found = []
+    for rows, columns in zip(steps, chosen, strict=True):
+        own = log[rows][..., columns]
+        found.append(_quantile(np.moveaxis(own, (2, 3, 4), (0, 1, 2)).reshape(*log.shape[2:5], -1), QUARTILE, -1))
+    return np.exp(np.stack(found))
+
+
+def _own(log: Floats) -> Floats:
+    """[t, d, s, m]: what the passes of one microbatch on one stage have in common beside all else, as logarithms.
+
+    Forwards and backwards that agree which microbatches are long tell work from a disturbance, which comes and goes in
+    between; where there is one series of passes only, what other stages show is noise. A disturbance only adds: what is
+    longer than others are shorter is cut off.
+    """
+    t, d, s, c, k, m = log.shape
+    flat = np.moveaxis(log, (3, 4), (0, 1)).reshape(c * k, t, d, s, m)
+    flat = flat - np.median(flat, axis=-1, keepdims=True)
+    least = flat.min(axis=(1, 2, 4), keepdims=True)
+    flat = np.clip(flat, least, -least)
+    mean = flat.mean(axis=0)
+    variance = (mean**2).mean(axis=(0, 1, 3))
+    known = c * k > 1
+    noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / (c * k) if known else _lower_median(variance)
+    kept = np.maximum(0.0, 1.0 - noise / np.maximum(variance, 1e-18))
+    found: Floats = mean * kept[:, None]
+    return found
+
+
+def _peers(table: Table) -> Floats:
+    """[t, d, s, p]: by which factor a peer computes longer than the others of its group."""
+    t, d, s, p = table.compute.shape[:4]
+    if p == 1:
+        return np.ones((t, d, s, p))
+    each = np.median(np.log(np.maximum(table.compute, 1e-9)), axis=(4, 5, 6))
+    return np.exp(np.maximum(_against_others(each, 3), 0.0))
+
+
+def _against_others(values: Floats, axis: int) -> Floats:
+    """Each value less the lower median of the others along an axis: of two the median would be half of it."""
+    values = np.moveaxis(values, axis, 0)
+    n = len(values)
+    order = np.sort(values, axis=0)
+    # Without itself the lower median is at (n - 2) // 2 of the others, one further up for those below it.
+    place = (n - 2) // 2
+    others = np.where(values <= order[place], order[place + 1], order[place])
+    found: Floats = np.moveaxis(values - others, 0, axis)
+    return found
+
+
+def _in_common(values: Floats) -> Floats:
+    """Returns the median along the last axis; of two middle values what is between them and nearest to nothing."""
+    low, high = (np.quantile(values, 0.5, axis=-1, method=method) for method in ("lower", "higher"))
+    found: Floats = np.clip(0.0, low, high)
+    return found
+
+
+def _lower_median(values: Floats) -> Floats:
+    return _quantile(values, 0.5, -1)
+
+
+def _quantile(values: Floats, at: float, axis: int | tuple[int, ...]) -> Floats:
+    found: Floats = np.quantile(values, at, axis=axis, method="lower")
+    return found
+
+
+def _shrunk(log: Floats, noise: float) -> Floats:
+    """Logarithms less what noise of this variance alone would show (James and Stein)."""
+    spread = float(np.mean(log**2))
+    return log * max(0.0, 1.0 - noise / spread) if spread > 0 else log
+
+
+def _scatter(values: Floats) -> float:
+    return float(_MAD * np.median(np.abs(values)))
+
+
+def drawn_steps(count: int, random: np.random.Generator) -> npt.NDArray[np.intp]:
+    """[draw, count]: steps drawn with replacement."""
+    return random.integers(0, count, (DRAWS, count))

@@ -1,0 +1,28 @@
+"""What a term that is not neutral is called, from how its excess is spread over kinds of passes and over steps."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.policy import QUARTILE
+from megaprof.analysis.diagnosis.table import Floats
+
+BOTH, FORWARD, BACKWARD, AGAIN = "both", "slow_forward", "slow_backward", "recomputation"
+
+
+def looks(excess: Floats, whole: Floats) -> str:
+    """Returns which kind of pass has the excess [k] of a stage whose passes take ``whole`` [k]. A backward that is
+    longer by one forward computes that again."""
+    if len(excess) == 1:
+        return BOTH
+    forward, backward = float(excess[0]), float(excess[1])
+    if backward > 0 and forward < QUARTILE * backward:
+        return AGAIN if abs(backward - float(whole[0])) < QUARTILE * float(whole[0]) else BACKWARD
+    return FORWARD if forward > 0 and backward < QUARTILE * forward else BOTH
+
+
+def active(gain: Floats) -> np.typing.NDArray[np.bool_]:
+    """Returns in which steps a cause is there: those in which it costs at least half of what it can cost."""
+    much = float(np.quantile(gain, 0.9))
+    found: np.typing.NDArray[np.bool_] = gain > 0.5 * much
+    return found if found.any() else np.ones(len(gain), dtype=bool)

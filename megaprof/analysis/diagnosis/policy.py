@@ -1,0 +1,21 @@
+"""Every number that decides what is named; other numbers of this room are facts of a format."""
+
+from __future__ import annotations
+
+#: A cause is named when it surely costs more than this part of the step.
+LEAST = 0.02
+#: Surely: the lower end of a two-sided interval of 90 %, in standard errors.
+LEVEL = 1.645
+#: What a pass costs when nothing disturbs it: this quantile, because disturbances only add.
+QUARTILE = 0.25
+#: A pipeline is filled and drained at no cost that matters with this many microbatches for each stage (GPipe, Huang et
+#: al. 2019, section 4: "negligible when M >= 4 K").
+FILLED = 4
+#: Draws of steps and microbatches.
+DRAWS = 24
+#: Steps that are looked into, evenly spread over the run: what a report has time for.
+STEPS = 48
+#: Milliseconds that opening a profiler may add to the first pass of a step, as measured with Kineto on a CPU.
+OPENING_MS = 10.0
+#: What a replay with changed times is wrong by, as a part of what it gains, on pipelines whose gains are known.
+REPLAYED = 0.02

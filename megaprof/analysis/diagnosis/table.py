@@ -1,0 +1,271 @@
+"""The table of passes: what every rank did in every step, as arrays with named axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.parallel.schedules import PipelineSchedule
+
+Floats = npt.NDArray[np.float64]
+
+
+#: Bits that tell the calls of one step apart: a step's number is above them.
+CALLS = 16
+
+
+class Unfit(Exception):
+    """What was recorded cannot be laid out as a table of passes; the message says why."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One pipeline job. Times are milliseconds; what was not recorded is NaN.
+
+    Axes: ``t`` step, ``d`` replica (pipelines that work side by side), ``s`` stage, ``p`` peer (ranks of one stage and
+    replica that wait for each other inside a pass), ``c`` model chunk, ``k`` kind of pass (`PipelineSchedule.kinds`),
+    ``m`` microbatch.
+    """
+
+    target: str
+    """What ran, such as ``train_actor``."""
+    role: str | None
+    """The model's role, where it has one."""
+    schedule: PipelineSchedule
+    """Who runs what in which order."""
+    rendezvous: bool | None
+    """Whether a sender waits for its receiver, as far as the metadata tell; None where they do not."""
+    traced: bool
+    """Whether a profiler was open, which takes time at the beginning of a step."""
+    steps: npt.NDArray[np.int64]
+    """[t]: numbers of the steps."""
+    ranks: npt.NDArray[np.int64]
+    """[d, s, p]: global ranks."""
+    hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
+    """[d][s][p]: their hosts."""
+    layers: Floats
+    """[s, c]: decoder layers; NaN where nobody says."""
+    start: Floats
+    """[t, d, s, c, k, m]: when each pass began, since the first rank entered the step."""
+    end: Floats
+    """[t, d, s, c, k, m]: when it ended."""
+    compute: Floats
+    """[t, d, s, p, c, k, m]: how long each peer computed for it."""
+    exposed: Mapping[str, Floats]
+    """Group: [t, d, s, c, k, m], its communication that nothing hid."""
+    idle: Floats
+    """[t, d, s, c, k, m]: how long the GPU waited for the host in it."""
+    entry: Floats
+    """[t, d, s]: when each rank entered the step."""
+    reduction: Floats
+    """[t]: how long the step went on for gradients behind the last pass."""
+    length: Floats
+    """[t]: the step, from the first rank's entry to the end of the reduction."""
+    clocks: bool
+    """Whether all stages are on one clock: without it there are no entries and no links."""
+
+    @property
+    def passes(self) -> Floats:
+        """[t, d, s, c, k, m]: how long each pass took."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank recorded, in milliseconds on the clock of its host.
+
+    ``start``, ``end``, ``compute``, ``idle`` and ``exposed`` by group are [t, c, k, m], NaN where a pass was not
+    recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients. ``steps``
+    [t] are numbers with the call of the step in their lowest `CALLS` bits.
+    """
+
+    rank: int
+    stage: int
+    replica: int
+    peer: int
+    host: str | None
+    layers: tuple[float, ...]
+    steps: npt.NDArray[np.int64]
+    start: Floats
+    end: Floats
+    compute: Floats
+    idle: Floats
+    exposed: Mapping[str, Floats]
+    enter: Floats
+    reduced: Floats
+    device: bool = False
+    """Whether its clock is the GPU's, which begins a step later than the host."""
+
+
+def tabulate(
+    ranks: Sequence[RankSteps],
+    schedule: PipelineSchedule,
+    *,
+    target: str,
+    role: str | None,
+    rendezvous: bool | None,
+    traced: bool,
+) -> Table:
+    """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
+    common = sorted(set.intersection(*(set(r.steps.tolist()) for r in ranks)))
+    if not common:
+        raise Unfit("no step was recorded by all ranks")
+    order, positions = _places(ranks, schedule.stages)
+
+    def stacked(name: str) -> Floats:
+        """[t, d, s, p, ...] of one array of every rank."""
+        rows = [getattr(r, name)[np.searchsorted(r.steps, common)] for r in order]
+        return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
+
+    start, end = stacked("start"), stacked("end")
+    whole = np.isfinite(end - start).reshape(len(common), -1).all(axis=1)
+    if not whole.any():
+        raise Unfit("no step was recorded whole")
+    enter, reduced = stacked("enter"), stacked("reduced")
+    shift, clocks = _one_clock(order, positions, schedule, start, end, reduced)
+    wide = shift[..., None, None, None]
+    start, end, enter, reduced = start + wide, end + wide, enter + shift, reduced + shift
+    device = any(r.device for r in order)
+    if device or not clocks:  # when the GPU begins a step says nothing about the host
+        enter = np.fmin.reduce(start, axis=(-3, -2, -1))
+    first = np.min(enter, axis=(1, 2, 3))
+    last = np.fmax.reduce(end.reshape(len(common), -1), axis=1)
+    done = np.fmax(last, np.fmax.reduce(reduced.reshape(len(common), -1), axis=1))
+    groups = sorted({group for r in order for group in r.exposed})
+    exposed = {}
+    for group in groups:
+        none = np.zeros_like(order[0].start)
+        rows = [np.asarray(r.exposed.get(group, none))[np.searchsorted(r.steps, common)] for r in order]
+        table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
+        # Of peers that wait for each other the last one to come waits for nobody.
+        exposed[group] = table.min(axis=3)[whole]
+    since = first[:, None, None, None, None, None]
+    entry = enter.max(axis=3) - first[:, None, None] if clocks and not device else np.full(enter.shape[:3], np.nan)
+    return Table(
+        target=target,
+        role=role,
+        schedule=schedule,
+        rendezvous=rendezvous,
+        traced=traced,
+        steps=np.array(common)[whole] >> CALLS,
+        ranks=np.array([r.rank for r in order]).reshape(positions),
+        hosts=_nested([r.host for r in order], positions),
+        layers=np.array([r.layers for r in order], dtype=float).reshape(*positions, -1)[0, :, 0],
+        start=(start.min(axis=3) - since)[whole],
+        end=(end.max(axis=3) - since)[whole],
+        compute=stacked("compute")[whole],
+        exposed=exposed,
+        idle=stacked("idle").min(axis=3)[whole],
+        entry=entry[whole],
+        reduction=(done - last)[whole],
+        length=(done - first)[whole],
+        clocks=clocks,
+    )
+
+
+def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], tuple[int, int, int]]:
+    """The ranks of whole replicas in the order of replica, stage and peer, and how many there are of each."""
+    by_replica: dict[int, dict[tuple[int, int], RankSteps]] = {}
+    for each in ranks:
+        by_replica.setdefault(each.replica, {})[each.stage, each.peer] = each
+    peers = {place[1] for own in by_replica.values() for place in own}
+    wanted = {(stage, peer) for stage in range(stages) for peer in peers}
+    whole = {replica: own for replica, own in sorted(by_replica.items()) if set(own) == wanted}
+    if not whole:
+        # One peer of each stage is enough for a pipeline.
+        whole = {}
+        for replica, own in sorted(by_replica.items()):
+            first = {stage: min(peer for s, peer in own if s == stage) for stage in {s for s, _ in own}}
+            if set(first) == set(range(stages)):
+                whole[replica] = {(stage, 0): own[stage, peer] for stage, peer in first.items()}
+        peers = {0}
+    if not whole:
+        captured = len({each.stage for each in ranks})
+        raise Unfit(f"{captured} of {stages} stages were recorded")
+    order = [own[place] for own in whole.values() for place in sorted(own)]
+    return order, (len(whole), stages, len(peers))
+
+
+def _nested(items: Sequence[str | None], shape: tuple[int, int, int]) -> tuple[tuple[tuple[str | None, ...], ...], ...]:
+    d, s, p = shape
+    return tuple(tuple(tuple(items[(i * s + j) * p + n] for n in range(p)) for j in range(s)) for i in range(d))
+
+
+def _one_clock(
+    order: Sequence[RankSteps],
+    shape: tuple[int, int, int],
+    schedule: PipelineSchedule,
+    start: Floats,
+    end: Floats,
+    reduced: Floats,
+) -> tuple[Floats, bool]:
+    """What to add to the times of each rank, [t, d, s, p], and whether that puts all of them on one clock.
+
+    No pass begins before its input was made: forwards bound the difference of two neighbours' clocks from one side,
+    backwards from the other. Pipelines are put beside each other by the end of their gradient reduction, which is one
+    collective.
+    """
+    d, s, p = shape
+    shift = np.zeros((len(start), d, s, p))
+    device = any(r.device for r in order)
+    hosts = np.array([r.host if r.host is not None else f"rank {r.rank}" for r in order], dtype=object).reshape(shape)
+    if not device and len(set(hosts.flat)) == 1:
+        return shift, True
+    for stage in range(1, s):
+        between = _between(start[:, :, :, 0], end[:, :, :, 0], stage, schedule, each_step=device)
+        same = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
+        shift[:, :, stage] = (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
+    if d > 1:
+        ends = reduced[:, :, 0, 0] + shift[:, :, 0, 0]
+        apart = ends[:, :1] - ends
+        apart = apart if device else np.median(apart, axis=0, keepdims=True)
+        same = (hosts[:, 0, 0] == hosts[0, 0, 0]) & (not device)
+        shift += np.where(same[None, :], 0.0, apart)[..., None, None]
+    if np.isfinite(shift).all():
+        return shift, True
+    # Without a common clock each rank's step begins when it enters it itself.
+    alone = -np.fmin.reduce(start, axis=(-3, -2, -1))
+    return alone, False
+
+
+def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule, *, each_step: bool) -> Floats:
+    """What the clock of a stage must be moved by against that of the stage before, [t or 1, d]; NaN where passes go one
+    way only. ``start``, ``end``: [t, d, s, c, k, m].
+
+    The two quickest messages bound it from below and above. A bound is the truth, less the transfer, where its receiver
+    had been waiting, and may be far off where it had not; so each counts as the receiver's wait, and two waits for
+    transfers alone meet in the middle.
+    """
+    if "backward" not in schedule.kinds:
+        return np.full((1, start.shape[1]), np.nan)
+    bounds, waits = [], []
+    for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
+        slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
+        before = _ends_before(start[:, :, receiver], end[:, :, receiver])[:, :, :, kind]
+        t, d = slack.shape[:2]
+        slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - before).reshape(t, d, -1)
+        if not each_step:
+            slack, waited = (np.moveaxis(x, 0, 1).reshape(1, d, -1) for x in (slack, waited))
+        quickest = np.nanargmin(slack, axis=2)[..., None]
+        bounds.append(np.take_along_axis(slack, quickest, axis=2)[..., 0])
+        waits.append(np.take_along_axis(waited, quickest, axis=2)[..., 0])
+    low, high = -bounds[0], bounds[1]
+    width = np.maximum(high - low, 1e-9)
+    of_low, of_high = (np.clip(wait, 1e-9, width / 2) for wait in waits)
+    found: Floats = (low * of_low + high * of_high) / (of_low + of_high)
+    return found
+
+
+def _ends_before(start: Floats, end: Floats) -> Floats:
+    """Of every pass when the one before it on the same rank ended; its own start for the first. [t, d, c, k, m]."""
+    t, d = start.shape[:2]
+    flat, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
+    order = np.argsort(flat, axis=2)
+    shifted = np.take_along_axis(ends, order, axis=2)
+    shifted = np.concatenate((np.take_along_axis(flat, order[..., :1], axis=2), shifted[..., :-1]), axis=2)
+    found = np.empty_like(flat)
+    np.put_along_axis(found, order, shifted, axis=2)
+    return found.reshape(start.shape)

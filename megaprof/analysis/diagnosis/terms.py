@@ -1,0 +1,216 @@
+"""The terms of a step that may not be neutral, and the step in which each alone is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.naming import BOTH, looks
+from megaprof.analysis.diagnosis.policy import LEAST, OPENING_MS
+from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.view import View
+
+Change = Callable[[View], View]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term. ``change`` makes it neutral; where ``replica`` is given, in that replica alone."""
+
+    kind: str
+    change: Change
+    stage: int | None = None
+    chunk: int | None = None
+    replica: int | None = None
+    ranks: tuple[int, ...] = ()
+    group: str | None = None
+    link: tuple[int, int] | None = None
+    fitted: bool = False
+    """Whether it rests on contents, which are estimated."""
+    once: bool = False
+    """Whether a step shows it once, and not in every microbatch."""
+    doubt_ms: float = 0.0
+    """What may be in it that is none of it."""
+
+
+def terms(table: Table, view: View, step_ms: float) -> list[Term]:
+    """Every term that could cost enough: no change gains more than what it takes out of passes."""
+    return [
+        *_of_content(table, view),
+        *_of_microbatches(table, view),
+        *_of_ranks(table, view, step_ms),
+        *_of_exchanges(table),
+        *_of_entries(table, view, step_ms),
+        *_of_passes(table, view),
+    ]
+
+
+def _of_content(table: Table, view: View) -> Iterator[Term]:
+    s, c = table.layers.shape
+    if np.isfinite(table.layers).all() and np.ptp(table.layers) > 0:
+        share = (table.layers.mean() - table.layers)[:, :, None]
+        of_stage = table.layers.sum(axis=1)
+        stage = int(of_stage.argmax()) if np.ptp(of_stage) > 0 else None
+        yield Term(
+            "layers", lambda v: v.holding(v.now + share * v.content.unit[:, None, None, :]), stage=stage, fitted=True
+        )
+    if s * c == 1:
+        return
+    for stage, chunk in ((0, 0), (s - 1, c - 1)):
+
+        def spread(v: View, stage: int = stage, chunk: int = chunk) -> View:
+            own = v.content.ends[:, stage, chunk]
+            new = v.now.copy()
+            new[:, stage, chunk] -= own
+            # Embedding and loss must be somewhere; what makes one kind of pass long need not be.
+            somewhere = looks(own.mean(axis=0), v.content.whole[:, stage].sum(axis=1).mean(axis=0)) == BOTH
+            return v.holding(new + somewhere * own[:, None, None, :] / (s * c))
+
+        yield Term("ends", spread, stage=stage, chunk=chunk, fitted=True)
+    for stage in range(s):
+
+        def usual(v: View, stage: int = stage) -> View:
+            new = v.now.copy()
+            new[:, stage] -= v.content.stage[:, stage]
+            return v.holding(new)
+
+        yield Term("stage", usual, stage=stage, fitted=True)
+        for chunk in range(c) if c > 1 else ():
+
+            def like_others(v: View, stage: int = stage, chunk: int = chunk) -> View:
+                new = v.now.copy()
+                new[:, stage, chunk] -= v.content.chunk[:, stage, chunk]
+                return v.holding(new)
+
+            yield Term("chunk", like_others, stage=stage, chunk=chunk, fitted=True)
+
+
+def _of_microbatches(table: Table, view: View) -> Iterator[Term]:
+    d, s = table.entry.shape[1:]
+
+    def even(v: View) -> View:
+        factor = v.work.mean(axis=-1, keepdims=True) / v.work
+        return v.scaled(factor[:, :, None, None, None, :], work=np.ones_like(v.work))
+
+    yield Term("uneven_microbatches", even)
+    for stage in range(s):
+
+        def alike(v: View, stage: int = stage) -> View:
+            factor = np.ones_like(v.own)
+            factor[:, :, stage] = v.own[:, :, stage].mean(axis=-1, keepdims=True) / v.own[:, :, stage]
+            return v.scaled(factor[:, :, :, None, None, :], own=v.own * factor)
+
+        yield Term("uneven_microbatches", alike, stage=stage)
+    if d > 1:
+
+        def equal(v: View) -> View:
+            factor = v.level.mean(axis=1, keepdims=True) / v.level
+            rank = np.ones_like(v.rank) if s == 1 else v.rank
+            return v.scaled(factor[:, :, None, None, None, None], level=np.ones_like(v.level), rank=rank)
+
+        yield Term("unequal_replicas", equal, once=True)
+
+
+def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
+    d, s, p = table.ranks.shape
+    of_rank = view.state.passes.sum(axis=(3, 4, 5))  # [n, d, s]
+    least = LEAST * step_ms
+    if d > 1:
+        for replica, stage in np.argwhere((of_rank * (1.0 - 1.0 / view.rank)).mean(axis=0) >= least).tolist():
+
+            def mended(v: View, stage: int = stage) -> View:
+                factor = np.ones_like(v.rank)
+                factor[:, :, stage] = 1.0 / v.rank[:, :, stage]
+                level = v.level * factor[:, :, 0] if s == 1 else v.level
+                return v.scaled(factor[..., None, None, None], rank=v.rank * factor, level=level)
+
+            ranks = tuple(table.ranks[replica, stage].tolist())
+            yield Term("slow_rank", mended, stage=stage, replica=replica, ranks=ranks, once=True)
+    if p > 1:
+        lost = of_rank[..., None] * (1.0 - 1.0 / view.peer)
+        for replica, stage, peer in np.argwhere(lost.mean(axis=0) >= least).tolist():
+
+            def like_peers(v: View, stage: int = stage, peer: int = peer) -> View:
+                factor = np.ones_like(v.rank)
+                factor[:, :, stage] = 1.0 / v.peer[:, :, stage, peer]
+                return v.scaled(factor[..., None, None, None])
+
+            yield Term(
+                "slow_rank",
+                like_peers,
+                stage=stage,
+                replica=replica,
+                ranks=(int(table.ranks[replica, stage, peer]),),
+                once=True,
+            )
+
+
+def _of_exchanges(table: Table) -> Iterator[Term]:
+    s = table.entry.shape[2]
+    if s == 1 or not table.clocks:
+        return
+    wraps = table.schedule.chunks > 1 and s > 2
+    count = s if wraps else s - 1
+    for stage in range(count):
+
+        def quick(v: View, stage: int = stage) -> View:
+            others = np.delete(v.state.link[..., :count], stage, axis=-1)
+            usual = np.median(others, axis=-1) if others.size else np.zeros(v.state.link.shape[:-1])
+            link = v.state.link.copy()
+            link[..., stage] = np.minimum(link[..., stage], usual)
+            return v.waiting(link=link)
+
+        yield Term("slow_link", quick, stage=stage, link=(stage, (stage + 1) % s))
+    if count > 1:
+
+        def at_once(v: View) -> View:
+            # What all links have in common: a single slow one has a term of its own.
+            usual = np.quantile(v.state.link[..., :count], 0.5, axis=-1, keepdims=True, method="lower")
+            return v.waiting(link=np.maximum(v.state.link - usual, 0.0))
+
+        yield Term("communication", at_once, group="pp")
+
+
+def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
+    late = (view.state.entry - view.timely).mean(axis=0)
+    for replica, stage in np.argwhere(late >= LEAST * step_ms).tolist():
+
+        def timely(v: View, stage: int = stage) -> View:
+            entry = v.state.entry.copy()
+            entry[:, :, stage] = v.timely[:, :, stage]
+            return v.waiting(entry=entry)
+
+        ranks = tuple(table.ranks[replica, stage].tolist())
+        yield Term("late_entry", timely, stage=stage, replica=replica, ranks=ranks, once=True)
+
+
+def _of_passes(table: Table, view: View) -> Iterator[Term]:
+    for group in view.exposed:
+
+        def hidden(v: View, group: str = group) -> View:
+            return v.less(v.exposed[group])
+
+        yield Term("communication", hidden, group=group)
+    if view.idle.any():
+        yield Term("host_bound", lambda v: v.less(v.idle))
+    if view.state.tail.any():
+        yield Term("communication", lambda v: v.waiting(tail=np.zeros_like(v.state.tail)), group="dp", once=True)
+
+    def first(v: View) -> View:
+        passes = v.state.passes.copy()
+        passes[:, :, 0, 0, 0, 0] = np.maximum(passes[:, :, 0, 0, 0, 0] - v.first, 0.0)
+        return replace(v, state=replace(v.state, passes=passes), first=np.zeros_like(v.first))
+
+    yield Term("data_wait", first, stage=0, once=True, doubt_ms=OPENING_MS if table.traced else 0.0)
+    if view.stalled.any():
+        yield Term("stalls", _unstalled, once=True)
+
+
+def _unstalled(v: View) -> View:
+    flat = v.state.passes.reshape(*v.stalling.shape, -1).copy()
+    own = np.take_along_axis(flat, v.stalling[..., None], axis=-1)
+    np.put_along_axis(flat, v.stalling[..., None], np.maximum(own - v.stalled[..., None], 0.0), axis=-1)
+    passes: Floats = flat.reshape(v.state.passes.shape)
+    return replace(v, state=replace(v.state, passes=passes), stalled=np.zeros_like(v.stalled))

@@ -1,0 +1,157 @@
+"""What terms change and a replay evaluates: some steps of a run, each with the model of what its passes are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.diagnosis.model import Content, Model
+from megaprof.analysis.diagnosis.policy import QUARTILE
+from megaprof.analysis.diagnosis.state import State
+from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.simulation.replay import Replay
+
+
+@dataclass(frozen=True)
+class View:
+    """Arrays have ``n`` steps as their first axis, and replicas as the second one; see `State` and `Model` for them."""
+
+    state: State
+    now: Floats
+    """[n, s, c, k]: contents as far as terms are neutral already."""
+    content: Content
+    """Contents as they were, likewise."""
+    level: Floats
+    work: Floats
+    rank: Floats
+    peer: Floats
+    own: Floats
+    timely: Floats
+    """[n, d, s]: when the ranks would have entered together with the others."""
+    first: Floats
+    """[n, d]: by how much the first pass of the first stage is longer than it should be."""
+    stalled: Floats
+    """[n, d, s]: by how much one pass of a step is longer than the longest one of the usual steps."""
+    stalling: npt.NDArray[np.intp]
+    """[n, d, s]: which one, in a flattened [c, k, m]."""
+    exposed: Mapping[str, Floats]
+    idle: Floats
+
+    def at(self, rows: npt.NDArray[np.intp], content: Content | None = None) -> View:
+        """Those of its steps, with their own contents or others."""
+        own = _rows(self.content, rows) if content is None else content
+        ratio = self.now[rows] / self.content.whole[rows]
+        per_step = {name: getattr(self, name)[rows] for name in _PER_STEP}
+        exposed = {group: each[rows] for group, each in self.exposed.items()}
+        return View(self.state.at(rows), own.whole * ratio, own, exposed=exposed, **per_step)
+
+    def of(self, replica: int) -> View:
+        """One replica alone."""
+        one = slice(replica, replica + 1)
+        state = State(self.state.passes[:, one], self.state.entry[:, one], self.state.link[:, one], self.state.tail)
+        per_step = {name: getattr(self, name)[:, one] for name in _PER_STEP}
+        exposed = {group: each[:, one] for group, each in self.exposed.items()}
+        return View(state, self.now, self.content, exposed=exposed, **per_step)
+
+    def joined(self, replica: int, other: View) -> View:
+        """With another view of one replica in its place."""
+        one = slice(replica, replica + 1)
+        state = State(
+            _put(self.state.passes, one, other.state.passes),
+            _put(self.state.entry, one, other.state.entry),
+            _put(self.state.link, one, other.state.link),
+            self.state.tail,
+        )
+        per_step: dict[str, Any] = {name: _put(getattr(self, name), one, getattr(other, name)) for name in _PER_STEP}
+        return replace(self, state=state, **per_step)
+
+    def scaled(self, factor: Floats, **neutral: Any) -> View:
+        """With passes that take ``factor`` times as long, and factors that are neutral now."""
+        return replace(self, state=replace(self.state, passes=self.state.passes * factor), **neutral)
+
+    def holding(self, now: Floats) -> View:
+        """With other contents."""
+        now = np.maximum(now, 0.0)
+        return self.scaled((now / np.maximum(self.now, 1e-9))[:, None, ..., None], now=now)
+
+    def less(self, passes: Floats) -> View:
+        """With shorter passes."""
+        left = np.maximum(self.state.passes - passes, 0.0)
+        return replace(self, state=replace(self.state, passes=left))
+
+    def waiting(self, **changes: Any) -> View:
+        """With other entries, links or tails."""
+        return replace(self, state=replace(self.state, **changes))
+
+    def pipelines_ms(self, replay: Replay) -> Floats:
+        """Returns [n, d]: how long every replica takes, before gradients are reduced."""
+        return replay.step_ms(self.state.passes, entry=self.state.entry, link=self.state.link)
+
+
+_PER_STEP = ("level", "work", "rank", "peer", "own", "timely", "first", "stalled", "stalling", "idle")
+
+
+def _put(values: Floats, where: slice, new: Floats) -> Floats:
+    """A copy with some replicas' values replaced; the same array where these are what they were."""
+    if np.shares_memory(values, new):
+        return values
+    found = values.copy()
+    found[:, where] = new
+    return found
+
+
+def viewed(table: Table, state: State, model: Model) -> View:
+    """The whole run."""
+    n, d, s = state.entry.shape
+    flat = state.entry.reshape(n, -1)
+    others = _median_of_others(flat).reshape(n, d, s) if flat.shape[1] > 1 else state.entry
+    over = state.passes - model.expected
+    first = over[:, :, 0, 0, 0, 0] - (np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else 0.0)
+    over = over.copy()
+    over[:, :, 0, 0, 0, 0] = 0.0
+    each = over.reshape(n, d, s, -1)
+    stalling = each.argmax(axis=-1)
+    longest = np.take_along_axis(each, stalling[..., None], axis=-1)[..., 0]
+    usual = np.quantile(longest, 1.0 - QUARTILE, axis=0, method="higher")
+    rows = np.zeros(n, dtype=np.intp)
+    whole = _rows(Content(**{name: getattr(model.content, name)[None] for name in _PARTS}), rows)
+    return View(
+        state,
+        whole.whole,
+        whole,
+        level=model.level,
+        work=model.work,
+        rank=model.rank,
+        peer=model.peer,
+        own=model.own,
+        timely=np.minimum(state.entry, others),
+        first=np.maximum(first, 0.0),
+        stalled=np.maximum(longest - np.maximum(usual, 0.0), 0.0),
+        stalling=stalling,
+        exposed=table.exposed,
+        idle=table.idle,
+    )
+
+
+_PARTS = ("whole", "unit", "ends", "stage", "chunk")
+
+
+def _rows(content: Content, rows: npt.NDArray[np.intp]) -> Content:
+    return Content(**{name: getattr(content, name)[rows] for name in _PARTS})
+
+
+def _median_of_others(values: Floats) -> Floats:
+    """[n, r]: of each value the median of the others in its row."""
+    order = np.sort(values, axis=1)
+    r = values.shape[1]
+    low, high = (r - 2) // 2, (r - 1) // 2  # of the r - 1 others
+
+    def other(place: int) -> Floats:
+        here, following = order[:, place][:, None], order[:, min(place + 1, r - 1)][:, None]
+        return np.where(values <= here, following, here)
+
+    return (other(low) + other(high)) / 2

@@ -1,0 +1,111 @@
+"""Orders of passes that fill the bubble with the halves of backwards that make the gradients of weights.
+
+Megatron-Core does not have these schedules; torch does, and torchtitan runs them. Source of the orders:
+``torch/distributed/pipelining/schedules.py`` (2.13), which the tests compare them with. ``zb_h1`` and ``zbv`` are ZB-H1
+and ZB-V (Qi et al. 2023, arXiv 2401.10241; in torch ``InterleavedZeroBubble`` with one chunk a stage, and
+``ZBVZeroBubble``), and ``dualpipev`` is DeepSeek's DualPipeV (``DualPipeV``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+Order = list[tuple[tuple[str, int, int], ...]]
+"""Turns of one stage; each pass has a kind, a model chunk and a microbatch."""
+
+_KINDS = {"F": "forward", "B": "backward", "W": "weight"}
+
+
+class _Turns:
+    """A stage's turns in the making: each pass is of the next microbatch of its kind and chunk."""
+
+    def __init__(self) -> None:
+        self.found: Order = []
+        self.count: Counter[str] = Counter()
+
+    def add(self, *each: str) -> None:
+        """One turn of passes such as ``F0``: kind and chunk."""
+        self.found.append(tuple((_KINDS[name[0]], int(name[1:]), self.count[name]) for name in each))
+        self.count.update(each)
+
+    def repeat(self, times: int, *each: str) -> None:
+        """Several times a turn of each pass."""
+        for name in each * times:
+            self.add(name)
+
+
+def _zb_h1(stages: int, microbatches: int, stage: int) -> Order:
+    """1F1B, in which a stage's weight halves stay behind by as many microbatches as there are stages before it."""
+    order, count = _Turns(), microbatches
+    for _ in range(min(stages - 1 - stage, count)):
+        order.add("F0")
+    for index in range(count):
+        if order.count["F0"] < count:
+            order.add("F0")
+        order.add("B0")
+        if index >= stage:
+            order.add("W0")
+    while order.count["W0"] < count:
+        order.add("W0")
+    return order.found
+
+
+def _zbv(stages: int, microbatches: int, stage: int) -> Order:
+    """ZB-V for passes that all take equally long; laid out for at least 2 * stages - 1 microbatches."""
+    order, ahead = _Turns(), stages - stage
+    count = max(2 * stages - 1, microbatches)
+
+    order.repeat(2 * ahead - 1, "F0")
+    order.repeat(stage, "F1", "F0")
+    order.repeat(ahead, "F1", "B1", "W1")
+    while order.count["F1"] < count:
+        if order.count["F0"] < count:
+            order.add("F0")
+        order.repeat(1, "B0", "W0", "F1", "B1", "W1")
+    order.repeat(stage, "B0", "B1")
+    order.repeat(ahead, "B0", "W0")
+    order.repeat(count - order.count["W1"], "W1")
+    order.repeat(count - order.count["W0"], "W0")
+    return [turn for turn in order.found if turn[0][2] < microbatches]
+
+
+def _dualpipev(stages: int, microbatches: int, stage: int) -> Order:
+    """In its middle a forward and a whole backward of the other chunk run as one."""
+    order, ahead = _Turns(), stages - stage - 1
+    later: deque[str] = deque()  # weight halves that are still to run
+
+    def backward(chunk: int, *, split: bool) -> None:
+        if split:
+            order.add(f"B{chunk}")
+            later.append(f"W{chunk}")
+        else:
+            order.add(f"B{chunk}", f"W{chunk}")
+
+    order.repeat(2 * ahead, "F0")
+    order.repeat(stage + 1, "F0", "F1")
+    order.repeat(ahead, "B1", "W1", "F1")
+    for index in range(microbatches - 2 * stages + stage + 1):
+        if index == 0 and ahead == 0:
+            order.add("F0")
+            backward(1, split=False)
+        else:
+            order.add("F0", "B1", "W1")
+        order.add("F1", "B0", "W0")
+    for _ in range(ahead):
+        backward(1, split=False)
+        order.add("F1", "B0", "W0")
+    # The second half of the last backwards is split.
+    for index in range(2 * (stage + 1)):
+        backward(1 - index % 2, split=index > stage)
+    for _ in range(ahead):
+        if later:
+            order.add(later.popleft())
+        backward(0, split=True)
+    while later:
+        order.add(later.popleft())
+    return order.found
+
+
+#: The order of turns by name, from the number of stages, of microbatches, and the stage.
+ORDERS: dict[str, Callable[[int, int, int], Order]] = {"zb_h1": _zb_h1, "zbv": _zbv, "dualpipev": _dualpipev}

@@ -1,0 +1,210 @@
+"""Pipelines with a known fault, simulated by code that shares nothing with the analysis: names and prices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, diagnose
+from megaprof.analysis.diagnosis.files import tables_in
+from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.table import Table, Unfit
+from tests.analysis.truth.files import write
+from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
+
+HEALTHY = Pipeline(
+    seed=(7, 1),
+    recording="timeline",
+    stages=4,
+    chunks=1,
+    replicas=1,
+    peers=1,
+    microbatches=16,
+    steps=6,
+    forward_only=False,
+    layers=((4,), (4,), (4,), (4,)),
+    layer_ms=3.0,
+    ratio=2.0,
+    noise=0.01,
+    adds=False,
+    load=0.0,
+    burst_ms=20.0,
+    together=False,
+    apart=False,
+    buffered=False,
+    link_ms=0.05,
+    tail_ms=0.5,
+    jitter_ms=0.05,
+)
+TWICE = replace(HEALTHY, chunks=2, layers=((2, 2),) * 4)
+REPLICAS = replace(HEALTHY, replicas=3)
+LONG = replace(REPLICAS, steps=40)
+GPU = replace(HEALTHY, recording="gpu trace", steps=3)
+CPU = replace(HEALTHY, recording="cpu trace", steps=3)
+ALONE = replace(HEALTHY, stages=1, layers=((4,),), replicas=4, steps=20)
+
+
+def table_of(pipeline: Pipeline, directory) -> Table:
+    priced = Priced(pipeline)
+    write(pipeline, priced.run(priced.all), directory)
+    (table,) = tables_in(directory).values()
+    if isinstance(table, Unfit):
+        raise table
+    return table
+
+
+def diagnosis_of(pipeline: Pipeline, directory) -> Diagnosis:
+    return diagnose(table_of(pipeline, directory))
+
+
+def place(cause: Cause) -> tuple:
+    return cause.kind, cause.stage, cause.chunk, cause.ranks, cause.group
+
+
+def with_layers(pipeline: Pipeline, *layers: int) -> Pipeline:
+    return replace(pipeline, layers=tuple((n,) for n in layers))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "fault", "expected"),
+    [
+        (with_layers(HEALTHY, 4, 6, 4, 4), Fault("layers", 2, stage=1), ("layers", 1, None, (), None)),
+        (HEALTHY, Fault("embedding_or_loss", 5.0, stage=3), ("embedding_or_loss", 3, None, (), None)),
+        (GPU, Fault("embedding_or_loss", 5.0, stage=0), ("embedding_or_loss", 0, None, (), None)),
+        (HEALTHY, Fault("recomputation", 1.0, stage=2), ("recomputation", 2, None, (), None)),
+        (HEALTHY, Fault("slow_backward", 1.25, stage=1), ("slow_backward", 1, None, (), None)),
+        (CPU, Fault("slow_forward", 1.8, stage=1), ("slow_forward", 1, None, (), None)),
+        (HEALTHY, Fault("slow_stage", 1.2, stage=2), ("unexplained", 2, None, (), None)),
+        (TWICE, Fault("slow_chunk", 1.6, stage=1, chunk=1), ("slow_chunk", 1, 1, (), None)),
+        (TWICE, Fault("slow_stage", 1.2, stage=0), ("unexplained", 0, None, (), None)),
+        (REPLICAS, Fault("slow_rank", 1.3, stage=2, replica=1), ("slow_rank", 2, None, (7,), None)),
+        (
+            replace(CPU, peers=2),
+            Fault("slow_rank", 1.3, stage=1, replica=0, peer=1),
+            ("slow_rank", 1, None, (3,), None),
+        ),
+        (HEALTHY, Fault("slow_link", 6.0, stage=1), ("slow_link", 1, None, (), None)),
+        (replace(HEALTHY, apart=True), Fault("slow_link", 6.0, stage=2), ("slow_link", 2, None, (), None)),
+        (replace(HEALTHY, buffered=True), Fault("slow_link", 6.0, stage=0), ("slow_link", 0, None, (), None)),
+        (HEALTHY, Fault("late_entry", 80.0, stage=2, replica=0), ("late_entry", 2, None, (2,), None)),
+        (HEALTHY, Fault("data_wait", 90.0, stage=0), ("data_wait", 0, None, (), None)),
+        (GPU, Fault("data_wait", 90.0, stage=0), ("data_wait", 0, None, (), None)),
+        (HEALTHY, Fault("uneven_microbatches", 0.4), ("uneven_microbatches", None, None, (), None)),
+        (HEALTHY, Fault("uneven_microbatches", 0.5, stage=1), ("uneven_microbatches", 1, None, (), None)),
+        (GPU, Fault("communication", 0.3, group="tp"), ("communication", None, None, (), "tp")),
+        (CPU, Fault("communication", 0.3, group="ep"), ("communication", None, None, (), "ep")),
+        (REPLICAS, Fault("communication", 100.0, group="dp"), ("communication", None, None, (), "dp")),
+        (GPU, Fault("host_bound", 0.4), ("host_bound", None, None, (), None)),
+        (LONG, Fault("stalls", 400.0), ("stalls", None, None, (), None)),
+        (LONG, Fault("unequal_replicas", 0.2), ("unequal_replicas", None, None, (), None)),
+        (ALONE, Fault("slow_rank", 1.3, stage=0, replica=2), ("slow_rank", 0, None, (2,), None)),
+    ],
+    ids=lambda each: each.kind if isinstance(each, Fault) else "",
+)
+def test_one_fault_is_named_alone_with_its_place_and_its_price(pipeline, fault, expected, tmp_path):
+    pipeline = replace(pipeline, faults=(fault,))
+    found = diagnosis_of(pipeline, tmp_path)
+    assert [place(cause) for cause in found.causes] == [expected]
+    (cause,) = found.causes
+    price = cause.price
+    assert price.low <= price.ms <= price.high
+    assert price.ms == pytest.approx(Priced(pipeline).price(fault).mean(), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        HEALTHY,
+        TWICE,
+        REPLICAS,
+        GPU,
+        CPU,
+        ALONE,
+        replace(HEALTHY, forward_only=True),
+        replace(HEALTHY, recording="device timeline", replicas=2),
+        replace(HEALTHY, noise=0.05, apart=True),
+        replace(CPU, load=0.1, together=True),
+        replace(REPLICAS, load=0.1, steps=12),
+        replace(HEALTHY, stages=2, layers=((4,), (4,))),
+    ],
+)
+def test_nothing_is_said_of_a_healthy_job(pipeline, tmp_path):
+    found = diagnosis_of(pipeline, tmp_path)
+    assert [place(cause) for cause in found.causes] == []
+    assert found.step_ms == pytest.approx(Priced(pipeline).length(frozenset()).mean(), rel=0.01)
+    assert found.replayed_ms == pytest.approx(found.step_ms, rel=0.02)
+
+
+def test_two_faults_are_told_dearest_first_and_no_millisecond_twice(tmp_path):
+    pipeline = with_layers(REPLICAS, 4, 6, 4, 4)
+    slow = Fault("slow_rank", 1.25, stage=1, replica=2)
+    pipeline = replace(pipeline, faults=(Fault("layers", 2, stage=1), slow))
+    found = diagnosis_of(pipeline, tmp_path)
+    assert {cause.kind for cause in found.causes} == {"layers", "slow_rank"}
+    prices = [cause.price.ms for cause in found.causes]
+    assert prices == sorted(prices, reverse=True)
+    priced = Priced(pipeline)
+    together = float((priced.length(priced.all) - priced.length(frozenset())).mean())
+    assert sum(prices) == pytest.approx(together, rel=0.05)
+
+
+def test_a_rank_says_when_it_is_slow(tmp_path):
+    now_and_then = tuple(range(0, 40, 4))
+    since = tuple(range(20, 40))
+    for steps in (now_and_then, since):
+        fault = Fault("slow_rank", 1.6, stage=1, replica=2, steps=steps)
+        pipeline = replace(LONG, faults=(fault,))
+        directory = tmp_path / str(len(steps))
+        found = diagnosis_of(pipeline, directory)
+        (cause,) = found.causes
+        assert (cause.kind, cause.ranks) == ("slow_rank", (5,))
+        # The first step, in which caches are cold, is not looked at.
+        assert cause.share == pytest.approx(len(set(steps) - {0}) / 39, abs=0.01)
+        assert cause.since == (25 if steps == since else None)
+        true = Priced(pipeline).price(fault)[list(steps)].mean()
+        assert cause.while_ms == pytest.approx(true, rel=0.1)
+
+
+def test_one_step_shows_what_every_microbatch_shows_and_only_perhaps_what_comes_once_a_step(tmp_path):
+    slow = replace(HEALTHY, steps=1, faults=(Fault("slow_stage", 1.3, stage=1),))
+    assert [cause.kind for cause in diagnosis_of(slow, tmp_path / "slow").causes] == ["unexplained"]
+    late = replace(HEALTHY, steps=1, faults=(Fault("late_entry", 60.0, stage=1, replica=0),))
+    found = diagnosis_of(late, tmp_path / "late")
+    assert found.causes == ()
+    (cause,) = found.perhaps
+    assert (cause.kind, cause.ranks) == ("late_entry", (1,))
+    assert cause.price.low <= LEAST * found.step_ms < cause.price.ms
+    assert cause.more_steps >= 1
+
+
+def test_on_two_stages_with_other_layers_the_interval_says_what_cannot_be_told_apart(tmp_path):
+    two = replace(HEALTHY, stages=2, noise=0.001)
+    equal = replace(with_layers(two, 4, 4), faults=(Fault("embedding_or_loss", 4.0, stage=1),))
+    unequal = replace(with_layers(two, 5, 3), faults=(Fault("layers", 1, stage=0),))
+    (of_loss,) = diagnosis_of(equal, tmp_path / "equal").causes
+    of_layers = diagnosis_of(unequal, tmp_path / "unequal")
+    assert of_loss.kind == "embedding_or_loss"
+    assert of_loss.price.high - of_loss.price.low < 0.1 * of_loss.price.ms
+    widest = max((*of_layers.causes, *of_layers.perhaps), key=lambda cause: cause.price.high - cause.price.low)
+    assert widest.price.high - widest.price.low > 0.2 * widest.price.ms
+
+
+def test_traces_and_timelines_fill_the_same_table(tmp_path):
+    line = table_of(replace(CPU, recording="timeline"), tmp_path / "timeline")
+    trace = table_of(CPU, tmp_path / "trace")
+    assert line.steps.tolist() == trace.steps.tolist()
+    assert line.layers.tolist() == trace.layers.tolist()
+    np.testing.assert_allclose(line.passes, trace.passes, atol=0.002)
+    np.testing.assert_allclose(line.length, trace.length, atol=0.5)
+    assert line.start.shape == (3, 1, 4, 1, 2, 16)
+
+
+def test_a_job_without_one_of_its_stages_has_no_table(tmp_path):
+    priced = Priced(HEALTHY)
+    write(HEALTHY, priced.run(priced.all), tmp_path)
+    next(path for path in sorted(tmp_path.rglob("*")) if "pp2" in path.name or "rank00002" in path.name).unlink()
+    (found,) = tables_in(tmp_path).values()
+    assert isinstance(found, Unfit)
+    assert "3 of 4 stages" in str(found)

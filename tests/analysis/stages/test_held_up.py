@@ -1,0 +1,76 @@
+"""What holds a rank up and is no waiting of the pipeline's own: the profiler's start, which takes each rank another
+time, and Python's garbage collection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.analysis.report.report import analyze
+from tests.analysis.altered import reported
+from tests.analysis.scenarios import Scenario
+from tests.analysis.synthetic import plain_stage
+
+
+def started(slowest_ms: float) -> Any:
+    """Metadata of a window before which the profiler's start took so long on stage 2, and 2 ms on the others."""
+    asked = {"asked": ["cpu", "cuda"], "recorded": ["cpu", "cuda"]}
+    return lambda stage: asked | {"start_ns": round(1e6 * (slowest_ms if stage == 2 else 2.0))}
+
+
+def bubbles(document: dict[str, Any]) -> list[float | None]:
+    return [stage["bubble_ms"] for stage in document["stages"]]
+
+
+def test_a_stage_that_the_profilers_start_holds_up_is_no_bubble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Healthy stages, of which one enters its only step 300 ms late."""
+    late = Scenario("held up by the profiler", late={2: 300.0})
+    target = reported(late, tmp_path, monkeypatch, device="cuda", profiler=started(302.0))
+    document = target.to_json()
+    assert bubbles(document) == [None] * 4
+    assert document["step_time_ms"] is None
+    assert all(stage["compute_ms"] > 900 for stage in document["stages"])
+    assert not document["causes"]
+    assert (document["what_if"]["replay_ms"], document["what_if"]["candidates"]) == (None, [])
+    assert any("302 ms" in warning for warning in document["warnings"])
+
+
+def test_starts_that_take_alike_leave_the_step_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = reported(Scenario("healthy"), tmp_path, monkeypatch, device="cuda", profiler=started(7.0))
+    document = target.to_json()
+    assert not document["warnings"]
+    assert all(150 < bubble < 250 for bubble in bubbles(document) if bubble is not None)
+    assert None not in bubbles(document)
+    assert document["what_if"]["candidates"]
+
+
+@pytest.mark.parametrize("merged", [True, False])
+def test_a_step_behind_the_start_is_left_out_where_others_are_not(
+    merged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a window of several steps the start is before the first one alone; each window of its own has its own."""
+    steps = Scenario("several steps", steps=2, merged=merged, layers=(6, 4, 4, 4))
+    target = reported(steps, tmp_path, monkeypatch, device="cuda", profiler=started(302.0))
+    assert target.measured.steps == ((6,) if merged else (5, 6))
+    assert target.verdict.slowest_stage == 0
+    assert (target.measured.step_time_ms is not None) == merged
+
+
+def test_without_a_pipeline_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = reported(Scenario("one", layers=(8,)), tmp_path, monkeypatch, device="cuda", profiler=started(302.0))
+    assert target.measured.step_time_ms is not None
+
+
+@pytest.mark.parametrize(("ms", "told"), [(40.0, True), (4.0, False)])
+def test_a_long_garbage_collection_is_told(ms: float, told: bool, tmp_path: Path) -> None:
+    for pp in range(2):
+        stage = plain_stage(pp, 2, 40.0, 80.0)
+        stage.event("megaprof/garbage_collection", 100.0 + pp, ms / 4 if pp else ms)
+        stage.write(tmp_path)
+    (target,) = analyze(tmp_path).targets
+    said = [warning for warning in target.measured.warnings if "garbage" in warning]
+    assert [f"{ms:.3g} ms of step 5 on rank 0" in warning for warning in said] == [True] * told
