@@ -42,6 +42,7 @@ from megaprof.parallel.chunks import innermost
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Recorder, Window, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
+from megaprof.runtime import unmet
 from megaprof.runtime.background import Background
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
 from megaprof.runtime.isolation import Contained, in_full
@@ -313,6 +314,7 @@ def _install(
     *,
     pipeline: bool,
 ) -> Handle:
+    unmet.installed()
     role = None if role is None else checked_role(role, "install_hooks: role")
     handle = Handle(settled, models, role)
     if not settled.enabled or settled.never:

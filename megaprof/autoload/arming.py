@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from megaprof.runtime import unmet
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -184,6 +185,7 @@ def install() -> bool:
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():
+            unmet.asked_too_early()
             return False
         from megaprof.config.options import ProfileConfig
         from megaprof.install import install_hooks

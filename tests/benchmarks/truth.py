@@ -11,6 +11,7 @@ The last line is JSON. ``found``: of the faults worth 5 % of the step or more, t
 part of the healthy jobs of which nothing is said; ``price``: the part of the prices that is right, inside the interval
 where one is given; ``layouts``: the part of the advised layouts whose true speedup is inside what was predicted;
 ``predicted``: the same of all predicted layouts. ``counts`` has each as ``[number, of]``, ``kinds`` by kind.
+``failed``: pipelines on which the engine raised something; ``seconds``: CPU time of the engine, of the median pipeline.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 import tempfile
 import time
 import traceback
@@ -29,30 +31,28 @@ from pathlib import Path
 from typing import Any
 
 from tests.analysis.truth.drawing import draw
-from tests.analysis.truth.engines import ENGINES
+from tests.analysis.truth.engines import ENGINES, Said
 from tests.analysis.truth.files import write
-from tests.analysis.truth.grading import MUCH, SOME, Graded, Judged, grade
+from tests.analysis.truth.grading import MUCH, SOME, Graded, grade
 from tests.analysis.truth.pipelines import Priced
 
 
 def judge(seed: int, number: int, engine: str, keep: Path | None = None) -> Graded:
     """One pipeline, from its seed to its marks."""
-    begun = time.monotonic()
     priced = Priced(draw(seed, number))
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) if keep is None else keep / f"{number:04d}"
         write(priced.pipeline, priced.run(priced.all), directory)
+        said, failure, begun = Said((), (), in_order=False), None, time.process_time()
         try:
-            found = grade(number, priced, ENGINES[engine](directory))
+            said = ENGINES[engine](directory)
         except Exception:  # an engine that fails is wrong about this pipeline, not about the others
-            faults = tuple(
-                Judged(f.kind, "", float(priced.price(f).mean() / priced.length(priced.all).mean()), True, False)
-                for f in priced.pipeline.faults
-            )
-            found = Graded(number, priced.pipeline.recording, 0.0, faults, (), (), failure=traceback.format_exc())
+            failure = traceback.format_exc()
+        seconds = time.process_time() - begun
+    found = replace(grade(number, priced, said), failure=failure, seconds=seconds)
     if keep is not None:
         (keep / f"{number:04d}" / "truth.txt").write_text(f"{priced.pipeline}\n{found}\n")
-    return replace(found, seconds=time.monotonic() - begun)
+    return found
 
 
 def _judge(task: tuple[int, int, str, Path | None]) -> Graded:
@@ -145,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary: dict[str, Any] = {name: counts.part(name) for name in FIGURES}
     summary |= {"counts": {name: counts.all[name] for name in FIGURES}, "kinds": counts.kinds}
     summary |= {"engine": given.engine, "seed": given.seed, "pipelines": len(results)}
+    summary |= {"seconds": round(statistics.median(one.seconds for one in results), 2)}
     summary |= {"failed": sum(one.failure is not None for one in results)}
     summary |= {"minutes": round((time.monotonic() - begun) / 60, 1)}
     print(json.dumps(summary))

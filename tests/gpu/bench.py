@@ -77,7 +77,7 @@ def lines(part: Mapping[str, Any]) -> Iterator[str]:
     """What was expected and what was found, a line for each check."""
     for check in part.get("checks", ()):
         mark = {True: "yes", False: "NO", None: "-"}[check["held"]]
-        yield f"{mark:>3} {check['what']}: expected {check['expected']}, found {shown(check['found'])}"
+        yield f"{mark:>3} {check['what']}: expected {shown(check['expected'])}, found {shown(check['found'])}"
     yield verdict(part)
 
 

@@ -12,7 +12,7 @@ class Check:
 
     what: str
     """The sentence that holds, or does not."""
-    expected: str
+    expected: Any
     """In words or numbers."""
     found: Any
     """What was there: a number, a word, a list."""
@@ -31,12 +31,12 @@ class Found:
 
     def expect(self, what: str, found: Any, expected: Any, held: bool | None = None) -> None:
         """Note that ``found`` should be ``expected``; ``held`` where that is not a comparison."""
-        self.checks.append(Check(what, str(expected), found, found == expected if held is None else held))
+        self.checks.append(Check(what, expected, found, found == expected if held is None else held))
 
     def on_a_gpu(self, cpu: bool, what: str, found: Any, expected: Any, held: bool | None = None) -> None:
         """The same, of something that a rehearsal cannot tell."""
         if cpu:
-            self.checks.append(Check(what, str(expected), found, None))
+            self.checks.append(Check(what, expected, found, None))
         else:
             self.expect(what, found, expected, held)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from megaprof.config.options import ProfileConfig
 from megaprof.install import install_hooks
+from megaprof.testing import gpt as building
 from megaprof.testing.cpu import cpu_megatron
 from megaprof.testing.gpt import BuiltGPT
 from megaprof.testing.workload import GPTWorkload
@@ -32,10 +35,21 @@ def workload(cpu: bool, **options: Any) -> GPTWorkload:
 @contextlib.contextmanager
 def device_of(cpu: bool) -> Iterator[str]:
     """The device to build on."""
-    with cpu_megatron() if cpu else contextlib.nullcontext():
+    with cpu_megatron() if cpu else _without_transformer_engine():
         if not cpu:
             torch.cuda.set_device(0)
         yield "cpu" if cpu else "cuda"
+
+
+@contextlib.contextmanager
+def _without_transformer_engine() -> Iterator[None]:
+    """Megatron's router reads a name of Transformer Engine's that is missing without it (0.13 and later)."""
+    from megatron.core.transformer.moe import moe_utils
+
+    with contextlib.ExitStack() as stack:
+        if not hasattr(moe_utils, "te_general_gemm"):
+            stack.enter_context(patch.object(moe_utils, "te_general_gemm", None, create=True))
+        yield
 
 
 @contextlib.contextmanager
@@ -45,6 +59,23 @@ def machine(cpu: bool, work: Path) -> Iterator[str]:
         store = f"file://{work / 'store'}"
         dist.init_process_group("gloo" if cpu else "nccl", init_method=store, rank=0, world_size=1)
         yield device
+
+
+def build_with(asked: GPTWorkload, device: str, spec: Callable[..., Any] | None = None, **options: Any) -> BuiltGPT:
+    """A model with ``options`` of TransformerConfig beyond the workload's, and with ``spec`` for its layers."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    configure = building._config
+
+    def configured(workload: GPTWorkload) -> Any:
+        made = configure(workload)
+        return dataclasses.replace(made, **options)
+
+    with patch.object(building, "_config", configured):
+        if spec is None:
+            return building.build(asked, device)
+        with patch.object(gpt_layer_specs, "get_gpt_layer_local_spec", spec):
+            return building.build(asked, device)
 
 
 class Stopwatch:

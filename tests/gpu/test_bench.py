@@ -35,7 +35,7 @@ def test_one_part_that_fails_leaves_the_others_and_the_last_line_is_all_figures(
     found = json.loads(line)
     assert found["as_expected"] is False
     assert "No module named 'tests.gpu.parts.gone'" in found["parts"]["gone"]["failed"]
-    assert [(each["expected"], each["found"]) for each in found["parts"]["nsys"]["checks"]] == [("2", 2), ("2", 2)]
+    assert [(each["expected"], each["found"]) for each in found["parts"]["nsys"]["checks"]] == [(2, 2), (2, 2)]
     assert "yes cudaProfilerStart is called: expected 2, found 2" in err
     text = written.read_text()
     assert "Not run yet" not in text

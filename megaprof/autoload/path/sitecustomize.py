@@ -26,6 +26,7 @@ def _arm() -> None:
             finally:
                 sys.path.remove(home)
         megaprof.autoload.arming.arm()
+        megaprof.runtime.unmet.watch()
     except Exception as fault:
         print(f"megaprof: cannot be loaded, profiling is off: {type(fault).__name__}: {fault}", file=sys.stderr)
 

@@ -139,7 +139,7 @@ class LayoutClaim:
 
 @dataclass(frozen=True)
 class Graded:
-    """All of one pipeline."""
+    """All of one pipeline. ``seconds``: CPU time of the engine; ``failure``: what it raised."""
 
     number: int
     recording: str

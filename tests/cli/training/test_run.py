@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.autoload.test_autoload import UNMET
+
 ROOT = Path(__file__).parents[3]
 SHOW = """
 import json, multiprocessing, os, sys
@@ -43,7 +45,8 @@ def test_a_script_runs_as_it_would_alone(tmp_path: Path) -> None:
     arguments = ["--profile-target", "mine", "--", "-x"]
     plain = subprocess.run([sys.executable, "-u", path, *arguments], capture_output=True, text=True, timeout=60)
     ours = run(*PROFILE, "--", path, *arguments, python=("-u",), cwd=tmp_path)
-    assert (plain.returncode, ours.returncode, ours.stderr) == (7, 7, "")
+    assert (plain.returncode, ours.returncode) == (7, 7)
+    assert UNMET.fullmatch(ours.stderr)
     expected, seen = json.loads(plain.stdout), json.loads(ours.stdout)
     assert expected["env"] == {}
     assert seen["env"] == {
@@ -59,10 +62,12 @@ def test_a_script_runs_as_it_would_alone(tmp_path: Path) -> None:
 def test_a_module_and_a_launcher_run_too(tmp_path: Path) -> None:
     script(tmp_path)
     module = run(*PROFILE, "--", "-m", "train", "-x", cwd=tmp_path)
-    assert (module.returncode, module.stderr) == (7, "")
+    assert module.returncode == 7
+    assert UNMET.fullmatch(module.stderr)
     assert json.loads(module.stdout)["argv"][1:] == ["-x"]
     launched = run(*PROFILE, "--", "sh", "-c", f"cd / && {sys.executable} {tmp_path}/train.py; exit 9", cwd=tmp_path)
-    assert (launched.returncode, launched.stderr) == (9, "")
+    assert launched.returncode == 9
+    assert UNMET.fullmatch(launched.stderr)
     assert json.loads(launched.stdout)["env"]["MEGAPROF_DIR"] == str(tmp_path / "traces")
 
 

@@ -18,6 +18,9 @@ from tests.gpu.found import Found
 _MARKS, _ROUNDS = 512, 9
 """Less than the GPU's queue holds, so that nobody waits for the GPU; and the median of so many rounds."""
 
+_OF_A_STEP = 256
+"""On a stage of a pipeline with 32 microbatches: a begin and an end of 64 passes and as many exchanges."""
+
 
 def run(work: Path, cpu: bool) -> Found:
     with _gpu(work, cpu):
@@ -34,6 +37,8 @@ def run(work: Path, cpu: bool) -> Found:
         found.expect("marks are made in C", clock.mark != clock._mark, Marker is not None)
         quicker = found.figures["mark_ns"] < found.figures["mark_in_python_ns"]
         found.on_a_gpu(cpu, "a mark in C is quicker (ns)", found.figures["mark_ns"], "less than in Python", quicker)
+        share = _OF_A_STEP * found.figures["mark_ns"] / 100e6
+        found.on_a_gpu(cpu, "share of a step of 100 ms with 256 marks", share, "at most 0.002", share <= 0.002)
         if not cpu:
             _against_torch(found, clock)
     return found

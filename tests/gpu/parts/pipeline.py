@@ -8,20 +8,17 @@ from pathlib import Path
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.testing.gpt import build
-from megaprof.testing.launcher import init_distributed, run_ranks
+from megaprof.testing.launcher import run_ranks
 from tests.gpu.found import Found
-from tests.gpu.host_memory import send_through_host_memory
-from tests.gpu.job import WARM, Stopwatch, config, device_of, hooked, steps_from, train, workload
+from tests.gpu.job import WARM, Stopwatch, config, hooked, steps_from, train, workload
+from tests.gpu.two_stages import joined
 
 _STEPS = 4
 
 
 def one_stage(directory: str, cpu: bool, layout: tuple[int, ...], vpp: int | None) -> list[float]:
     """One rank's part; its schedule's times while it was captured."""
-    init_distributed()
-    with device_of(cpu) as device:
-        if not cpu:
-            send_through_host_memory()
+    with joined(cpu) as device:
         gpt, watch = build(workload(cpu, pp=2, vpp=vpp, layers=8, layout=layout), device), Stopwatch()
         train(gpt, WARM, watch)
         watch.take()

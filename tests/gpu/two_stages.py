@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from megaprof.testing.launcher import init_distributed
+from tests.gpu.job import device_of
 
 
 class _Received:
@@ -23,8 +28,18 @@ class _Received:
         return bool(self.work.is_completed())
 
 
-def send_through_host_memory() -> None:
-    """From now on, and for the life of the process."""
+@contextlib.contextmanager
+def joined(cpu: bool) -> Iterator[str]:
+    """The device to build on, in a rank of `megaprof.testing.run_ranks`."""
+    init_distributed()
+    with device_of(cpu) as device:
+        if not cpu:
+            _send_through_host_memory()
+        yield device
+
+
+def _send_through_host_memory() -> None:
+    """For the life of the process."""
     module = dist.distributed_c10d
     send, receive = module.isend, module.irecv
 
