@@ -127,7 +127,7 @@ class Gathered:
             columns = np.array(self._uses(events), dtype=np.int32), kernel, numbers_of(events), _externals(events)
             self._activities.append((spans, *(column[usable] for column in columns)))  # type: ignore[arg-type]
         for operator in communicating:
-            if operator.args.external and operator.args.description is not None:
+            if 0 < operator.args.external < LONGEST and operator.args.description is not None:
                 self._operators[operator.args.external] = operator.args.description
         if launches:
             spans, usable = spans_of(0, launches)
