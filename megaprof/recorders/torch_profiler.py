@@ -73,19 +73,19 @@ class TorchRecorder:
         if torch._C._autograd._profiler_enabled():
             raise RuntimeError("another torch profiler is already active in this process")
         config, began = self._config, time.perf_counter_ns()
-        prepared, self._prepared = self._prepared, None
-        recording = None if prepared is None else prepared.taken()
-        self._ahead = recording is not None
         if config.execution_trace:
             self._observer = ExecutionTraceObserver()
             # The observer warns about a name that does not end in .json.
             final = self._final(window, EXECUTION_TRACE_SUFFIX)
             self._observed = self._writer.raw_path(final).with_suffix(".json")
             _observe(self._observer, self._observed)
+        prepared, self._prepared = self._prepared, None
+        recording = None if prepared is None else prepared.taken()
+        self._ahead = recording is not None
         if recording is None:
-            recording = self._profile = self._new()  # first: an exception from here on ends in `discard`
+            recording = self._new()
             recording.prepare_trace()
-        self._profile = recording
+        self._profile = recording  # an exception from here on ends in `discard`
         if self._observer is not None:
             recording.execution_trace_observer = self._observer
         recording.start_trace()
@@ -100,9 +100,8 @@ class TorchRecorder:
         kernels (one more each time, pytorch/pytorch#192021), and may leave the next one without any.
         """
         if not torch._C._autograd._profiler_enabled():
-            recording = self._new()
-            recording.prepare_trace()
-            self._prepared = _Prepared(recording)
+            self._prepared = _Prepared(self._new())  # first: an exception from here on ends in `discard`
+            self._prepared.begin()
 
     def _new(self) -> profile:
         config, activities = self._config, _activities(self._config)
@@ -143,8 +142,8 @@ class TorchRecorder:
         files = {suffix: self._final(window, suffix) for suffix in self._derived_suffixes()}
         derive = self._derived.prepare(raw, files, {key: metadata.get(key) for key in _IDENTITY}) if files else None
         if metadata.get("device") == "cuda" and raw.exists():
-            look = partial(_look_for_kernels, open(raw, "rb"), self._final(window, TRACE_SUFFIX), how)  # noqa: SIM115 - it closes it
-            self._writer.run(look)
+            trace = open(raw, "rb")  # noqa: SIM115 - closed when it is done
+            self._writer.run(partial(_look_for_kernels, trace, self._final(window, TRACE_SUFFIX), how))
         if "trace" in self._config.export:
             self._writer.submit(Artifact(raw, self._final(window, TRACE_SUFFIX)))
         else:
@@ -209,8 +208,15 @@ class _Prepared:
     """
 
     def __init__(self, recording: profile) -> None:
+        """Nothing is prepared yet."""
         self._recording: profile | None = recording
         self._prepare = _TORCH._prepare_profiler
+        self._begun = False
+
+    def begin(self) -> None:
+        if self._recording is not None:
+            self._recording.prepare_trace()
+        self._begun = True
         _TORCH._prepare_profiler = self._another
 
     def _another(self, *args: Any, **options: Any) -> Any:
@@ -221,6 +227,9 @@ class _Prepared:
         """The session; None where another one has taken its place."""
         if _TORCH._prepare_profiler == self._another:  # else somebody watches it, too, and calls us
             _TORCH._prepare_profiler = self._prepare
+        if not self._begun:
+            self.begin()  # the host's own exception came in between: what is not prepared must not be started
+            return self.taken()
         return self._recording
 
 

@@ -298,7 +298,7 @@ class _Job:
         replayed = simulate(times(self.forward_ms), times(self.backward_ms), self.microbatches, p2p_ms=self.p2p_ms)
         stages: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in factors]
         now = [0] * len(factors)
-        exchanges = len(factors) > 1 and not self.device_clock
+        exchanges = len(factors) > 1
         last = len(factors) - 1
         for event in replayed.events:
             shape, starts, stops = stages[event.stage]
@@ -379,5 +379,5 @@ def _metadata(
         "ranges": {"microbatch": True},
         "truncated": False,
         "truncated_reason": None,
-        "timeline": {"clock": "device" if device else "host", "unit_cost_ns": 400.0},
+        "timeline": {"clock": "device" if device else "host"},
     }

@@ -50,6 +50,14 @@ def test_a_part_that_hangs_is_ended_and_a_total_limit_is_kept(monkeypatch: pytes
     assert bench.run(["nsys"], cpu=True, seconds=1.0)["parts"]["nsys"] == {"failed": "no time was left of 1 s"}
 
 
+def test_every_part_is_a_module_and_has_a_row_in_the_documentation() -> None:
+    here = Path(__file__).parent
+    rows = (here.parents[1] / "docs/gpu.md").read_text().partition("| part |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = {name for row in rows for name in row.split("|")[1].strip().split(", ")}
+    modules = {path.stem for path in (here / "parts").glob("[!_]*.py")}
+    assert set(PARTS) == named == modules
+
+
 def test_only_what_was_not_as_expected_is_wrong() -> None:
     def part(*held: bool | None) -> dict[str, object]:
         checks = [{"what": f"no. {n}", "expected": "1", "found": 2, "held": each} for n, each in enumerate(held)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megaprof import install_hooks
+from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.recorders import tape
@@ -235,6 +236,8 @@ def test_a_gpu_that_cannot_be_asked_is_said_in_log_and_metadata(
         str({"clock": "host", "reason": str(reason.value)})
     }
     assert caplog.text.count(str(reason.value)) == 1
+    with pytest.raises(NothingToReport, match=str(reason.value)):
+        analyze(tmp_path)
 
 
 def test_the_library_is_found_under_any_version(library: Path) -> None:

@@ -282,6 +282,31 @@ def test_another_profiler_takes_the_place_of_a_prepared_one(theirs: str, tmp_pat
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_preparation_that_the_host_breaks_off_is_ended(
+    reached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a time-out of the host's does that is raised in the middle of it."""
+    own, calls = torch.profiler.profile.prepare_trace, []
+
+    def broken_off(recording: torch.profiler.profile) -> None:
+        calls.append(recording)
+        if len(calls) > 1 or reached:
+            own(recording)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.profiler.profile, "prepare_trace", broken_off)
+    recorder = TorchRecorder(config(tmp_path), Writer())
+    with pytest.raises(KeyboardInterrupt):
+        recorder.prepare()
+    recorder.discard()
+    assert not torch._C._autograd._profiler_enabled()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as other:
+        work("theirs")
+    assert [e.name for e in other.events()].count("theirs") == 1
+
+
 def test_a_prepared_window_that_is_not_wanted_leaves_nothing(tmp_path: Path) -> None:
     recorder = TorchRecorder(config(tmp_path, execution_trace=True), Writer())
     for _ in range(2):

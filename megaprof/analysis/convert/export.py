@@ -58,7 +58,7 @@ _FLAGS = {
     "captured": format.CAPTURED,
     "incomplete": format.INCOMPLETE,
 }
-#: ``call_index`` tells the calls of one step apart; ``p2p_us`` is null on the device's clock: no event there.
+#: ``call_index`` tells the calls of one step apart; times are null where the GPU did not say them.
 COLUMNS = pa.schema(
     [
         *_WHO,
@@ -289,9 +289,9 @@ def _table(steps: npt.NDArray[Any], who: npt.NDArray[np.int32], everybody: list[
             columns.append(pa.array(values, column.type).take(pa.array(places)))
     columns += [pa.array(steps["step"]), pa.array(steps["index"].astype(np.int32))]
     columns.append(pa.array(steps["start_ns"] // 1000).cast(pa.timestamp("us", "UTC")))
-    on_device = (steps["flags"] & format.DEVICE_CLOCK) != 0
+    unknown = (steps["flags"] & format.INCOMPLETE != 0) & (steps["duration"] == 0)
     for name in _TOTALS:
-        columns.append(pa.array(steps[name].astype(np.int64), mask=on_device if name == "p2p" else None))
+        columns.append(pa.array(steps[name].astype(np.int64), mask=None if name == "own" else unknown))
     columns += [pa.array((steps["flags"] & bit) != 0) for bit in _FLAGS.values()]
     return pa.Table.from_arrays(columns, schema=COLUMNS)
 

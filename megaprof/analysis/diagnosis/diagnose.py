@@ -41,6 +41,8 @@ class Cause:
     since: int | None
     """The first of these steps, where it is there in all from then on, and not before; None otherwise."""
     stage: int | None = None
+    stages: tuple[int, ...] = ()
+    """All of them, where there are several."""
     chunk: int | None = None
     ranks: tuple[int, ...] = ()
     """Several: ranks that wait for each other, one of which it is."""
@@ -64,7 +66,9 @@ class Diagnosis:
     replayed_ms: float
     """The same, replayed from its passes."""
     causes: tuple[Cause, ...]
-    """What surely costs enough, the dearest first; each price is beside those before it."""
+    """What surely costs enough, in the order of mending: the dearest of what is left is next, and each price is beside
+    those before it, so no millisecond is told twice. One that hides another may gain little by itself and stands first.
+    """
     perhaps: tuple[Cause, ...]
     """What may, if more steps were recorded."""
     rest_ms: float
@@ -99,6 +103,10 @@ def diagnose(table: Table) -> Diagnosis:
             if mean > LEAST * run.step_ms:
                 more = _more(len(gain), error, mean - LEAST * run.step_ms)
                 perhaps.append(_cause(table, term, price, gain, run.view, more))
+        if named is None and (masked := _masked(run, left)) is not None:
+            named, price, gain = masked
+            causes.append(_cause(table, named, price, gain, run.view))
+            perhaps = []
         if named is None:
             break
         left = [term for term in left if term is not named]
@@ -161,6 +169,33 @@ class _Run:
         return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
 
 
+#: Terms that are mended together to find those which hide each other: their pairs take time.
+_TOGETHER = 6
+
+
+def _masked(run: _Run, left: list[Term]) -> tuple[Term, Price, Floats] | None:
+    """Returns the dearest of terms that cost enough only where others are mended, with what it gains first.
+
+    As long as two stages are as slow, mending one of them gains nothing; the other one's price is what follows.
+    """
+    worth = sorted(((_most(term, run.view), place) for place, term in enumerate(left)), reverse=True)[:_TOGETHER]
+    chosen = [left[place] for most, place in worth if most >= LEAST * run.step_ms]
+    found: tuple[float, Term] | None = None
+    for term in chosen if len(chosen) > 1 else ():
+        beside = run
+        for other in chosen:
+            beside = beside.mended(other) if other is not term else beside
+        for _, gain in beside.gains([term]):
+            price, _ = beside.price(term, gain)
+            if price.low > LEAST * run.step_ms and (found is None or price.ms > found[0]):
+                found = price.ms, term
+    if found is None:
+        return None
+    term = found[1]
+    gain = _gain(term, run.view, run.replay, run.view.pipelines_ms(run.replay))
+    return term, run.price(term, gain)[0], gain
+
+
 def _apply(term: Term, view: View) -> View:
     if term.replica is None:
         return term.change(view)
@@ -216,6 +251,7 @@ def _cause(table: Table, term: Term, price: Price, gain: Floats, view: View, mor
         float(gain[there].mean()),
         since,
         term.stage,
+        term.stages,
         term.chunk if kind == "slow_chunk" else None,
         term.ranks,
         hosts,

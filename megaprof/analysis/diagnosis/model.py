@@ -155,6 +155,8 @@ def _own(log: Floats) -> Floats:
     noise = flat.var(axis=0, ddof=1).mean(axis=(0, 1, 3)) / (c * k) if known else _lower_median(variance)
     kept = np.maximum(0.0, 1.0 - noise / np.maximum(variance, 1e-18))
     found: Floats = mean * kept[:, None]
+    # Contents are those of average microbatches.
+    found -= np.log(np.exp(found).mean(axis=-1, keepdims=True))
     return found
 
 

@@ -22,6 +22,7 @@ class Term:
     kind: str
     change: Change
     stage: int | None = None
+    stages: tuple[int, ...] = ()
     chunk: int | None = None
     replica: int | None = None
     ranks: tuple[int, ...] = ()
@@ -53,9 +54,12 @@ def _of_content(table: Table, view: View) -> Iterator[Term]:
         share = (table.layers.mean() - table.layers)[:, :, None]
         of_stage = table.layers.sum(axis=1)
         stage = int(of_stage.argmax()) if np.ptp(of_stage) > 0 else None
-        yield Term(
-            "layers", lambda v: v.holding(v.now + share * v.content.unit[:, None, None, :]), stage=stage, fitted=True
-        )
+        most = tuple(np.flatnonzero(of_stage == of_stage.max()).tolist())
+
+        def even(v: View) -> View:
+            return v.holding(v.now + share * v.content.unit[:, None, None, :])
+
+        yield Term("layers", even, stage=stage, stages=most if len(most) > 1 else (), fitted=True)
     if s * c == 1:
         return
     for stage, chunk in ((0, 0), (s - 1, c - 1)):

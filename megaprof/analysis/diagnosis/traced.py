@@ -93,12 +93,12 @@ def _unfed(call: Call) -> tuple[list[int], list[int]]:
     if call.gpu is None or not len(call.gpu.host_bound):
         return [0] * len(ends), ends.tolist()
     gaps = call.gpu.host_bound
-    begins = np.sort(
-        [*(each.start for each in call.phases), *(each.start for each in call.gpu.exchanges), call.gpu.end]
-    )
-    following = begins[np.minimum(np.searchsorted(begins, ends), len(begins) - 1)]
+    begins = np.sort([*(each.start for each in call.phases), *(each.start for each in call.gpu.exchanges)])
+    begins = np.append(begins, np.iinfo(np.int64).max)
     place = np.searchsorted(gaps[:, 0], ends, side="right") - 1
     unfed = (place >= 0) & (gaps[place, 0] <= ends) & (gaps[place, 1] > ends)
+    following = begins[np.searchsorted(begins, ends)]
+    following = np.where(following < begins[-1], following, gaps[place, 1])
     until = np.where(unfed, np.maximum(following, ends), ends)
     spans = intervals((each.start, each.end) for each in call.phases)
     return (covered(gaps, spans) + until - ends).tolist(), until.tolist()

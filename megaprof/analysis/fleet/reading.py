@@ -178,7 +178,7 @@ class FleetReading:
             self.files.setdefault(key, {}).update(by_rank)
         self.read += other.read
         self.cut += other.cut
-        self.warnings += other.warnings
+        self.warnings += (each for each in other.warnings if each not in self.warnings)
 
     def warnings_of_files(self) -> list[str]:
         """About single files, and one about all that end in the middle of a record."""
@@ -366,7 +366,20 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
             )
             if not len(steps):
                 continue
-            yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps, timeline.cost)
+            said = _unusable(metadata, steps)
+            if said is None:
+                yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps, timeline.cost)
+            elif said not in found.warnings:
+                found.warnings.append(said)
+
+
+def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> str | None:
+    """Why the times of these steps say nothing, a sentence; None where they do."""
+    if (reason := (metadata.timeline or {}).get("reason")) is not None:
+        return f"Timelines were skipped whose clock is the host's, which gave work to a device: {reason}"
+    if not (steps["duration"] > 0).any():
+        return "Timelines were skipped that hold no times: the GPU was not done in time, or used streams out of step"
+    return None
 
 
 def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:

@@ -78,6 +78,7 @@ def _calls(key: Key, files: Iterable[Path]) -> dict[int, tuple[int, int]]:
     found: dict[int, tuple[int, int]] = {}
     for timeline in _read(sorted(files, key=_first_step, reverse=True), events=False):
         own = timeline.steps[_of_key(timeline, key)]
+        own = own[own["duration"] > 0]  # the GPU did not say when it was done with the others
         for step, flags, shape in zip(own["step"].tolist(), own["flags"].tolist(), own["shape"].tolist(), strict=True):
             before = found.get(step, (0, 0))
             found[step] = before[0] | flags, before[1] + timeline.shapes[shape].size

@@ -445,7 +445,7 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     if inside:
         yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
     if fleet.recording.clock == "device":
-        yield "Passes are on the GPU's clock; exchanges between stages are in the gaps between them."
+        yield "Times are the GPU's: an exchange between stages is what the computing stream waited for it."
     if coverage.left_out:
         one = coverage.left_out == 1
         yield (

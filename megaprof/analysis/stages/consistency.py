@@ -135,9 +135,10 @@ def _aligned(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
 
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
     kept: dict[tuple[int, int, int], Call] = {}
-    for call in sorted(calls, key=lambda c: (c.start, c.source)):
+    # Two tools may have captured the same step, and one of them the GPU: the other one's file comes first here.
+    for call in sorted(calls, key=lambda c: (c.unseen is None, c.start, c.source)):
         key = (call.rank, call.step, call.index)
-        if key in kept:
+        if key in kept and kept[key].unseen is None:
             findings.warn(
                 f"rank {key[0]} has step {call.step} twice ({kept[key].source}, {call.source}): the later one counts"
             )

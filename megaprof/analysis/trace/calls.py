@@ -348,11 +348,9 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
 def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
     """Without collectives, of the groups only gradient synchronisation is known: in a timeline, and in bare ranges."""
     sizes, reasons = trace.metadata.sizes, []
-    where, why = {
-        None: ("ranges hold", "the file has ranges, but no collectives"),
-        "host": ("in a timeline an exchange is", "a timeline does not look inside a microbatch"),
-        "device": ("in a timeline the gaps between phases hold", "a timeline does not look inside a microbatch"),
-    }[trace.timeline]
+    where, why = "in a timeline an exchange is", "a timeline does not look inside a microbatch"
+    if trace.timeline is None:
+        where, why = "ranges hold", "the file has ranges, but no collectives"
     if sizes.pp > 1:
         split["pp"] = None
         reasons.append(f"exposed pp is not measured: {where} waiting and transfer in one, both are in the bubble")

@@ -23,6 +23,7 @@ from megaprof.formats.job.run import RunRecord
 from megaprof.formats.names import host
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.fleet.test_timeline_calls import timeless
 from tests.analysis.job_timelines import START_NS, Slow, coupled, write_timelines
 
 DOCS = (Path(__file__).parents[3] / "docs" / "scale.md").read_text()
@@ -76,8 +77,17 @@ def test_hours_are_partitions_and_flags_are_columns(tmp_path: Path) -> None:
     assert len(hours) > 2
     assert exported.partitions == 2 * len(hours)
     found = rows(tmp_path / "out")
-    assert {row["p2p_us"] for row in found} == {None}, "exchanges are no event on the device's clock"
+    assert {row["p2p_us"] > 0 for row in found} == {True}
     assert {(row["device_clock"], row["incomplete"], row["role"]) for row in found} == {(True, True, None)}
+
+
+def test_times_that_the_gpu_did_not_say_are_null(tmp_path: Path) -> None:
+    layout = WorldLayout(ParallelSizes.of(2, pp=2))
+    first, _ = write_timelines(tmp_path / "job", layout, steps=4, device_clock=True, events=False)
+    timeless(first)
+    export(tmp_path / "job", tmp_path / "out")
+    found = {(row["rank"], row["duration_us"] is None, row["p2p_us"] is None) for row in rows(tmp_path / "out")}
+    assert found == {(0, True, True), (1, False, False)}
 
 
 def test_memory_is_bounded_and_the_rows_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

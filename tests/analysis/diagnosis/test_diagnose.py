@@ -150,6 +150,18 @@ def test_two_faults_are_told_dearest_first_and_no_millisecond_twice(tmp_path):
     assert sum(prices) == pytest.approx(together, rel=0.05)
 
 
+def test_two_faults_that_hide_each_other_are_both_named(tmp_path):
+    # Stage 0 takes 6 layers, and one rank of stage 2 as long for 4: to mend either alone gains nothing.
+    pipeline = with_layers(replace(REPLICAS, noise=0.003, microbatches=64), 6, 4, 4, 4)
+    pipeline = replace(pipeline, faults=(Fault("layers", 2, stage=0), Fault("slow_rank", 1.5, stage=2, replica=1)))
+    priced = Priced(pipeline)
+    assert priced.price(pipeline.faults[1]).mean() < LEAST * priced.length(priced.all).mean()
+    found = diagnosis_of(pipeline, tmp_path)
+    assert {(cause.kind, cause.stage) for cause in found.causes} == {("layers", 0), ("slow_rank", 2)}
+    together = float((priced.length(priced.all) - priced.length(frozenset())).mean())
+    assert sum(cause.price.ms for cause in found.causes) == pytest.approx(together, rel=0.05)
+
+
 def test_a_rank_says_when_it_is_slow(tmp_path):
     now_and_then = tuple(range(0, 40, 4))
     since = tuple(range(20, 40))

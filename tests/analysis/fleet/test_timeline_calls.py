@@ -11,7 +11,7 @@ import pytest
 from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.fleet.timeline_calls import LAST_STEPS, column, detail_of
-from megaprof.analysis.report.report import TargetReport, analyze
+from megaprof.analysis.report.report import NothingToReport, TargetReport, analyze
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, Place, WorldLayout
 from tests.analysis.agreeing import contradictions
@@ -84,13 +84,40 @@ def test_what_a_timeline_does_not_tell_is_null(tmp_path: Path) -> None:
     assert any("an exchange is waiting and transfer" in warning for warning in measured.warnings)
 
 
-def test_on_the_devices_clock_gaps_hold_the_exchanges(tmp_path: Path) -> None:
-    target = report_of(tmp_path, device_clock=True)
+def test_on_the_devices_clock_exchanges_are_used_as_on_the_hosts(tmp_path: Path) -> None:
+    target = report_of(tmp_path / "device", device_clock=True)
+    host = report_of(tmp_path / "host")
+    assert target.measured.links
+    assert [(each.sender, each.receiver) for each in target.measured.links] == [
+        (each.sender, each.receiver) for each in host.measured.links
+    ]
     assert [stage.compute_ms.mean for stage in target.measured.stages if stage.compute_ms] == pytest.approx([240] * 4)
-    assert any("the gaps between phases hold waiting" in warning for warning in target.measured.warnings)
+    assert any("an exchange is waiting and transfer" in warning for warning in target.measured.warnings)
     assert target.fleet is not None
     assert target.fleet.recording.clock == "device"
-    assert any("on the GPU's clock" in note for note in notes(target.fleet))
+    assert any("Times are the GPU's" in note for note in notes(target.fleet))
+
+
+def test_steps_without_any_time_are_not_shown_as_steps_of_no_time(tmp_path: Path) -> None:
+    """As they are written where the GPU was not done with them in time."""
+    paths = write_timelines(tmp_path, LAYOUT, steps=40, microbatches=8, noise=0.0, device_clock=True, events=False)
+    for path in paths:
+        timeless(path)
+    with pytest.raises(NothingToReport, match="hold no times"):
+        analyze(tmp_path)
+
+
+def timeless(path: Path) -> None:
+    """Rewrite a timeline as if no step of it had been timed."""
+    timeline = format.read_timeline(path)
+    steps = [
+        format.step_record(
+            0, 0, tuple(int(each[name]) for name in ("index", "flags", "step", "start_ns")), (0,) * 7, b""
+        )
+        for each in timeline.steps
+    ]
+    head = format.metadata_record(timeline.metadata[0].as_dict()), format.shape_record(timeline.shapes[0].tolist())
+    path.write_bytes(b"".join((format.MAGIC, *head, *steps)))
 
 
 def test_without_times_of_events_the_step_is_known(tmp_path: Path) -> None:

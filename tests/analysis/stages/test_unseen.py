@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.report.document import TargetReport
+from megaprof.analysis.report.report import analyze
 from tests.analysis.altered import Event, reported
 from tests.analysis.scenarios import Scenario
 from tests.analysis.synthetic import TraceBuilder
@@ -116,3 +117,13 @@ def test_a_step_that_lost_kernels_leaves_the_others(
     assert target.measured.steps == (6,)
     assert target.verdict.slowest_stage == 0
     assert any("step 5" in warning for warning in target.measured.warnings)
+
+
+def test_of_two_tools_the_one_that_saw_the_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch with ``--profile-activities cpu`` beside nsys."""
+    with monkeypatch.context() as patched:
+        reported(UNEVEN, tmp_path / "torch", patched, lambda trace, event: not is_cuda(event), **ON_GPU)
+    reported(UNEVEN, tmp_path / "another", monkeypatch, **ON_GPU)
+    (target,) = analyze(tmp_path).targets
+    assert target.verdict.slowest_stage == 0
+    assert not target.measured.warnings

@@ -17,6 +17,7 @@ PARTS = {
     "cost": "step time off, armed, ranges, CUDA only, full profiler and timeline; the end of a window against torch's",
     "marks": "host time of one mark of the timeline in C and in Python; marks against torch's events, and in a capture",
     "whole_graph": "full-iteration CUDA graphs: replayed steps are counted, captured, and say so",
+    "graph_names": "kernels of a replayed full-iteration graph bear microbatch and layer, by torch's annotations",
     "layer_graphs": "CUDA graphs of single layers: captured, and what has no ranges is said",
     "transformer_engine": "Transformer Engine's real layers, bf16 and FP8: ranges and kernels",
     "memory": "CUDA memory history of a window, and the snapshot on out of memory",

@@ -19,7 +19,7 @@ _WARM_UP = 2
 
 def run(work: Path, cpu: bool) -> Found:
     with machine(cpu, work) as device, faked(cpu, GRAPHS):
-        _train(work / "traces", cpu, device)
+        train_replayed(work / "traces", cpu, device)
     traces = {trace.metadata.steps[0]: trace.metadata.ranges for trace in map(read_trace, find_traces(work / "traces"))}
     replayed = [step for step, each in traces.items() if not each.microbatch and "CUDA graph" in (each.reason or "")]
     found = Found()
@@ -28,7 +28,8 @@ def run(work: Path, cpu: bool) -> Found:
     return found
 
 
-def _train(directory: Path, cpu: bool, device: str) -> None:
+def train_replayed(directory: Path, cpu: bool, device: str, **options: Any) -> None:
+    """Five steps, captured with ``options``; the last two are replayed."""
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -39,7 +40,7 @@ def _train(directory: Path, cpu: bool, device: str) -> None:
         return gpt.forward_step(iter([(batch["tokens"], batch["labels"])]), model)
 
     count = gpt.workload.microbatches
-    with install_hooks(gpt.chunks, config(directory, cpu, skip_first=0, repeat=0)):
+    with install_hooks(gpt.chunks, config(directory, cpu, skip_first=0, repeat=0, **options)):
         wrapper = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=_WARM_UP)
         for step in range(5):
             batches = ({"tokens": tokens, "labels": labels} for tokens, labels in gpt.data_iterator(step))

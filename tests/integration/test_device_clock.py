@@ -1,0 +1,99 @@
+"""The timeline on a GPU's clock with a pipeline: real megatron-core schedules over gloo, and a GPU whose streams run
+behind the host, each rank's by another time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN
+from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.fleet.timeline_calls import detail_of
+from megaprof.analysis.report.report import analyze
+from megaprof.formats import timeline as format
+from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from megaprof.testing.faults import before_forward
+from tests.integration.test_capture import WORKLOADS
+from tests.integration.test_timeline import timelines
+from tests.recorders.fake_gpu import FakeGpu, compiled
+
+STEPS = 6
+BEHIND, PACE = 0.03, 0.02
+"""Seconds: that each rank's GPU is behind the host more than the one before it; of a forward."""
+
+
+def train(workload: GPTWorkload, library: str | None, directory: str) -> None:
+    """One rank; ``library``: the GPU's runtime, None: on the host's clock."""
+    import argparse
+
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megaprof import add_profile_args, install_hooks
+
+    flags = ["--profile-target", "train_actor", "--profile-tool", "timeline", "--profile-dir", directory]
+    args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
+    rank, _ = init_distributed()
+    with cpu_megatron(), pytest.MonkeyPatch.context() as patches:
+        gpt = build(workload)
+        for chunk in gpt.chunks:
+            before_forward(chunk, lambda: time.sleep(PACE))
+        if library is not None:
+            gpu = FakeGpu(Path(library))
+            gpu.install(patches)
+            patches.setattr(torch.cuda, "synchronize", lambda *_: None)  # of Megatron's own, as with batch_p2p_sync off
+            gpu.behind(BEHIND * (1 + rank))
+        with install_hooks(gpt.chunks, args):
+            forward_backward = get_forward_backward_func()
+            for _ in range(STEPS):
+                gpt.train_step(forward_backward)
+            time.sleep(BEHIND * workload.world_size + 0.05)  # until the GPU has done it all
+
+
+QUICK = ("pp2",)
+NAMES = ("pp2", "pp4", "pp2-vpp2", "pp2-vpp2-overlap")
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+def test_what_the_schedules_write_is_what_they_write_on_the_hosts_clock(name: str, tmp_path: Path) -> None:
+    workload = WORKLOADS[name]
+    library = str(compiled(tmp_path))
+    for clock, given in (("host", None), ("device", library)):
+        run_ranks(train, workload.world_size, workload, given, str(tmp_path / clock), timeout=240)
+    host, device = timelines(tmp_path / "host"), timelines(tmp_path / "device")
+    assert sorted(device) == sorted(host) == list(range(workload.world_size))
+    for rank, timeline in device.items():
+        assert timeline.metadata[0].timeline == {"clock": "device"}
+        assert [int(step["step"]) for step in timeline.steps] == list(range(STEPS))
+        assert {int(step["flags"]) for step in timeline.steps} == {format.DEVICE_CLOCK}
+        assert [shape.tolist() for shape in timeline.shapes] == [shape.tolist() for shape in host[rank].shapes]
+        assert all(0 < step["p2p"] < step["duration"] for step in timeline.steps)
+
+
+def test_the_report_lays_the_stages_on_one_clock_by_their_exchanges(tmp_path: Path) -> None:
+    """The second stage's GPU begins each step later than the first one's, which its host does not know."""
+    workload = WORKLOADS["pp2"]
+    run_ranks(train, 2, workload, str(compiled(tmp_path)), str(tmp_path / "job"), timeout=240)
+    (target,) = analyze(tmp_path / "job").targets
+    measured = target.measured
+    assert {(link.sender, link.receiver) for link in measured.links} == {(0, 1), (1, 0)}
+    assert target.what_if.replay_error is not None
+    reading = read_fleet(find_timelines(tmp_path / "job"))
+    ((key, series),) = reading.series.items()
+    calls = detail_of(key, [rank.coords for rank in series.ranks], reading.files[key])
+    began = {
+        (rank, int(step["step"])): int(step["start_ns"])
+        for rank, timeline in timelines(tmp_path / "job").items()
+        for step in timeline.steps
+    }
+    moved = {(call.rank, call.step): call.start - began[call.rank, call.step] for call in calls}
+    if not any("laid beside each other" in reason for call in calls for reason in call.reasons):  # a busy machine
+        for call in calls:
+            longer = moved[1, call.step] - moved[0, call.step] - BEHIND * 1e9
+            assert abs(longer) <= MOST_UNCERTAIN * (call.end - call.start) * 2 + 1e6
+    for stage in measured.stages:
+        assert stage.compute_ms is not None
+        assert stage.compute_ms.mean >= 1e3 * PACE * workload.microbatches
+        assert None not in stage.bubble_split.values()
