@@ -134,7 +134,8 @@ class ProfileConfig:
     )
     activities: tuple[str, ...] = _option(
         ACTIVITIES,
-        "what the torch profiler records: cpu, cuda; cuda alone costs next to nothing",
+        "what the torch profiler records: cpu, cuda; cuda alone costs next to nothing, but nothing names the process "
+        "groups of collectives then",
         read.words(ACTIVITIES),
     )
     record_shapes: bool = _option(False, "record tensor shapes (costs memory)", read.boolean)
