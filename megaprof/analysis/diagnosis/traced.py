@@ -14,7 +14,7 @@ from megaprof.formats import ranges
 from megaprof.parallel.schedules import PipelineSchedule
 
 #: What waits inside a pass for communication; gradients and exchanges lie beside passes.
-_INSIDE = ("tp", "ep", "cp")
+_INSIDE = ("tp", "ep", "cp", "unknown")
 _MS = 1e-6
 
 
