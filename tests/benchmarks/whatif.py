@@ -19,8 +19,8 @@ cannot run.
 
     python -m tests.benchmarks.whatif [--repeats N] [--stages 2 4] [--only paced busy compute synthesised] [--out DIR]
 
-A turn of one layout takes 10 to 20 s. All of it with 4 repeats has about 80 turns; ``--repeats 3 --synthesised 5`` has
-about 60, which is about 20 minutes on a quiet machine of two cores.
+A turn of one layout has 11 steps and takes 10 to 15 s. All of it has about 60 turns: 13 minutes on two quiet
+cores.
 
 The last line is JSON. ``median_error``: the median of |predicted / measured speedup - 1| over the predictions of the
 paced runs, as the machine is (wanted: at most 0.03); ``within_uncertainty``: the part of them whose error is within
@@ -62,7 +62,7 @@ CAPTURED: tuple[Split, ...] = ((6, 2), (2, 6))
 DEEPER: tuple[Split, ...] = ((5, 1, 1, 1), (1, 2, 2, 3))
 WARM_UP, STEPS = 2, 3
 #: Steps of a turn that are the truth.
-TIMED = 10
+TIMED = 6
 #: Milliseconds that a paced module waits in a forward and in a backward.
 PACED_LAYER, PACED_OUTPUT = (6.0, 12.0), (15.0, 10.0)
 REAL = GPTWorkload(pp=2, layers=8, microbatches=8)
@@ -309,8 +309,8 @@ def _share(inside: Sequence[bool]) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=4, help="runs of each layout (default: 4)")
-    parser.add_argument("--synthesised", type=int, default=20, help="synthesised pipelines (default: 20)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each layout (default: 3)")
+    parser.add_argument("--synthesised", type=int, default=5, help="synthesised pipelines (default: 5)")
     kinds = ("paced", "busy", "compute", "synthesised")
     parser.add_argument("--only", choices=kinds, nargs="*", default=kinds, help="only these (default: all)")
     stages = tuple(len(splits[0]) for splits in (CAPTURED, DEEPER))

@@ -207,7 +207,7 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
         passes[:, :, 0, 0, 0, 0] = np.maximum(passes[:, :, 0, 0, 0, 0] - v.first, 0.0)
         return replace(v, state=replace(v.state, passes=passes), first=np.zeros_like(v.first))
 
-    yield Term("data_wait", first, stage=0, once=True, doubt_ms=OPENING_MS if table.traced else 0.0)
+    yield Term("data_wait", first, stage=0, once=True, doubt_ms=OPENING_MS * float(table.opening.mean()))
     if view.stalled.any():
         yield Term("stalls", _unstalled, once=True)
 

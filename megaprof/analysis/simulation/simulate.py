@@ -122,7 +122,7 @@ def _shape(label: str, times: Times) -> tuple[int, int]:
 
 def _durations(label: str, times: Times, microbatches: int) -> Milliseconds:
     """[stage, chunk, microbatch]."""
-    durations: list[list[Any]] = []
+    durations: list[Any] = []
     for stage, row in enumerate(times):
         for chunk, entry in enumerate(row):
             name = f"{label}[{stage}][{chunk}]"
@@ -131,8 +131,13 @@ def _durations(label: str, times: Times, microbatches: int) -> Milliseconds:
                 continue
             if len(entry) != microbatches:
                 raise ValueError(f"{name} has {len(entry)} times, expected one or {microbatches} (one a microbatch)")
-            durations.append([_milliseconds(name, value) for value in entry])
-    return np.array(durations).reshape(len(times), -1, microbatches)
+            if set(map(type, entry)) != {float}:
+                entry = [_milliseconds(name, value) for value in entry]
+            durations.append(entry)
+    found = np.array(durations).reshape(len(times), -1, microbatches)
+    for stage, chunk, microbatch in np.argwhere(~((found >= 0) & (found < inf))):
+        _milliseconds(f"{label}[{stage}][{chunk}]", float(found[stage, chunk, microbatch]))
+    return found
 
 
 def _milliseconds(name: str, value: Any) -> float:
