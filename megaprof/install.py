@@ -31,6 +31,7 @@ from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.dispatch import Dispatcher
+from megaprof.hooks.graphs import patch_graphs
 from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
 from megaprof.hooks.patching import Patches
@@ -44,6 +45,7 @@ from megaprof.recorders import Recorder, Window, build_recorders
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime import unmet
 from megaprof.runtime.background import Background
+from megaprof.runtime.device import capturing
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
 from megaprof.runtime.isolation import Contained, in_full
 
@@ -108,9 +110,10 @@ class Handle:
     def remove(self) -> None:
         """Close an open window, finish its files, and put every original function back. Idempotent.
 
-        Only the thread that trains can close its window. Called from another thread while that one has a window open,
-        or is inside a schedule call, this only asks: the training thread does it at its next hook, and at the latest
-        when its call ends. `active` stays true until it is done.
+        Only the thread that trains can close its window, and not while it captures a CUDA graph. Called from another
+        thread while that one has a window open, or is inside a schedule call, or called during a capture, this only
+        asks: the training thread does it when its call ends, or when its next one begins. `active` stays true until it
+        is done.
         """
         if self._session is not None and not _process.ask(self._remove, self._session):
             self._remove()
@@ -137,11 +140,14 @@ class Handle:
             self._removed.wait(self.config.flush_seconds)
 
     def _finish(self, session: Session | None, reason: str, seconds: float) -> None:
-        """Close an open window, finish every file within ``seconds``, and say what there is."""
+        """Close an open window, finish every file within ``seconds``, and say what there is. The window gets half of
+        that time: the device may never be idle, and the files of other windows are to be finished all the same."""
+        deadline = time.monotonic() + seconds
+        writer = self._writer
         in_full(
-            *([] if session is None else [partial(session.finish, reason)]),
+            *([] if session is None else [partial(session.finish, reason, seconds / 2)]),
             *([] if self._timeline is None else [self._timeline.close]),
-            *([] if self._writer is None else [partial(self._writer.close, seconds)]),
+            *([] if writer is None else [lambda: writer.close(max(0.0, deadline - time.monotonic()))]),
             *([] if self._listener is None else [self._listener.close]),
             *([] if self._lines is None or session is None else [partial(self._lines.end, session.agenda, self.role)]),
         )
@@ -196,6 +202,7 @@ class _Process:
             patch_schedules(self._patches, self._dispatcher)
             patch_microbatches(self._patches, self._dispatcher)
             patch_p2p(self._patches, self._dispatcher)
+            patch_graphs(self._patches, self._dispatcher)
             registry.adapt(self._patches)
         self.handles.append(handle)
         self._dispatcher.add(session, models)
@@ -211,10 +218,10 @@ class _Process:
                 self._unpatch()
 
     def ask(self, leave: Callable[[], None], session: Session) -> bool:
-        """Have the training thread call ``leave``, if it is another one than this and busy with ``session``'s models;
-        else false, and the caller is to do it."""
+        """Have the training thread call ``leave`` later, if it is another one than this and busy with ``session``'s
+        models, or captures a CUDA graph; else false, and the caller is to do it."""
         there = {self._dispatcher.inside, session.thread} & set(sys._current_frames())
-        if not there - {threading.get_ident()}:
+        if not there - {threading.get_ident()} and not capturing():
             return False
         self._dispatcher.ask(leave)
         return True

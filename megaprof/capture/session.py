@@ -21,7 +21,9 @@ from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
+from megaprof.recorders.graph_names import names
 from megaprof.recorders.tape import Tape
+from megaprof.runtime.device import GRACE_SECONDS, DeviceWait, capturing
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.isolation import Contained, contained, in_full
@@ -55,6 +57,8 @@ class _OpenWindow:
     """What asked for it while the job ran."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that opened it, which alone can close it."""
+    device: DeviceWait = field(default_factory=DeviceWait)
+    """For when it closes: what the device has not finished then is not in it."""
 
     def is_of(self, step: Step) -> bool:
         """Whether ``step`` is of the same target and role."""
@@ -132,6 +136,8 @@ class Session:
         if self.disabled:
             return None
         try:
+            if facts.graph is None and capturing():  # by something else than Megatron's own wrapper
+                facts = facts._replace(graph="capture")
             role = current().role
             if role is None:
                 role = self.role
@@ -175,7 +181,7 @@ class Session:
                     self._close("the host raised an exception")
                 elif opened is not None and opened.overall is None and not (opened.merges and self._goes_on(opened)):
                     self._close(None)
-                if coming and not failed and Session._holder is None and self._pace.ends():
+                if coming and not failed and Session._holder is None and not capturing() and self._pace.ends():
                     Session._ahead = Prepared(self, coming)
                     Session._ahead.prepare()
         except BaseException as fault:
@@ -211,10 +217,13 @@ class Session:
             return self._open_window.thread
         return Session._ahead.thread if Session._ahead is not None and Session._ahead.owner is self else None
 
-    def finish(self, reason: str) -> None:
-        """Close an open window early; what it has is kept and marked truncated. A no-op without one."""
+    def finish(self, reason: str, seconds: float | None = None) -> None:
+        """Close an open window early; what it has is kept and marked truncated. A no-op without one.
+
+        What the device has not finished within ``seconds`` (None: ``--profile-flush-seconds``) is not in it.
+        """
         with Contained("closing the last window", self.abandon), self._held:
-            self._close(reason)
+            self._close(reason, seconds, last=True)
             if Session._ahead is not None and Session._ahead.owner is self:
                 self._leave_prepared()
 
@@ -233,7 +242,7 @@ class Session:
                 self.timeline.end(call.line, failed=False)
             call.outermost.__exit__(None, None, None)
             if Session._holder is not None:
-                Session._holder.finish(reason)
+                Session._holder.finish(reason, GRACE_SECONDS)
 
     def abandon(self) -> None:
         """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""
@@ -278,7 +287,7 @@ class Session:
 
     def _change_windows(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
         """Close the window that ends with this call, and open the one that is due."""
-        if self._open_window is not None:
+        if self._open_window is not None and not capturing():
             self._settle_open_window(self._open_window, facts, step, begun)
         if self.demand is None or not self._open_demanded(self.demand, facts, step, begun):
             self._open_due(facts, step, begun)
@@ -396,9 +405,10 @@ class Session:
         timeline = self.timeline
         tape = Tape(facts.chunks, facts.forward_only, None if timeline is None else timeline.clock)
         call = RecordedCall(facts, _NOTHING, tape)
+        if window is not None or (facts.graph == "capture" and names.available):
+            call.ranged = self.config.ranges != "step"
         if window is not None:
             call.outermost = outermost = ExitStack()
-            call.ranged = self.config.ranges != "step"
             scope = current()
             if step.role not in (None, window.window.role) and scope.window is not window:
                 outermost.enter_context(Range(ranges.role_range(str(step.role))))
@@ -409,10 +419,10 @@ class Session:
         if timeline is not None and step.target in self._timed and facts.graph != "capture":
             captured = window is not None
             call.line = timeline.begin(call, step.target, step.role, step.number, captured=captured)
-        return call if window is not None or call.line is not None or self._coming else None
+        return call if window is not None or call.line is not None or call.ranged or self._coming else None
 
     def _begin_work(self, step: Step) -> bool:
-        if self._offloading.refusal(()) is not None:
+        if self._offloading.refusal(()) is not None or capturing():
             return False
         free = Session._holder is None
         self._open_due(NO_CALL, step, None)
@@ -442,21 +452,26 @@ class Session:
         entering.__enter__()
         return entering
 
-    def _close(self, truncated: str | None) -> None:
+    def _close(self, truncated: str | None, seconds: float | None = None, *, last: bool = False) -> None:
+        """``last``: no later call can close the window."""
         opened = self._open_window
-        if opened is None:
+        if opened is None or (capturing() and not last):
             return
         if opened.overall is not None:
             opened.overall.close()
         recorders = self._recorders_of(opened)
         if opened.call is not None or opened.window.target == ANNOTATED:
-            self._save(opened, recorders, truncated)
+            late = opened.device.wait(self.config.flush_seconds if seconds is None else seconds, self._must_end)
+            self._save(opened, recorders, "; ".join(filter(None, (truncated, late))) or None)
         else:
             for recorder in recorders:
                 recorder.discard()
         self._release()
         if opened.demand is not None:
             opened.demand.closes()
+
+    def _must_end(self) -> bool:
+        return self._termination is not None and self._termination.due
 
     def _save(self, opened: _OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
         """Have the files of a window written."""
@@ -478,6 +493,8 @@ class Session:
 
     def _release(self) -> None:
         self._guard.stop()
+        if self._open_window is not None:
+            self._open_window.device.end()
         self._open_window = None
         if Session._holder is self:
             Session._holder = None

@@ -134,7 +134,8 @@ class ProfileConfig:
     )
     activities: tuple[str, ...] = _option(
         ACTIVITIES,
-        "what the torch profiler records: cpu, cuda; cuda alone costs next to nothing",
+        "what the torch profiler records: cpu, cuda; cuda alone costs next to nothing, but nothing names the process "
+        "groups of collectives then",
         read.words(ACTIVITIES),
     )
     record_shapes: bool = _option(False, "record tensor shapes (costs memory)", read.boolean)
@@ -173,7 +174,10 @@ class ProfileConfig:
         "window", "run the command once per window, or once at the end: window | end", read.word(("window", "end"))
     )
     flush_seconds: int = _option(
-        60, "longest wait for unfinished files when the process ends, in seconds (on SIGTERM at most 20)", read.count(0)
+        60,
+        "longest wait for unfinished files when the process ends (on SIGTERM at most 20), and for the GPU when a "
+        "window closes, in seconds",
+        read.count(0),
     )
     on_demand: bool = _option(
         False,

@@ -16,6 +16,7 @@ from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
 from megaprof.recorders.tape import Gate, Hook
 from megaprof.recorders.timeline.recorder import TimelineRecorder
+from megaprof.runtime.device import capturing
 from megaprof.runtime.isolation import contained, in_full
 from megaprof.runtime.logs import logger
 
@@ -127,13 +128,16 @@ class Dispatcher:
             self.settle()
 
     def ask(self, leave: Callable[[], None]) -> None:
-        """Have ``leave`` called by the training thread, at its next hook or at the end of its call. From any thread."""
+        """Have ``leave`` called by the training thread, before its next call or at the end of this one. From any
+        thread."""
         self._leaving.append(leave)
         Session.urgent = True
 
     def settle(self) -> None:
-        """Do now what other threads asked the training thread for: it alone may close a window."""
-        if not self._routes:  # not the process's own: what is asked is not for this one
+        """Do what other threads asked the training thread for: it alone may close a window, though not while a CUDA
+        graph is captured. In the middle of a call only what cannot wait: the device may be waiting for a peer that
+        waits for what this rank has yet to send."""
+        if not self._routes or capturing():  # without routes it is not the process's own: what is asked is not for it
             return
         Session.urgent = False
         try:
@@ -143,10 +147,11 @@ class Dispatcher:
                 self.interrupt(reason)
                 for session, _ in self._routes:
                     session.disabled = True
-            while self._leaving:
+            while self._leaving and self._recording is None:
                 self.interrupt("the hooks were removed")
                 in_full(self._leaving[0])
                 del self._leaving[0]
+            Session.urgent = Session.urgent or bool(self._leaving)
         except BaseException:
             Session.urgent = True  # the host interrupted it
             raise

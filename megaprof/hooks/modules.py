@@ -24,6 +24,7 @@ from megaprof.formats.metadata import WithoutRange
 from megaprof.hooks.dispatch import Dispatcher
 from megaprof.parallel.chunks import innermost, language_model
 from megaprof.recorders.emit import Range
+from megaprof.recorders.graph_names import names
 from megaprof.runtime.isolation import Contained
 
 COMPILED = "torch.compile compiles it, or a module around it"
@@ -176,7 +177,7 @@ def _close(stack: list[_Pass], this: _Pass) -> None:
 def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
     """Range the modules of ``chunks`` for the call that is being recorded, as ``--profile-ranges`` wants."""
     call, level = dispatcher.call, dispatcher.level
-    if call is None or call.facts.graph is not None:
+    if call is None or (call.facts.graph is not None and not (call.facts.graph == "capture" and names.available)):
         return
     dispatcher.modules = of_this_call = ModuleRanges(dispatcher, call)
     for chunk in chunks:

@@ -54,7 +54,8 @@ class Recorder(Protocol):
         """Begin recording. Called right before the first step of the window."""
 
     def stop(self, window: Window, metadata: dict[str, Any]) -> None:
-        """End recording and hand the artifact to the writer; ``metadata`` is plain data for inside the artifact."""
+        """End recording and hand the artifact to the writer; ``metadata`` is plain data for inside the artifact. The
+        device is idle, unless it did not become so in time; do not wait for it."""
 
     def discard(self) -> None:
         """End recording and keep nothing. A no-op when nothing records and nothing is prepared."""

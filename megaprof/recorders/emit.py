@@ -6,6 +6,8 @@ import importlib.metadata
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -32,6 +34,8 @@ class LoggedRange(NamedTuple):
 
 #: Where ended ranges go while a recorder wants them; None otherwise.
 log: list[LoggedRange] | None = None
+#: While a CUDA graph is captured whose kernels are to bear our names: names what is captured in its block.
+mark: Callable[[str], AbstractContextManager[object]] | None = None
 
 
 _OURS: dict[str, Any] = {"domain": DOMAIN}
@@ -70,7 +74,7 @@ class Range:
     after it, as a coroutine's; NVTX keeps such ranges beside the threads' stacks of ranges.
     """
 
-    __slots__ = ("_began", "_handle", "_look", "_name", "_open", "_overlapping", "_recorded")
+    __slots__ = ("_began", "_handle", "_look", "_marked", "_name", "_open", "_overlapping", "_recorded")
 
     def __init__(self, name: str, look: dict[str, Any] = _OURS, *, overlapping: bool = False) -> None:
         self._name = name
@@ -79,6 +83,7 @@ class Range:
         self._handle: Any = None
         self._began = 0
         self._open = False
+        self._marked: AbstractContextManager[object] | None = None
         # Where nobody has imported torch, no Kineto records. A user annotation rather than the cheaper fast record:
         # Kineto mirrors it on the GPU's timeline.
         profiler = sys.modules.get("torch.profiler")
@@ -97,6 +102,9 @@ class Range:
                 nvtx.push_range(self._name, **self._look)
             if self._recorded is not None:
                 self._recorded.__enter__()
+            if mark is not None:
+                self._marked = mark(self._name)
+                self._marked.__enter__()
         except BaseException:
             self.close()
             raise
@@ -109,6 +117,9 @@ class Range:
         if not self._open:
             return
         self._open = False
+        marked, self._marked = self._marked, None
+        if marked is not None and mark is not None:  # else the capture it began in is over
+            marked.__exit__(None, None, None)
         try:
             if self._recorded is not None and self._recorded.record is not None:
                 self._recorded.__exit__(None, None, None)

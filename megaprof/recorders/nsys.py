@@ -75,8 +75,6 @@ class NsysRecorder:
     def discard(self) -> None:
         if not self._running:
             return
-        if not self._by_range or _cuda().is_initialized():
-            _cuda().synchronize()  # kernels that still run would be cut off the end of the window
         emit.pop()
         if not self._by_range:
             _call("cudaProfilerStop")

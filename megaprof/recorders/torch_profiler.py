@@ -16,10 +16,12 @@ from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, su
 from megaprof.artifacts.derived import DEVICE_STACKS_SUFFIX, KERNELS_SUFFIX, STACKS_SUFFIX, DerivedFiles
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
+from megaprof.formats import graphs
 from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
 from megaprof.recorders import Window, emit
 from megaprof.recorders.garbage import Collections
+from megaprof.recorders.graph_names import names
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -125,7 +127,9 @@ class TorchRecorder:
         metadata = {**metadata, "profiler": asdict(how)}
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))
-            recording.stop()
+            if (of_graphs := names.text()) is not None:
+                recording.add_metadata_json(graphs.KEY, of_graphs)
+            _stop(recording)
             recording.export_chrome_trace(str(raw))
             timed = [*(emit.log or ()), *self._collections.found]
             if timed and raw.exists():  # it does not when the disk is full
@@ -180,7 +184,7 @@ class TorchRecorder:
         self._collections.stop()
         if torch._C._autograd._profiler_enabled():
             try:
-                recording.stop()
+                _stop(recording)
             finally:
                 if torch._C._autograd._profiler_enabled():
                     torch._C._autograd._disable_profiler()
@@ -299,6 +303,17 @@ def _drop(observer: ExecutionTraceObserver) -> None:
     observer.unregister_callback()
     if path is not None:
         Path(path).unlink(missing_ok=True)
+
+
+def _stop(recording: profile) -> None:
+    """Stop without torch's own wait for the device, which has no limit: the session has waited, with one.
+
+    What is left is Kineto's: it flushes what CUPTI has, and CUPTI's flush synchronises nothing (CUPTI 11 to 13). A
+    process that ends while Kineto records would crash, so it is stopped in any case.
+    """
+    if recording.profiler is not None:
+        recording.profiler.use_device = None
+    recording.stop()
 
 
 def _release(recording: profile) -> None:

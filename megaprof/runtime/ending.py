@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 from megaprof.runtime.interruption import from_host
@@ -36,7 +37,8 @@ class Termination:
         self.armed = False
         """True while the handler is in."""
         self._holding: FrameType | None = None
-        self._due = False
+        self.due = False
+        """True while a SIGTERM waits for the end of a held block."""
         self._ending = False
 
     def __enter__(self) -> None:
@@ -50,8 +52,8 @@ class Termination:
         if self._holding is not sys._getframe(1):
             return  # a block inside another one
         self._holding = None
-        if self._due:
-            self._due = False
+        if self.due:
+            self.due = False
             self._end()
         self.settle()
 
@@ -63,13 +65,13 @@ class Termination:
 
     def reset(self) -> None:
         """Take the handler out, in a forked child too: its parent's files are not the child's to save."""
-        self._holding, self._due = None, False
+        self._holding, self.due = None, False
         if self.armed:
             self._disarm()
 
     def settle(self) -> None:
         """Put the handler in where something is unsaved, and take it out where nothing is any more."""
-        if self.armed is self._unsaved() or threading.current_thread() is not threading.main_thread():
+        if self._ending or self.armed is self._unsaved() or threading.current_thread() is not threading.main_thread():
             return
         if self.armed:
             self._disarm()
@@ -85,17 +87,22 @@ class Termination:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         ours = signal.getsignal(signal.SIGTERM) == self._handle
         if self._holding is not None and self._held_by(frame):
-            self._due = ours  # a handler of the host's that calls this one ends the process as it likes
+            self.due = ours  # a handler of the host's that calls this one ends the process as it likes
         elif ours:
             self._end()
         else:
             self._finish()
 
     def _end(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        # Whatever holds up the files, in C code too, does not hold up the end.
+        limit = threading.Timer(TERM_SECONDS + 1, os.kill, (os.getpid(), signal.SIGTERM))
+        limit.daemon = True
         try:
+            with suppress(RuntimeError):  # Python starts no thread while the process ends
+                limit.start()
             self._finish()
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _finish(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.analysis.synthetic import MS, TraceBuilder, chunk
+from tests.analysis.kineto import MS
+from tests.analysis.synthetic import TraceBuilder, chunk
 
 _TRAVELS = 0.1  # milliseconds
 

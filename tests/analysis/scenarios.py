@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
-from tests.analysis.synthetic import MS, TraceBuilder, chunk
+from tests.analysis.kineto import launched
+from tests.analysis.synthetic import TraceBuilder, chunk
 
 GROUPS = {
     "tp": "TENSOR_MODEL_PARALLEL_GROUP",
@@ -61,7 +62,8 @@ class Scenario:
     them are captured. ``uneven``: microbatches take 1 - uneven to 1 + uneven times the mean. ``exposed``: communication
     that nothing hides, as a fraction of a pass, by group. ``idle``: of every pass the fraction in which the GPU waits
     for the host. ``transfer``: milliseconds between two stages. ``tail``: of gradient reduction behind the passes.
-    ``apart``: every stage on a host of its own, with a clock of its own.
+    ``apart``: every stage on a host of its own, with a clock of its own. ``operators``: False where only the GPU was
+    recorded, as ``--profile-activities cuda`` does.
 
     ``stretched``: factor by stage, kind of pass and chunk (None: all). ``spread``: by stage, as ``uneven``, of it
     alone. ``link``: milliseconds that exchanges between a stage and the next take. ``late``: milliseconds by stage that
@@ -94,6 +96,7 @@ class Scenario:
     target: str = "train_actor"
     gpu: bool = True
     apart: bool = False
+    operators: bool = True
     steps: int = 1
     seed: int = 0
     stretched: dict[tuple[int, str, int | None], float] = field(default_factory=dict)
@@ -285,7 +288,8 @@ def _rank(
     )
     # The clock of every host is off by some seconds; nothing in a trace says by how many.
     origin = 4000.0 * step + 10.0 + (1700.0 * pp if scenario.apart else 0.0)
-    rank = _Gpu(trace, origin, _CORRELATIONS * step) if scenario.gpu else _Cpu(trace, origin)
+    gpu = _Gpu(trace, origin, _CORRELATIONS * step, scenario.operators)
+    rank = gpu if scenario.gpu else _Cpu(trace, origin)
     end = 0.0
     for each in held if not scenario.counted else ():
         each |= {"layers": None, "kinds": None}
@@ -308,6 +312,7 @@ class _Gpu:
     trace: TraceBuilder
     origin: float
     correlation: int = 0
+    operators: bool = True
 
     def phase(self, scenario: Scenario, event: Any, share: float, rng: random.Random) -> None:
         start, end, backward = self.origin + event.start_ms, self.origin + event.end_ms, event.phase == "backward"
@@ -348,7 +353,18 @@ class _Gpu:
     ) -> None:
         self.correlation += 1
         stream = COMPUTE_STREAM if group is None else NCCL_STREAM
-        launched(self.trace, self.correlation, name, start, duration, launch, thread, stream, group)
+        description = None if group is None else GROUPS[group]
+        times = start, duration, launch
+        launched(
+            self.trace.events,
+            self.correlation,
+            name,
+            *times,
+            thread,
+            stream,
+            group=description,
+            operators=self.operators,
+        )
 
 
 @dataclass
@@ -378,35 +394,6 @@ class _Cpu:
         self.trace.event("gloo:all_reduce", self.origin + after, length, tid=2)
 
 
-def launched(
-    trace: TraceBuilder,
-    correlation: int,
-    name: str,
-    start: float,
-    duration: float,
-    launch: float,
-    thread: int,
-    stream: int,
-    group: str | None,
-) -> None:
-    """A kernel and the call that launched it, tied by their correlation as Kineto does."""
-    call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 7, "tid": thread}
-    args: dict[str, Any] = {"External id": correlation, "cbid": 211, "correlation": correlation}
-    trace.events.append({**call, "ts": launch * MS, "dur": 2.0, "args": args})
-    args = {"External id": correlation, "device": 0, "stream": stream, "correlation": correlation, "grid": [64, 1, 1]}
-    if group is not None:
-        args |= {
-            "Collective name": "allreduce",
-            "Process Group Name": "12",
-            "Process Group Description": GROUPS[group],
-            "Group size": 2,
-            "In msg nelems": 1024,
-            "dtype": "BFloat16",
-        }
-    kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream}
-    trace.events.append({**kernel, "ts": start * MS, "dur": duration * MS, "args": args})
-
-
 def _exchanges(trace: TraceBuilder, origin: float, pp: int, schedules: list[list[Any]], scenario: Scenario) -> None:
     """Send-receive kernels of one rank: a receive is posted when its stage has nothing else to do, and each end lasts
     until the other is there and the bytes have gone over."""
@@ -429,9 +416,9 @@ def _exchanges(trace: TraceBuilder, origin: float, pp: int, schedules: list[list
             name, start, stream, at = f"send_{kind}", produced, SEND_STREAM, origin + produced - 4 * GAP
         correlation += 1
         trace.event(f"megaprof/{name}", at - GAP / 4, GAP / 2)
-        launched(
-            trace, correlation, SEND_RECV, origin + start, max(arrived, start + 0.0001) - start, at, 1, stream, "pp"
-        )
+        times = origin + start, max(arrived, start + 0.0001) - start, at
+        operators, group = scenario.operators, GROUPS["pp"]
+        launched(trace.events, correlation, SEND_RECV, *times, 1, stream, group=group, operators=operators)
 
 
 def _producer(scenario: Scenario, stage: int, kind: str, part: int) -> tuple[int, int] | None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
+from tests.analysis.kineto import PID, annotated
 
 BASE = 1_790_000_000_000_000_000
-MS = 1000.0  # Kineto's microseconds
 
 
 def chunk(layers: int | None, *, embedding: bool = False, loss: bool = False, kind: str = "dense") -> dict[str, Any]:
@@ -36,9 +36,8 @@ class TraceBuilder:
     events: list[dict[str, Any]] = field(default_factory=list)
 
     def event(self, name: str, start: float, duration: float, *, cat: str = "user_annotation", tid: int = 1) -> None:
-        self.events.append(
-            {"ph": "X", "cat": cat, "name": name, "pid": 7, "tid": tid, "ts": start * MS, "dur": duration * MS}
-        )
+        number = len(self.events)
+        self.events.append(annotated(name, start, duration, category=cat, thread=tid, number=number))
 
     def call(self, start: float, duration: float, *, label: str | None = None, step: int | None = None) -> None:
         step = self.step if step is None else step
@@ -68,11 +67,14 @@ class TraceBuilder:
             "ranges": {"microbatch": True},
             "truncated": False,
         } | self.metadata
+        process = {"ph": "M", "name": "process_name", "pid": PID, "tid": 0, "ts": 0.0, "args": {"name": "python"}}
         return {
             "schemaVersion": 1,
             "megaprof": described,
+            "displayTimeUnit": "ms",
             "baseTimeNanoseconds": BASE,
-            "traceEvents": [{"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}}, *self.events],
+            "traceEvents": [process, *self.events],
+            "traceName": "trace.json",
         }
 
     @property

@@ -86,7 +86,7 @@ def count(results: Iterable[Graded]) -> Counts:
             if fault.worth >= SOME and fault.drawn:
                 counts.add("found" if fault.worth >= MUCH else "found_2", fault.kind, fault.named)
         if one.healthy:
-            counts.add("clean", one.recording, not one.claims and one.failure is None)
+            counts.add("clean", one.recording, all(claim.there for claim in one.claims) and one.failure is None)
         for claim in one.claims:
             counts.add("precision", claim.kind, claim.there)
             if claim.inside is not None:

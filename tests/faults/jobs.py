@@ -106,7 +106,7 @@ def scenarios(directory: Path) -> dict[str, tuple[ProfileConfig, Any, Callable[[
         "save directory removed": (config(at("removed")), fine(), remove_directory(at("removed"))),
         "kineto does not start": (
             config(at("start")),
-            mock.patch.object(profile, "start", _raise(RuntimeError("kineto is unwell"))),
+            mock.patch.object(profile, "start_trace", _raise(RuntimeError("kineto is unwell"))),
             nothing,
         ),
         "export raises": (

@@ -16,7 +16,8 @@ PAGE = f"# Figures\n\n{page.BEGIN}\n\nNot run yet.\n\n{page.END}\n\nThe end.\n"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
-def test_every_part_is_as_expected_in_a_rehearsal(name: str) -> None:
+def test_every_part_is_as_expected_in_a_rehearsal(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "MOST", bench.SECONDS)  # of a machine that does other things, too
     part = bench.run([name], cpu=True)["parts"][name]
     assert "failed" not in part, part
     assert part["checks"] or part["skipped"]

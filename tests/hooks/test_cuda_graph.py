@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.capture.session import Session
 from megaprof.formats.ranges import parse
 
 full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph", reason="megatron-core 0.14 brought it")
@@ -84,3 +85,93 @@ def test_a_replayed_step_is_counted_and_captured_and_says_that_it_has_no_microba
             assert "forward" not in labels
             assert trace["megaprof"]["ranges"]["microbatch"] is False
             assert "CUDA graph" in trace["megaprof"]["ranges"]["reason"]
+
+
+class Capturing:
+    """A stream that is being captured between two microbatches: nothing may be opened, closed or waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = False
+        self.broken: list[str] = []
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.now)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: self._must_not("synchronize"))
+        for name in ("start", "stop"):
+            monkeypatch.setattr(torch.profiler.profile, name, self._unless(name, getattr(torch.profiler.profile, name)))
+
+    def _must_not(self, what: str) -> None:
+        if self.now:
+            self.broken.append(what)
+
+    def _unless(self, name: str, original: Any) -> Any:
+        def checked(profile: Any) -> None:
+            self._must_not(name)
+            original(profile)
+
+        return checked
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capturing:
+    return Capturing(monkeypatch)
+
+
+def captured_steps(directory: Path) -> dict[int, str | None]:
+    """By step: why its window was cut short."""
+    found = {}
+    for path in directory.glob("*.pt.trace.json.gz"):
+        with gzip.open(path) as file:
+            metadata = json.load(file)["megaprof"]
+        found[metadata["steps"][0]] = metadata["truncated_reason"]
+    return found
+
+
+def test_a_host_that_captures_a_whole_call_itself_gets_its_window_afterwards(
+    one_rank: Any, capture: Capturing, tmp_path: Path
+) -> None:
+    with install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0)):
+        capture.now = True
+        one_rank.train_step()
+        capture.now = False
+        one_rank.train_step()
+    assert capture.broken == []
+    assert captured_steps(tmp_path) == {1: None}
+
+
+def test_an_open_window_outlasts_a_capture(one_rank: Any, capture: Capturing, tmp_path: Path) -> None:
+    config = ProfileConfig(target=("train_overall",), dir=str(tmp_path), skip_first=0)
+    with install_hooks(one_rank.chunks, config):
+        one_rank.train_step()
+        capture.now = True
+        one_rank.train_step()
+        capture.now = False
+        one_rank.train_step()
+    assert capture.broken == []
+    assert captured_steps(tmp_path) == {0: None}
+
+
+@pytest.mark.parametrize("why", ["memory", "remove"])
+def test_what_wants_the_window_closed_waits_for_the_end_of_the_capture(
+    why: str, one_rank: Any, capture: Capturing, tmp_path: Path
+) -> None:
+    handle = install_hooks(one_rank.chunks, ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=0))
+    passes: list[bool] = []
+
+    def each_forward(module: Any, inputs: Any) -> None:
+        passes.append(torch._C._autograd._profiler_enabled())
+        capture.now = len(passes) == 1
+        if len(passes) == 1:
+            if why == "remove":
+                handle.remove()
+            else:
+                Session.memory_full, Session.urgent = "host memory: none left", True
+
+    hook = one_rank.chunks[0].register_forward_pre_hook(each_forward)
+    one_rank.train_step()
+    hook.remove()
+    handle.remove()
+    assert capture.broken == []
+    assert passes[:2] == [True, True]
+    assert not torch._C._autograd._profiler_enabled()
+    assert captured_steps(tmp_path).keys() == {0}

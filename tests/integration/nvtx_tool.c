@@ -37,13 +37,20 @@ static void line(const char *what, const void *domain, uint64_t id, const struct
 }
 
 static void *create_domain(const char *name) { return strdup(name); }
-static void *register_string(void *domain, const char *text) { return (void)domain, strdup(text); }
-static int push(void *domain, const struct attributes *a) { return line("push", domain, 0, a), 0; }
+static void *register_string(void *domain, const char *text) {
+    struct attributes a = {.message = text};
+    line("register", domain, 0, &a);
+    return strdup(text);
+}
+static const char *kind(const char *what, const struct attributes *a) {
+    return a && a->message_type == 3 ? what : "unregistered"; /* NVTX_MESSAGE_TYPE_REGISTERED */
+}
+static int push(void *domain, const struct attributes *a) { return line(kind("push", a), domain, 0, a), 0; }
 static int pop(void *domain) { return line("pop", domain, 0, NULL), 0; }
 static uint64_t start(void *domain, const struct attributes *a) {
     static uint64_t last;
     uint64_t id = __sync_add_and_fetch(&last, 1);
-    return line("start", domain, id, a), id;
+    return line(kind("start", a), domain, id, a), id;
 }
 static void end(void *domain, uint64_t id) { line("end", domain, id, NULL); }
 static void name_category(void *domain, uint32_t category, const char *name) {

@@ -73,6 +73,11 @@ def test_nvtx_and_the_trace_have_the_same_ranges(tool: Path, tmp_path: Path) -> 
         lines = [line.split("\t") for line in Path(f"{log}.{pid}").read_text().splitlines()]
         seen = Counter(name for what, domain, _, _, name, _, _ in lines if what in ("push", "start"))
         assert seen == traced
+        # A name that a CUDA graph is captured with must outlive the capture: registered, once, it lives for ever.
+        registered = Counter(name for what, domain, _, _, name, _, _ in lines if what == "register")
+        assert {what for what, *_ in lines} >= {"push", "start", "register"}
+        assert "unregistered" not in {what for what, *_ in lines}
+        assert registered == Counter(seen.keys())
         labels = {name.split()[0].removeprefix(PREFIX) for name in seen}
         assert labels & {"token_dispatch", "token_permutation"}  # from 0.13 on, and before
         assert labels >= {

@@ -234,9 +234,9 @@ def test_verl_profiles_when_its_trainer_says_so() -> None:
     facts("start_profile", worker, kwargs={"profile_step": 5})
     assert facts("train_batch", worker) == Facts(role="critic", iteration=5)
     plan = config.plan("train_actor", "critic")
-    assert plan.action(5, 0).value == "capture"
+    assert plan.captures(5, 0)
     facts("stop_profile", worker)
-    assert plan.action(facts("train_batch", worker).iteration, 0).value == "nothing"
+    assert not plan.captures(facts("train_batch", worker).iteration, 0)
 
 
 @pytest.mark.usefixtures("unsettled")

@@ -59,7 +59,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", fake.cudart)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: fake.calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fake.record_history)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: fake.history_on, raising=False)
@@ -91,7 +90,7 @@ def test_nsys_opens_one_capture_range_per_window(cuda: Cuda, tmp_path: Path) -> 
     for step in (7, 8):
         recorder.start(Window("train_actor", "ref", step, COORDS))
         recorder.stop(Window("train_actor", "ref", step, COORDS), {"steps": [step, step]})
-    assert cuda.calls == ["start", "synchronize", "stop"] * 2
+    assert cuda.calls == ["start", "stop"] * 2  # the session has waited for the device
     assert writer.close(60)
     said = [json.loads(path.read_text()) for path in sorted(tmp_path.iterdir())]
     assert said == [{"capture": i + 1, "megaprof": {"steps": [7 + i, 7 + i]}} for i in range(2)]

@@ -123,19 +123,19 @@ def calls_the_handler_before_it(gpt: BuiltGPT, directory: str) -> None:
 def interrupted_while_a_window_opens(gpt: BuiltGPT, directory: str) -> None:
     """Ctrl-C at the moment at which Kineto has started; the host goes on."""
     profile = torch.profiler.profile
-    start = profile.start
+    start = profile.start_trace
 
     def interrupted(self: Any) -> None:
         start(self)
         raise KeyboardInterrupt
 
-    profile.start = interrupted  # type: ignore[method-assign]
+    profile.start_trace = interrupted  # type: ignore[method-assign]
     install(gpt, directory, skip_first=0)
     try:
         gpt.train_step()
     except KeyboardInterrupt:
         print("the host's own")
-    profile.start = start  # type: ignore[method-assign]
+    profile.start_trace = start  # type: ignore[method-assign]
     print("recording", torch._C._autograd._profiler_enabled())
     gpt.train_step()
 

@@ -61,9 +61,7 @@ def layers_of(metadata: Metadata) -> tuple[float, ...]:
     return tuple(math.nan if chunk.layers is None else float(chunk.layers) for chunk in metadata.chunks)
 
 
-def table_of(
-    job: Job, ranks: Iterable[RankSteps], metadata: Metadata, schedule: PipelineSchedule, *, traced: bool
-) -> Table:
+def table_of(job: Job, ranks: Iterable[RankSteps], metadata: Metadata, schedule: PipelineSchedule) -> Table:
     """Raises Unfit, see `tabulate`."""
     return tabulate(
         list(ranks),
@@ -71,5 +69,4 @@ def table_of(
         target=job.target,
         role=job.role,
         rendezvous=rendezvous_of(metadata, schedule.forward_only),
-        traced=traced,
     )

@@ -67,12 +67,15 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
     rank = np.zeros((t, d, s))
-    if d > 1:
-        # Where there is no pipeline, a rank is a replica: how slow it is cannot be told from how much work it has.
-        alone = left - (work[:, :, None, None, None, :] + (level[:, :, None, None, None, None] if s > 1 else 0.0))
-        each = np.median(alone, axis=(3, 4, 5))
-        rank = np.maximum(_against_others(each, 1), 0.0)
-    whose = work[:, :, None] + level[:, :, None, None] * (s > 1) + rank[..., None]  # [t, d, s, m]
+    if d > 1 and s == 1:
+        # Without a pipeline a rank is a replica: it is slow where it is so in nearly all steps, and has more work else.
+        usually = _quantile(_against_others(level, 1), QUARTILE, 0)
+        rank = np.broadcast_to(np.maximum(usually, 0.0)[None, :, None], (t, d, s)).copy()
+        level = level - rank[:, :, 0]
+    elif d > 1:
+        alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
+        rank = np.maximum(_against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
+    whose = work[:, :, None] + level[:, :, None, None] + rank[..., None]  # [t, d, s, m]
     own = _own(log - whose[:, :, :, None, None, :])
     peer = _peers(table)
     whose = whose + own + np.log(peer.max(axis=3))[..., None]

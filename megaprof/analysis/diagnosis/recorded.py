@@ -57,7 +57,7 @@ def tables_of_timelines(paths: Iterable[Path]) -> dict[Job, Table | Unfit]:
         alike = [[piece.steps for piece in own if piece.schedule == first.schedule] for own in by_rank.values()]
         ranks = [_joined(own) for own in alike if own]
         try:
-            found[job] = table_of(job, ranks, first.metadata, first.schedule, traced=False)
+            found[job] = table_of(job, ranks, first.metadata, first.schedule)
         except Unfit as fault:
             found[job] = fault
     return found
@@ -129,6 +129,7 @@ def _piece(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> _Piece | No
             exposed={},
             enter=enter[order],
             reduced=reduced[order],
+            opening=np.zeros(len(kept), dtype=np.bool_),
             device=bool(timeline.steps["flags"][kept[0]] & format.DEVICE_CLOCK),
         ),
     )
@@ -165,6 +166,6 @@ def _joined(pieces: Sequence[RankSteps]) -> RankSteps:
     last = order[np.append(np.diff(numbers[order]) != 0, True)]
     arrays = {
         name: np.concatenate([getattr(piece, name) for piece in pieces])[last]
-        for name in ("steps", "start", "end", "compute", "idle", "enter", "reduced")
+        for name in ("steps", "start", "end", "compute", "idle", "enter", "reduced", "opening")
     }
     return replace(pieces[0], **arrays)

@@ -38,10 +38,10 @@ class Table:
     """Who runs what in which order."""
     rendezvous: bool | None
     """Whether a sender waits for its receiver, as far as the metadata tell; None where they do not."""
-    traced: bool
-    """Whether a profiler was open, which takes time at the beginning of a step."""
     steps: npt.NDArray[np.int64]
     """[t]: numbers of the steps."""
+    opening: npt.NDArray[np.bool_]
+    """[t]: whether a profiler was opened for it, which takes time at its beginning."""
     ranks: npt.NDArray[np.int64]
     """[d, s, p]: global ranks."""
     hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
@@ -96,6 +96,8 @@ class RankSteps:
     exposed: Mapping[str, Floats]
     enter: Floats
     reduced: Floats
+    opening: npt.NDArray[np.bool_]
+    """[t]: whether a step is the first in its trace."""
     device: bool = False
     """Whether its clock is the GPU's, which begins a step later than the host."""
 
@@ -107,7 +109,6 @@ def tabulate(
     target: str,
     role: str | None,
     rendezvous: bool | None,
-    traced: bool,
 ) -> Table:
     """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
     common = sorted(set.intersection(*(set(r.steps.tolist()) for r in ranks)))
@@ -149,8 +150,8 @@ def tabulate(
         role=role,
         schedule=schedule,
         rendezvous=rendezvous,
-        traced=traced,
         steps=np.array(common)[whole] >> CALLS,
+        opening=stacked("opening").max(axis=(1, 2, 3))[whole].astype(np.bool_),
         ranks=np.array([r.rank for r in order]).reshape(positions),
         hosts=_nested([r.host for r in order], positions),
         layers=np.array([r.layers for r in order], dtype=float).reshape(*positions, -1)[0, :, 0],

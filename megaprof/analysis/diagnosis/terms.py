@@ -111,14 +111,13 @@ def _of_microbatches(table: Table, view: View) -> Iterator[Term]:
 
         def equal(v: View) -> View:
             factor = v.level.mean(axis=1, keepdims=True) / v.level
-            rank = np.ones_like(v.rank) if s == 1 else v.rank
-            return v.scaled(factor[:, :, None, None, None, None], level=np.ones_like(v.level), rank=rank)
+            return v.scaled(factor[:, :, None, None, None, None], level=np.ones_like(v.level))
 
         yield Term("unequal_replicas", equal, once=True)
 
 
 def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
-    d, s, p = table.ranks.shape
+    d, _, p = table.ranks.shape
     of_rank = view.state.passes.sum(axis=(3, 4, 5))  # [n, d, s]
     least = LEAST * step_ms
     if d > 1:
@@ -127,8 +126,7 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
             def mended(v: View, stage: int = stage) -> View:
                 factor = np.ones_like(v.rank)
                 factor[:, :, stage] = 1.0 / v.rank[:, :, stage]
-                level = v.level * factor[:, :, 0] if s == 1 else v.level
-                return v.scaled(factor[..., None, None, None], rank=v.rank * factor, level=level)
+                return v.scaled(factor[..., None, None, None], rank=v.rank * factor)
 
             ranks = tuple(table.ranks[replica, stage].tolist())
             yield Term("slow_rank", mended, stage=stage, replica=replica, ranks=ranks, once=True)
@@ -207,7 +205,7 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
         passes[:, :, 0, 0, 0, 0] = np.maximum(passes[:, :, 0, 0, 0, 0] - v.first, 0.0)
         return replace(v, state=replace(v.state, passes=passes), first=np.zeros_like(v.first))
 
-    yield Term("data_wait", first, stage=0, once=True, doubt_ms=OPENING_MS if table.traced else 0.0)
+    yield Term("data_wait", first, stage=0, once=True, doubt_ms=OPENING_MS * float(table.opening.mean()))
     if view.stalled.any():
         yield Term("stalls", _unstalled, once=True)
 

@@ -14,7 +14,7 @@ from megaprof.formats import ranges
 from megaprof.parallel.schedules import PipelineSchedule
 
 #: What waits inside a pass for communication; gradients and exchanges lie beside passes.
-_INSIDE = ("tp", "ep", "cp")
+_INSIDE = ("tp", "ep", "cp", "unknown")
 _MS = 1e-6
 
 
@@ -40,7 +40,7 @@ def _table(job: Job, calls: Sequence[Call]) -> Table:
     origin = min(call.start for call in calls)
     by_rank = grouped(sorted(calls, key=lambda call: call.key), lambda call: call.rank)
     ranks = [_rank(own, schedule, origin) for own in by_rank.values()]
-    return table_of(job, ranks, first.metadata, schedule, traced=True)
+    return table_of(job, ranks, first.metadata, schedule)
 
 
 def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> RankSteps:
@@ -76,6 +76,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         exposed=_exposed(calls, waited),
         enter=np.array([(call.extent[0] - origin) * _MS for call in calls]),
         reduced=np.array([_reduced(call, origin) for call in calls]),
+        opening=np.array([n == 0 or call.source != calls[n - 1].source for n, call in enumerate(calls)]),
     )
 
 

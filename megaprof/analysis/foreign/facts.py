@@ -13,7 +13,7 @@ import numpy as np
 from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
 from megaprof.analysis.trace.attribution import unfed
-from megaprof.analysis.trace.gpu import axis_of
+from megaprof.analysis.trace.groups import axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
 from megaprof.formats.checks import counted
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from megaprof.analysis.trace.calls import grouped
 from megaprof.analysis.trace.decoding import Args, Document, Event, Undecodable, read, whole_number
 from megaprof.analysis.trace.gpu import COPIES, KERNEL, LAUNCHES, LONGEST, Activities, arranged, numbers_of, spans_of
+from megaprof.analysis.trace.groups import COMMUNICATES
 from megaprof.analysis.trace.intervals import Intervals
 from megaprof.analysis.trace.nsys.files import NsysFile, Process, processes
 from megaprof.analysis.trace.reading import Source, path_of
@@ -41,9 +42,8 @@ class _Args(
     Args,
     gc=False,
     frozen=True,
-    rename={"group": "Process Group Name", "ranks": "Process Group Ranks", "external": "External id"},
+    rename={"group": "Process Group Name", "ranks": "Process Group Ranks"},
 ):
-    external: int = 0
     group: str | None = None
     ranks: str | None = None
 
@@ -165,7 +165,7 @@ class _Seen:
         if launches := [event for kind in LAUNCHES for event in by_kind.get(kind, ())]:
             self._launches.append((numbers_of(launches), spans_of(0, launches)[0][:, 0].copy()))
             self.rows += len(launches)
-        self.params |= {e.args.external: e.args for e in complete if e.name == "record_param_comms" and e.args.external}
+        self.params |= {e.args.external: e.args for e in complete if e.name == COMMUNICATES and e.args.external}
         said = [event for event in complete if event.name.startswith("nccl:")]
         self.notes.append(spans_of(0, said)[0])
         self.said += (event.name.removeprefix("nccl:") for event in said)
@@ -191,7 +191,8 @@ class _Seen:
         place = np.empty(len(spans), dtype=np.int64)
         place[np.argsort(spans[:, 0], kind="stable")] = np.arange(len(spans))
         spans += base
-        gpu = arranged(spans, np.zeros(len(spans), dtype=np.int8), kernel, correlations, numbers, starts + base)
+        none = np.zeros(len(spans), dtype=np.int8)
+        gpu = arranged(spans, none, kernel, none.astype(np.bool_), correlations, numbers, starts + base)
         return gpu, {int(place[row]): about for row, about in self._communication.items()}
 
 

@@ -172,11 +172,14 @@ def _summary(measured: TargetStages) -> list[str]:
 
 def _show_per_step(measured: TargetStages, console: Console) -> None:
     """One table, where the terminal is wide enough: else without spreads, or with a second one for what is exposed."""
-    exposed = [
-        group
-        for group in GROUPS
-        if getattr(measured.sizes, group) > 1 and (group != "pp" or any(s.exposed_ms[group] for s in measured.stages))
-    ]
+
+    def is_shown(group: str) -> bool:
+        spreads = [stage.exposed_ms[group] for stage in measured.stages]
+        if group == "unknown":
+            return any(spread.mean for spread in spreads if spread)
+        return getattr(measured.sizes, group) > 1 and (group != "pp" or any(spreads))
+
+    exposed = [group for group in GROUPS if is_shown(group)]
     unbounded = console.options.update(max_width=10_000)
     for spread, beside in ((True, exposed), (False, exposed), (False, [])):
         made = _per_step_table(measured, beside, spread=spread)

@@ -60,6 +60,7 @@ _GROUP_NAMES = {
     "cp": "context-parallel",
     "pp": "pipeline",
     "dp": "data-parallel",
+    "unknown": "some group's (the trace does not name it)",
 }
 
 
@@ -134,7 +135,7 @@ def _communication(target: TargetStages) -> Iterator[Cause]:
         if not exposed or step <= 0 or max(exposed.values()) <= OF_STEP * step:
             continue
         stage = max(exposed, key=lambda pp: exposed[pp])
-        alone = group != "pp" and getattr(target.sizes, group) > 1 and len(target.stages[0].ranks) == 1
+        alone = group != "pp" and getattr(target.sizes, group, 2) > 1 and len(target.stages[0].ranks) == 1
         yield Cause(
             kind="communication",
             stage=stage,

@@ -76,7 +76,8 @@ class Stage:
     compute_ms: Spread | None
     """Forward, backward and combined passes without exposed communication."""
     exposed_ms: dict[str, Spread | None]
-    """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``."""
+    """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``, and ``unknown`` where the
+    recording does not tell the group. None for a group that the unknown part may be of."""
     bubble_ms: Spread | None
     """Waiting for other stages: what compute, exposed communication, gradient finalisation and ``host_bound_ms`` leave
     of the step."""

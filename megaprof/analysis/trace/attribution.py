@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.gpu import COMPUTE, OTHER, PP, USES, Activities
+from megaprof.analysis.trace.gpu import Activities
+from megaprof.analysis.trace.groups import AXES, COMPUTE, OTHER, PP, UNKNOWN, USES, parallel_of
 from megaprof.analysis.trace.intervals import (
     Intervals,
     covered,
@@ -26,6 +27,7 @@ from megaprof.analysis.trace.intervals import (
 from megaprof.analysis.trace.passes import Exchange
 from megaprof.analysis.trace.traces import TracedRange, times_of
 from megaprof.formats import ranges
+from megaprof.formats.metadata import Metadata
 
 _Rows = npt.NDArray[np.bool_]
 _NOBODY = -1
@@ -48,9 +50,11 @@ class Attribution:
     extents: Intervals
     """Of every pass: from its first kernel to its last, shape ``[passes, 2]``; zeros for one without kernels."""
     exposed_by: dict[str, int]
-    """Communication while nothing computed, by group, ``other`` included."""
-    tail: int
-    """The data-parallel part of that after the last computation."""
+    """Communication while nothing computed, by `groups.USES`."""
+    undecided: tuple[str, ...]
+    """Axes that the ``unknown`` part of that may be of."""
+    tail: int | None
+    """The data-parallel part of that after the last computation; None where it is undecided."""
     busy: Intervals
     """When this rank did not wait for another stage, gaps inside passes included; disjoint."""
     host_bound: Intervals
@@ -64,13 +68,17 @@ class Attribution:
 
 
 def attribute(
-    gpu: Activities, outer: TracedRange, passes: Sequence[TracedRange], exchanges: Sequence[TracedRange]
+    gpu: Activities,
+    metadata: Metadata,
+    outer: TracedRange,
+    passes: Sequence[TracedRange],
+    exchanges: Sequence[TracedRange],
 ) -> Attribution | None:
     """What the GPU did for the call ``outer``, in which lie the others, sorted by start; None when nothing."""
     own = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
     if not own.any():
         return None
-    use = _by_elimination(gpu, own, exchanges)
+    use, doubtful = _by_elimination(gpu, own, metadata, passes, exchanges)
     computing = union(gpu.spans[use == COMPUTE])  # whoever launched it: what runs beside it is hidden
     start, end = _extent(gpu, own, outer)
     whole = union(intervals([(start, end)]))
@@ -88,6 +96,9 @@ def attribute(
     host_bound = intersection(unfed(gpu, idle), union(np.concatenate((rows, times_of(passes)))))
     data_parallel = difference(union(communication["dp"]), computing)
     last = int(gpu.spans[compute, 1].max()) if compute.any() else end
+    possible = [axes for rows, axes in doubtful if total(difference(union(gpu.spans[rows]), computing))]
+    undecided = tuple(axis for axis in AXES if any(axis in axes for axes in possible))
+    tail = total(intersection(data_parallel, union(intervals([(last, end)]))))
     return Attribution(
         start=start,
         end=end,
@@ -95,7 +106,8 @@ def attribute(
         exposed=_per_owner(owner, alone, gpu.spans, len(passes), hidden_by=computing),
         extents=extents,
         exposed_by=exposed_by,
-        tail=total(intersection(data_parallel, union(intervals([(last, end)])))),
+        undecided=undecided,
+        tail=None if "dp" in undecided else tail,
         busy=intersection(union(np.concatenate((work, host_bound))), whole),
         host_bound=host_bound,
         pipeline=difference(union(communication["pp"]), computing),
@@ -119,19 +131,51 @@ def busy_in(gpu: Activities, opened: Sequence[TracedRange]) -> list[int]:
     return _per_owner(owner, gpu.known & (gpu.use == COMPUTE) & (owner >= 0), gpu.spans, len(opened))
 
 
-def _by_elimination(gpu: Activities, own: _Rows, exchanges: Sequence[TracedRange]) -> npt.NDArray[np.int8]:
-    """Communication without a group's name is the pipeline's when it was launched inside a pipeline exchange."""
+def _by_elimination(
+    gpu: Activities,
+    own: _Rows,
+    metadata: Metadata,
+    passes: Sequence[TracedRange],
+    exchanges: Sequence[TracedRange],
+) -> tuple[npt.NDArray[np.int8], list[tuple[_Rows, list[str]]]]:
+    """What each activity is for, where it was launched being known; and for communication of which even that does not
+    tell the group, the axes that it may be of.
+
+    In an exchange between stages it is the pipeline's. Elsewhere it is of the only axis that there can be: ranks that
+    send to each other outside an exchange are in an all-to-all, of experts or of context parallelism, and the
+    pipeline's group has no other use in a pass.
+    """
     use = gpu.use.copy()
-    unnamed = own & (use == OTHER)
-    if unnamed.any():
-        use[unnamed & (owners(gpu.launched, exchanges) >= 0)] = PP
-    return use
+    doubtful: list[tuple[_Rows, list[str]]] = []
+    in_exchange = owners(gpu.launched, exchanges) >= 0
+    use[own & in_exchange & np.isin(use, (OTHER, UNKNOWN))] = PP
+    unknown = own & (use == UNKNOWN)
+    if not unknown.any():
+        return use, []
+    in_pass = owners(gpu.launched, passes) >= 0
+    for rows, users in (
+        (unknown & gpu.pairwise, ("ep", "cp")),
+        (unknown & ~gpu.pairwise & in_pass, ("tp", "ep", "cp", "dp")),
+        (unknown & ~gpu.pairwise & ~in_pass, AXES),
+    ):
+        there = parallel_of(users, metadata.sizes) or parallel_of(AXES, metadata.sizes)
+        if metadata.version is None:  # the sizes are only what the ranges show
+            doubtful.append((rows, list(AXES)))
+        elif len(there) == 1:
+            use[rows] = USES.index(there[0])
+        else:
+            doubtful.append((rows, there))
+    return use, doubtful
 
 
 def _extent(gpu: Activities, own: _Rows, outer: TracedRange) -> tuple[int, int]:
-    """From when the host was in the call and the GPU done with what came before, to the end of its last activity."""
+    """From when the host was in the call and the GPU done with what came before, to the end of its last activity.
+
+    What was launched before the recording began has no launch in it, and runs before all that this call launched.
+    """
     first, end = int(gpu.spans[own, 0].min()), int(gpu.spans[own, 1].max())
-    before = gpu.spans[gpu.launched < outer.start, 1]
+    earlier = np.where(gpu.known, gpu.launched < outer.start, gpu.spans[:, 0] < first)
+    before = gpu.spans[earlier, 1]
     free = max(outer.start, int(before.max())) if len(before) else outer.start
     return min(first, free), end
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.gpu import Peak, memory_of
+from megaprof.analysis.trace.groups import AXES, parallel_of
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass
 from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
@@ -24,8 +25,9 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PassId
 
-#: The groups whose communication is split apart, in the order of the report's ``exposed_ms``.
-GROUPS = ("tp", "ep", "cp", "pp", "dp")
+#: The groups whose communication is split apart, in the order of the report's ``exposed_ms``; ``unknown`` is
+#: communication of which the recording does not tell the group.
+GROUPS = (*AXES, "unknown")
 WHOLE_STEP = "train_overall"
 RECOMPUTE = "recompute"
 #: Communication that cannot be given to a group is told from this fraction of the call on.
@@ -183,7 +185,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
     finalizing = [r for r in inside if r.name.label == ranges.FINALIZE_GRADS]
     finalize = union(times_of(finalizing))
     exchanges = [r for r in inside if r.name.is_p2p]
-    gpu = None if trace.gpu is None else attribute(trace.gpu, outer, passes, exchanges)
+    gpu = None if trace.gpu is None else attribute(trace.gpu, metadata, outer, passes, exchanges)
     if gpu is not None:
         phases = tuple(_phase(r, metadata, *times) for r, times in zip(passes, _gpu_times(gpu), strict=True))
         busy = gpu.busy
@@ -282,8 +284,16 @@ def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | No
     """Exposed communication by group; the pipeline's is left to those who see both ends of it."""
     split: dict[str, int | None] = {group: gpu.exposed_by[group] for group in GROUPS}
     reasons: list[str] = []
+    split.update(dict.fromkeys(gpu.undecided))
     if metadata.sizes.pp > 1:
         split["pp"] = None
+    if apart := [axis for axis in gpu.undecided if metadata.sizes.pp == 1 or axis != "pp"]:
+        reasons.append(
+            f"exposed {', '.join(apart)} {'is' if len(apart) == 1 else 'are'} not known: the recording names no "
+            "process group for some kernels or copies that may be theirs, so that time is counted as `unknown`. The "
+            "torch profiler names NCCL's groups where it records operators of the CPU too (`--profile-activities cpu "
+            "cuda`)"
+        )
     if gpu.exposed_by["other"] > _UNNAMED * (gpu.end - gpu.start):
         reasons.append(
             "communication of process groups that bear none of Megatron's names took time and is counted for no group"
@@ -307,7 +317,7 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
             "so both are in the bubble"
         )
     if trace.has_kernels:
-        split.update({group: None for group in GROUPS if getattr(sizes, group) > 1})
+        split.update(dict.fromkeys((*parallel_of(AXES, sizes), "unknown")))
         reasons.append("exposed communication is not measured: the trace does not say who launched its GPU kernels")
         return split, reasons
     passing = union(times_of(passes))
@@ -327,6 +337,8 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
             split[users[0]] = known + int(covered(alone, passing).sum())
         elif len(users) > 1:
             split.update(dict.fromkeys(users))
+            alone = difference(union(times_of(collectives)), trace.compute)
+            split["unknown"] = (split["unknown"] or 0) + int(covered(alone, passing).sum())
             reasons.append(
                 f"exposed {', '.join(users)} are not told apart: the collectives of a CPU trace name no process group"
             )
@@ -344,7 +356,7 @@ def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str,
         reasons.append(f"exposed pp is not measured: {where} waiting and transfer in one, both are in the bubble")
     inside = [group for group in ("tp", "ep", "cp") if getattr(sizes, group) > 1]
     if inside:
-        split.update(dict.fromkeys(inside))
+        split.update(dict.fromkeys((*inside, "unknown")))
         reasons.append(f"exposed {', '.join(inside)} are in compute: {why}")
     if sizes.dp > 1:
         reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")

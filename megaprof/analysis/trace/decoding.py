@@ -23,6 +23,7 @@ _ARGUMENTS = {
     "collective": "Collective name",
     "allocated": "Total Allocated",
     "device": "Device Id",
+    "external": "External id",
 }
 
 
@@ -33,12 +34,14 @@ class Undecodable(Exception):
 class Args(msgspec.Struct, gc=False, frozen=True, rename=_ARGUMENTS):
     """What is read of an event's ``args``.
 
-    ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it (0: none). The others
-    stand at the kernels of NCCL (torch >= 2.4), ``description`` being the name Megatron gave the process group, and at
+    ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it, ``external`` the one
+    that both share with the operator around the call (0: none). The others stand at the kernels of NCCL and at
+    ``record_param_comms`` (torch >= 2.4), ``description`` being the name Megatron gave the process group, and at
     allocations: the bytes that are allocated after one, and on which device (-1: in the host's memory).
     """
 
     correlation: int = 0
+    external: int = 0
     description: str | None = None
     collective: str | None = None
     allocated: int | None = None

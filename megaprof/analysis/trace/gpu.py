@@ -1,5 +1,5 @@
-"""What the GPU did, as arrays: every kernel, copy and memset with its time, its launch, and whose communication it is;
-and how much of its memory was allocated.
+"""What the GPU did, as arrays: every kernel, copy and memset with its time, its launch, and whose communication it is
+(`groups`); and how much of its memory was allocated.
 
 Kineto gives a GPU activity and the CUDA call that launched it the same ``correlation``. The launch is what ties an
 activity to a range: the range is on the main thread, the launches of a backward come from autograd's own thread, and
@@ -19,6 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.trace.decoding import Document, Event
+from megaprof.analysis.trace.groups import (
+    BY_GROUP_PAIRWISE,
+    COMPUTE,
+    UNKNOWN,
+    USES,
+    ByName,
+    is_parallel,
+    use_of,
+)
 from megaprof.analysis.trace.intervals import Intervals
 
 KERNEL = "kernel"
@@ -28,48 +37,14 @@ INSTANTS = "cpu_instant_event"
 _ALLOCATION = "[memory]"
 _MOST_BYTES = 1 << 53
 
-#: What an activity is for: its index here in `Activities.use`. ``other``: communication of a group without a name.
-USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other")
-_AXES = USES[1:-1]
-COMPUTE, PP, OTHER = USES.index("compute"), USES.index("pp"), USES.index("other")
-
-#: Axes of Megatron's process groups by the description it gives them (``megatron.core.parallel_state``, 0.12 to 0.19),
-#: by beginning, the longest match first. Of several axes the first with more than one rank counts.
-_GROUPS: dict[str, tuple[str, ...]] = {
-    "": (),  # another's group
-    "TENSOR_MODEL_PARALLEL_GROUP": ("tp",),
-    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": ("cp", "tp"),
-    "TENSOR_AND_DATA_PARALLEL_GROUP": ("dp", "cp", "tp"),
-    "EXPERT_MODEL_PARALLEL_GROUP": ("ep",),
-    "EXPERT_TENSOR_PARALLEL_GROUP": ("tp",),
-    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": ("ep", "tp"),
-    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": ("pp", "ep", "tp"),
-    "EXPERT_DATA_PARALLEL_GROUP": ("dp",),
-    "CONTEXT_PARALLEL_GROUP": ("cp",),
-    "HIERARCHICAL_CONTEXT_PARALLEL_GROUP": ("cp",),
-    "HYBRID_DP_CP_GROUP": ("cp",),
-    "PIPELINE_MODEL_PARALLEL_GROUP": ("pp",),
-    "EMBEDDING_GROUP": ("pp",),
-    "POSITION_EMBEDDING_GROUP": ("pp",),
-    "MODEL_PARALLEL_GROUP": ("pp", "tp"),
-    "DATA_PARALLEL_GROUP": ("dp", "cp"),
-    "INTRA_PARTIAL_DATA_PARALLEL_GROUP": ("dp", "cp"),
-    "INTER_PARTIAL_DATA_PARALLEL_GROUP": ("dp", "cp"),
-    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": ("dp",),
-    "INTER_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": ("dp",),
-    "WEIGHT_GRADIENT_COMM_GROUP": ("dp",),
-}
-#: Communication kernels that bring no metadata: DeepEP's dispatch and combine, Transformer Engine's user buffers.
-_NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "userbuffers": "tp"}
-BY_GROUP = -1
 #: Times beyond these, in nanoseconds, are no times. Base, start and duration each stay below a quarter of int64, so
 #: that no sum of them overflows.
 LONGEST = 1 << 61
 _START, _DURATION = attrgetter("ts"), attrgetter("dur")
-_CORRELATION = attrgetter("args.correlation")
+_CORRELATION, _EXTERNAL = attrgetter("args.correlation"), attrgetter("args.external")
 _Numbers = npt.NDArray[np.int64]
 _NONE = np.zeros(0, dtype=np.int64)
-_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE)
+_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE, _NONE)
 _NO_LAUNCHES = (_NONE, _NONE, _NONE.astype(np.bool_))
 
 
@@ -87,6 +62,9 @@ class Activities:
     """What each is for, as an index into `USES`."""
     kernel: npt.NDArray[np.bool_]
     """Whether it is a kernel, no copy or memset."""
+    pairwise: npt.NDArray[np.bool_]
+    """Whether it is a kernel of NCCL's in which ranks send to each other and receive: of an all-to-all, or the
+    pipeline's."""
 
 
 @dataclass(frozen=True)
@@ -129,31 +107,39 @@ class Gathered:
         """How many calls launched a kernel or a graph."""
         self._by_name = ByName()
         self._starting = _Starting()
-        self._groups: dict[str | None, int] = {}
-        self._activities: list[tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers]] = []
+        self._groups: dict[tuple[str | None, bool], int] = {}
+        self._operators: dict[int, str] = {}
+        self._activities: list[tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers, _Numbers]] = []
         self._launches: list[tuple[_Numbers, _Numbers, npt.NDArray[np.bool_]]] = []
 
-    def add(self, kernels: Sequence[Event], copies: Sequence[Event], launches: Sequence[Event]) -> None:
-        """Take up some more of the trace."""
+    def add(
+        self,
+        kernels: Sequence[Event],
+        copies: Sequence[Event],
+        launches: Sequence[Event],
+        communicating: Sequence[Event] = (),
+    ) -> None:
+        """Take up some more of the trace. ``communicating``: its operators `groups.COMMUNICATES`."""
         self.kernels |= bool(kernels)
         if events := [*kernels, *copies]:
             spans, usable = spans_of(0, events)
-            uses = np.zeros(len(events), dtype=np.int32)
-            uses[: len(kernels)] = self._uses(kernels)
             kernel = np.arange(len(events)) < len(kernels)
-            correlations = numbers_of(events)
-            self._activities.append((spans, uses[usable], kernel[usable], correlations[usable]))
+            columns = np.array(self._uses(events), dtype=np.int32), kernel, numbers_of(events), _externals(events)
+            self._activities.append((spans, *(column[usable] for column in columns)))  # type: ignore[arg-type]
+        for operator in communicating:
+            if 0 < operator.args.external < LONGEST and operator.args.description is not None:
+                self._operators[operator.args.external] = operator.args.description
         if launches:
             spans, usable = spans_of(0, launches)
             starting = np.array([self._starting[launch.name] for launch in launches], dtype=np.bool_)[usable]
             self.launches += int(starting.sum())
             self._launches.append((numbers_of(launches)[usable], spans[:, 0].copy(), starting))
-        self.rows += len(events) + len(launches)
+        self.rows += len(events) + len(launches) + len(communicating)
 
     def activities(self, base: int, sizes: object) -> tuple[Activities, Launches]:
         """All of them; ``base``: nanoseconds that their times count from; ``sizes`` has the number of ranks of every
         axis. What was gathered is gone then."""
-        spans, uses, kernel, correlations = (
+        spans, uses, kernel, correlations, externals = (
             np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
         )
         self._activities.clear()
@@ -161,38 +147,64 @@ class Gathered:
             np.concatenate(column) for column in zip(_NO_LAUNCHES, *self._launches, strict=True)
         )
         self._launches.clear()
-        axes = [USES.index(_axis(group, sizes)) for group in self._groups]
-        table = np.array([*range(len(USES)), *axes], dtype=np.int8)
+        table = np.array([*range(len(USES)), *(use_of(group, sizes) for group, _ in self._groups)], dtype=np.int8)
+        pairwise = np.array([False] * len(USES) + [pairwise for _, pairwise in self._groups], dtype=np.bool_)[uses]
+        use = self._by_operator(table[uses], kernel, externals, externals != correlations, sizes)
         spans += base
         starts += base
-        found = arranged(spans, table[uses], kernel, correlations, numbers, starts)
+        found = arranged(spans, use, kernel, pairwise, correlations, numbers, starts)
         times, answered = starts[starting], np.isin(numbers[starting], correlations)
         return found, Launches(np.sort(times), np.sort(times[~answered]))
 
-    def _uses(self, kernels: Sequence[Event]) -> list[int]:
+    def _uses(self, events: Sequence[Event]) -> list[int]:
         """Of each the index into `USES`, or behind that the number of its group."""
         by_name, groups = self._by_name, self._groups
-        uses = [by_name[kernel.name] for kernel in kernels]
+        uses = [by_name[event.name] for event in events]
         for place, use in enumerate(uses):
-            if use == BY_GROUP:
-                uses[place] = len(USES) + groups.setdefault(kernels[place].args.description, len(groups))
+            if use < 0:
+                group = events[place].args.description, use == BY_GROUP_PAIRWISE
+                uses[place] = len(USES) + groups.setdefault(group, len(groups))
         return uses
+
+    def _by_operator(
+        self,
+        use: npt.NDArray[np.int8],
+        kernel: npt.NDArray[np.bool_],
+        externals: _Numbers,
+        linked: npt.NDArray[np.bool_],
+        sizes: object,
+    ) -> npt.NDArray[np.int8]:
+        """What names no group itself is of the group of the operator that launched it: RCCL's kernels, and the copies
+        that a collective consists of where a copy engine makes it. A group of one rank copies for itself alone.
+
+        ``linked``: an older Kineto writes the correlation as the external id where there was no operator.
+        """
+        if not self._operators:
+            return use
+        numbers = np.array(sorted(self._operators), dtype=np.int64)
+        named = [self._operators[number] for number in numbers.tolist()]
+        place = np.minimum(np.searchsorted(numbers, externals), len(numbers) - 1)
+        found = np.array([use_of(each, sizes) for each in named], dtype=np.int8)[place]
+        parallel = np.array([is_parallel(each, sizes) for each in named], dtype=np.bool_)[place]
+        asked = np.where(kernel, use == UNKNOWN, (use == UNKNOWN) | (use == COMPUTE) & linked & parallel)
+        return np.where(asked & (numbers[place] == externals), found, use)
 
 
 def arranged(
     spans: Intervals,
     use: npt.NDArray[np.int8],
     kernel: npt.NDArray[np.bool_],
+    pairwise: npt.NDArray[np.bool_],
     correlations: npt.NDArray[np.int64],
     numbers: npt.NDArray[np.int64],
     starts: npt.NDArray[np.int64],
 ) -> Activities:
-    """Activities, a row each in the first four arrays, in order of their start, each with its launch: of the calls with
+    """Activities, a row each in the first five arrays, in order of their start, each with its launch: of the calls with
     these correlation ``numbers`` and ``starts``."""
     launched, known = _launches(correlations, numbers, starts)
     order = np.argsort(spans[:, 0], kind="stable")
     launched = np.where(known, np.minimum(launched, spans[:, 0]), spans[:, 0])
-    return Activities(spans[order], launched[order], known[order], use[order], kernel[order])
+    return Activities(spans[order], launched[order], known[order], use[order], kernel[order], pairwise[order])
 
 
 def _launches(
@@ -208,7 +220,15 @@ def _launches(
 
 def numbers_of(events: Iterable[Event]) -> npt.NDArray[np.int64]:
     """The number that each shares with its launch."""
-    values = list(map(_CORRELATION, events))
+    return _whole(list(map(_CORRELATION, events)))
+
+
+def _externals(events: Iterable[Event]) -> npt.NDArray[np.int64]:
+    """The number that each shares with the operator that launched it."""
+    return _whole(list(map(_EXTERNAL, events)))
+
+
+def _whole(values: list[int]) -> npt.NDArray[np.int64]:
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError:  # a hostile file
@@ -222,32 +242,6 @@ class _Starting(dict[str, bool]):
     def __missing__(self, name: str) -> bool:
         self[name] = starts = "Launch" in name and ("Kernel" in name or "Graph" in name)
         return starts
-
-
-class ByName(dict[str, int]):
-    """Index into `USES` by a kernel's name, `BY_GROUP` for NCCL's; found once for each name."""
-
-    def __missing__(self, name: str) -> int:
-        use = next((use for part, use in _NAMES.items() if part in name), "compute")
-        self[name] = index = BY_GROUP if name.startswith("nccl") else USES.index(use)
-        return index
-
-
-def axis_of(description: str) -> str | None:
-    """The first axis of the process group that Megatron describes so; None for another's."""
-    return next(iter(_axes(description)), None)
-
-
-def _axes(description: str) -> tuple[str, ...]:
-    return _GROUPS[max((name for name in _GROUPS if description.startswith(name)), key=len)]
-
-
-def _axis(description: str | None, sizes: object) -> str:
-    axes = _axes(description or "")
-    parallel = [axis for axis in axes or _AXES if (getattr(sizes, axis, 1) or 1) > 1]
-    if axes:
-        return parallel[0] if parallel else axes[0]
-    return parallel[0] if len(parallel) == 1 else "other"  # with one kind of parallelism there is no other
 
 
 @dataclass(frozen=True)

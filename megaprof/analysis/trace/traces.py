@@ -30,6 +30,7 @@ from megaprof.analysis.trace.gpu import (
     Launches,
     spans_of,
 )
+from megaprof.analysis.trace.groups import COMMUNICATES
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
 from megaprof.analysis.trace.unseen import without_kernels
 from megaprof.formats import ranges
@@ -44,7 +45,7 @@ TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 
 #: What an event takes in memory while a report is made of it, at most.
 _ROW_BYTES = 200
-_COMMUNICATING = ("c10d::", "record_param_comms")
+_COMMUNICATING = ("c10d::", COMMUNICATES)
 _ON_GPU = frozenset({"user_annotation", KERNEL, INSTANTS, *COPIES, *LAUNCHES})
 
 
@@ -184,11 +185,12 @@ class _Gathered:
         wanted = _ON_GPU if on_gpu else _ON_GPU | {"cpu_op"}
         for events in self._document:
             by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
-            for event in [event for event in events if event.cat in wanted]:
+            for event in [event for event in events if event.cat in wanted or event.name == COMMUNICATES]:
                 by_category[event.cat].append(event)
             copies = [event for category in COPIES for event in by_category[category]]
             launches = [event for category in LAUNCHES for event in by_category[category]]
-            self.gpu.add(by_category[KERNEL], copies, launches)
+            communicating = [event for event in by_category["cpu_op"] if event.name == COMMUNICATES]
+            self.gpu.add(by_category[KERNEL], copies, launches, communicating)
             self._memory.add(by_category[INSTANTS])
             # Kineto repeats every range on the GPU's timeline (`gpu_user_annotation`); the host's own is wanted here.
             self._add_ranges(by_category["user_annotation"])

@@ -99,6 +99,11 @@ def with_layers(pipeline: Pipeline, *layers: int) -> Pipeline:
         (GPU, Fault("host_bound", 0.4), ("host_bound", None, None, (), None)),
         (LONG, Fault("stalls", 400.0), ("stalls", None, None, (), None)),
         (LONG, Fault("unequal_replicas", 0.2), ("unequal_replicas", None, None, (), None)),
+        (
+            replace(ALONE, replicas=2),
+            Fault("unequal_replicas", 0.2),
+            ("unequal_replicas", None, None, (), None),
+        ),
         (ALONE, Fault("slow_rank", 1.3, stage=0, replica=2), ("slow_rank", 0, None, (2,), None)),
     ],
     ids=lambda each: each.kind if isinstance(each, Fault) else "",
@@ -220,3 +225,11 @@ def test_a_job_without_one_of_its_stages_has_no_table(tmp_path):
     (found,) = tables_in(tmp_path).values()
     assert isinstance(found, Unfit)
     assert "3 of 4 stages" in str(found)
+
+
+def test_a_profilers_opening_is_doubted_in_the_first_step_of_a_trace_only(tmp_path):
+    pipeline = replace(CPU, layer_ms=1.0, steps=5, faults=(Fault("data_wait", 9.0, stage=0),))
+    table = table_of(pipeline, tmp_path)
+    assert table.opening.tolist() == [True, False, False, False, False]
+    (cause,) = diagnose(table).causes
+    assert cause.kind == "data_wait"

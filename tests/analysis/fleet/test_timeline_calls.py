@@ -78,7 +78,8 @@ def test_what_a_timeline_does_not_tell_is_null(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(16, tp=2, pp=2, cp=2, ep=2))
     measured = report_of(tmp_path, layout).measured
     for stage in measured.stages:
-        assert [axis for axis, exposed in stage.exposed_ms.items() if exposed is None] == ["tp", "ep", "cp", "pp"]
+        missing = [axis for axis, exposed in stage.exposed_ms.items() if exposed is None]
+        assert missing == ["tp", "ep", "cp", "pp", "unknown"]
     assert any("exposed tp, ep, cp are in compute" in warning for warning in measured.warnings)
     assert any("an exchange is waiting and transfer" in warning for warning in measured.warnings)
 

@@ -47,7 +47,7 @@ def test_json_has_the_shape_that_tools_rely_on(tmp_path):
     assert (stage["pp"], stage["ranks"]) == (1, [1])
     assert (stage["forward_ms"], stage["backward_ms"], stage["compute_ms"]) == (80, 160, 240)
     assert (stage["bubble_ms"], stage["bubble_fraction"]) == (480, pytest.approx(480 / 720))
-    assert stage["exposed_ms"] == {"tp": 0, "ep": 0, "cp": 0, "pp": None, "dp": 0}
+    assert stage["exposed_ms"] == {"tp": 0, "ep": 0, "cp": 0, "pp": None, "dp": 0, "unknown": 0}
     assert stage["spread"]["compute_ms"]["count"] == 1
     forward = stage["per_microbatch"]["forward_ms"]
     assert (forward["mean"], forward["median"], forward["min"], forward["max"]) == (20, 20, 20, 20)

@@ -8,7 +8,8 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.stages.stages import measure
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import read_trace
-from tests.analysis.scenarios import AUTOGRAD, Scenario, launched, write
+from tests.analysis.kineto import launched
+from tests.analysis.scenarios import AUTOGRAD, GROUPS, Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk
 
 
@@ -19,12 +20,11 @@ class Gpu:
         self.trace = TraceBuilder(**options)
         self.count = 0
 
-    def kernel(self, start, duration, *, launch=None, name="gemm", thread=1, stream=7, group=None, pg=None):
+    def kernel(self, start, duration, *, launch=None, name="gemm", thread=1, stream=7, group=None, pg=None, **options):
         self.count += 1
         launch = start - 0.1 if launch is None else launch
-        launched(self.trace, self.count, name, start, duration, launch, thread, stream, group)
-        if pg is not None:
-            self.trace.events[-1]["args"]["Process Group Description"] = pg
+        pg = GROUPS[group] if pg is None and group is not None else pg
+        launched(self.trace.events, self.count, name, start, duration, launch, thread, stream, group=pg, **options)
 
     def nccl(self, start, duration, *, group=None, name="ncclDevKernel_AllReduce_Sum_bf16_RING_LL", **options):
         self.kernel(start, duration, name=name, stream=20, group=group, **options)
@@ -91,6 +91,15 @@ class TestAttribution:
         assert stage.forward_ms.mean == 4
         assert any("without a launch" in warning for warning in target.warnings)
 
+    def test_what_still_runs_from_the_step_before_is_not_of_this_one(self, step, tmp_path):
+        """It was launched before the recording began, so nothing in the recording says when."""
+        step.kernel(2, 6)
+        del step.trace.events[-2]
+        step.kernel(9, 4, launch=1)
+        step.kernel(21, 3)
+        call = step.call(tmp_path)
+        assert (call.gpu.start, call.gpu.lost) == (call.start + 8_000_000, 0)
+
     def test_a_combined_pass_is_not_split(self, tmp_path):
         gpu = Gpu(microbatches=1)
         gpu.trace.call(0, 50)
@@ -121,13 +130,32 @@ class TestAttribution:
         }
 
 
+def test_without_operators_of_the_cpu_exposed_communication_stays_in_sight(tmp_path):
+    """`--profile-activities cuda`: nothing names a process group, and nothing moves into compute, or away."""
+    found = {}
+    for operators in (True, False):
+        directory = tmp_path / str(operators)
+        write(Scenario("exposed tp", exposed={"tp": 0.3}, dp=2, tail=20.0, operators=operators), directory)
+        (found[operators],) = analyze(directory).targets
+    named, unnamed = (found[operators].measured for operators in (True, False))
+    for known, unknown in zip(named.stages, unnamed.stages, strict=True):
+        assert (unknown.exposed_ms["tp"], unknown.exposed_ms["dp"], unknown.dp_tail_ms) == (None, None, None)
+        exposed = known.exposed_ms["tp"].mean + known.exposed_ms["dp"].mean
+        assert known.exposed_ms["tp"].mean == pytest.approx(419, rel=0.05)
+        assert unknown.exposed_ms["unknown"].mean == pytest.approx(exposed)
+        assert unknown.compute_ms.mean == pytest.approx(known.compute_ms.mean)
+        assert unknown.bubble_ms.mean == pytest.approx(known.bubble_ms.mean)
+    assert {cause.group for cause in found[True].verdict.causes if cause.kind == "communication"} == {"tp"}
+    assert {cause.group for cause in found[False].verdict.causes if cause.kind == "communication"} == {"unknown"}
+
+
 class TestCommunication:
     def test_only_what_nothing_hides_is_exposed(self, step, tmp_path):
         step.kernel(1, 4)
         step.nccl(3, 5, group="tp")
         step.nccl(21, 2, group="dp")
         call = step.call(tmp_path)
-        assert call.exposed_ns == {"tp": 3_000_000, "ep": 0, "cp": 0, "pp": 0, "dp": 2_000_000}
+        assert call.exposed_ns == {"tp": 3_000_000, "ep": 0, "cp": 0, "pp": 0, "dp": 2_000_000, "unknown": 0}
         assert times(call)["forward"] == 4
         assert call.phases[0].exposed_ns == 3_000_000
 
@@ -143,8 +171,11 @@ class TestCommunication:
             ("HIERARCHICAL_CONTEXT_PARALLEL_GROUP_L1", "cp"),
             ("DATA_PARALLEL_GROUP_WITH_CP_AG", "dp"),
             ("DATA_PARALLEL_GROUP_WITH_GTP_REMAT", "dp"),
+            ("GTP_WEIGHT_REMAT_GROUP", "dp"),
+            ("EXPERT_GTP_WEIGHT_REMAT_GROUP", "dp"),
             ("INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP", "dp"),
             ("default_pg", "other"),
+            ("undefined", "unknown"),
         ],
     )
     def test_megatrons_groups(self, description, group, tmp_path):
@@ -184,14 +215,85 @@ class TestCommunication:
         gpu.kernel(11, 5)
         call = gpu.call(tmp_path)
         assert [e.label for e in call.gpu.exchanges] == ["recv_forward"]
-        assert call.gpu.exposed_by["other"] == 0
+        assert call.gpu.exposed_by["unknown"] == 0
 
     @pytest.mark.parametrize(
-        ("name", "group"), [("void deep_ep::intranode::dispatch<768>(int4*)", "ep"), ("userbuffers_fp16_sum", "tp")]
+        ("name", "group"),
+        [
+            ("void deep_ep::intranode::dispatch<768>(int4*)", "ep"),
+            ("nccl_ep_jit_ht_dispatch_kernel", "ep"),
+            ("nccl_ep_jit_ll_combine_kernel", "ep"),
+            ("userbuffers_fp16_sum", "tp"),
+        ],
     )
-    def test_kernels_that_bring_no_metadata(self, step, name, group, tmp_path):
-        step.kernel(1, 4, name=name)
-        assert step.call(tmp_path).exposed_ns[group] == 4_000_000
+    def test_kernels_of_one_axis_alone(self, name, group, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"tp": 2, "dp": 2, "ep": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 10)
+        gpu.kernel(1, 4, name=name)
+        assert gpu.call(tmp_path).exposed_ns[group] == 4_000_000
+
+    def test_where_no_group_is_named_nothing_is_zero_that_may_be_more(self, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"tp": 2, "dp": 2, "cp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 20)
+        gpu.nccl(1, 4)
+        gpu.kernel(5, 10)
+        call = gpu.call(tmp_path)
+        assert call.exposed_ns == {"tp": None, "ep": 0, "cp": None, "pp": 0, "dp": None, "unknown": 4_000_000}
+        assert (call.phases[0].exposed_ns, call.phases[0].gpu_ns) == (4_000_000, 10_000_000)
+        stage, target = gpu.stage(tmp_path)
+        assert stage.dp_tail_ms is None
+        assert any("exposed tp, cp, dp are not known" in warning for warning in target.warnings)
+
+    def test_hidden_communication_needs_no_name(self, step, tmp_path):
+        step.kernel(1, 8)
+        step.nccl(3, 5)
+        assert step.call(tmp_path).exposed_ns == dict.fromkeys(("tp", "ep", "cp", "pp", "dp", "unknown"), 0)
+
+    @pytest.mark.parametrize(
+        ("name", "at", "sizes", "group"),
+        [
+            ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1, {"tp": 2}, "tp"),
+            ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 1, {"tp": 2, "pp": 2}, "tp"),  # no use of pp in a pass
+            ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 21, {"tp": 2, "pp": 2}, None),
+            ("ncclDevKernel_SendRecv", 1, {"tp": 2, "ep": 2, "dp": 2}, "ep"),
+            ("ncclDevKernel_SendRecv", 1, {"cp": 2, "ep": 2}, None),
+            ("ncclSymkDevKernel_AllGather_LL(ncclSymkDevWorkArgs4K)", 1, {"tp": 2, "dp": 2}, None),
+            ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>(x)", 1, {"tp": 2}, "tp"),
+            ("void (anonymous namespace)::two_shot_all_reduce_kernel_inplace<float, 16, 8>(x)", 1, {"tp": 2}, "tp"),
+        ],
+    )
+    def test_without_a_name_only_what_is_certain_counts(self, name, at, sizes, group, tmp_path):
+        gpu = Gpu(pp_size=sizes.pop("pp", 1), microbatches=1, sizes=sizes)
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 10)
+        gpu.nccl(at, 4, name=name)
+        exposed = gpu.call(tmp_path).gpu.exposed_by
+        assert {name: ns for name, ns in exposed.items() if ns} == {group or "unknown": 4_000_000}
+
+    def test_a_copy_between_devices_is_communication(self, tmp_path):
+        gpu = Gpu(microbatches=1, sizes={"tp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 20)
+        gpu.kernel(1, 4)
+        gpu.kernel(6, 3, name="Memcpy PtoP (Device -> Device)", category="gpu_memcpy")
+        call = gpu.call(tmp_path)
+        assert (call.exposed_ns["tp"], times(call)["forward"]) == (3_000_000, 4)
+
+    @pytest.mark.parametrize(("tp", "exposed", "compute"), [(2, 3_000_000, 4), (1, 0, 7)])
+    def test_what_a_collective_launches_is_of_its_group(self, tp, exposed, compute, tmp_path):
+        """Kernels of RCCL bring no metadata, and copies that a copy engine makes for a collective never do; in a group
+        of one rank a collective is a copy for itself."""
+        gpu = Gpu(microbatches=1, sizes={"tp": tp, "dp": 2})
+        gpu.trace.call(0, 50)
+        gpu.trace.forward(0, 0, 20)
+        gpu.kernel(1, 4)
+        gpu.kernel(6, 3, name="Memcpy DtoD (Device -> Device)", category="gpu_memcpy", group="tp")
+        gpu.nccl(10, 2, group="dp", named=False)
+        call = gpu.call(tmp_path)
+        assert (call.exposed_ns["tp"], times(call)["forward"]) == (exposed, compute)
+        assert (call.exposed_ns["dp"], call.exposed_ns["unknown"]) == (2_000_000, 0)
 
     def test_the_tail_is_what_follows_the_last_computation(self, step, tmp_path):
         step.kernel(1, 4)

@@ -156,6 +156,7 @@ def test_a_truncated_trace_gives_what_it_holds_and_says_so(tmp_path):
     [
         {"correlation": "x"},
         {"correlation": 1 << 70},
+        {"External id": 1 << 70},
         {"correlation": -3},
         {"Process Group Description": 5},
         "text",

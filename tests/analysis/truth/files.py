@@ -7,7 +7,6 @@ metadata of NCCL) or of a CPU (operators, gloo's collectives); those of a GPU al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
+from tests.analysis.kineto import launched
 from tests.analysis.nsys_files import write_nsys
-from tests.analysis.synthetic import MS, TraceBuilder, chunk
+from tests.analysis.synthetic import TraceBuilder, chunk
 from tests.analysis.truth.pipelines import Pipeline, Run
 from tests.analysis.truth.programs import KINDS, Pass
 from tests.analysis.truth.simulation import Done, Times
@@ -304,33 +304,7 @@ class _Gpu(_Cpu):
     ) -> None:
         """A kernel and the call that launched it, tied by their correlation as Kineto does."""
         self.correlation += 1
-        for event in self._launched(name, start, duration, launch, thread, group, stream):
-            self.trace.events.append(event)
-
-    def _launched(
-        self,
-        name: str,
-        start: float,
-        duration: float,
-        launch: float,
-        thread: int,
-        group: str | None,
-        stream: int | None,
-    ) -> Iterator[dict[str, Any]]:
-        number = self.correlation
         stream = stream or (_COMPUTE if group is None else _NCCL)
-        args: dict[str, Any] = {"External id": number, "cbid": 211, "correlation": number}
-        call = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 7, "tid": thread}
-        yield {**call, "ts": launch * MS, "dur": 1.0, "args": args}
-        args = {"External id": number, "device": 0, "stream": stream, "correlation": number, "grid": [64, 1, 1]}
-        if group is not None:
-            args |= {
-                "Collective name": "allreduce",
-                "Process Group Name": "12",
-                "Process Group Description": _GROUPS[group],
-                "Group size": 2,
-                "In msg nelems": 1024,
-                "dtype": "BFloat16",
-            }
-        kernel = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream}
-        yield {**kernel, "ts": start * MS, "dur": duration * MS, "args": args}
+        description = None if group is None else _GROUPS[group]
+        times = start, duration, launch
+        launched(self.trace.events, self.correlation, name, *times, thread, stream, group=description)

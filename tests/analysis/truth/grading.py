@@ -186,7 +186,7 @@ def _few_microbatches(named: Named, pipeline: Pipeline) -> bool:
 def _meant(named: Named, priced: Priced) -> tuple[Fault | None, bool]:
     """The fault that is meant, and whether by its name; the dearest one where it may be several."""
     pipeline = priced.pipeline
-    there = sorted(pipeline.faults, key=lambda f: -_most(f, priced))
+    there = sorted(sorted(priced.all, key=repr), key=lambda f: -_most(f, priced))
     for fault in there:
         if named.kind in names_of(fault, pipeline) and same_place(named, fault, pipeline):
             return fault, True

@@ -209,10 +209,9 @@ class Priced:
         self.pipeline = pipeline
         self.numbers, self.loads = numbers(pipeline), loads(pipeline)
         self.length = functools.cache(self._length)
-
-    @functools.cached_property
-    def all(self) -> frozenset[Fault]:
-        return frozenset(self.pipeline.faults)
+        # No fault, but a term with a price: what all messages take.
+        self.links = Fault("communication", pipeline.link_ms, group="pp")
+        self.all = frozenset((*pipeline.faults, self.links))
 
     def _length(self, faults: frozenset[Fault]) -> Times:
         return self.run(faults).length
@@ -246,7 +245,8 @@ class Priced:
         work = base[..., None, None, None] * (1.0 + np.abs(noise) if one.adds else np.exp(noise))
         exposed: dict[str, float] = {}
         idle, tail, enter = 0.0, np.full(t, one.tail_ms), one.jitter_ms * random.enter
-        link = np.broadcast_to(one.link_ms * np.exp(0.1 * random.link), random.link.shape).copy()
+        usual = one.link_ms if self.links in faults else 0.0
+        link = np.broadcast_to(usual * np.exp(0.1 * random.link), random.link.shape).copy()
         share = 1.0 - 0.01 * np.minimum(random.peers, 3.0)
         for each in sorted(faults, key=repr):
             there = np.zeros((t, 1))
@@ -269,9 +269,9 @@ class Priced:
                 link[each.stage] += each.size
             elif each.kind == "late_entry":
                 enter[each.stage, :, each.replica] += each.size
-            elif each.kind == "communication" and each.group != "dp":
-                exposed[each.group or ""] = each.size
-            elif each.kind == "communication":
+            elif each.kind == "communication" and each.group in ("tp", "cp", "ep"):
+                exposed[each.group] = each.size
+            elif each.kind == "communication" and each.group == "dp":
                 tail = tail + each.size
             elif each.kind == "host_bound":
                 idle = each.size

@@ -50,14 +50,15 @@ do.
 | `found` | of the faults worth {MUCH:.0%} of the step or more, how many are named with their place |
 | `found_2` | the same of those worth {SOME:.0%} to {MUCH:.0%} |
 | `precision` | of the causes that are named, how many are faults worth {NOTHING:.0%} or more |
-| `clean` | of the healthy pipelines, how many have no cause named |
+| `clean` | of the healthy pipelines, how many have no cause named that is not there |
 | `price` | of the faults that are named with a price, how many have the right one |
 | `layouts` | of the layouts that are advised, how many have their true speedup inside what was predicted |
 | `predicted` | the same of all layouts that are predicted |
 
-A fault is worth what it costs alone, averaged over all steps. A named one is there when it costs enough alone, or with
-all others mended, or in the steps in which it is there. A stage that is called slow for an unknown reason is there, but
-does not count as found. Few microbatches do not count where filling takes more than {FILLING:.0%} of a balanced step.
+A fault is worth what it costs alone, averaged over all steps. A named one is there when it costs enough alone, or
+with all others mended, or in the steps in which it is there. A stage that is called slow for an unknown reason is
+there, but does not count as found. Messages between stages take time in every pipeline, and have a price. Few
+microbatches do not count where filling takes more than {FILLING:.0%} of a balanced step.
 
 A price is right inside its interval; where none is given, within {WITHIN:.0%} of the step or {OF_ITSELF:.0%} of
 itself. Work that has to be done somewhere (layers, embedding, loss) is neutral when it is spread evenly over the

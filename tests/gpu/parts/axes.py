@@ -37,7 +37,7 @@ def one_rank(directory: str, cpu: bool) -> None:
 def run(work: Path, cpu: bool) -> Found:
     if not cpu and torch.cuda.device_count() < 2:
         return Found(skipped="there is one GPU, and NCCL takes one rank per GPU")
-    run_ranks(one_rank, 2, str(work), cpu, timeout=100)
+    run_ranks(one_rank, 2, str(work), cpu, timeout=300)
     found = Found()
     exposed = {}
     for name in ("both", "cuda"):

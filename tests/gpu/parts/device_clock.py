@@ -73,7 +73,7 @@ def _watched() -> Iterator[dict[str, list[tuple[Any, Any]]]]:
 
 
 def run(work: Path, cpu: bool) -> Found:
-    by_events = run_ranks(one_stage, 2, str(work / "timelines"), cpu, timeout=100)
+    by_events = run_ranks(one_stage, 2, str(work / "timelines"), cpu, timeout=300)
     found = Found()
     for stage, path in enumerate(sorted((work / "timelines").glob(f"*{SUFFIX}"))):
         timeline = read_timeline(path)
@@ -83,6 +83,7 @@ def run(work: Path, cpu: bool) -> Found:
         for column, name in {"duration": "step", "forward": "forward", "backward": "backward"}.items():
             ours = statistics.median(timeline.steps[column]) / 1e3
             found.within(cpu, f"stage {stage}: {name} (ms) is that of the events", ours, by_events[stage][name], 0.02)
+        found.figures[f"stage_{stage}_exchanges_ms"] = statistics.median(timeline.steps["p2p"]) / 1e3
         events = timeline.events(len(timeline.steps) - 1)
         kinds = [] if events is None else (events.code & codes.KIND_MASK).tolist()
         passes = [kinds.count(kind) for kind in (codes.FORWARD, codes.BACKWARD)]

@@ -33,8 +33,8 @@ def run(work: Path, cpu: bool) -> Found:
 
 def compare(work: Path, cpu: bool, built: tuple[int, ...], even: tuple[int, ...], vpp: int | None) -> Found:
     """The report of a pipeline that was ``built`` uneven, and the ``even`` one that it should predict."""
-    run_ranks(one_stage, 2, str(work / "built"), cpu, built, vpp, timeout=100)
-    again = run_ranks(one_stage, 2, str(work / "even"), cpu, even, vpp, timeout=100)
+    run_ranks(one_stage, 2, str(work / "built"), cpu, built, vpp, timeout=300)
+    again = run_ranks(one_stage, 2, str(work / "even"), cpu, even, vpp, timeout=300)
     (target,) = analyze(work / "built").targets
     measured = max(map(statistics.median, again))
     other = next((each for each in target.what_if.candidates if each.what == "4+4 layers"), None)

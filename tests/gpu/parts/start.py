@@ -33,7 +33,7 @@ def one_stage(directory: str, cpu: bool) -> float:
 
 
 def run(work: Path, cpu: bool) -> Found:
-    usual = max(run_ranks(one_stage, 2, str(work / "traces"), cpu, timeout=100))
+    usual = max(run_ranks(one_stage, 2, str(work / "traces"), cpu, timeout=300))
     traces = sorted((read_trace(path) for path in find_traces(work / "traces")), key=lambda each: each.metadata.steps)
     found = Found()
     starts: dict[int, list[float]] = {}

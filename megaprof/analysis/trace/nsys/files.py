@@ -253,7 +253,7 @@ class _Reader:
             begin = windows[number - 1][1][-1].end if number else -LONGEST
             end = windows[number + 1][1][0].start if number + 1 < len(windows) else LONGEST
             inside = tuple(TracedRange(r.name, r.start, r.end) for r in _within(rows, tops[0].start, tops[-1].end))
-            activities = gpu.between(begin, end, metadata, inside)
+            activities = gpu.between(begin, end)
             yield Trace(
                 path=self._file.path,
                 metadata=metadata,

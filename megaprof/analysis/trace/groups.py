@@ -1,0 +1,109 @@
+"""Whose communication a GPU activity is, by its name and by the process group that the recording names.
+
+Kineto copies the arguments of torch's operator ``record_param_comms`` to the kernels that were launched inside it, the
+description of the process group among them. Without operators of the CPU, in files of nsys's, and for communication
+that does not go through a ``ProcessGroup``, no group is named; `attribution` tells what then is still certain.
+"""
+
+from __future__ import annotations
+
+#: What an activity is for: its index here in `Activities.use`. ``other``: communication of a group that is none of
+#: Megatron's. ``unknown``: communication of a group that nothing names.
+USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other", "unknown")
+AXES = USES[1:-2]
+COMPUTE, PP, OTHER, UNKNOWN = (USES.index(use) for use in ("compute", "pp", "other", "unknown"))
+#: The operator whose arguments name the group of what is launched inside it.
+COMMUNICATES = "record_param_comms"
+
+#: Axes of Megatron's process groups by the description it gives them (``megatron.core.parallel_state``, 0.12 to the
+#: head of August 2026), by beginning, the longest match first. Of several axes the first with more than one rank
+#: counts.
+_GROUPS: dict[str, tuple[str, ...]] = {
+    "": (),  # another's group
+    "TENSOR_MODEL_PARALLEL_GROUP": ("tp",),
+    "TENSOR_AND_CONTEXT_PARALLEL_GROUP": ("cp", "tp"),
+    "TENSOR_AND_DATA_PARALLEL_GROUP": ("dp", "cp", "tp"),
+    "EXPERT_MODEL_PARALLEL_GROUP": ("ep",),
+    "EXPERT_TENSOR_PARALLEL_GROUP": ("tp",),
+    "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": ("ep", "tp"),
+    "EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": ("pp", "ep", "tp"),
+    "EXPERT_DATA_PARALLEL_GROUP": ("dp",),
+    "CONTEXT_PARALLEL_GROUP": ("cp",),
+    "HIERARCHICAL_CONTEXT_PARALLEL_GROUP": ("cp",),
+    "HYBRID_DP_CP_GROUP": ("cp",),
+    "PIPELINE_MODEL_PARALLEL_GROUP": ("pp",),
+    "EMBEDDING_GROUP": ("pp",),
+    "POSITION_EMBEDDING_GROUP": ("pp",),
+    "MODEL_PARALLEL_GROUP": ("pp", "tp"),
+    "DATA_PARALLEL_GROUP": ("dp", "cp"),
+    "INTRA_PARTIAL_DATA_PARALLEL_GROUP": ("dp", "cp"),
+    "INTER_PARTIAL_DATA_PARALLEL_GROUP": ("dp", "cp"),
+    "INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": ("dp",),
+    "INTER_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": ("dp",),
+    "WEIGHT_GRADIENT_COMM_GROUP": ("dp",),
+    # Weights sharded over ranks that have data of their own, gathered for each use: data parallelism, as FSDP does it.
+    "GTP_WEIGHT_REMAT_GROUP": ("dp",),
+    "EXPERT_GTP_WEIGHT_REMAT_GROUP": ("dp",),
+}
+#: As torch names a group that was made without a name.
+_UNNAMED = (None, "", "undefined")
+#: Kernels that only one axis uses: DeepEP's and NCCL EP's dispatch and combine, Transformer Engine's user buffers.
+_NAMES = {"deep_ep::": "ep", "hybrid_ep::": "ep", "nccl_ep": "ep", "userbuffers": "tp"}
+#: Communication of whichever group launches it: torch's symmetric memory, and copies from one device to another (a
+#: process of Megatron's computes on one alone), as copy engines make them for NCCL and for symmetric memory.
+_OF_ANY = (
+    *("one_shot_all_reduce", "two_shot_all_reduce", "multimem_all_", "multimem_one_shot"),
+    *("symmetric_memory::", "nvshmem_extension::", "nccl_extension::", "Memcpy PtoP"),
+)
+#: In names of NCCL's kernels in which each rank exchanges with some other: an all-to-all, or the pipeline's.
+_PAIRWISE = ("SendRecv", "AlltoAll", "AllToAll")
+
+BY_GROUP, BY_GROUP_PAIRWISE = -1, -2
+
+
+class ByName(dict[str, int]):
+    """Index into `USES` by an activity's name, `BY_GROUP` or `BY_GROUP_PAIRWISE` where its group decides; found once
+    for each name."""
+
+    def __missing__(self, name: str) -> int:
+        self[name] = found = _by_name(name)
+        return found
+
+
+def _by_name(name: str) -> int:
+    for part, axis in _NAMES.items():
+        if part in name:
+            return USES.index(axis)
+    if name.startswith("nccl"):
+        return BY_GROUP_PAIRWISE if any(part in name for part in _PAIRWISE) else BY_GROUP
+    return BY_GROUP if any(part in name for part in _OF_ANY) else COMPUTE
+
+
+def axis_of(description: str) -> str | None:
+    """The first axis of the process group that Megatron describes so; None for another's."""
+    return next(iter(_axes(description)), None)
+
+
+def use_of(description: str | None, sizes: object) -> int:
+    """Index into `USES` of communication in the group with this description; ``sizes``: ranks of every axis."""
+    if description in _UNNAMED:
+        return UNKNOWN
+    axes = _axes(description or "")
+    parallel = parallel_of(axes or AXES, sizes)
+    if axes:
+        return USES.index(parallel[0] if parallel else axes[0])
+    return USES.index(parallel[0]) if len(parallel) == 1 else OTHER  # with one kind of parallelism there is no other
+
+
+def is_parallel(description: str, sizes: object) -> bool:
+    """Whether the group with this description is of more than one rank, as far as its axes tell."""
+    return bool(parallel_of(_axes(description) or AXES, sizes))
+
+
+def parallel_of(axes: tuple[str, ...], sizes: object) -> list[str]:
+    """Those with more than one rank."""
+    return [axis for axis in axes if (getattr(sizes, axis, 1) or 1) > 1]
+
+
+def _axes(description: str) -> tuple[str, ...]:
+    return _GROUPS[max((name for name in _GROUPS if description.startswith(name)), key=len)]

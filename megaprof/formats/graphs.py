@@ -1,0 +1,56 @@
+"""Names on the kernels of CUDA graphs. A replay runs no Python, so a trace tells of its kernels only which node of
+which graph each one is; what that node was captured in stands once in the trace, under a key of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+KEY = "megaprof_graphs"
+
+
+@dataclass(frozen=True)
+class GraphNames:
+    """Which ranges the nodes of CUDA graphs were captured in."""
+
+    stacks: tuple[tuple[str, ...], ...]
+    """Range names around a node, the outermost first; each combination once."""
+    runs: tuple[tuple[int, int, int], ...]
+    """First node, last node, and the index of their stack, in order. A node's number is Kineto's ``graph node id``: the
+    graph in the upper 32 bits, the node in the lower ones, in the order of capture."""
+
+
+def written(nodes: Mapping[int, tuple[str, ...]]) -> str:
+    """``nodes``, by number the ranges around each, as JSON. Nodes in a row that were captured in the same ranges are
+    one run, so it grows with the ranges of a graph and not with its kernels."""
+    stacks: dict[tuple[str, ...], int] = {}
+    runs: list[list[int]] = []
+    for node in sorted(nodes):
+        stack = stacks.setdefault(nodes[node], len(stacks))
+        if runs and runs[-1][2] == stack and runs[-1][1] >> 32 == node >> 32:
+            runs[-1][1] = node
+        else:
+            runs.append([node, node, stack])
+    return json.dumps({"stacks": list(stacks), "runs": runs}, separators=(",", ":"))
+
+
+class _Written(msgspec.Struct):
+    stacks: list[tuple[str, ...]]
+    runs: list[tuple[int, int, int]]
+
+
+def read_names(text: bytes) -> GraphNames:
+    """What `written` wrote. Raises ValueError for anything else."""
+    try:
+        found = msgspec.json.decode(text, type=_Written)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
+        raise ValueError(str(fault)) from None
+    last = -1
+    for first, end, stack in found.runs:
+        if not (last < first <= end < 1 << 63 and 0 <= stack < len(found.stacks)):
+            raise ValueError("its runs of nodes are not in order")
+        last = end
+    return GraphNames(tuple(found.stacks), tuple(found.runs))

@@ -1,0 +1,49 @@
+"""Hooks on the capture of CUDA graphs, so that the kernels of every replay bear the names of our ranges."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from megaprof.hooks.dispatch import Dispatcher
+from megaprof.hooks.patching import Patches
+from megaprof.recorders.graph_names import names
+from megaprof.runtime.isolation import Contained
+
+
+def patch_graphs(patches: Patches, dispatcher: Dispatcher) -> None:
+    """Hook ``torch.cuda.graph``, by which megatron-core and Transformer Engine capture, where torch names kernels."""
+    import torch
+
+    if importlib.util.find_spec("torch.cuda._graph_annotations") is None:
+        return
+    patches.apply(torch.cuda.graph, "__enter__", lambda original: _entered(original, dispatcher))
+    patches.apply(torch.cuda.graph, "__exit__", lambda original: _left(original, dispatcher))
+
+
+def _entered(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+    def __enter__(graph: Any) -> Any:
+        result = original(graph)
+        with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
+            if dispatcher.call is not None:
+                names.begun(graph)
+        return result
+
+    return __enter__
+
+
+def _left(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
+    def __exit__(graph: Any, *exception: Any) -> Any:
+        with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
+            names.ends()
+        failed = True
+        try:
+            result = original(graph, *exception)
+            failed = any(exception)
+            return result
+        finally:
+            with Contained("naming the kernels of a CUDA graph", dispatcher.drop):
+                names.ended(graph, failed=failed)
+
+    return __exit__

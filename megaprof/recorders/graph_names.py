@@ -1,0 +1,148 @@
+"""Our range names on the kernels of CUDA graphs, by torch's own annotations (torch 2.13, CUDA 13.1).
+
+A replay runs no Python, so a range around a part of it is not possible. But torch can note, while a graph is captured,
+which nodes of it were captured within a block, and Kineto writes the node of each kernel into the trace. What is noted
+stays in this process until a window closes, which writes it (`megaprof.formats.graphs`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from megaprof.formats import graphs, ranges
+from megaprof.recorders import emit
+from megaprof.runtime.interruption import from_host
+from megaprof.runtime.logs import logger
+
+_MODULE = "torch.cuda._graph_annotations"
+_PREFIX = "megaprof:"
+
+
+class GraphNames:
+    """Notes the ranges that are open while a graph is captured. One per process; a fault ends the naming, no more."""
+
+    def __init__(self) -> None:
+        self.whole: str | None = None
+        """The name of all that the next graphs hold; None: they have none as a whole."""
+        self._torch: Any = None
+        self._nodes: dict[int, tuple[str, ...]] = {}
+        self._text: str | None = None
+        self._around: AbstractContextManager[object] | None = None
+        self._enabled_before = False
+        self._noting = False  # a graph is captured now
+        self._off = False
+
+    @property
+    def available(self) -> bool:
+        """Whether this torch, its cuda-bindings and the driver can do it. Asked once CUDA is in use."""
+        if self._torch is None and not self._off:
+            self._off = True
+            self._try(self._load)
+        return not self._off
+
+    def text(self) -> str | None:
+        """What is known of all graphs so far, as JSON; None: nothing."""
+        if self._text is None and self._nodes:
+            self._text = graphs.written(self._nodes)
+        return self._text
+
+    def forget(self) -> None:
+        """In a test: nothing is known."""
+        self.__init__()  # type: ignore[misc]
+
+    def begun(self, graph: Any) -> None:
+        """``graph``, a ``torch.cuda.graph``, has begun to capture. One that its owner annotates has those names."""
+        if self.available and not graph._enable_annotations:
+            self._try(self._begin)
+
+    def ends(self) -> None:
+        """The capture ends with the next call of CUDA's."""
+        if self._noting:
+            self._try(self._resolve)
+
+    def ended(self, graph: Any, *, failed: bool) -> None:
+        """The capture is over, and what it captured can be launched."""
+        if self._noting:
+            self._noting, emit.mark = False, None
+            self._try(self._close, graph.cuda_graph, failed or self._off)
+
+    def _load(self) -> None:
+        if importlib.util.find_spec(_MODULE) is None:
+            return
+        found = importlib.import_module(_MODULE)
+        if not found._is_tools_id_unavailable():
+            self._torch, self._off = found, False
+
+    def _begin(self) -> None:
+        self._enabled_before = self._torch._annotations_enabled
+        self._torch.enable_annotations()
+        self._noting, emit.mark = True, self._mark
+        if self.whole is not None:
+            self._around = self._mark(self.whole)
+            self._around.__enter__()
+
+    def _mark(self, name: str) -> AbstractContextManager[object]:
+        # One key for each kind of range: where ranges lie in one another, torch keeps a key's innermost value.
+        read = ranges.parse(name)
+        return _Marked(self, self._torch.mark_kernels({f"{_PREFIX}{'' if read is None else read.label}": name}))
+
+    def _resolve(self) -> None:
+        around, self._around = self._around, None
+        if around is not None:
+            around.__exit__(None, None, None)
+        self._torch.resolve_pending_annotations()
+
+    def _close(self, graph: Any, failed: bool) -> None:
+        known = self._torch.get_kernel_annotations()
+        try:
+            if not failed:
+                self._torch.remap_to_exec_graph(graph)
+                self._take(known)
+        finally:
+            for node in [node for node, notes in known.items() if any(map(_ours, notes))]:
+                del known[node]  # kept here in less memory, or of no graph that exists
+            if not self._enabled_before:
+                self._torch.disable_annotations()
+
+    def _take(self, known: dict[int, list[Any]]) -> None:
+        for node, notes in known.items():
+            if stack := [name for note in notes if _ours(note) for name in note.values()]:
+                self._nodes[node] = tuple(reversed(stack))  # torch has the inner ones first
+        self._text = None
+
+    def _try(self, step: Callable[..., object], *arguments: Any) -> None:
+        try:
+            step(*arguments)
+        except Exception as fault:
+            if from_host(fault):
+                raise
+            self._off, emit.mark = True, None
+            logger.warning("megaprof: kernels of CUDA graphs have no names: %r", fault)
+
+
+class _Marked:
+    """One of torch's blocks, whose faults end the naming and nothing else."""
+
+    __slots__ = ("_block", "_names")
+
+    def __init__(self, names: GraphNames, block: AbstractContextManager[object]) -> None:
+        self._names = names
+        self._block = block
+
+    def __enter__(self) -> None:
+        self._names._try(self._block.__enter__)
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._names._off:
+            self._names._try(self._block.__exit__, None, None, None)
+
+
+def _ours(note: Any) -> bool:
+    return isinstance(note, dict) and any(str(key).startswith(_PREFIX) for key in note)
+
+
+names = GraphNames()
