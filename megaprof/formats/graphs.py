@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
-
 KEY = "megaprof_graphs"
 
 
@@ -37,15 +35,12 @@ def written(nodes: Mapping[int, tuple[str, ...]]) -> str:
     return json.dumps({"stacks": list(stacks), "runs": runs}, separators=(",", ":"))
 
 
-class _Written(msgspec.Struct):
-    stacks: list[tuple[str, ...]]
-    runs: list[tuple[int, int, int]]
-
-
 def read_names(text: bytes) -> GraphNames:
     """What `written` wrote. Raises ValueError for anything else."""
+    import msgspec  # which training does not need
+
     try:
-        found = msgspec.json.decode(text, type=_Written)
+        found = msgspec.json.decode(text, type=GraphNames)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
         raise ValueError(str(fault)) from None
     last = -1
@@ -53,4 +48,4 @@ def read_names(text: bytes) -> GraphNames:
         if not (last < first <= end < 1 << 63 and 0 <= stack < len(found.stacks)):
             raise ValueError("its runs of nodes are not in order")
         last = end
-    return GraphNames(tuple(found.stacks), tuple(found.runs))
+    return found

@@ -284,7 +284,12 @@ def _rank(
         chunks=held,
         sizes=sizes,
         coords={"rank": pp * tp + peer, "tp": peer},
-        metadata={"host": host, "schedule": schedule, "microbatch_group_size": scenario.stages},
+        metadata={
+            "host": host,
+            "schedule": schedule,
+            "microbatch_group_size": scenario.stages,
+            "device": "cuda" if scenario.gpu else "cpu",
+        },
     )
     # The clock of every host is off by some seconds; nothing in a trace says by how many.
     origin = 4000.0 * step + 10.0 + (1700.0 * pp if scenario.apart else 0.0)

@@ -4,7 +4,7 @@ import re
 from itertools import permutations
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megaprof.parallel.selectors import ALL, PER_STAGE, Selector, join_spans, parse_selector, spans_of
@@ -177,7 +177,6 @@ layouts = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(selector_texts, layouts)
 def test_selection_agrees_with_brute_force(text: str, layout: WorldLayout) -> None:
     selector = parse_selector(text)
@@ -194,7 +193,6 @@ def test_selection_agrees_with_brute_force(text: str, layout: WorldLayout) -> No
             selector.check(layout.sizes, layout)
 
 
-@settings(deadline=None)
 @given(selector_texts)
 def test_text_round_trip(text: str) -> None:
     selector = parse_selector(text)
@@ -202,7 +200,6 @@ def test_text_round_trip(text: str) -> None:
     assert str(parse_selector(str(selector))) == str(selector)
 
 
-@settings(deadline=None)
 @given(st.text() | st.text(alphabet="0123456789-,|=* tpcdealrsg"))
 @example("9" * 5000)
 @example("0-" + "9" * 4000)

@@ -12,7 +12,7 @@ from itertools import permutations
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -183,7 +183,6 @@ def layouts(draw: st.DrawFn) -> WorldLayout:
         return WorldLayout(sizes, "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"]))
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_coordinates_and_ranks_are_a_bijection(layout: WorldLayout) -> None:
     places = set()
@@ -263,7 +262,6 @@ def test_places_outside_the_world_are_refused() -> None:
         layout.rank_of(pp=2)
 
 
-@settings(deadline=None)
 @given(layouts(), st.data())
 def test_plain_data_round_trip(layout: WorldLayout, data: st.DataObject) -> None:
     coords = layout.coords(data.draw(st.integers(0, len(layout) - 1)))
@@ -277,7 +275,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(json_values, st.sampled_from(["rank", "sizes", *AXES]))
 def test_foreign_data_is_a_value_error(value: object, key: str) -> None:
     good = WorldLayout(ParallelSizes.of(8, tp=2, pp=2)).coords(5).as_dict()

@@ -42,7 +42,7 @@ class Job:
                 self.rested.append(index)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(1e-3, 30.0), st.floats(0, 0.05))
 def test_the_difference_is_found(step: float, share: float) -> None:
     job = Job(step, share * step)

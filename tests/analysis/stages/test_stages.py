@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, measure
@@ -395,7 +395,6 @@ def points(spans):
     return {t for start, end in spans for t in range(start, end)}
 
 
-@settings(deadline=None)
 @given(SPANS, SPANS)
 def test_interval_algebra_agrees_with_sets_of_points(left, right):
     a, b = union(intervals(left)), union(intervals(right))
