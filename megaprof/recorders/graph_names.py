@@ -26,12 +26,9 @@ class GraphNames:
     """Notes the ranges that are open while a graph is captured. One per process; a fault ends the naming, no more."""
 
     def __init__(self) -> None:
-        self.whole: str | None = None
-        """The name of all that the next graphs hold; None: they have none as a whole."""
         self._torch: Any = None
         self._nodes: dict[int, tuple[str, ...]] = {}
         self._text: str | None = None
-        self._around: AbstractContextManager[object] | None = None
         self._enabled_before = False
         self._noting = False  # a graph is captured now
         self._off = False
@@ -81,9 +78,6 @@ class GraphNames:
         self._enabled_before = self._torch._annotations_enabled
         self._torch.enable_annotations()
         self._noting, emit.mark = True, self._mark
-        if self.whole is not None:
-            self._around = self._mark(self.whole)
-            self._around.__enter__()
 
     def _mark(self, name: str) -> AbstractContextManager[object]:
         # One key for each kind of range: where ranges lie in one another, torch keeps a key's innermost value.
@@ -91,9 +85,6 @@ class GraphNames:
         return _Marked(self, self._torch.mark_kernels({f"{_PREFIX}{'' if read is None else read.label}": name}))
 
     def _resolve(self) -> None:
-        around, self._around = self._around, None
-        if around is not None:
-            around.__exit__(None, None, None)
         self._torch.resolve_pending_annotations()
 
     def _close(self, graph: Any, failed: bool) -> None:

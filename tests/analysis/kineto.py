@@ -6,12 +6,16 @@ computation; the external id that a launch and its kernel share names one all th
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+from megaprof.formats.graphs import written
 
 MS = 1000.0
 PID, DEVICE = 7, 0
 _EXTERNAL = 1 << 32  # added to a correlation: numbers of their own, as an operator's are
 _LAUNCHES = {"kernel": ("cudaLaunchKernel", 211), "gpu_memcpy": ("cudaMemcpyAsync", 41)}
+_GRAPH_LAUNCH = ("cudaGraphLaunch", 311)
 _NCCL_LAUNCH = ("cudaLaunchKernelExC", 430)
 _OF_KERNEL = {
     "registers per thread": 32,
@@ -22,6 +26,8 @@ _OF_KERNEL = {
     "block": [128, 1, 1],
     "est. achieved occupancy %": 3,
 }
+#: The executable graph of a rank.
+GRAPH = 101
 _OF_COPY = {"bytes": 4096, "memory bandwidth (GB/s)": 1.5}
 
 
@@ -71,6 +77,41 @@ def annotated(
     """A range or an operator of the host."""
     args = {"External id": number + 1, "Record function id": 0, "Ev Idx": number}
     return _complete(category, name, PID, thread, start, duration, args)
+
+
+def replayed(events: list[dict[str, Any]], correlation: int) -> dict[str, Any]:
+    """Turn one call with its ranges and launches, in place, into the replay of a graph that captured all of it: the
+    outermost range is left, one launch at its start, and all activities with that launch's ``correlation`` and a node
+    each, in the order in which they were launched. Returns the names of the nodes, as `megaprof.formats.graphs` has
+    them. NCCL's kernels bear no process group: no operator runs in a replay.
+    """
+    complete = [event for event in events if event["ph"] == "X"]
+    named = [event for event in complete if event["name"].startswith("megaprof/")]
+    (outer,) = (event for event in named if "step=" in event["name"])
+    launches = {e["args"]["correlation"]: e["ts"] for e in complete if e["cat"] == "cuda_runtime"}
+    activities = [event for event in complete if event["pid"] == DEVICE]
+    activities.sort(key=lambda event: launches[event["args"]["correlation"]])
+    opened = sorted((e for e in named if e is not outer), key=lambda event: (event["ts"], -event["dur"]))
+    nodes = {}
+    at = outer["ts"] / MS + 0.01
+    events[:] = [
+        outer,
+        {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": correlation, "pid": PID, "tid": 1, "ts": at * MS},
+    ]
+    args = {"cbid": _GRAPH_LAUNCH[1], "correlation": correlation}
+    events.append(_complete("cuda_runtime", _GRAPH_LAUNCH[0], PID, 1, at, 0.3, args))
+    for number, event in enumerate(activities, 1):
+        when = launches[event["args"]["correlation"]]
+        stack = tuple(e["name"] for e in opened if e["ts"] <= when <= e["ts"] + e["dur"])
+        node = GRAPH << 32 | number
+        if stack:
+            nodes[node] = stack
+        without = {*_collective(""), "External id", "Record function id", "Ev Idx", "Global rank start"}
+        args = {key: value for key, value in event["args"].items() if key not in without}
+        args |= {"correlation": correlation, "graph id": GRAPH, "graph node id": node}
+        events.append(event | {"args": args})
+    found: dict[str, Any] = json.loads(written(nodes))
+    return found
 
 
 def _complete(

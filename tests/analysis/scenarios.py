@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megaprof.formats.graphs import KEY
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
-from tests.analysis.kineto import launched
+from tests.analysis.kineto import launched, replayed
 from tests.analysis.synthetic import TraceBuilder, chunk
 
 GROUPS = {
@@ -71,6 +72,8 @@ class Scenario:
     stage the step, kind and microbatch of a pass that takes 7 times as long. ``first_step``: factor of the whole first
     step. ``counted``: False leaves the numbers of layers out. ``merged``: all steps in one file.
 
+    ``graphed``: a step is one replay of a full-iteration CUDA graph. Not with ``merged``.
+
     ``load``: the part of the time in which another program makes all passes on all stages take twice as long, in bursts
     of ``burst`` on average. ``opening``: milliseconds that the profiler's start adds to the first forward of a step on
     the first stage; on the others, which wait for it meanwhile, 0.4 of that.
@@ -111,6 +114,7 @@ class Scenario:
     load: float = 0.0
     burst: float = 300.0
     opening: float = 0.0
+    graphed: bool = False
 
     @property
     def stages(self) -> int:
@@ -307,6 +311,9 @@ def _rank(
         rank.finalize(length, scenario.tail)
     late = scenario.late.get(pp, 0.0)
     trace.call(origin + late - 0.5, (max(end, length) if scenario.gpu else length) + scenario.tail + 1.0 - late)
+    if scenario.graphed:
+        trace.beside[KEY] = replayed(trace.events, _CORRELATIONS)
+        trace.metadata["ranges"] = {"microbatch": False, "reason": "replayed"}
     return trace
 
 

@@ -34,6 +34,7 @@ class TraceBuilder:
     coords: dict[str, int] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
+    beside: dict[str, Any] = field(default_factory=dict)
 
     def event(self, name: str, start: float, duration: float, *, cat: str = "user_annotation", tid: int = 1) -> None:
         number = len(self.events)
@@ -71,6 +72,7 @@ class TraceBuilder:
         return {
             "schemaVersion": 1,
             "megaprof": described,
+            **self.beside,
             "displayTimeUnit": "ms",
             "baseTimeNanoseconds": BASE,
             "traceEvents": [process, *self.events],

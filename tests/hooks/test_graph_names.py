@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.trace.calls import calls_of
+from megaprof.analysis.trace.traces import read_trace
 from megaprof.formats.graphs import KEY, GraphNames, read_names
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders import emit
@@ -105,6 +107,33 @@ def test_kernels_of_a_whole_step_bear_their_microbatch_and_layer(
         for _ in range(3)  # the node between its two annotated ones has their stack
     ]
     assert backward == wanted
+
+
+def test_the_report_has_the_passes_of_a_replay(one_rank: Any, kernels: Runtime, tmp_path: Path) -> None:
+    """What Kineto writes of a replay on a GPU is added to a trace that was recorded on the CPU."""
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), skip_first=2, ranges="module")
+    with install_hooks(one_rank.chunks, config):
+        steps(one_rank, 3)
+    (path,) = tmp_path.glob("*.gz")
+    assert calls_of(read_trace(path))[0].phases == ()
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    (begin,) = (e["ts"] for e in trace["traceEvents"] if "step=" in e["name"] and e.get("cat") == "user_annotation")
+    launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": begin + 1, "dur": 1, "tid": 1}
+    trace["traceEvents"].append(launch | {"args": {"correlation": 77}})
+    nodes = [node for first, last, _ in trace[KEY]["runs"] for node in range(first, last + 1)]
+    for number, node in enumerate(nodes):
+        event = {"ph": "X", "cat": "kernel", "name": "gemm", "ts": begin + 10 + 2 * number, "dur": 2, "tid": 7}
+        trace["traceEvents"].append(event | {"args": {"correlation": 77, "graph id": EXEC, "graph node id": node}})
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    (call,) = calls_of(read_trace(path))
+    assert [(p.kind, p.microbatch) for p in call.phases] == [
+        (kind, mb) for mb in range(3) for kind in ("forward", "backward")
+    ]
+    assert call.incomplete is None
+    assert sum(p.gpu_ns or 0 for p in call.phases) == 2000 * len(nodes)
+    assert {(key.label, key.number, key.kind): len(times) for key, times in call.modules.items() if key.number} == {
+        (part, n, kind): 3 for part in ("layer", "attention", "mlp") for n in (1, 2) for kind in ("forward", "backward")
+    }
 
 
 def test_nothing_stays_of_the_capture(one_rank: Any, kernels: Runtime, tmp_path: Path) -> None:

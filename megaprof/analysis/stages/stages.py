@@ -247,6 +247,7 @@ def _stage(
     separate = [] if combined else whole
     measured = [call for call in whole if call.gpu is not None or not call.has_kernels]
     on_gpu = [call for call in measured if call.gpu is not None]
+    hosted = [call for call in on_gpu if not call.replayed]
     of_one_pass = [] if calls[0].label == WHOLE_STEP else [call for call in calls if call.phases]
     apart = [] if combined else of_one_pass
     bubbles = [(bubble, step) for call in measured if (bubble := (step := steps[call.key]).bubble(call))]
@@ -274,7 +275,7 @@ def _stage(
         dp_tail_ms=_spread([steps[call.key].tail_ns(call) for call in whole]),
         pp_waiting_ms=_spread([each.waiting_ns for each in met]) if len(met) == len(on_gpu) else None,
         host_bound_ms=_spread([total(call.gpu.host_bound) for call in on_gpu if call.gpu]),
-        host_ms={kind: _of_passes([] if combined else on_gpu, kind, "duration_ns") for kind in ranges.PASSES[:2]},
+        host_ms={kind: _of_passes([] if combined else hosted, kind, "duration_ns") for kind in ranges.PASSES[:2]},
         microbatch_ms=_microbatches(of_one_pass),
         modules_ms=_modules(calls),
         by_rank={rank: _chunks(own) for rank, own in _by_rank(of_one_pass)},

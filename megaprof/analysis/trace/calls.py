@@ -105,6 +105,8 @@ class Call:
     that is not known."""
     collecting_ns: int = 0
     """Nanoseconds in which Python collected garbage."""
+    replayed: bool = False
+    """Whether its passes were replayed from a CUDA graph, so that they took no time on the host."""
     memory: Peak | None = None
     """How much it had allocated on its device; None where that was not captured."""
 
@@ -216,6 +218,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         modules=_modules(inside, passes, trace),
         gpu=gpu,
         collecting_ns=total(collecting),
+        replayed=any(r.replayed for r in passes),
         memory=memory_of(trace.memory, outer.start, outer.end),
     )
     unseen = trace.unseen or without_some(trace.launches, outer.start, outer.end)

@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "allocated": "Total Allocated",
     "device": "Device Id",
     "external": "External id",
+    "node": "graph node id",
 }
 
 
@@ -35,13 +36,15 @@ class Args(msgspec.Struct, gc=False, frozen=True, rename=_ARGUMENTS):
     """What is read of an event's ``args``.
 
     ``correlation`` is Kineto's number that a GPU activity shares with the call that launched it, ``external`` the one
-    that both share with the operator around the call (0: none). The others stand at the kernels of NCCL and at
-    ``record_param_comms`` (torch >= 2.4), ``description`` being the name Megatron gave the process group, and at
-    allocations: the bytes that are allocated after one, and on which device (-1: in the host's memory).
+    that both share with the operator around the call (0: none), ``node`` the node of a CUDA graph that it is a run of
+    (0: of none). The others stand at the kernels of NCCL and at ``record_param_comms`` (torch >= 2.4), ``description``
+    being the name Megatron gave the process group, and at allocations: the bytes that are allocated after one, and on
+    which device (-1: in the host's memory).
     """
 
     correlation: int = 0
     external: int = 0
+    node: int = 0
     description: str | None = None
     collective: str | None = None
     allocated: int | None = None

@@ -42,9 +42,10 @@ _MOST_BYTES = 1 << 53
 LONGEST = 1 << 61
 _START, _DURATION = attrgetter("ts"), attrgetter("dur")
 _CORRELATION, _EXTERNAL = attrgetter("args.correlation"), attrgetter("args.external")
+_NODE = attrgetter("args.node")
 _Numbers = npt.NDArray[np.int64]
 _NONE = np.zeros(0, dtype=np.int64)
-_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE, _NONE)
+_NO_ACTIVITIES = (_NONE.reshape(-1, 2), _NONE.astype(np.int32), _NONE.astype(np.bool_), _NONE, _NONE, _NONE)
 _NO_LAUNCHES = (_NONE, _NONE, _NONE.astype(np.bool_))
 
 
@@ -65,6 +66,8 @@ class Activities:
     pairwise: npt.NDArray[np.bool_]
     """Whether it is a kernel of NCCL's in which ranks send to each other and receive: of an all-to-all, or the
     pipeline's."""
+    node: npt.NDArray[np.int64]
+    """Which node of a CUDA graph it is a run of, as `formats.graphs` counts them; 0 where no graph launched it."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,9 @@ class Gathered:
         self._starting = _Starting()
         self._groups: dict[tuple[str | None, bool], int] = {}
         self._operators: dict[int, str] = {}
-        self._activities: list[tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers, _Numbers]] = []
+        self._activities: list[
+            tuple[Intervals, npt.NDArray[np.int32], npt.NDArray[np.bool_], _Numbers, _Numbers, _Numbers]
+        ] = []
         self._launches: list[tuple[_Numbers, _Numbers, npt.NDArray[np.bool_]]] = []
 
     def add(
@@ -124,7 +129,8 @@ class Gathered:
         if events := [*kernels, *copies]:
             spans, usable = spans_of(0, events)
             kernel = np.arange(len(events)) < len(kernels)
-            columns = np.array(self._uses(events), dtype=np.int32), kernel, numbers_of(events), _externals(events)
+            numbers = (_whole(list(map(each, events))) for each in (_CORRELATION, _EXTERNAL, _NODE))
+            columns = np.array(self._uses(events), dtype=np.int32), kernel, *numbers
             self._activities.append((spans, *(column[usable] for column in columns)))  # type: ignore[arg-type]
         for operator in communicating:
             if 0 < operator.args.external < LONGEST and operator.args.description is not None:
@@ -139,7 +145,7 @@ class Gathered:
     def activities(self, base: int, sizes: object) -> tuple[Activities, Launches]:
         """All of them; ``base``: nanoseconds that their times count from; ``sizes`` has the number of ranks of every
         axis. What was gathered is gone then."""
-        spans, uses, kernel, correlations, externals = (
+        spans, uses, kernel, correlations, externals, node = (
             np.concatenate(column) for column in zip(_NO_ACTIVITIES, *self._activities, strict=True)
         )
         self._activities.clear()
@@ -152,7 +158,7 @@ class Gathered:
         use = self._by_operator(table[uses], kernel, externals, externals != correlations, sizes)
         spans += base
         starts += base
-        found = arranged(spans, use, kernel, pairwise, correlations, numbers, starts)
+        found = arranged(spans, use, kernel, pairwise, correlations, numbers, starts, node)
         times, answered = starts[starting], np.isin(numbers[starting], correlations)
         return found, Launches(np.sort(times), np.sort(times[~answered]))
 
@@ -198,13 +204,19 @@ def arranged(
     correlations: npt.NDArray[np.int64],
     numbers: npt.NDArray[np.int64],
     starts: npt.NDArray[np.int64],
+    node: npt.NDArray[np.int64] | None = None,
 ) -> Activities:
     """Activities, a row each in the first five arrays, in order of their start, each with its launch: of the calls with
-    these correlation ``numbers`` and ``starts``."""
+    these correlation ``numbers`` and ``starts``. ``node``: None where nothing tells which node of a graph each is."""
     launched, known = _launches(correlations, numbers, starts)
     order = np.argsort(spans[:, 0], kind="stable")
-    launched = np.where(known, np.minimum(launched, spans[:, 0]), spans[:, 0])
-    return Activities(spans[order], launched[order], known[order], use[order], kernel[order], pairwise[order])
+    node = np.zeros(len(spans), dtype=np.int64) if node is None else node
+    launched = np.where(known, launched, spans[:, 0])
+    # The clocks of host and GPU differ by microseconds; but what one launch of a graph started stays together.
+    launched = np.where(node > 0, launched, np.minimum(launched, spans[:, 0]))
+    return Activities(
+        spans[order], launched[order], known[order], use[order], kernel[order], pairwise[order], node[order]
+    )
 
 
 def _launches(
@@ -221,11 +233,6 @@ def _launches(
 def numbers_of(events: Iterable[Event]) -> npt.NDArray[np.int64]:
     """The number that each shares with its launch."""
     return _whole(list(map(_CORRELATION, events)))
-
-
-def _externals(events: Iterable[Event]) -> npt.NDArray[np.int64]:
-    """The number that each shares with the operator that launched it."""
-    return _whole(list(map(_EXTERNAL, events)))
 
 
 def _whole(values: list[int]) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +32,9 @@ from megaprof.analysis.trace.gpu import (
 )
 from megaprof.analysis.trace.groups import COMMUNICATES
 from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, union
+from megaprof.analysis.trace.replays import replayed
 from megaprof.analysis.trace.unseen import without_kernels
-from megaprof.formats import ranges
+from megaprof.formats import graphs, ranges
 from megaprof.formats.checks import counted
 from megaprof.formats.inputs import most_bytes
 from megaprof.formats.metadata import Metadata, read_metadata
@@ -46,6 +47,8 @@ TRACE_SUFFIXES = (".pt.trace.json.gz", ".pt.trace.json")
 #: What an event takes in memory while a report is made of it, at most.
 _ROW_BYTES = 200
 _COMMUNICATING = ("c10d::", COMMUNICATES)
+#: What is read beside the events.
+_TOP = ("megaprof", "baseTimeNanoseconds", "deviceProperties", graphs.KEY)
 _ON_GPU = frozenset({"user_annotation", KERNEL, INSTANTS, *COPIES, *LAUNCHES})
 
 
@@ -68,6 +71,8 @@ class TracedRange:
     """When it began, in wall-clock nanoseconds."""
     end: int
     """When it ended, likewise."""
+    replayed: bool = False
+    """Whether it was captured in a CUDA graph and is replayed, so that it took no time on the host."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ class _Gathered:
         self._collectives: list[Collective] = []
         self._broken = 0
         self._most = most_bytes() // _ROW_BYTES
-        self._document: Document[Event] = read(path, Event, top=("megaprof", "baseTimeNanoseconds", "deviceProperties"))
+        self._document: Document[Event] = read(path, Event, top=_TOP)
         wanted = _ON_GPU if on_gpu else _ON_GPU | {"cpu_op"}
         for events in self._document:
             by_category: defaultdict[str | None, list[Event]] = defaultdict(list)
@@ -217,6 +222,19 @@ class _Gathered:
         collectives.sort(key=lambda c: c.start)
         has_kernels = self.gpu.kernels
         gpu, launches = self.gpu.activities(base, metadata.sizes) if has_kernels else (None, None)
+        if gpu is not None and graphs.KEY in document.top:
+            try:
+                names = graphs.read_names(bytes(document.top[graphs.KEY]))
+            except ValueError as fault:
+                warnings.append(f"{path.name}: its `{graphs.KEY}` is damaged, so replays have no ranges: {fault}")
+            else:
+                passes = union(times_of([r for r in found if r.name.label in ranges.PASSES]))
+                replays = replayed(gpu, names, passes)
+                gpu = replays.gpu
+                found += (TracedRange(*each, replayed=True) for each in replays.ranges)
+                found.sort(key=lambda r: (r.start, -r.end))
+                if replays.unnamed is not None:
+                    metadata = replace(metadata, ranges=replace(metadata.ranges, reason=replays.unnamed))
         return Trace(
             path=path,
             metadata=metadata,

@@ -1,0 +1,93 @@
+"""Ranges inside the replay of a CUDA graph, from the names that its kernels were captured with.
+
+A replay is one launch, so all its kernels have one moment. Here each range that it went through gets moments of its
+own, nanoseconds behind that launch and in the order of the capture, and its kernels count as launched then. So whoever
+reads a trace finds ranges and launches as in a step that was not replayed. The launch itself takes longer than that:
+a few microseconds, and a nanosecond or more for each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.trace.gpu import Activities
+from megaprof.formats import ranges
+from megaprof.formats.graphs import GraphNames
+from megaprof.formats.ranges import RangeName
+
+#: Between its passes Megatron counts tokens, in no range. Where more of a replay's kernels than this have no name, some
+#: of passes have none.
+MOST_UNNAMED = 0.01
+
+Named = tuple[RangeName, int, int]
+"""A range, when it began and when it ended, in wall-clock nanoseconds."""
+
+
+@dataclass(frozen=True)
+class Replays:
+    """What the replays of a trace went through."""
+
+    gpu: Activities
+    """The activities, with moments of their own where that is known."""
+    ranges: tuple[Named, ...]
+    """Sorted by start, an enclosing one before what it encloses. Only their order means something: on the host they
+    took no time."""
+    unnamed: str | None
+    """Why there is a replay whose ranges are not known; None where there is none."""
+
+
+def replayed(gpu: Activities, names: GraphNames, passes: npt.NDArray[np.int64]) -> Replays:
+    """What the graphs went through that were launched outside of the host's own ``passes``: a disjoint set of times. A
+    layer's graph is launched in a pass, which is known then."""
+    which = _runs(gpu.node, names)
+    place = np.searchsorted(passes[:, 0], gpu.launched, side="right") - 1
+    outside = np.ones(len(place), dtype=np.bool_)
+    if len(passes):
+        outside = (place < 0) | (gpu.launched > passes[np.maximum(place, 0), 1])
+    rows = np.flatnonzero((gpu.node > 0) & gpu.known & outside)
+    launched, found, unnamed = gpu.launched.copy(), list[Named](), None
+    stacks = [[read for name in stack if (read := ranges.parse(name)) is not None] for stack in names.stacks]
+    rows = rows[np.argsort(gpu.launched[rows], kind="stable")]
+    moments, first = np.unique(gpu.launched[rows], return_index=True)
+    for moment, of_replay in zip(moments.tolist(), np.split(rows, first[1:]), strict=bool(len(moments))):
+        kernels = which[of_replay[gpu.kernel[of_replay]]]
+        if not len(kernels) or (share := float((kernels < 0).mean())) == 1:
+            continue  # a graph of the host's own
+        if share > MOST_UNNAMED:
+            unnamed = f"{share:.0%} of the kernels of its CUDA graph bear no name of a range"
+            continue
+        of_replay = of_replay[which[of_replay] >= 0]
+        used, number = np.unique(which[of_replay], return_inverse=True)
+        launched[of_replay] = moment + 1 + number  # what has no name stays where it is, in no range
+        found += _around([stacks[names.runs[run][2]] for run in used.tolist()], moment + 1)
+    return Replays(replace(gpu, launched=launched), tuple(found), unnamed)
+
+
+def _runs(nodes: npt.NDArray[np.int64], names: GraphNames) -> npt.NDArray[np.int64]:
+    """For every node its run; -1 for none."""
+    if not names.runs:
+        return np.full(len(nodes), -1, dtype=np.int64)
+    first, last, _ = np.array(names.runs, dtype=np.int64).T
+    place = np.searchsorted(first, nodes, side="right") - 1
+    return np.where((place >= 0) & (nodes <= last[place]), place, -1)
+
+
+def _around(stacks: Sequence[Sequence[RangeName]], moment: int) -> list[Named]:
+    """The ranges of ``stacks``, of which the kernels of the n-th are launched ``n`` nanoseconds after ``moment``."""
+    found: list[tuple[RangeName, int]] = []
+    ends: list[int] = []
+    opened: list[int] = []  # those of `found` around the stack before
+    for number, stack in enumerate(stacks):
+        same = 0
+        while same < min(len(opened), len(stack)) and found[opened[same]][0] == stack[same]:
+            same += 1
+        opened = [*opened[:same], *range(len(found), len(found) + len(stack) - same)]
+        found += [(name, moment + number) for name in stack[same:]]
+        ends += [0] * (len(stack) - same)
+        for each in opened:
+            ends[each] = moment + number
+    return [(name, began, ended) for (name, began), ended in zip(found, ends, strict=True)]

@@ -1,0 +1,134 @@
+"""Replays of full-iteration CUDA graphs: with the names of their nodes they are reported as any other step."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.analysis.stages.stages import measure
+from megaprof.analysis.trace.calls import Call, calls_of
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.formats.graphs import KEY
+from tests.analysis.scenarios import Scenario, write
+
+RUNS = [
+    Scenario("imbalance", layers=(6, 4, 4, 4), steps=2, operators=False),
+    Scenario("interleaved", layers=((2, 2), (2, 2)), microbatches=4, operators=False),
+    Scenario("one axis", exposed={"tp": 0.2}, peers=2, operators=False),
+    Scenario("log-probs", target="train_log_probs", operators=False),
+    Scenario("hosts of their own", layers=(4, 4), apart=True, steps=2, operators=False),
+]
+
+
+def pair(scenario: Scenario, directory: Path) -> tuple[Path, Path]:
+    """The same run with and without a graph."""
+    graphed = Scenario(**(vars(scenario) | {"graphed": True}))
+    write(scenario, directory / "usual")
+    write(graphed, directory / "graphed")
+    return directory / "usual", directory / "graphed"
+
+
+def calls(directory: Path) -> list[Call]:
+    return [call for path in find_traces(directory) for call in calls_of(read_trace(path))]
+
+
+def measured(call: Call) -> Any:
+    passes = [(p.kind, p.chunk, p.microbatch, p.start, p.end, p.gpu_ns, p.exposed_ns) for p in call.phases]
+    return passes, call.exposed_ns, call.extent, sorted((e.label, e.start, e.end) for e in call.gpu.exchanges)
+
+
+@pytest.mark.parametrize("scenario", RUNS, ids=lambda scenario: scenario.name)
+def test_a_replayed_step_is_reported_as_the_same_step_without_a_graph(scenario: Scenario, tmp_path: Path) -> None:
+    usual, graphed = pair(scenario, tmp_path)
+    for expected, found in zip(calls(usual), calls(graphed), strict=True):
+        assert found.replayed
+        assert len(found.phases) == scenario.microbatches * scenario.chunks * (1 if found.forward_only else 2)
+        assert found.incomplete is None
+        assert measured(found) == measured(expected)
+    (expected,), (found,) = measure(calls(usual)), measure(calls(graphed))
+    for before, now in zip(expected.stages, found.stages, strict=True):
+        for name in ("forward_ms", "backward_ms", "compute_ms", "exposed_ms", "pp_waiting_ms", "by_rank"):
+            assert getattr(now, name) == getattr(before, name), name
+        # In a replay nothing waits for the host.
+        assert now.bubble_ms.mean == pytest.approx(before.bubble_ms.mean, abs=0.1)
+        assert set(now.host_ms.values()) == {None}
+    assert found.step_time_ms == expected.step_time_ms
+    assert found.unjudgeable == expected.unjudgeable
+
+
+def changed(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    for path in find_traces(directory):
+        trace = json.loads(gzip.decompress(path.read_bytes()))
+        change(trace)
+        path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+
+def none(trace: dict[str, Any]) -> None:
+    del trace[KEY]
+
+
+def damaged(trace: dict[str, Any]) -> None:
+    trace[KEY]["runs"].reverse()
+
+
+def of_another_graph(trace: dict[str, Any]) -> None:
+    trace[KEY]["runs"] = [[first + (1 << 32), last + (1 << 32), stack] for first, last, stack in trace[KEY]["runs"]]
+
+
+def one_pass_missing(trace: dict[str, Any]) -> None:
+    trace[KEY]["runs"] = [
+        run for run in trace[KEY]["runs"] if "megaprof/forward mb=3 chunk=0" not in trace[KEY]["stacks"][run[2]]
+    ]
+
+
+@pytest.mark.parametrize("change", [none, damaged, of_another_graph, one_pass_missing])
+def test_without_the_names_of_all_kernels_there_are_no_passes(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    _, graphed = pair(RUNS[0], tmp_path)
+    changed(graphed, change)
+    assert all(not call.phases for call in calls(graphed))
+    (found,) = measure(calls(graphed))
+    assert found.step_time_ms is not None
+    assert all(stage.forward_ms is None and stage.bubble_ms is None for stage in found.stages)
+    assert found.unjudgeable is not None
+    reasons = {read_trace(path).metadata.ranges.reason for path in find_traces(graphed)}
+    assert (reasons == {"replayed"}) is (change is not one_pass_missing)
+    assert any(reason in warning for reason in reasons for warning in found.warnings if reason)
+
+
+def test_kernels_between_passes_need_no_name(tmp_path: Path) -> None:
+    """Megatron counts tokens there; less than 1 % of the kernels."""
+    usual, graphed = pair(RUNS[0], tmp_path)
+
+    def longer(trace: dict[str, Any]) -> None:
+        # The last kernel of the first pass: the pass goes on without it.
+        runs = trace[KEY]["runs"]
+        place = next(n for n, run in enumerate(runs) if run[1] > run[0])
+        runs[place][1] -= 1
+
+    changed(graphed, longer)
+    for before, now in zip(calls(usual), calls(graphed), strict=True):
+        assert len(now.phases) == len(before.phases)
+        assert sum(p.gpu_ns or 0 for p in now.phases) < sum(p.gpu_ns or 0 for p in before.phases)
+
+
+def test_the_graph_of_a_layer_belongs_to_the_pass_that_launched_it(tmp_path: Path) -> None:
+    usual, graphed = tmp_path / "usual", tmp_path / "graphed"
+    write(RUNS[0], usual)
+    write(RUNS[0], graphed)
+
+    def of_layers(trace: dict[str, Any]) -> None:
+        for number, event in enumerate(e for e in trace["traceEvents"] if "gemm" in e["name"]):
+            event["args"]["graph node id"] = 7 << 32 | number
+        trace[KEY] = {"stacks": [["megaprof/forward mb=0 chunk=0"]], "runs": [[7 << 32, (8 << 32) - 1, 0]]}
+
+    changed(graphed, of_layers)
+    for before, now in zip(calls(usual), calls(graphed), strict=True):
+        assert measured(now)[0] == measured(before)[0]
+        assert not now.replayed
