@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline
 from tests.cli.running import megaprof
 
@@ -48,3 +52,13 @@ def test_a_page_that_cannot_be_written_is_one_line(traces, tmp_path):
     assert run.returncode == 1
     assert "--html" in run.stderr
     assert run.stderr.count("\n") == 1
+
+
+def test_nothing_is_green_about_a_job_that_stood_still(tmp_path):
+    slow = Slow(rank=1, from_step=19, until_step=19, factor=1000.0)
+    write_timelines(tmp_path, WorldLayout(ParallelSizes(pp=2)), steps=20, microbatches=4, slow=[slow])
+    run = megaprof("report", tmp_path, "--html", tmp_path / "report.html")
+    assert run.returncode == 0, run.stderr
+    shown = re.findall(r'<div class="verdict (\w+)"', (tmp_path / "report.html").read_text())
+    assert shown[0] == "slow"
+    assert "fine" not in shown

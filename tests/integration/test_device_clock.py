@@ -72,6 +72,7 @@ def test_what_the_schedules_write_is_what_they_write_on_the_hosts_clock(name: st
         assert all(0 < step["p2p"] < step["duration"] for step in timeline.steps)
 
 
+@pytest.mark.alone
 def test_the_report_lays_the_stages_on_one_clock_by_their_exchanges(tmp_path: Path) -> None:
     """The second stage's GPU begins each step later than the first one's, which its host does not know."""
     workload = WORKLOADS["pp2"]

@@ -11,22 +11,21 @@ from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
+from megaprof.analysis.report import standstills
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.verdict import Comparison, Verdict
-from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, ranks, sentence, spans, steps
+from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
 from megaprof.analysis.what_if.candidates import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import TOO_NOISY, WhatIf
-from megaprof.formats.job.standstill import Standing, Standstill
+from megaprof.formats.job.standstill import Standstill
 from megaprof.parallel.selectors import Selector
 
 #: A report on more targets begins with a table of them.
 FEW_TARGETS = 3
 _MOST = 8
-#: Steps in which a job stood still, and ranks that it waited for, that each have a sentence.
-_MOST_STANDSTILLS = 3
 #: Predictions that gain less than this are in the JSON only.
 _WORTH_SHOWING = 1.01
 #: What recordings without our ranges lack, and how to have it next time.
@@ -210,43 +209,7 @@ def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
 
 def of_standstills(found: Sequence[Standstill]) -> Iterator[Finding]:
     """Steps in which a job stood still or ended, the longest first: a hang is told before anything else."""
-    ordered = sorted(found, key=lambda each: -each.seconds)
-    for each in ordered[:_MOST_STANDSTILLS]:
-        yield Finding("standstill", "slow", _stood_still(each))
-    if more := ordered[_MOST_STANDSTILLS:]:
-        text = (
-            f"It stood still in {counted(len(more), 'more step')}: {spans(sorted(each.step for each in more), _MOST)}."
-        )
-        yield Finding("standstill", "slow", text)
-
-
-def _stood_still(found: Standstill) -> str:
-    lasts, seconds = found.outcome == "lasts", ago(found.seconds)
-    text = {
-        "went_on": f"The job stood still in step {found.step} for {seconds}, and then went on",
-        "last": f"The job stood still in step {found.step} for {seconds}, and did no other step after it",
-        "unfinished": f"The job ended in the middle of step {found.step}"
-        + (f", in which it had stood still for {seconds}" if found.seconds else ""),
-        "lasts": f"The job stands still in step {found.step}, for {seconds} by now",
-    }[found.outcome]
-    if found.waited_for:
-        shown = [_stood(each, "stands" if lasts else "stood") for each in found.waited_for[:_MOST_STANDSTILLS]]
-        more = len(found.waited_for) - len(shown)
-        text += ": " + "; ".join([*shown, *([f"and {more} more"] if more else [])])
-        if found.waiting:
-            wait = ("waits" if found.waiting == 1 else "wait") if lasts else "waited"
-            for_whom = "it" if len(found.waited_for) == 1 else "them"
-            text += f"; {counted(found.waiting, 'rank')} {wait} for {for_whom}"
-    return f"{text}. This step counts for no time."
-
-
-def _stood(rank: Standing, verb: str) -> str:
-    place = f"rank {rank.rank} (stage {rank.stage})"
-    if rank.phase is None:
-        return f"{place} {verb} outside of the schedule's ranges"
-    microbatch = "" if rank.microbatch is None else f" of microbatch {rank.microbatch}"
-    chunk = f" (chunk {rank.chunk})" if rank.chunk else ""
-    return f"{place} {verb} in {rank.phase}{microbatch}{chunk}"
+    return (Finding("standstill", "slow", text) for text in standstills.told(found))
 
 
 def _stragglers(fleet: Fleet) -> Iterator[_Told]:

@@ -68,9 +68,8 @@ def sizes_of(pipeline: Pipeline) -> ParallelSizes:
     groups = {f.group for f in pipeline.faults if f.kind == "communication"}
     tp, cp, ep = (2 if axis in groups else 1 for axis in ("tp", "cp", "ep"))
     tp = max(tp, pipeline.peers)
-    # Expert-parallel ranks are tensor-, context- and data-parallel ones: where there is one replica, another was not
-    # captured.
-    beside = pipeline.replicas * tp * cp % ep
+    # Expert-parallel ranks are context- and data-parallel ones: where there is one replica, another was not captured.
+    beside = pipeline.replicas * cp % ep
     return ParallelSizes(tp=tp, pp=pipeline.stages, cp=cp, ep=ep, dp=pipeline.replicas + beside, vpp=pipeline.chunks)
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megaprof.parallel.topology import WorldLayout
 from tests.analysis.truth.drawing import draw, draw_healthy, incidental
 from tests.analysis.truth.engines import Advised, Named, Said
+from tests.analysis.truth.files import sizes_of
 from tests.analysis.truth.grading import grade, layers_of
 from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
 from tests.benchmarks.truth import count, judge
@@ -197,3 +199,10 @@ def test_a_drawn_pipeline_is_written_read_and_found(recording, tmp_path):
     assert all(fault.named for fault in found.faults if fault.drawn)
     assert all(claim.there for claim in found.claims)
     assert list(tmp_path.glob("*/truth.txt"))
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("groups", [("tp", "ep"), ("cp", "ep"), ("ep",), ("tp", "cp", "ep")])
+def test_communication_of_any_groups_is_of_a_job_that_megatron_would_start(groups, replicas):
+    faults = tuple(Fault("communication", 0.2, group=group) for group in groups)
+    WorldLayout(sizes_of(plain(replicas=replicas, faults=faults)))  # else it raises ValueError

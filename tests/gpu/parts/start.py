@@ -45,7 +45,8 @@ def run(work: Path, cpu: bool) -> Found:
         found.figures[f"rank_{rank}_start_ms"] = times
     found.expect("windows that say what starting took", sum(map(len, starts.values())), 2 * _WINDOWS)
     prepared = [how.prepared for trace in traces if (how := trace.metadata.profiler)]
-    found.expect("the first windows were prepared in the call before", prepared[:2], [True, True])
+    # On a busy CPU the gap between two calls may be longer than a call, and then nothing is prepared.
+    found.on_a_gpu(cpu, "the first windows were prepared in the call before", prepared[:2], [True, True])
     (target,) = analyze(work / "traces").targets
     step = target.measured.step_time_ms
     found.within(cpu, "the report's step (ms) is the usual one", step.mean if step else None, usual, 0.1)
