@@ -37,8 +37,8 @@ class FakeGpu:
 
     def __init__(self, library: Path) -> None:
         self.path = library
-        self.library = ctypes.CDLL(str(library))
-        self.library.fake_recorded.restype = ctypes.c_int64
+        self.driver = ctypes.CDLL(str(library))
+        self.driver.fake_recorded.restype = ctypes.c_int64
         self.stream = 7
         self.python = 0
         self.events: list[Any] = []
@@ -56,7 +56,7 @@ class FakeGpu:
             def record(self) -> None:
                 self.cuda_event = ctypes.addressof(self.own)
                 gpu.python += 1
-                status = gpu.library.cuEventRecord(ctypes.c_void_p(self.cuda_event), ctypes.c_void_p(gpu.stream))
+                status = gpu.driver.cuEventRecord(ctypes.c_void_p(self.cuda_event), ctypes.c_void_p(gpu.stream))
                 assert status == 0
 
             def query(self) -> bool:
@@ -71,14 +71,14 @@ class FakeGpu:
 
     @property
     def recorded(self) -> int:
-        return int(self.library.fake_recorded())
+        return int(self.driver.fake_recorded())
 
     def behind(self, seconds: float) -> None:
-        self.library.fake_behind(ctypes.c_int64(round(seconds * 1e9)))
+        self.driver.fake_behind(ctypes.c_int64(round(seconds * 1e9)))
 
     def capture(self, stream: int) -> None:
         """A CUDA graph is captured on this stream from now on; 0: on none."""
-        self.library.fake_capturing(stream)
+        self.driver.fake_capturing(stream)
 
     def install(self, patches: pytest.MonkeyPatch, version: str = "cuda") -> None:
         """Torch uses it from now on. Inside `cpu_megatron`, which has replacements of its own."""
@@ -95,7 +95,7 @@ class FakeGpu:
 
     def _capturing(self) -> bool:
         status = ctypes.c_int()
-        self.library.cuStreamIsCapturing(ctypes.c_void_p(self.stream), ctypes.byref(status))
+        self.driver.cuStreamIsCapturing(ctypes.c_void_p(self.stream), ctypes.byref(status))
         return bool(status.value)
 
 

@@ -35,7 +35,7 @@ def gpu(library: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = FakeGpu(library)
     made.install(monkeypatch)
     yield made
-    made.library.fake_reset()
+    made.driver.fake_reset()
 
 
 @pytest.fixture(params=PATHS)
@@ -165,7 +165,7 @@ def test_an_event_that_cannot_be_recorded_is_our_fault(
     with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
         one_rank.train_step()
         recorded(handle).drain()
-        gpu.library.fake_answer(700)
+        gpu.driver.fake_answer(700)
         assert one_rank.train_step()
         assert not handle.active
     assert (0, format.DEVICE_CLOCK) in steps(tmp_path)
@@ -177,7 +177,7 @@ def test_a_thread_reads_without_breaking_captures_and_leaves_its_mode(gpu: FakeG
     seen: list[tuple[int, int, int]] = []
 
     def read() -> None:
-        mode = gpu.library.fake_mode
+        mode = gpu.driver.fake_mode
         before = mode()
         with own.reading():
             inside = mode()
