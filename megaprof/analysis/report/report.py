@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
+from megaprof.analysis.diagnosis.examine import Examined, examine
+from megaprof.analysis.diagnosis.job import Job
+from megaprof.analysis.diagnosis.recorded import tables_of_timelines
+from megaprof.analysis.diagnosis.table import Table, Unfit
+from megaprof.analysis.diagnosis.traced import tables_of_calls
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import FleetReading, find_timelines, read_fleet
 from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet.timeline_calls import detail_of
-from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.sentences import evidence
-from megaprof.analysis.stages.causes import OF_STEP
-from megaprof.analysis.stages.loads import Cause
-from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
-from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.traces import UnreadableTrace
-from megaprof.analysis.what_if.gains import with_gains
-from megaprof.analysis.what_if.what_if import SlowPipeline, what_if
+from megaprof.analysis.what_if.what_if import what_if
 from megaprof.formats.checks import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
@@ -82,13 +80,13 @@ def analyze(
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), run)
     warnings += fleet.warnings_of_files()
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
-    calls += _details(fleet, fleets, tuple(calls))
+    recorded = _recorded(fleet)
+    traced, calls = tuple(calls), [*calls, *_details(fleet, fleets, calls, recorded)]
     if not calls and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
-    slow = {each.key: found for each in fleets if (found := _slow_pipeline(fleet, each)) is not None}
-    targets = tuple(_target(measured, calls, fleets, slow) for measured in measure(calls))
+    targets = tuple(_target(measured, calls, traced, fleets, recorded) for measured in measure(calls))
     return Report(path, tuple(read), targets, together(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
 
 
@@ -137,29 +135,35 @@ def together(warnings: Iterable[str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call]) -> Iterator[Call]:
-    """The last calls of targets that no trace shows."""
+_Diagnosed = tuple[Examined, Diagnosis] | Unfit
+
+
+def _diagnosed(table: Table | Unfit) -> _Diagnosed:
+    if isinstance(table, Unfit):
+        return table
+    examined = examine(table)
+    return examined, diagnose(examined)
+
+
+def _recorded(fleet: FleetReading) -> dict[Job, _Diagnosed]:
+    """What the timelines of the run that was read come to."""
+    files = {path for by_rank in fleet.files.values() for own in by_rank.values() for path in own}
+    return {job: _diagnosed(table) for job, table in tables_of_timelines(sorted(files)).items()}
+
+
+def _details(
+    fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call], recorded: Mapping[Job, _Diagnosed]
+) -> Iterator[Call]:
+    """The last calls of targets that no trace shows, where possible of a pipeline that no rank holds back."""
     known = {(call.label, call.role) for call in traced}
     for each in fleets:
         if (each.key.target, each.key.role) in known:
             continue
-        slow = [s for s in each.stragglers if s.what != "synchronisation" and s.until is None]
-        suspects = {rank for s in slow for rank in s.ranks}
+        found = recorded.get(Job(*each.key))
+        causes = found[1].causes if isinstance(found, tuple) else ()
+        suspects = {rank for cause in causes for rank in cause.ranks}
         places = [rank.coords for rank in fleet.series[each.key].ranks]
         yield from detail_of(each.key, places, fleet.files[each.key], suspects, each.stood_still)
-
-
-def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
-    """The last calls of the pipeline that holds the slowest rank of the run; None where no rank is slow to the end."""
-    lasting = [s for s in survey.stragglers if s.what == "compute" and s.until is None and s.share is None]
-    if not lasting or survey.key.sizes.pp == 1:
-        return None
-    worst = max(lasting, key=lambda s: s.own_ms - s.peers_ms)
-    places = [rank.coords for rank in fleet.series[survey.key].ranks]
-    own = next(place for place in places if place.rank == worst.ranks[0])
-    beside = [place for place in places if (place.dp, place.cp, place.tp) == (own.dp, own.cp, own.tp)]
-    calls = detail_of(survey.key, beside, fleet.files[survey.key], without=survey.stood_still)
-    return SlowPipeline(worst.ranks, worst.stage, worst.peers_ms / worst.own_ms, calls) if calls else None
 
 
 def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
@@ -168,68 +172,36 @@ def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[C
 
 
 def _target(
-    measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet], slow: Mapping[Key, SlowPipeline]
+    measured: TargetStages,
+    calls: Sequence[Call],
+    traced: Sequence[Call],
+    fleets: Sequence[Fleet],
+    recorded: Mapping[Job, _Diagnosed],
 ) -> TargetReport:
-    key = measured.target, measured.role, measured.sizes
-    fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
-    verdict = judge(measured)
-    causes = verdict.causes
-    if fleet is not None:
-        kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
-        causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
-    verdict = replace(verdict, causes=causes)
-    found = what_if(measured, calls, verdict, slow.get(fleet.key) if fleet is not None else None)
-    verdict = replace(verdict, causes=with_gains(measured, causes, found))
-    return TargetReport(measured, verdict, found, fleet and _with_gains(fleet, verdict.causes))
+    job = Job(measured.target, measured.role, measured.sizes)
+    fleet = next((fleet for fleet in fleets if tuple(fleet.key) == tuple(job)), None)
+    found, of_traces = _of(measured, job, traced, recorded)
+    if isinstance(found, Unfit):
+        withheld = measured.unjudgeable or str(found)
+        return TargetReport(measured, None, what_if(measured, calls, None), withheld, fleet)
+    _, diagnosis = found
+    return TargetReport(measured, diagnosis, what_if(measured, calls, diagnosis), None, fleet, of_traces)
 
 
-def _with_gains(fleet: Fleet, causes: Sequence[Cause]) -> Fleet:
-    """Stragglers that are causes, too, with what these cost."""
-    gains = {cause.ranks or (cause.rank,): cause.gain_ms for cause in causes if cause.kind == "slow_rank"}
-    lasting = [s.what == "compute" and s.until is None for s in fleet.stragglers]
-    told = zip(fleet.stragglers, lasting, strict=True)
-    return replace(fleet, stragglers=tuple(replace(s, gain_ms=gains.get(s.ranks)) if lasts else s for s, lasts in told))
-
-
-def _unless_explained(causes: tuple[Cause, ...], measured: TargetStages) -> tuple[Cause, ...]:
-    """Without a slow stage for no known reason whose captured rank is slower than its peers."""
-    captured = {rank for stage in measured.stages for rank in stage.ranks}
-    explained = {cause.stage for cause in causes if cause.kind == "slow_rank" and cause.rank in captured}
-    return tuple(c for c in causes if c.kind != "unexplained" or c.stage not in explained)
-
-
-def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
-    """Stragglers of the whole run that the last steps of one rank per stage do not show."""
-    named = {cause.rank for cause in known if cause.kind == "slow_rank"}
-    for each in fleet.stragglers:
-        if each.what == "compute" and each.until is None and not named & set(each.ranks):
-            yield Cause(
-                kind="slow_rank",
-                stage=each.stage,
-                rank=each.ranks[0] if len(each.ranks) == 1 else None,
-                ranks=each.ranks if len(each.ranks) > 1 else (),
-                evidence=evidence(fleet, each),
-                threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
-                f"{LASTING_STEPS} steps",
-                excess_ms=(each.own_ms - each.peers_ms) * (1.0 if each.share is None else each.share),
-                basis="per step, compared with its peers",
-            )
-
-
-def _was_waiting(cause: Cause, measured: TargetStages, fleet: Fleet) -> bool:
-    """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: it
-    takes no longer than on the rank that came last to it, of those that have a timeline."""
-    steps = {step - step % fleet.width for step in measured.steps}
-    alone = [
-        ms for first, ms in zip(fleet.buckets, fleet.synchronisation.at_most_ms, strict=False) if ms and first in steps
-    ]
-    return (
-        cause.kind == "communication"
-        and cause.group == "dp"
-        and measured.step_time_ms is not None
-        and bool(alone)
-        and max(alone) <= OF_STEP * measured.step_time_ms.mean
-    )
+def _of(
+    measured: TargetStages, job: Job, traced: Sequence[Call], recorded: Mapping[Job, _Diagnosed]
+) -> tuple[_Diagnosed, bool]:
+    """The diagnosis of a target, and whether it is of its traces: where timelines hold more ranks, it is of these."""
+    own = [c for c in traced if (c.label, c.role, c.metadata.sizes) == job and c.step in measured.steps]
+    of_timelines = recorded.get(job)
+    if not own:
+        return of_timelines or Unfit("no step was recorded whole"), False
+    table = tables_of_calls(own).get(job) or Unfit("no step was recorded whole")
+    table = table if measured.unjudgeable is None else Unfit(measured.unjudgeable)
+    if isinstance(of_timelines, tuple):
+        more = isinstance(table, Unfit) or of_timelines[0].table.ranks.size > table.ranks.size
+        return (of_timelines, False) if more else (_diagnosed(table), True)
+    return _diagnosed(table), True
 
 
 def _others(directory: Path) -> list[Path]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-
-import numpy as np
 
 from megaprof.analysis.stages import words
 from megaprof.analysis.what_if.baseline import Baseline, Sample, Typical
@@ -261,35 +258,6 @@ def balanced(baseline: Baseline) -> Prediction:
 
     predicted = _resized(baseline, "balanced", "the measured work spread evenly over the stages", even)
     return replace(predicted, assumes="layers can be divided")
-
-
-def without_straggler(
-    baseline: Baseline,
-    ranks: Sequence[int],
-    stages: AbstractSet[int],
-    peers: Sequence[list[list[float]]] | None = None,
-    least_ms: float = 0.0,
-) -> Prediction | None:
-    """The slow ``ranks`` of ``stages`` as quick as their peers; None where their times are not known.
-
-    ``peers``: what these take over what the slow ranks take, ``[forward or backward][stage][chunk]``, where other ranks
-    of the stage were not captured; ``least_ms``: what the step takes at least, because other pipelines do.
-    """
-    shares = peers or baseline.peers
-    if shares is None:
-        return None
-    factors = np.array(shares)
-    factors[:, [stage for stage in range(baseline.run.stages) if stage not in stages]] = 1.0
-
-    def fixed(costs: Typical) -> Typical:
-        forward, backward = (np.array(costs) * factors).tolist()
-        return forward, backward
-
-    which = f"{words.ranks(sorted(ranks))} as quick as {'its' if len(ranks) == 1 else 'their'} peers"
-    predicted = _resized(baseline, "no_straggler", which, fixed)
-    if predicted.step_ms >= least_ms:
-        return predicted
-    return replace(predicted, step_ms=least_ms, speedup=baseline.measured_ms / least_ms)
 
 
 def microbatch_counts(baseline: Baseline) -> Iterator[Prediction]:

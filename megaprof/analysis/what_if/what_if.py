@@ -18,12 +18,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.stages import words
-from megaprof.analysis.stages.causes import slow_ranks
 from megaprof.analysis.stages.consistency import Findings, examine, opened_apart
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import LONGEST, TargetStages
-from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import Call, ModuleKey, grouped
 from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
 from megaprof.analysis.what_if.by_hand import ByHand
@@ -34,7 +33,6 @@ from megaprof.analysis.what_if.candidates import (
     chunk_counts,
     layouts,
     microbatch_counts,
-    without_straggler,
 )
 from megaprof.analysis.what_if.cost_model import ChunkCost, CostFit, NoCostModel, fit_costs
 from megaprof.analysis.what_if.layout_search import Cost
@@ -124,32 +122,14 @@ class WhatIf:
         }
 
 
-@dataclass(frozen=True)
-class SlowPipeline:
-    """The pipeline of ranks that are slower than their peers in the whole run; every other pipeline waits for it."""
-
-    ranks: tuple[int, ...]
-    """The slow ranks; several where they wait for each other."""
-    stage: int
-    """Their pipeline rank."""
-    share: float
-    """What their peers compute in a step over what they compute."""
-    calls: tuple[Call, ...]
-    """The last steps of one rank per stage of it."""
-
-
-def what_if(
-    measured: TargetStages, calls: Sequence[Call], verdict: Verdict, slow_pipeline: SlowPipeline | None = None
-) -> WhatIf:
-    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target; ``verdict``:
-    on its stages, which the advice must not contradict; ``slow_pipeline``: where timelines tell of a rank that is
-    slower than its peers."""
+def what_if(measured: TargetStages, calls: Sequence[Call], diagnosis: Diagnosis | None) -> WhatIf:
+    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target."""
     if measured.unjudgeable:
         return WhatIf(warnings=(f"not replayed: {measured.unjudgeable}",))
     whose = measured.target, measured.role, measured.sizes
     captured = [call for call in calls if call.step in measured.steps]
     own = [call for call in captured if (call.label, call.role, call.metadata.sizes) == whose]
-    slow = [cause.rank for cause in slow_ranks(measured.stages) if cause.rank is not None]
+    causes = diagnosis.causes if diagnosis is not None else ()
     if measured.step_time_ms is None:
         for step in grouped(own, lambda call: call.key).values():
             if (apart := opened_apart(step)) is not None:
@@ -173,13 +153,13 @@ def what_if(
     )
     if run.stages == 1:
         return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",))
-    if slow_pipeline is not None:
-        return _mended(replayed, slow_pipeline, measured, least_ms=pipeline)
+    if (slow := next((cause for cause in causes if cause.kind == "slow_rank"), None)) is not None and diagnosis:
+        return _fixed(replayed, slow, diagnosis.step_ms)
     baseline = Baseline(run, steps, measured_ms)
     if baseline.replay_error > MOST_ERROR:
         off = f"the replay is {baseline.replay_error:.1%} off the measured pipeline"
         many = f"nothing is predicted: {off}, and more than {MOST_ERROR:.0%} is too much"
-        beyond = next((_BEYOND[cause.kind] for cause in verdict.causes if cause.kind in _BEYOND), None)
+        beyond = next((_BEYOND[cause.kind] for cause in causes if cause.kind in _BEYOND), None)
         if beyond is not None:
             many += f"; it is off because it knows only the passes, and here {beyond}"
         elif measured.step_time_basis == LONGEST:
@@ -187,23 +167,11 @@ def what_if(
         elif len(steps) < ENOUGH_STEPS:
             many += f"; {_more_steps(len(steps))}: the median step counts"
         return replace(replayed, advice=_disturbed(baseline), warnings=(many,))
-    if slow:
-        stages = {stage.pp for stage in measured.stages if set(slow) & set(stage.ranks)}
-        return _fixed(replayed, without_straggler(baseline, slow, stages), slow, len(steps))
-    found = _agreeing(_predict(replayed, baseline, grouped(own, lambda call: call.stage)), verdict, len(steps))
+    found = _predict(replayed, baseline, grouped(own, lambda call: call.stage))
     told = [] if run.refit is None else [run.refit]
     if measured.step_time_basis == LONGEST:
         told.append(f"no exchange takes time in the replay: {_NO_CLOCK}")
     return replace(found, warnings=(*found.warnings, *told))
-
-
-def _agreeing(found: WhatIf, verdict: Verdict, steps: int) -> WhatIf:
-    """Without a layout that rests on telling stages apart, where the verdict cannot."""
-    doubted = verdict.comparison
-    if found.best is None or doubted is None or doubted.outcome not in ("chance", "some_microbatches"):
-        return found
-    advice = f"too noisy to advise: whether stage {doubted.stage} is slow cannot be told; {_more_steps(steps)}"
-    return replace(found, best=None, advice=advice)
 
 
 def layout_of(measured: TargetStages) -> Layout | None:
@@ -225,36 +193,26 @@ def _replayed(calls: Sequence[Call], measured: TargetStages) -> tuple[CapturedRu
     return captured_run(examine(list(calls), measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
 
 
-def _mended(replayed: WhatIf, slow: SlowPipeline, measured: TargetStages, least_ms: float) -> WhatIf:
-    """The run without its slow rank, from the pipeline of that rank. ``least_ms``: what another pipeline takes."""
-    try:
-        run, steps = _replayed(slow.calls, measured)
-    except Withheld:
-        return _fixed(replayed, None, slow.ranks, 0)
-    baseline = Baseline(run, steps, replayed.measured_ms or 0.0)
-    if baseline.replay_error > MOST_ERROR:
-        return _fixed(replayed, None, slow.ranks, len(steps))
-    shares = [[[slow.share if stage == slow.stage else 1.0] * run.chunks for stage in range(run.stages)]] * 2
-    least_ms += statistics.fmean(step.outside_ms for step in steps)
-    without = without_straggler(baseline, slow.ranks, {slow.stage}, shares, least_ms)
-    return _fixed(replayed, without, slow.ranks, len(steps))
-
-
-def _fixed(replayed: WhatIf, fixed: Prediction | None, ranks: Sequence[int], steps: int) -> WhatIf:
-    """Nothing but ``fixed``: what the run takes without its slow ranks, None where that is not known. ``steps``: how
-    many were captured."""
-    which = words.ranks(sorted(ranks))
-    waits = "layouts are not compared while the pipeline waits for a slow rank"
-    if fixed is None:
-        return replace(replayed, warnings=(f"nothing is predicted: fix {which} first; {waits}",))
-    if fixed.speedup - 1.0 <= fixed.speedup_uncertainty:
-        advice = f"fix {which}; how much that gains is too uncertain to say: {_more_steps(steps)}; {waits}"
-        return replace(replayed, candidates=(fixed,), advice=advice)
+def _fixed(replayed: WhatIf, slow: Cause, step_ms: float) -> WhatIf:
+    """The step without its dearest slow rank, and nothing else: every stage waits for it. ``step_ms``: what the price
+    is a part of."""
+    which = words.ranks(slow.ranks)
+    left, speedup = step_ms - slow.price.ms, step_ms / (step_ms - slow.price.ms)
+    off = (slow.price.high - slow.price.low) / 2
+    fixed = Prediction(
+        kind="no_straggler",
+        what=f"{which} as quick as {'its' if len(slow.ranks) == 1 else 'their'} peers",
+        step_ms=left,
+        speedup=speedup,
+        uncertainty_ms=off,
+        speedup_uncertainty=speedup * off / left,
+    )
     advice = (
         f"fix {which}: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
-        f"{words.number(replayed.measured_ms)} ms ({_times(fixed)}); {waits}"
+        f"{words.number(step_ms)} ms ({_times(fixed)}); layouts are not compared while the pipeline waits for a slow "
+        "rank"
     )
-    return replace(replayed, candidates=(fixed,), best=fixed, advice=advice, mended=tuple(sorted(ranks)))
+    return replace(replayed, candidates=(fixed,), best=fixed, advice=advice, mended=slow.ranks)
 
 
 def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]]) -> WhatIf:
