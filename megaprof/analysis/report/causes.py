@@ -50,7 +50,7 @@ def findings(
     found += [_perhaps(cause, measured, diagnosis, traced=traced) for cause in diagnosis.perhaps]
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
         lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
-        text = f"Another {lost} is lost to single passes that took longer than usual, now here and now there."
+        text = f"{lost} is lost to single passes that took longer than usual, now here and now there."
         found.append(Finding("rest", "open", text))
     return tuple(found)
 
@@ -74,8 +74,10 @@ def in_brief(diagnosis: Diagnosis | None, fleet: Fleet | None, standstill: Stand
 def name_of(cause: Cause) -> str:
     """``slow rank 5``, ``layers of stage 0``: a few words for a table."""
     kind = cause.kind.replace("_", " ")
-    if cause.kind in ("slow_rank", "late_entry"):
-        return f"{kind.removesuffix(' rank')} {ranks(cause.ranks, _MOST)}"
+    if cause.kind == "slow_rank":
+        return f"slow {ranks(cause.ranks, _MOST)}"
+    if cause.ranks:
+        return f"{kind} of {ranks(cause.ranks, _MOST)}"
     if cause.link is not None:
         return f"{kind} {cause.link[0]}-{cause.link[1]}"
     if cause.group is not None:
@@ -96,16 +98,11 @@ def price(cause: Cause, diagnosis: Diagnosis) -> str:
     at = cause.price
     if at.ms <= 0.0:
         return "Mending it alone gains nothing, because another cause here holds the step back as much."
-    costs = (
-        f"It costs {milliseconds(at.ms)} ({percent(at.ms / diagnosis.step_ms)} of the step){_interval(at.low, at.high)}"
-    )
+    text = f"It costs {milliseconds(at.ms)} ({percent(at.ms / diagnosis.step_ms)} of the step)"
+    text += _interval(at.low, at.high)
     if cause.share < 1.0:
-        begins = f", from step {cause.since} on," if cause.since is not None else ""
-        costs += (
-            f": it is there in {percent(cause.share)} of the steps{begins} and costs {milliseconds(cause.while_ms)} of "
-            "each of those"
-        )
-    return costs + "."
+        text += f"; {milliseconds(cause.while_ms)} of each step in which it is there"
+    return text + "."
 
 
 def basis(diagnosis: Diagnosis) -> str:
@@ -211,14 +208,13 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     waiting = ", which wait for each other inside a microbatch," if several else ""
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
-    which = " Nothing tells which of them it is." if several else ""
-    return f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_since(cause)}.{which}"
+    return f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_when(cause)}."
 
 
 def _late_entry(cause: Cause, measured: TargetStages) -> str:
     enter, there = ("enter", "them") if len(cause.ranks) > 1 else ("enters", "it")
     return (
-        f"{_who(cause)} {enter} the step later than the others{_since(cause)}: something between the steps takes "
+        f"{_who(cause)} {enter} the step later than the others{_when(cause)}: something between the steps takes "
         f"longer on {there}, such as data loading or other work of the host."
     )
 
@@ -230,8 +226,8 @@ def _slow_link(cause: Cause, measured: TargetStages) -> str:
 
 def _data_wait(cause: Cause, measured: TargetStages) -> str:
     return (
-        "The first forward of a step takes longer than the others on the first stage alone: it seems to wait for its "
-        "data."
+        f"The first forward takes longer than the others{_when(cause)}, on the first stage alone: it seems to wait for "
+        "its data."
     )
 
 
@@ -245,8 +241,8 @@ def _uneven(cause: Cause, measured: TargetStages) -> str:
 
 def _unequal(cause: Cause, measured: TargetStages) -> str:
     return (
-        "The replicas get unequal work, and all wait in the gradient reduction for the one that has the most: spread "
-        "long sequences evenly over the replicas of a step."
+        f"The replicas get unequal work{_when(cause)}, and all wait in the gradient reduction for the one that has the "
+        "most: spread long sequences evenly over the replicas of a step."
     )
 
 
@@ -254,7 +250,7 @@ def _communication(cause: Cause, measured: TargetStages) -> str:
     if cause.group == "pp":
         return "Exchanges between stages take time in which the stage that waits for them computes nothing."
     if cause.group == "dp":
-        return "The gradient reduction goes on behind the last pass, where no compute hides it."
+        return f"The gradient reduction goes on behind the last pass, where no compute hides it{_when(cause)}."
     name = _GROUPS.get(cause.group or "")
     which = f"{name} communication" if name else "communication of a group that the recording does not name"
     return f"{_capital(which)} is exposed: no compute hides it."
@@ -266,7 +262,7 @@ def _host_bound(cause: Cause, measured: TargetStages) -> str:
 
 def _stalls(cause: Cause, measured: TargetStages) -> str:
     return (
-        "Single passes stall in some steps, on one rank or another. Python's garbage collection does this: try "
+        f"Single passes stall{_when(cause)}, on one rank or another. Python's garbage collection does this: try "
         "Megatron's --manual-gc, with which all ranks collect at once."
     )
 
@@ -295,6 +291,8 @@ _SENTENCES: dict[str, Callable[[Cause, TargetStages], str]] = {
     "stalls": _stalls,
     "few_microbatches": _filling,
 }
+#: All that a diagnosis names.
+KINDS = frozenset(_SENTENCES)
 
 
 def _who(cause: Cause) -> str:
@@ -304,10 +302,12 @@ def _who(cause: Cause) -> str:
     return _capital(ranks(cause.ranks, _MOST)) + (f" ({', '.join(where)})" if where else "")
 
 
-def _since(cause: Cause) -> str:
-    if cause.since is not None:
-        return f" since step {cause.since}"
-    return "" if cause.share == 1.0 else " again and again"
+def _when(cause: Cause) -> str:
+    """In which steps it is so, where not in all."""
+    if cause.share == 1.0:
+        return ""
+    begins = f" since step {cause.since}" if cause.since is not None else ""
+    return begins or f" in {percent(cause.share)} of the steps"
 
 
 def _times(factor: float) -> str:
