@@ -78,7 +78,8 @@ class ModuleRanges:
     def _active(self) -> bool:
         """A graph, or a reference to a shadowed method, may outlive the call: it must do nothing then, nor when the
         window has closed early."""
-        return self._dispatcher.call is self._call and bool(self._call.ranged)
+        call = self._dispatcher.call
+        return call is not None and call is self._call and call.ranged
 
     def ranged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` inside a range called ``name``, and hooks for the range of its backward."""
