@@ -7,23 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.model import drawn_steps, fit
+from megaprof.analysis.diagnosis.examine import Examined, Price, most_gained
 from megaprof.analysis.diagnosis.naming import BOTH, active, looks
-from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL, REPLAYED
-from megaprof.analysis.diagnosis.state import measured
+from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
 from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.diagnosis.terms import Term, terms
-from megaprof.analysis.diagnosis.view import View, viewed
-from megaprof.analysis.simulation.replay import Replay, compiled
-
-
-@dataclass(frozen=True)
-class Price:
-    """Milliseconds of a step, with a 90 % interval."""
-
-    ms: float
-    low: float
-    high: float
+from megaprof.analysis.diagnosis.view import View
+from megaprof.analysis.simulation.replay import compiled
 
 
 @dataclass(frozen=True)
@@ -75,18 +65,10 @@ class Diagnosis:
     """What passes of single microbatches took beyond all of that: nobody can name it."""
 
 
-def diagnose(table: Table) -> Diagnosis:
+def diagnose(run: Examined) -> Diagnosis:
     """The causes of one job's lost time."""
-    state, replay = measured(table)
-    random = np.random.default_rng(0)
-    steps = drawn_steps(len(table.steps), random)
-    model = fit(table, steps)
-    view = viewed(table, state, model)
-    rows = steps[:, 0]
-    drawn = view.at(rows, model.draws)
-    replayed_ms = float(np.mean(state.step_ms(replay)))
-    run = _Run(table, replay, view, drawn, rows, abs(replayed_ms / float(table.length.mean()) - 1.0))
-    left = terms(table, view, run.step_ms)
+    table = run.table
+    left = terms(table, run.view, run.step_ms)
     causes: list[Cause] = []
     perhaps: list[Cause] = []
     while left:
@@ -115,70 +97,25 @@ def diagnose(table: Table) -> Diagnosis:
     if filling is not None:
         causes.append(filling)
     return Diagnosis(
-        step_ms=float(table.length.mean()),
+        step_ms=run.step_ms,
         steps=len(table.steps),
-        replayed_ms=replayed_ms,
+        replayed_ms=run.replayed_ms,
         causes=tuple(causes),
         perhaps=tuple(perhaps),
         rest_ms=_rest(run),
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The steps as they would be without the causes so far: as they were, and some of them with drawn contents."""
-
-    table: Table
-    replay: Replay
-    view: View
-    drawn: View
-    rows: np.typing.NDArray[np.intp]
-    """[draw]: the step that each draw is of."""
-
-    missed: float
-    """By which part the replay of the steps as they were misses them."""
-
-    @property
-    def step_ms(self) -> float:
-        return float(self.table.length.mean())
-
-    def mended(self, term: Term) -> _Run:
-        return _Run(self.table, self.replay, _apply(term, self.view), _apply(term, self.drawn), self.rows, self.missed)
-
-    def gains(self, left: list[Term]) -> list[tuple[Term, Floats]]:
-        """Returns by how many milliseconds every step is shorter without each term, of those that could matter."""
-        base = self.view.pipelines_ms(self.replay)
-        least = LEAST * self.step_ms
-        return [(term, _gain(term, self.view, self.replay, base)) for term in left if _most(term, self.view) >= least]
-
-    def price(self, term: Term, gain: Floats) -> tuple[Price, float]:
-        """Returns the price on average over all steps, and its standard error.
-
-        Steps differ, contents are estimated, and a replay that misses the step misses the price.
-        """
-        of_content = 0.0
-        if term.fitted:
-            same = self.view.at(self.rows)
-            base, usual = (v.pipelines_ms(self.replay) for v in (self.drawn, same))
-            other, own = _gain(term, self.drawn, self.replay, base), _gain(term, same, self.replay, usual)
-            of_content = float(np.sqrt(np.mean((other - own) ** 2)))
-        mean, n = float(gain.mean()), len(gain)
-        # What is seen once a step, in one step, may be anything.
-        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.5 * mean * term.once
-        error = float(np.sqrt(of_steps**2 + of_content**2 + ((self.missed + REPLAYED) * mean) ** 2))
-        return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
-
-
 #: Terms that are mended together to find those which hide each other: their pairs take time.
 _TOGETHER = 6
 
 
-def _masked(run: _Run, left: list[Term]) -> tuple[Term, Price, Floats] | None:
+def _masked(run: Examined, left: list[Term]) -> tuple[Term, Price, Floats] | None:
     """Returns the dearest of terms that cost enough only where others are mended, with what it gains first.
 
     As long as two stages are as slow, mending one of them gains nothing; the other one's price is what follows.
     """
-    worth = sorted(((_most(term, run.view), place) for place, term in enumerate(left)), reverse=True)[:_TOGETHER]
+    worth = sorted(((most_gained(term, run.view), place) for place, term in enumerate(left)), reverse=True)[:_TOGETHER]
     chosen = [left[place] for most, place in worth if most >= LEAST * run.step_ms]
     found: tuple[float, Term] | None = None
     for term in chosen if len(chosen) > 1 else ():
@@ -192,37 +129,8 @@ def _masked(run: _Run, left: list[Term]) -> tuple[Term, Price, Floats] | None:
     if found is None:
         return None
     term = found[1]
-    gain = _gain(term, run.view, run.replay, run.view.pipelines_ms(run.replay))
+    gain = run.gain(term)
     return term, run.price(term, gain)[0], gain
-
-
-def _apply(term: Term, view: View) -> View:
-    if term.replica is None:
-        return term.change(view)
-    return view.joined(term.replica, term.change(view.of(term.replica)))
-
-
-def _gain(term: Term, view: View, replay: Replay, base: Floats) -> Floats:
-    """[n]: milliseconds by which every step is shorter without a term; ``base``: what its replicas take with it."""
-    new = term.change(view if term.replica is None else view.of(term.replica))
-    took = new.pipelines_ms(replay)
-    if term.replica is not None:
-        took = np.concatenate((np.delete(base, term.replica, axis=1), took), axis=1)
-    gain: Floats = base.max(axis=1) + view.state.tail - took.max(axis=1) - new.state.tail
-    return gain
-
-
-def _most(term: Term, view: View) -> float:
-    """At most so many milliseconds of a step can be gained: what passes, entries, exchanges and tails lose together."""
-    before = view if term.replica is None else view.of(term.replica)
-    a, b = before.state, term.change(before).state
-    shorter: Floats | float = 0.0
-    if a.passes is not b.passes:
-        shorter = np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1)
-    sooner = np.maximum(a.entry - b.entry, 0.0).max(axis=(1, 2)) + a.tail - b.tail
-    _, _, _, c, k, m = a.passes.shape
-    quicker = np.maximum(a.link - b.link, 0.0).sum(axis=2).max(axis=1) * c * k * m
-    return float(np.mean(shorter + sooner + quicker))
 
 
 def _more(steps: int, error: float, above: float) -> int:
@@ -272,7 +180,7 @@ def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
     return kind, {name: float(ms) for name, ms in zip(names, own, strict=False)}
 
 
-def _filling(table: Table, run: _Run) -> Cause | None:
+def _filling(table: Table, run: Examined) -> Cause | None:
     """What filling and draining costs beside a pipeline that has microbatches enough."""
     own = table.schedule
     wanted = -(-FILLED * own.stages // own.chunks)
@@ -291,7 +199,7 @@ def _filling(table: Table, run: _Run) -> Cause | None:
     return Cause("few_microbatches", price, 1.0, mean, None) if price.low > LEAST * run.step_ms else None
 
 
-def _rest(run: _Run) -> float:
+def _rest(run: Examined) -> float:
     """What disturbances cost that no term has: passes as usual instead."""
     usual = np.minimum(run.view.state.passes, np.median(run.view.state.passes, axis=(0, 5), keepdims=True))
     quiet = run.view.waiting(passes=usual).pipelines_ms(run.replay).max(axis=1)

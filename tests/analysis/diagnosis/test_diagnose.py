@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, diagnose
+from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.files import tables_in
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.table import Table, Unfit
@@ -56,7 +57,7 @@ def table_of(pipeline: Pipeline, directory) -> Table:
 
 
 def diagnosis_of(pipeline: Pipeline, directory) -> Diagnosis:
-    return diagnose(table_of(pipeline, directory))
+    return diagnose(examine(table_of(pipeline, directory)))
 
 
 def place(cause: Cause) -> tuple:
@@ -231,5 +232,5 @@ def test_a_profilers_opening_is_doubted_in_the_first_step_of_a_trace_only(tmp_pa
     pipeline = replace(CPU, layer_ms=1.0, steps=5, faults=(Fault("data_wait", 9.0, stage=0),))
     table = table_of(pipeline, tmp_path)
     assert table.opening.tolist() == [True, False, False, False, False]
-    (cause,) = diagnose(table).causes
+    (cause,) = diagnose(examine(table)).causes
     assert cause.kind == "data_wait"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.diagnosis.diagnose import diagnose as diagnosed
+from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.files import tables_in
 from megaprof.analysis.diagnosis.table import Unfit
 from megaprof.analysis.report.report import analyze
@@ -103,7 +104,7 @@ def diagnose(directory: Path) -> Said:
         raise table
     named = (
         Named(each.kind, each.stage, each.ranks, each.group, each.price.ms, each.price.low, each.price.high)
-        for each in diagnosed(table).causes
+        for each in diagnosed(examine(table)).causes
     )
     return Said(tuple(named), (), in_order=True)
 

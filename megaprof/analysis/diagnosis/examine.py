@@ -1,0 +1,127 @@
+"""A job as its causes and its advice are drawn from: its table, the model of its steps, and draws of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.model import Model, drawn_steps, fit
+from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
+from megaprof.analysis.diagnosis.state import measured
+from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.terms import Term
+from megaprof.analysis.diagnosis.view import View, viewed
+from megaprof.analysis.simulation.replay import Replay
+
+
+@dataclass(frozen=True)
+class Price:
+    """Milliseconds of a step, with a 90 % interval."""
+
+    ms: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Examined:
+    """The steps of a job, as they were or as they would be without some causes: all of them, and one for each draw."""
+
+    table: Table
+    """What was recorded."""
+    replay: Replay
+    """Its schedule, with the model of exchanges that comes closer to it."""
+    model: Model
+    """What its passes are made of."""
+    view: View
+    """All steps."""
+    drawn: View
+    """One step for each draw, with the contents of that draw."""
+    rows: np.typing.NDArray[np.intp]
+    """[draw]: which step that is."""
+    replayed_ms: float
+    """Milliseconds of the average step, replayed as it was."""
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds of the average step."""
+        return float(self.table.length.mean())
+
+    @property
+    def missed(self) -> float:
+        """By which part the replay misses it."""
+        return abs(self.replayed_ms / self.step_ms - 1.0)
+
+    def mended(self, term: Term) -> Examined:
+        """Without a cause."""
+        return replace(self, view=_apply(term, self.view), drawn=_apply(term, self.drawn))
+
+    def gain(self, term: Term) -> Floats:
+        """Returns [step]: by how many milliseconds it is shorter without a term."""
+        return _gain(term, self.view, self.replay, self.view.pipelines_ms(self.replay))
+
+    def gains(self, left: Sequence[Term]) -> list[tuple[Term, Floats]]:
+        """Returns by how many milliseconds every step is shorter without each term, of those that could matter."""
+        base = self.view.pipelines_ms(self.replay)
+        least = LEAST * self.step_ms
+        worth = [term for term in left if most_gained(term, self.view) >= least]
+        return [(term, _gain(term, self.view, self.replay, base)) for term in worth]
+
+    def price(self, term: Term, gain: Floats) -> tuple[Price, float]:
+        """Returns the price on average over all steps, and its standard error.
+
+        Steps differ, contents are estimated, and a replay that misses the step misses the price.
+        """
+        of_content = 0.0
+        if term.fitted:
+            same = self.view.at(self.rows)
+            base, usual = (v.pipelines_ms(self.replay) for v in (self.drawn, same))
+            other, own = _gain(term, self.drawn, self.replay, base), _gain(term, same, self.replay, usual)
+            of_content = float(np.sqrt(np.mean((other - own) ** 2)))
+        mean, n = float(gain.mean()), len(gain)
+        # What is seen once a step, in one step, may be anything.
+        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.5 * mean * term.once
+        error = float(np.sqrt(of_steps**2 + of_content**2 + ((self.missed + REPLAYED) * mean) ** 2))
+        return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
+
+
+def examine(table: Table) -> Examined:
+    """A job with the model that fits it."""
+    state, replay = measured(table)
+    steps = drawn_steps(len(table.steps), np.random.default_rng(0))
+    model = fit(table, steps)
+    view = viewed(table, state, model)
+    rows = steps[:, 0]
+    replayed_ms = float(np.mean(state.step_ms(replay)))
+    return Examined(table, replay, model, view, view.at(rows, model.draws), rows, replayed_ms)
+
+
+def _apply(term: Term, view: View) -> View:
+    if term.replica is None:
+        return term.change(view)
+    return view.joined(term.replica, term.change(view.of(term.replica)))
+
+
+def _gain(term: Term, view: View, replay: Replay, base: Floats) -> Floats:
+    """[n]: milliseconds by which every step is shorter without a term; ``base``: what its replicas take with it."""
+    new = term.change(view if term.replica is None else view.of(term.replica))
+    took = new.pipelines_ms(replay)
+    if term.replica is not None:
+        took = np.concatenate((np.delete(base, term.replica, axis=1), took), axis=1)
+    gain: Floats = base.max(axis=1) + view.state.tail - took.max(axis=1) - new.state.tail
+    return gain
+
+
+def most_gained(term: Term, view: View) -> float:
+    """At most so many milliseconds of a step can be gained: what passes, entries, exchanges and tails lose together."""
+    before = view if term.replica is None else view.of(term.replica)
+    a, b = before.state, term.change(before).state
+    shorter: Floats | float = 0.0
+    if a.passes is not b.passes:
+        shorter = np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1)
+    sooner = np.maximum(a.entry - b.entry, 0.0).max(axis=(1, 2)) + a.tail - b.tail
+    _, _, _, c, k, m = a.passes.shape
+    quicker = np.maximum(a.link - b.link, 0.0).sum(axis=2).max(axis=1) * c * k * m
+    return float(np.mean(shorter + sooner + quicker))
