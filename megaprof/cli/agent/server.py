@@ -99,8 +99,8 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
 
 
 class _Server(MCPServer[Any]):
-    """Answers wrong arguments in one line that names the right ones: the SDK leaves unknown ones out without a word, and
-    says of a wrong value where pydantic's manual is."""
+    """Answers wrong arguments in one line that names the right ones: the SDK leaves unknown ones out without a word,
+    and says of a wrong value where pydantic's manual is."""
 
     def __init__(self, name: str, *, tools: list[Tool], **options: Any) -> None:
         super().__init__(name, tools=tools, **options)
