@@ -33,12 +33,12 @@ def findings(
     withheld: str | None,
     fleet: Fleet | None = None,
     *,
-    traced: bool = True,
+    captured: bool = True,
 ) -> tuple[Finding, ...]:
     """The verdict: the dearest cause first, then the others, what may be one, and what nobody can name.
 
-    ``withheld``: why there is no diagnosis; ``fleet``: of a job that can be asked for a capture; ``traced``: whether
-    the diagnosis is of captured steps, and not of timelines.
+    ``withheld``: why there is no diagnosis; ``fleet``: of a job that can be asked for a capture; ``captured``:
+    whether the diagnosis is of captured steps, and not of timelines.
     """
     if diagnosis is None:
         return (Finding("no_verdict", "open", f"No cause of lost time is named: {withheld}."),)
@@ -47,7 +47,7 @@ def findings(
         surely = " surely" * bool(diagnosis.perhaps)
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
         found.append(Finding("no_cause", "open" if diagnosis.perhaps else "fine", text))
-    found += [_perhaps(cause, measured, diagnosis, traced=traced) for cause in diagnosis.perhaps]
+    found += [_perhaps(cause, measured, diagnosis, captured=captured) for cause in diagnosis.perhaps]
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
         lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
         text = f"{lost} is lost to single passes that took longer than usual, now here and now there."
@@ -119,7 +119,7 @@ def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, fleet: 
     return Finding(cause.kind, "slow", text, command)
 
 
-def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, traced: bool) -> Finding:
+def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> Finding:
     """What may be a cause, with the option that captures enough steps to tell."""
     text = (
         f"Perhaps {name_of(cause)}: {milliseconds(max(cause.price.ms, 0.0))} "
@@ -129,7 +129,7 @@ def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, trac
     more = counted(cause.more_steps, "more step")
     if cause.more_steps > _MANY_STEPS:
         return Finding("perhaps", "open", f"{text} It would take more than {_MANY_STEPS} more steps to tell.")
-    if not traced or not measured.steps:
+    if not captured or not measured.steps:
         return Finding("perhaps", "open", sentence(f"{text} {more} of the run would tell"))
     begin = measured.steps[0]
     option = f"--profile-steps {measured.target}={begin}:{begin + diagnosis.steps + cause.more_steps}"

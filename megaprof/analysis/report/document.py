@@ -50,8 +50,8 @@ class TargetReport:
     """Why there is no diagnosis, a clause."""
     fleet: Fleet | None = None
     """The whole run on all ranks; None without timelines."""
-    of_traces: bool = True
-    """Whether the diagnosis is of captured steps, and not of timelines."""
+    captured: bool = True
+    """Whether the diagnosis is of the captured steps, and not of timelines."""
 
     @property
     def key(self) -> tuple[str, str | None]:
@@ -71,12 +71,12 @@ class TargetReport:
     @property
     def findings(self) -> tuple[sentences.Finding, ...]:
         """The verdict in sentences, the dearest cause first."""
-        return causes.findings(self.measured, self.diagnosis, self.withheld, self.fleet, traced=self.of_traces)
+        return causes.findings(self.measured, self.diagnosis, self.withheld, self.fleet, captured=self.captured)
 
     @property
     def basis(self) -> str | None:
         """Which steps the causes are of, where these are others than the captured ones."""
-        return None if self.of_traces or self.diagnosis is None else causes.basis(self.diagnosis)
+        return None if self.captured or self.diagnosis is None else causes.basis(self.diagnosis)
 
     def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:
         """The verdict in a few words; ``standstill``: where the job stands or was killed."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
-from megaprof.analysis.diagnosis.job import Job
-from megaprof.analysis.diagnosis.recorded import tables_of_timelines
+from megaprof.analysis.diagnosis.files import tables
 from megaprof.analysis.diagnosis.table import Table, Unfit
-from megaprof.analysis.diagnosis.traced import tables_of_calls
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import FleetReading, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
 from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.foreign.facts import facts_of
@@ -80,13 +79,14 @@ def analyze(
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), run)
     warnings += fleet.warnings_of_files()
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
-    recorded = _recorded(fleet)
-    traced, calls = tuple(calls), [*calls, *_details(fleet, fleets, calls, recorded)]
+    found = {key: _diagnosed(table) for key, table in tables(calls, fleet, workers).items()}
+    traced = {_key(call) for call in calls}
+    calls += _details(fleet, fleets, tuple(calls), found)
     if not calls and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
-    targets = tuple(_target(measured, calls, traced, fleets, recorded) for measured in measure(calls))
+    targets = tuple(_target(measured, calls, traced, fleets, found) for measured in measure(calls))
     return Report(path, tuple(read), targets, together(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
 
 
@@ -145,21 +145,19 @@ def _diagnosed(table: Table | Unfit) -> _Diagnosed:
     return examined, diagnose(examined)
 
 
-def _recorded(fleet: FleetReading) -> dict[Job, _Diagnosed]:
-    """What the timelines of the run that was read come to."""
-    files = {path for by_rank in fleet.files.values() for own in by_rank.values() for path in own}
-    return {job: _diagnosed(table) for job, table in tables_of_timelines(sorted(files)).items()}
+def _key(call: Call) -> Key:
+    return Key(call.label, call.role, call.metadata.sizes)
 
 
 def _details(
-    fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call], recorded: Mapping[Job, _Diagnosed]
+    fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call], diagnosed: Mapping[Key, _Diagnosed]
 ) -> Iterator[Call]:
     """The last calls of targets that no trace shows, where possible of a pipeline that no rank holds back."""
     known = {(call.label, call.role) for call in traced}
     for each in fleets:
         if (each.key.target, each.key.role) in known:
             continue
-        found = recorded.get(Job(*each.key))
+        found = diagnosed.get(each.key)
         causes = found[1].causes if isinstance(found, tuple) else ()
         suspects = {rank for cause in causes for rank in cause.ranks}
         places = [rank.coords for rank in fleet.series[each.key].ranks]
@@ -174,34 +172,19 @@ def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[C
 def _target(
     measured: TargetStages,
     calls: Sequence[Call],
-    traced: Sequence[Call],
+    traced: AbstractSet[Key],
     fleets: Sequence[Fleet],
-    recorded: Mapping[Job, _Diagnosed],
+    diagnosed: Mapping[Key, _Diagnosed],
 ) -> TargetReport:
-    job = Job(measured.target, measured.role, measured.sizes)
-    fleet = next((fleet for fleet in fleets if tuple(fleet.key) == tuple(job)), None)
-    found, of_traces = _of(measured, job, traced, recorded)
+    """``traced``: what traces tell of."""
+    key = Key(measured.target, measured.role, measured.sizes)
+    fleet = next((fleet for fleet in fleets if fleet.key == key), None)
+    found = diagnosed.get(key, Unfit("no step was recorded whole"))
     if isinstance(found, Unfit):
-        withheld = measured.unjudgeable or str(found)
-        return TargetReport(measured, None, what_if(measured, calls, None), withheld, fleet)
-    _, diagnosis = found
-    return TargetReport(measured, diagnosis, what_if(measured, calls, diagnosis), None, fleet, of_traces)
-
-
-def _of(
-    measured: TargetStages, job: Job, traced: Sequence[Call], recorded: Mapping[Job, _Diagnosed]
-) -> tuple[_Diagnosed, bool]:
-    """The diagnosis of a target, and whether it is of its traces: where timelines hold more ranks, it is of these."""
-    own = [c for c in traced if (c.label, c.role, c.metadata.sizes) == job and c.step in measured.steps]
-    of_timelines = recorded.get(job)
-    if not own:
-        return of_timelines or Unfit("no step was recorded whole"), False
-    table = tables_of_calls(own).get(job) or Unfit("no step was recorded whole")
-    table = table if measured.unjudgeable is None else Unfit(measured.unjudgeable)
-    if isinstance(of_timelines, tuple):
-        more = isinstance(table, Unfit) or of_timelines[0].table.ranks.size > table.ranks.size
-        return (of_timelines, False) if more else (_diagnosed(table), True)
-    return _diagnosed(table), True
+        return TargetReport(measured, None, what_if(measured, calls, None), measured.unjudgeable or str(found), fleet)
+    examined, diagnosis = found
+    captured = key in traced and set(examined.table.steps.tolist()) <= set(measured.steps)
+    return TargetReport(measured, diagnosis, what_if(measured, calls, diagnosis), None, fleet, captured)
 
 
 def _others(directory: Path) -> list[Path]:

@@ -103,7 +103,7 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     assert first.severity == "open"
     assert second.command == "--profile-steps train_actor=5:13"
     assert "could be anything up to 20.0 ms" in second.text
-    (_, of_the_run) = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None, traced=False)
+    (_, of_the_run) = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None, captured=False)
     assert of_the_run.command is None
     many = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=4000)
     (_, hopeless) = causes.findings(MEASURED, diagnosis(perhaps=(many,)), None)
