@@ -10,7 +10,7 @@ from megaprof.analysis.report import sentences
 from megaprof.analysis.report.sentences import Finding
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.verdict import Comparison, Outcome, Verdict
-from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 
 COMPARISON = Comparison(0, "slow", 94.35, 61.51, 1.2, 90.0, 60.0)

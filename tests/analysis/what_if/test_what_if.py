@@ -20,7 +20,7 @@ from megaprof.analysis.report.terminal import show
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
-from megaprof.analysis.what_if.replay import in_flight_layers
+from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
 from tests.analysis.agreeing import contradictions
 from tests.analysis.scenarios import Scenario, write
