@@ -152,6 +152,14 @@ class Handle:
             *([] if self._lines is None or session is None else [partial(self._lines.end, session.agenda, self.role)]),
         )
 
+    def _keep(self, session: Session | None, reason: str, seconds: float) -> None:
+        """Close an open window and wait for its files, as `_finish` does, but leave everything on."""
+        deadline = time.monotonic() + seconds
+        in_full(
+            *([] if session is None else [partial(session.finish, reason, seconds / 2)]),
+            lambda: self.flush(max(0.0, deadline - time.monotonic())),
+        )
+
     def __enter__(self) -> Handle:
         return self
 
@@ -251,14 +259,14 @@ class _Process:
             return True
         return any(handle._writer is not None and handle._writer.pending for handle in self.handles)
 
-    def _save(self) -> None:
-        """SIGTERM: what an open window has, and every file, within the shorter of two limits."""
-        deadline = time.monotonic() + TERM_SECONDS
+    def _save(self, last: bool) -> None:
+        """SIGTERM: what an open window has, and every file, within the shorter of two limits. ``last``: False where a
+        handler of the host's decides whether the process ends, and profiling may have to go on."""
+        deadline, reason = time.monotonic() + TERM_SECONDS, "the process was terminated (SIGTERM)"
         for handle in list(self.handles):
             left = max(0.0, deadline - time.monotonic())
-            handle._finish(
-                handle._session, "the process was terminated (SIGTERM)", min(left, handle.config.flush_seconds)
-            )
+            save = handle._finish if last else handle._keep
+            save(handle._session, reason, min(left, handle.config.flush_seconds))
 
     def _forget(self) -> None:
         """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""

@@ -13,6 +13,11 @@ from megaprof.formats.checks import counted
 from megaprof.formats.remote import place
 
 _MOST_WARNINGS = 20
+#: What a step takes on each stage.
+_QUERY = (
+    "SELECT run, pp, count(DISTINCT step) AS steps, median(forward_us + backward_us + combined_us) / 1e3 AS compute_ms "
+    "FROM read_parquet('{}', hive_partitioning = true) WHERE NOT captured AND NOT failed GROUP BY run, pp ORDER BY ALL"
+)
 EXAMPLES = (
     "megaprof export traces --parquet history --run llama-70b",
     "megaprof export traces --parquet history --json | jq .rows",
@@ -85,6 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{counted(exported.partitions, 'partition')}, "
         f"{exported.bytes / 1e6:.1f} MB; run {', '.join(exported.runs)}"
     )
+    files = str(out.absolute() / "*/*/*/*.parquet").replace("'", "''")
+    say(f"A query to begin with, for DuckDB: {_QUERY.format(files)}")
     if exported.kept:
         kept = counted(exported.kept, "partition")
         say(f"{kept} kept unchanged: more rows are there than the timelines still hold")

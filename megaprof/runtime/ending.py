@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
+from typing import Any
 
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -22,24 +24,33 @@ TERM_SECONDS = 20.0
 
 
 class Termination:
-    """SIGTERM while something is unsaved: ``save()`` first, then the default action, with the exit status it has.
+    """SIGTERM while something is unsaved: ``save`` first, then what would have happened without us.
 
-    The handler is in only while ``unsaved()`` (a window is open, or files are pending), only where the default action
-    was, and only if the hooks run in the main thread: Python allows no other. A host with a handler of its own ends
-    by its own means, and its exit finishes the files. A host that puts one in later, and calls the one that was there
-    before it, gets control back once the files are finished. A rank that is stuck in C code never runs a Python
-    handler, so there SIGTERM has no effect while the handler is in, and the launcher's SIGKILL ends it.
+    The handler is in only while ``unsaved()`` (a window is open, or files are pending), and only if the hooks run
+    in the main thread: Python allows no other. Where the default action was, it follows, with the exit status that
+    it has. A handler of the host's is called after ours, with the signal's arguments, and ends the process or does
+    not: Megatron-LM has both kinds (``--otel-enabled`` ends it by the default action, ``--exit-signal-handler``
+    finishes the step), and nothing tells them apart before they run. A host that puts a handler in later, and calls
+    the one that was there before it, gets control back once the files are finished. An ignored SIGTERM stays
+    ignored. A rank that is stuck in C code never runs a Python handler, so there SIGTERM has no effect while the
+    handler is in, and the launcher's SIGKILL ends it.
     """
 
-    def __init__(self, save: Callable[[], None], unsaved: Callable[[], bool]) -> None:
+    def __init__(self, save: Callable[[bool], None], unsaved: Callable[[], bool]) -> None:
+        """``save(last)``: finish what is unsaved; ``last``: the process ends when that is done."""
         self._save = save
         self._unsaved = unsaved
-        self.armed = False
-        """True while the handler is in."""
+        self._handler: Callable[[int, FrameType | None], None] | None = None
+        self._before: Any = signal.SIG_DFL
         self._holding: FrameType | None = None
         self.due = False
         """True while a SIGTERM waits for the end of a held block."""
         self._ending = False
+
+    @property
+    def armed(self) -> bool:
+        """True while the handler is in, or something of the host's has taken its place."""
+        return self._handler is not None
 
     def __enter__(self) -> None:
         """``with termination:`` around what must not be interrupted half-way: a SIGTERM acts when the block is left.
@@ -49,12 +60,13 @@ class Termination:
             self._holding = block
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        if self._holding is not sys._getframe(1):
+        block = sys._getframe(1)
+        if self._holding is not block:
             return  # a block inside another one
         self._holding = None
         if self.due:
             self.due = False
-            self._end()
+            self._act(self._before, signal.SIGTERM, block)
         self.settle()
 
     def _held_by(self, frame: FrameType | None) -> bool:
@@ -66,34 +78,57 @@ class Termination:
     def reset(self) -> None:
         """Take the handler out, in a forked child too: its parent's files are not the child's to save."""
         self._holding, self.due = None, False
-        if self.armed:
-            self._disarm()
+        self._disarm()
 
     def settle(self) -> None:
         """Put the handler in where something is unsaved, and take it out where nothing is any more."""
-        if self._ending or self.armed is self._unsaved() or threading.current_thread() is not threading.main_thread():
+        if self._ending or threading.current_thread() is not threading.main_thread():
             return
-        if self.armed:
+        if not self._unsaved():
             self._disarm()
-        elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._handle)
-            self.armed = True
+        elif self._handler is None or signal.getsignal(signal.SIGTERM) is not self._handler:
+            self._arm()
+
+    def _arm(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        if before is signal.SIG_DFL or callable(before):  # else ignored, or a handler in C
+            # One of its own for each time: a handler of the host's may hold on to an older one, and call it.
+            self._before, self._handler = before, functools.partial(self._handle, before)
+            signal.signal(signal.SIGTERM, self._handler)
 
     def _disarm(self) -> None:
-        if signal.getsignal(signal.SIGTERM) == self._handle:  # else the host has put in its own meanwhile
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.armed = False
+        handler, self._handler = self._handler, None
+        if handler is not None and signal.getsignal(signal.SIGTERM) is handler:  # else the host has put in its own
+            signal.signal(signal.SIGTERM, self._before)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        ours = signal.getsignal(signal.SIGTERM) == self._handle
-        if self._holding is not None and self._held_by(frame):
-            self.due = ours  # a handler of the host's that calls this one ends the process as it likes
-        elif ours:
-            self._end()
+    def _handle(self, before: Any, number: int, frame: FrameType | None) -> None:
+        held = self._holding is not None and self._held_by(frame)
+        if before is not self._before or signal.getsignal(signal.SIGTERM) is not self._handler:
+            # A handler of the host's calls this one, and ends the process as it likes.
+            if not held:
+                self._keep(before, number, frame)
+            elif callable(before):
+                before(number, frame)
+        elif held:
+            self.due = True
         else:
-            self._finish()
+            self._act(before, number, frame)
 
-    def _end(self) -> None:
+    def _keep(self, before: Any, number: int, frame: FrameType | None) -> None:
+        outer, self._ending = self._ending, True
+        try:
+            if not outer:
+                self._finish(last=False)
+            if callable(before):
+                before(number, frame)
+        finally:
+            self._ending = outer
+
+    def _act(self, before: Any, number: int, frame: FrameType | None) -> None:
+        if callable(before):
+            self._disarm()
+            self._keep(before, number, frame)
+            return
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Whatever holds up the files, in C code too, does not hold up the end.
         limit = threading.Timer(TERM_SECONDS + 1, os.kill, (os.getpid(), signal.SIGTERM))
@@ -101,16 +136,15 @@ class Termination:
         try:
             with suppress(RuntimeError):  # Python starts no thread while the process ends
                 limit.start()
-            self._finish()
+            if not self._ending:  # a second SIGTERM ends the process at once
+                self._ending = True
+                self._finish(last=True)
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _finish(self) -> None:
-        if self._ending:  # a second SIGTERM ends the process at once
-            return
-        self._ending = True
+    def _finish(self, *, last: bool) -> None:
         try:
-            self._save()
+            self._save(last)
         except Exception as fault:
             if from_host(fault):
                 raise

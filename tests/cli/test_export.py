@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import duckdb
 import pytest
 
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -18,13 +19,15 @@ def job(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_printed(job: Path, tmp_path: Path) -> None:
-    run = megaprof("export", job, "--parquet", tmp_path / "out", "--run", "mine")
+    run = megaprof("export", job, "--parquet", tmp_path / "it's out", "--run", "mine")
     assert (run.returncode, run.stderr) == (0, "")
     assert "12 rows from 4 files, 2 partitions" in run.stdout
     assert "run mine" in run.stdout
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["_megaprof.json", "run=mine"]
+    query = run.stdout.partition("for DuckDB: ")[2]
+    assert [(*row[:3], row[3] > 0) for row in duckdb.sql(query).fetchall()] == [("mine", pp, 3, True) for pp in (0, 1)]
+    assert sorted(path.name for path in (tmp_path / "it's out").iterdir()) == ["_megaprof.json", "run=mine"]
     next(job.iterdir()).unlink()
-    run = megaprof("export", job, "--parquet", tmp_path / "out", "--run", "mine")
+    run = megaprof("export", job, "--parquet", tmp_path / "it's out", "--run", "mine")
     assert run.returncode == 0
     assert "1 partition kept unchanged" in run.stdout
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN
+from megaprof.analysis.clocks.clocks import TOLERANCE_NS
+from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.report.report import analyze
@@ -20,9 +21,10 @@ from tests.integration.test_capture import WORKLOADS
 from tests.integration.test_timeline import timelines
 from tests.recorders.fake_gpu import FakeGpu, compiled
 
-STEPS = 6
-BEHIND, PACE = 0.03, 0.02
-"""Seconds: that each rank's GPU is behind the host more than the one before it; of a forward."""
+STEPS = 3
+BEHIND, PACE, LATE = 0.03, 0.02, 1.0
+"""Seconds: that each rank's GPU is behind the host more than the one before it; of a forward; that each rank's host
+notes the start of a step earlier than the one before it."""
 
 
 def train(workload: GPTWorkload, library: str | None, directory: str) -> None:
@@ -45,6 +47,8 @@ def train(workload: GPTWorkload, library: str | None, directory: str) -> None:
             gpu.install(patches)
             patches.setattr(torch.cuda, "synchronize", lambda *_: None)  # of Megatron's own, as with batch_p2p_sync off
             gpu.behind(BEHIND * (1 + rank))
+            now = time.time_ns
+            patches.setattr(time, "time_ns", lambda: now() - round(LATE * 1e9) * rank)
         with install_hooks(gpt.chunks, args):
             forward_backward = get_forward_backward_func()
             for _ in range(STEPS):
@@ -70,31 +74,30 @@ def test_what_the_schedules_write_is_what_they_write_on_the_hosts_clock(name: st
         assert {int(step["flags"]) for step in timeline.steps} == {format.DEVICE_CLOCK}
         assert [shape.tolist() for shape in timeline.shapes] == [shape.tolist() for shape in host[rank].shapes]
         assert all(0 < step["p2p"] < step["duration"] for step in timeline.steps)
+    laid_on_one_clock(tmp_path / "device", workload)
 
 
-@pytest.mark.alone
-def test_the_report_lays_the_stages_on_one_clock_by_their_exchanges(tmp_path: Path) -> None:
-    """The second stage's GPU begins each step later than the first one's, which its host does not know."""
-    workload = WORKLOADS["pp2"]
-    run_ranks(train, 2, workload, str(compiled(tmp_path)), str(tmp_path / "job"), timeout=240)
-    (target,) = analyze(tmp_path / "job").targets
-    measured = target.measured
-    assert {(link.sender, link.receiver) for link in measured.links} == {(0, 1), (1, 0)}
-    assert target.what_if.replay_error is not None
-    reading = read_fleet(find_timelines(tmp_path / "job"))
+def laid_on_one_clock(directory: Path, workload: GPTWorkload) -> None:
+    """Nothing is received before it was sent, although the starts of the steps are seconds apart; on a machine that is
+    too busy to tell, the report says so instead."""
+    (target,) = analyze(directory).targets
+    reading = read_fleet(find_timelines(directory))
     ((key, series),) = reading.series.items()
     calls = detail_of(key, [rank.coords for rank in series.ranks], reading.files[key])
-    began = {
-        (rank, int(step["step"])): int(step["start_ns"])
-        for rank, timeline in timelines(tmp_path / "job").items()
-        for step in timeline.steps
-    }
-    moved = {(call.rank, call.step): call.start - began[call.rank, call.step] for call in calls}
-    if not any("laid beside each other" in reason for call in calls for reason in call.reasons):  # a busy machine
-        for call in calls:
-            longer = moved[1, call.step] - moved[0, call.step] - BEHIND * 1e9
-            assert abs(longer) <= MOST_UNCERTAIN * (call.end - call.start) * 2 + 1e6
-    for stage in measured.stages:
+    assert {(call.rank, call.step) for call in calls} == {(r, s) for r in range(workload.pp) for s in range(STEPS)}
+    unknown = any("laid beside each other" in reason for call in calls for reason in call.reasons)
+    for step in range(STEPS):
+        ends = {call.rank: ends_of(call.metadata, [call]) for call in calls if call.step == step}
+        links = [link for link, _ in links_between(ends)]
+        assert {(link.sender, link.receiver) for link in links} >= {(0, 1), (1, 0)}
+        early = [
+            send[0] - receive[1]
+            for link in links
+            for send, receive in zip(link.sends, link.receives, strict=True)
+            if send[0] > receive[1] + TOLERANCE_NS
+        ]
+        assert bool(early) == unknown
+    for stage in target.measured.stages:
         assert stage.compute_ms is not None
         assert stage.compute_ms.mean >= 1e3 * PACE * workload.microbatches
-        assert None not in stage.bubble_split.values()
+        assert unknown or None not in stage.bubble_split.values()

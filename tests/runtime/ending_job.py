@@ -91,14 +91,31 @@ def waits_when_all_is_done(gpt: BuiltGPT, directory: str) -> None:
 
 
 def has_its_own_handler(gpt: BuiltGPT, directory: str) -> None:
-    """As Megatron-LM's --exit-signal-handler: note the signal, finish the step, leave."""
+    """As Megatron-LM's --exit-signal-handler: note the signal, finish the step, leave. It makes one step more."""
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
-    install(gpt, directory, skip_first=0)
+    install(gpt, directory, skip_first=0, active=2)
     before_forward(gpt.chunks[0], lambda: seen or (print("ready", flush=True), time.sleep(1)))
     while not seen:
         gpt.train_step()
+    gpt.train_step()
     sys.exit(5)
+
+
+def has_a_handler_that_ends_it(gpt: BuiltGPT, directory: str) -> None:
+    """As Megatron-LM's --otel-enabled: do something, then what was there before, here the default action. It goes in
+    before the hooks do."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end(number: int, frame: Any) -> None:
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+    waits_in_a_window(gpt, directory)
 
 
 def calls_the_handler_before_it(gpt: BuiltGPT, directory: str) -> None:

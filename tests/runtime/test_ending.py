@@ -82,8 +82,9 @@ def test_an_exception_of_the_host_closes_the_window_and_stays_its_own(directory:
     assert hidden(directory) == []
 
 
-def test_sigterm_in_a_window_keeps_what_there_is(directory: Path) -> None:
-    job = run("waits_in_a_window", directory, signal.SIGTERM)
+@pytest.mark.parametrize("what", ["waits_in_a_window", "has_a_handler_that_ends_it"])
+def test_sigterm_in_a_window_keeps_what_there_is(what: str, directory: Path) -> None:
+    job = run(what, directory, signal.SIGTERM)
     assert job.returncode == -signal.SIGTERM, job.stderr
     (trace,) = traces(directory)
     assert trace["megaprof"]["truncated_reason"] == "the process was terminated (SIGTERM)"
@@ -104,11 +105,12 @@ def test_sigterm_is_left_alone_when_all_is_done(directory: Path) -> None:
     assert len(traces(directory)) == 1
 
 
-def test_a_hosts_own_handler_is_left_alone(directory: Path) -> None:
+def test_a_hosts_own_handler_runs_and_profiling_goes_on(directory: Path) -> None:
     job = run("has_its_own_handler", directory, signal.SIGTERM)
     assert job.returncode == 5, job.stderr
-    (trace,) = traces(directory)
-    assert trace["megaprof"]["truncated"] is False
+    before, after = (trace["megaprof"] for trace in traces(directory))
+    assert before["truncated_reason"] == "the process was terminated (SIGTERM)"
+    assert after["truncated"] is False
 
 
 @pytest.mark.parametrize("what", ["waits_in_a_window", "waits_in_a_write"])
@@ -180,7 +182,8 @@ def test_a_forked_child_neither_hangs_nor_writes(directory: Path) -> None:
 class _Unsaved:
     def __init__(self) -> None:
         self.value = False
-        self.termination = Termination(lambda: None, lambda: self.value)
+        self.saved: list[bool] = []
+        self.termination = Termination(self.saved.append, lambda: self.value)
 
     def settle(self, value: bool) -> object:
         self.value = value
@@ -198,15 +201,37 @@ def test_the_handler_is_in_only_while_something_is_unsaved() -> None:
     assert job.settle(False) is signal.SIG_DFL
 
 
-def test_a_handler_that_the_host_puts_in_meanwhile_stays() -> None:
+def test_a_handler_of_the_hosts_is_called_after_ours_and_put_back() -> None:
+    called: list[tuple[int, object]] = []
+
     def hosts(number: int, frame: object) -> None:
-        raise AssertionError
+        called.append((number, frame))
+
+    def calls_the_one_before(number: int, frame: object) -> None:
+        assert callable(before)
+        before(number, frame)
+        called.append((number, frame))
 
     job = _Unsaved()
-    job.settle(True)
     signal.signal(signal.SIGTERM, hosts)
     try:
+        before = job.settle(True)
+        assert before is not hosts
         assert job.settle(False) is hosts
-        assert job.settle(True) is hosts
+        job.settle(True)
+        with job.termination:  # in a held block it waits for the end
+            signal.raise_signal(signal.SIGTERM)
+            assert called == job.saved == []
+        assert [number for number, _ in called] == [signal.SIGTERM]
+        assert job.saved == [False]
+        before = job.settle(True)
+        signal.signal(signal.SIGTERM, calls_the_one_before)  # meanwhile: ours goes around that one
+        job.settle(True)
+        signal.raise_signal(signal.SIGTERM)
+        assert [number for number, _ in called] == [signal.SIGTERM] * 3
+        assert called[1] == called[2]
+        assert job.settle(False) is calls_the_one_before
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert job.settle(True) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

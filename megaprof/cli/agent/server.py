@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import anyio
 from anyio.to_thread import run_sync
 from mcp.server.mcpserver import AcceptedElicitation, Context, Elicit, ElicitationResult, MCPServer, Resolve
-from mcp.server.mcpserver.exceptions import ResourceNotFoundError
+from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError
 from mcp.server.mcpserver.resources import FunctionResource
+from mcp.server.mcpserver.tools import Tool
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
 from megaprof.cli import CommandError, in_a_line
 from megaprof.cli.agent import answers, pages
@@ -69,12 +70,18 @@ def serve(*, allow_trigger: bool) -> None:
 
 def server(*, allow_trigger: bool) -> MCPServer[Any]:
     """The server with all its tools and documents."""
-    made = MCPServer[Any]("megaprof", instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
     reads: tuple[Callable[..., CallToolResult], ...] = (report, layouts, diff, simulate, status)
-    for tool in reads:
-        made.add_tool(tool, description=_about(tool), annotations=_READS, structured_output=False)
+    tools = [
+        Tool.from_function(tool, description=_about(tool), annotations=_READS, structured_output=False)
+        for tool in reads
+    ]
     asks = trigger if allow_trigger else trigger_with_consent
-    made.add_tool(asks, name="trigger", description=_about(trigger), annotations=_ASKS, structured_output=False)
+    tools.append(
+        Tool.from_function(
+            asks, name="trigger", description=_about(trigger), annotations=_ASKS, structured_output=False
+        )
+    )
+    made = _Server("megaprof", tools=tools, instructions=INSTRUCTIONS, version=__version__, log_level="WARNING")
     for name, about in pages.PAGES.items():
         uri = f"megaprof://docs/{name}"
         made.add_resource(
@@ -89,6 +96,33 @@ def server(*, allow_trigger: bool) -> MCPServer[Any]:
         mime_type="application/json",
     )(_schema)
     return made
+
+
+class _Server(MCPServer[Any]):
+    """Answers wrong arguments in one line that names the right ones: the SDK leaves unknown ones out without a word,
+    and says of a wrong value where pydantic's manual is."""
+
+    def __init__(self, name: str, *, tools: list[Tool], **options: Any) -> None:
+        super().__init__(name, tools=tools, **options)
+        self._takes = {tool.name: tool.parameters for tool in tools}
+
+    async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Any:
+        """Raises ToolError with the line."""
+        takes = self._takes.get(name, {"properties": arguments})
+        needed = takes.get("required", [])
+        if wrong := [each for each in arguments if each not in takes["properties"]]:
+            held = ", ".join(f"{each} (required)" if each in needed else each for each in takes["properties"])
+            raise ToolError(f"megaprof {name}: there is no argument {', '.join(wrong)}; it takes {held}")
+        if missing := [each for each in needed if each not in arguments]:
+            raise ToolError(f"megaprof {name}: it needs the argument {', '.join(missing)}")
+        try:
+            return await super().call_tool(name, arguments, context)
+        except ToolError as fault:
+            if not isinstance(fault.__cause__, ValidationError):
+                raise
+            told = {str(each["loc"][0]): each["msg"] for each in fault.__cause__.errors()}
+            line = "; ".join(f"{argument}: {says[:1].lower()}{says[1:]}" for argument, says in told.items())
+            raise ToolError(f"megaprof {name}: {line}") from None
 
 
 def report(directory: _Directory, part: _Part = "", run: _Run = None) -> CallToolResult:

@@ -25,6 +25,8 @@ asked for captures from another shell."""
 #: Steps of each target that are captured: one alone may be disturbed, and nothing would tell.
 _CAPTURED = 3
 _STEPS = 6
+#: Beside the steps: starting the ranks, the evaluation pass, finishing the files.
+_OTHER_PHASES = 3
 _PP = 2
 _TIME_LIMIT = 600.0
 #: What Kineto and a CPU-only megatron-core say about themselves would bury the progress.
@@ -119,7 +121,7 @@ def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, ti
 
     if fault is not None:
         print(f"Fault: {faults.told(fault, workload, 0)}.", flush=True)
-    with _progress(steps + 2) as advance:
+    with _progress(steps + len(_captured(steps)) + _OTHER_PHASES) as advance:
         try:
             run_ranks(
                 run_rank,
@@ -254,19 +256,21 @@ def run_rank(workload: GPTWorkload, flags: list[str], steps: int, fault: str | N
             forward_backward = get_forward_backward_func()
             losses = []
             for step in range(steps):
+                print(f"train_actor step {step} ({step + 1} of {steps})", flush=True)
                 losses.append(gpt.train_step(forward_backward))
-                print(f"training step {step + 1} of {steps}", flush=True)
-            for _ in _captured(steps):
+            passes = len(_captured(steps))
+            for step in range(passes):
+                print(f"train_log_probs step {step} ({step + 1} of {passes})", flush=True)
                 gpt.log_probs_pass(forward_backward)
-            print("log-prob passes", flush=True)
-            gpt.evaluate(forward_backward)
             print("evaluation pass", flush=True)
+            gpt.evaluate(forward_backward)
+            print("finishing the files", flush=True)
     return {"losses": losses, "parameters": gpt.parameter_digest()}
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A progress bar on a terminal, a line per phase elsewhere. Gives ``advance(text)``."""
+    """A progress bar on a terminal, a line per phase elsewhere. Gives ``advance(text)``, for a phase that begins."""
     if not sys.stderr.isatty():
         print("  starting the ranks", file=sys.stderr, flush=True)
         yield lambda line: print(f"  {line.rstrip()}", file=sys.stderr, flush=True)

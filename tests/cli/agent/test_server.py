@@ -316,7 +316,32 @@ FAULTS: list[tuple[str, dict[str, Any], list[str] | None]] = [
     ("trigger", {"directory": "job", "target": "evaluate", "steps": 0}, ["trigger", "job", "--target", "evaluate"]),
     ("simulate", {"forward_ms": [[1], [1, 2]], "microbatches": 4}, None),
     ("simulate", {"forward_ms": [[1]] * 4, "microbatches": 10**8}, None),
+    ("report", {"dir": "traces"}, None),
+    ("report", {"directory": "traces", "run": "x"}, None),
 ]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "names"),
+    [
+        ("report", {"dir": "traces"}, ["dir", "directory (required)", "part"]),
+        ("report", {"directory": "traces", "role": "actor"}, ["role", "directory (required)"]),
+        ("diff", {"before": "a"}, ["after"]),
+        ("simulate", {"forward_ms": [[1.0]], "microbatches": 0}, ["microbatches"]),
+        ("trigger", {"directory": "job", "what": "x"}, ["what", "target (required)"]),
+    ],
+)
+def test_a_wrong_argument_is_answered_with_the_right_ones(
+    tool: str, arguments: dict[str, Any], names: list[str]
+) -> None:
+    async def conversation() -> CallToolResult:
+        async with Client(server(allow_trigger=False)) as client:
+            return await client.call_tool(tool, arguments)
+
+    result = asyncio.run(conversation())
+    said = text(result)
+    assert (result.is_error, said.count("\n")) == (True, 0)
+    assert all(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", said) for name in names), said
 
 
 def test_a_fault_is_the_line_that_the_command_prints(

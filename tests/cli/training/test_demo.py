@@ -38,7 +38,18 @@ def test_the_stage_built_slow_is_the_one_named(tmp_path: Path) -> None:
         out = tmp_path / str(attempt)
         finished = demo("--layout", "2,6", "--out", str(out))
         assert finished.returncode == 0, finished.stderr
-        assert "training step 2 of 2" in finished.stderr
+        phases = [line.strip() for line in finished.stderr.splitlines() if line.startswith("  ")]
+        assert phases == [
+            "starting the ranks",
+            "train_actor step 0 (1 of 2)",
+            "train_actor step 1 (2 of 2)",
+            "train_log_probs step 0 (1 of 1)",
+            "evaluation pass",
+            "finishing the files",
+        ]
+        order = [finished.stderr.index(text) for text in ("train_actor step 1 (", "captured train_actor step 1:")]
+        assert order == sorted(order), "a step is announced before it is captured"
+        assert "Warning" not in finished.stderr, "Megatron-Core's, of what a CPU lacks"
         assert "ui.perfetto.dev" in finished.stdout
         assert str(out) in finished.stdout.replace("\n", "")
         assert len(list(out.glob("*.pt.trace.json.gz"))) == 4
