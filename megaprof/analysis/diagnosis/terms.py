@@ -200,14 +200,20 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
     if view.state.tail.any():
         yield Term("communication", lambda v: v.waiting(tail=np.zeros_like(v.state.tail)), group="dp", once=True)
 
-    def first(v: View) -> View:
-        passes = v.state.passes.copy()
-        passes[:, :, 0, 0, 0, 0] = np.maximum(passes[:, :, 0, 0, 0, 0] - v.first, 0.0)
-        return replace(v, state=replace(v.state, passes=passes), first=np.zeros_like(v.first))
-
-    yield Term("data_wait", first, stage=0, once=True, doubt_ms=OPENING_MS * float(table.opening.mean()))
+    yield Term("data_wait", _fed, stage=0, once=True, doubt_ms=OPENING_MS * float(table.opening.mean()))
     if view.stalled.any():
         yield Term("stalls", _unstalled, once=True)
+
+
+def unhurt(v: View) -> View:
+    """Steps in which no single pass takes longer than it should."""
+    return _unstalled(_fed(v))
+
+
+def _fed(v: View) -> View:
+    passes = v.state.passes.copy()
+    passes[:, :, 0, 0, 0, 0] = np.maximum(passes[:, :, 0, 0, 0, 0] - v.first, 0.0)
+    return replace(v, state=replace(v.state, passes=passes), first=np.zeros_like(v.first))
 
 
 def _unstalled(v: View) -> View:

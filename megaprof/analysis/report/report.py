@@ -25,7 +25,7 @@ from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.traces import UnreadableTrace
-from megaprof.analysis.what_if.what_if import what_if
+from megaprof.analysis.what_if.what_if import what_if, withheld
 from megaprof.formats.checks import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
@@ -181,10 +181,12 @@ def _target(
     fleet = next((fleet for fleet in fleets if fleet.key == key), None)
     found = diagnosed.get(key, Unfit("no step was recorded whole"))
     if isinstance(found, Unfit):
-        return TargetReport(measured, None, what_if(measured, calls, None), measured.unjudgeable or str(found), fleet)
+        why = measured.unjudgeable or str(found)
+        return TargetReport(measured, None, withheld(why), why, fleet)
     examined, diagnosis = found
+    own = [call for call in calls if _key(call) == key]
     captured = key in traced and set(examined.table.steps.tolist()) <= set(measured.steps)
-    return TargetReport(measured, diagnosis, what_if(measured, calls, diagnosis), None, fleet, captured)
+    return TargetReport(measured, diagnosis, what_if(examined, diagnosis, own), None, fleet, captured)
 
 
 def _others(directory: Path) -> list[Path]:

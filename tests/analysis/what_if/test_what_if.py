@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.analysis.agreeing import contradictions
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
-from megaprof.analysis.what_if.replay import in_flight_layers
+from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
-from tests.analysis.agreeing import contradictions
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline
 from tests.analysis.what_if.oracle import replay_layout
