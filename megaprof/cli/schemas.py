@@ -151,7 +151,11 @@ def _report() -> Any:
         notes=(texts, "What else must be known, in sentences."),
     )
     cause: dict[str, tuple[Any, str]] = {
-        **{name: (hint, _about(Cause)[name]) for name, hint in get_type_hints(Cause).items() if name in _AS_THEY_ARE},
+        **{
+            name: (hint, _about(Cause).get(name, ""))
+            for name, hint in get_type_hints(Cause).items()
+            if name in _AS_THEY_ARE
+        },
         "rank": (int | None, "The rank, where it is one."),
         "gain_ms": (float, _about(Cause)["price"]),
         "low_ms": (float, "The lower end of its 90 % interval."),

@@ -141,7 +141,10 @@ _Diagnosed = tuple[Examined, Diagnosis] | Unfit
 def _diagnosed(table: Table | Unfit) -> _Diagnosed:
     if isinstance(table, Unfit):
         return table
-    examined = examine(table)
+    try:
+        examined = examine(table)
+    except Unfit as reason:
+        return reason
     return examined, diagnose(examined)
 
 
