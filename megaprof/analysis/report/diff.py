@@ -80,8 +80,8 @@ class Kept:
     error: float
     """``predicted_ms`` over ``measured_ms``, minus 1."""
     inside: bool | None
-    """Whether ``measured`` is within the uncertainty of ``predicted``; None where that spans quicker and slower, so that
-    nothing was predicted."""
+    """Whether ``measured`` is within the uncertainty of ``predicted``; None where that spans quicker and slower, so
+    that nothing was predicted."""
 
     @property
     def told(self) -> str:
@@ -144,7 +144,8 @@ def compare(before: Report, after: Report) -> Diff:
         for where, only in (("first", old.keys() - new.keys()), ("second", new.keys() - old.keys()))
         if only
     ]
-    warnings += [f"{where} capture: {each}" for where, report in sides for each in report.warnings]
+    said = [(where, [*filter(None, [report.of_several]), *report.warnings]) for where, report in sides]
+    warnings += [f"{where} capture: {each}" for where, lines in said for each in lines]
     return Diff(tuple(_target(old[key], new[key]) for key in common), tuple(warnings))
 
 
