@@ -90,6 +90,8 @@ class RankSeries:
     """From the end of the step before to its start, by bucket."""
     counts: npt.NDArray[np.int32]
     """Steps, by bucket."""
+    mean_ms: float
+    """Its passes of an average step in milliseconds; NaN without any."""
     left_out: int
     """Steps that do not count: a window was open in them, or they failed. Not those in which it stood still."""
     again: int
@@ -211,7 +213,7 @@ def read_fleet(
     width = _width(runs)
     found = FleetReading(runs, width)
     done = 0
-    workers = at_most(workers, _useful(paths, len(items)))
+    workers = at_most(workers, useful(paths, len(items)))
     for item, part in zip(items, each(partial(_read_item, runs, width), items, workers), strict=True):
         found.add(part)
         done += sum(map(len, item))
@@ -403,6 +405,7 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
             finalize=finalize.astype(np.float32),
             between=_between(usable, first, width, len(counts)),
             counts=counts.astype(np.int32),
+            mean_ms=float(compute.mean()) / 1e3 if len(compute) else np.nan,
             left_out=int(len(calls) - len(usable) - stood.sum()),
             again=again,
             first_step=int(calls[0]["step"]),
@@ -490,5 +493,6 @@ def _merge(
     return every, merged
 
 
-def _useful(paths: Sequence[Path], items: int) -> int:
+def useful(paths: Sequence[Path], items: int) -> int:
+    """How many processes at most read files quicker than one does."""
     return 1 if sum(sizes_of(paths).values()) < _WORTH_IT else max(1, min(items, processors()))

@@ -90,11 +90,6 @@ def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = 
     return runs_of((*recorded, *(piece for piece in traced if not files or piece.line[2] in looked_at)), run)
 
 
-def timelines_of(runs: Runs, paths: Iterable[Path]) -> Iterator[Path]:
-    """Those of the chosen run."""
-    return (path for path in paths for piece in [*_recorded([path])][:1] if runs.has(piece.start_ns))
-
-
 def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
     """``run``: which to choose, from 1; None: the newest. Raises NoSuchRun."""
     every = sorted(pieces, key=lambda piece: piece.start_ns)
