@@ -9,12 +9,10 @@ from pathlib import Path
 
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.job import Job
-from megaprof.analysis.diagnosis.recorded import tables_of_timelines
+from megaprof.analysis.diagnosis.files import tables
 from megaprof.analysis.diagnosis.table import Table, Unfit
-from megaprof.analysis.diagnosis.traced import tables_of_calls
 from megaprof.analysis.fleet.fleet import Fleet, survey
-from megaprof.analysis.fleet.reading import FleetReading, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
 from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
@@ -88,13 +86,13 @@ def analyze(
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), run)
     warnings += fleet.warnings_of_files()
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
-    tables = tables_of_timelines(fleet.read) | tables_of_calls(calls)
+    of_jobs = tables(calls, fleet, workers)
     calls += _details(fleet, fleets, tuple(calls))
     if not calls and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
-    targets = tuple(_target(measured, calls, fleets, tables) for measured in measure(calls))
+    targets = tuple(_target(measured, calls, fleets, of_jobs) for measured in measure(calls))
     return Report(path, tuple(read), targets, together(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
 
 
@@ -161,7 +159,7 @@ def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[C
 
 
 def _target(
-    measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet], tables: Mapping[Job, Table | Unfit]
+    measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet], tables: Mapping[Key, Table | Unfit]
 ) -> TargetReport:
     key = measured.target, measured.role, measured.sizes
     fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
@@ -176,10 +174,10 @@ def _target(
     return TargetReport(measured, verdict, found, fleet and _with_gains(fleet, verdict.causes))
 
 
-def _advice(measured: TargetStages, calls: Sequence[Call], tables: Mapping[Job, Table | Unfit]) -> WhatIf:
+def _advice(measured: TargetStages, calls: Sequence[Call], tables: Mapping[Key, Table | Unfit]) -> WhatIf:
     if measured.unjudgeable:
         return withheld(measured.unjudgeable)
-    job = Job(measured.target, measured.role, measured.sizes)
+    job = Key(measured.target, measured.role, measured.sizes)
     table = tables.get(job, Unfit("no step was recorded whole"))
     if isinstance(table, Unfit):
         return withheld(str(table))
