@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.examine import Examined
+from megaprof.analysis.diagnosis.model import drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.diagnosis.terms import unhurt
@@ -192,9 +193,19 @@ def captured(run: Examined) -> Captured:
         tail=state.tail,
         replayed_ms=run.replayed_ms,
         content=run.view.now[:1],
-        drawn=run.model.draws.whole,
+        drawn=run.model.draws.whole * _luck(run)[..., None, None],
         rows=run.rows,
     )
+
+
+def _luck(run: Examined) -> Floats:
+    """[draw, s]: how many times as much work a stage might have had by the microbatches that it happened to get."""
+    own = np.moveaxis(run.model.own.mean(axis=1), 1, 2)  # [t, m, s]
+    random = np.random.default_rng(0)
+    steps = drawn_steps(len(own), random)
+    microbatches = random.integers(0, own.shape[1], (len(steps), own.shape[1]))
+    found: Floats = own[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
+    return found
 
 
 def _positive(before: Floats, after: Floats) -> Floats:
