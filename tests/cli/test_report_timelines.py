@@ -97,7 +97,7 @@ def test_one_run_of_several(timelines: Path) -> None:
 def test_the_command_of_a_finding_is_one_line_to_copy(tmp_path: Path) -> None:
     directory = tmp_path / "a directory"
     slow = [Slow(rank=5, from_step=20, factor=1.5)]
-    write_timelines(directory, WorldLayout(ParallelSizes.of(8, tp=2)), steps=60, microbatches=8, slow=slow)
+    write_timelines(directory, WorldLayout(ParallelSizes.of(8, tp=2, pp=2)), steps=60, microbatches=8, slow=slow)
     run = megaprof("report", directory, "--html", tmp_path / "report.html")
     command = f"megaprof trigger '{directory}' --target train_actor --steps 2 --select 4-5"
     assert f"  {command}" in run.stdout.splitlines()

@@ -72,7 +72,7 @@ def test_a_slow_collective_is_no_slow_compute(tmp_path: Path) -> None:
     (shift,) = fleet.synchronisation.synchronisation_shifts
     assert (shift.step, shift.until) == (50, None)
     assert shift.after_ms == pytest.approx(8 * shift.before_ms, rel=0.05)
-    assert findings(fleet)[0].startswith("Gradient synchronisation has taken 40.")
+    assert any(found.startswith("Gradient synchronisation has taken 40.") for found in findings(fleet))
 
 
 def test_the_slow_collective_of_a_stage(tmp_path: Path) -> None:
