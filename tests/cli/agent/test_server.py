@@ -33,6 +33,7 @@ from megaprof.formats.job.requests import Answer
 from megaprof.metrics.look import View, look_at
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
 from tests.cli.jobs.test_status import Job
 from tests.cli.running import ROOT, check
@@ -426,7 +427,7 @@ def test_nothing_but_the_protocol_is_written_to_standard_output(tmp_path: Path) 
         rest = process.stdout.read()
         assert process.wait(60) == 0
     assert [each["id"] for each in received] == [1, 2]
-    assert "stage 0 slow" in received[1]["result"]["content"][0]["text"]
+    assert "layers of stage 0" in received[1]["result"]["content"][0]["text"]
     assert rest == ""
 
 
@@ -459,7 +460,7 @@ def test_documents_help_and_schemas_can_be_read(tmp_path: Path) -> None:
 
 
 def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> None:
-    pipeline(tmp_path, [2] * 40 + [4] + [2] * 23)
+    write(Scenario("many stages", layers=(2,) * 40 + (4,) + (2,) * 23, microbatches=32, gpu=False), tmp_path)
     found = excerpt(answers.of_report(str(tmp_path), None), details=answers.DETAILS)
     assert len(found) <= MOST
     summary = json.loads(found)
