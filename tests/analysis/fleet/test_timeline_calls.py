@@ -212,7 +212,7 @@ def test_beside_a_straggler_the_advice_is_what_the_step_takes_without_it(tmp_pat
     layout = WorldLayout(ParallelSizes.of(16, pp=4))
     rank = layout.rank_of(tp=0, cp=0, dp=2, pp=1)
     job: dict[str, Any] = {"steps": 60, "noise": 0.01}
-    slow = report_of(tmp_path / "slow", layout, slow=[Slow(rank=rank, from_step=20, factor=1.6)], **job)
+    slow = report_of(tmp_path / "slow", layout, slow=[Slow(rank=rank, from_step=0, factor=1.6)], **job)
     healthy = report_of(tmp_path / "healthy", layout, **job)
     assert all(rank not in stage.ranks for stage in slow.measured.stages)
     (fixed,) = slow.what_if.candidates
