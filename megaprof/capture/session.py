@@ -449,7 +449,8 @@ class Session:
             opened.overall.close()
         recorders = self._recorders_of(opened)
         if opened.call is not None or opened.window.target == ANNOTATED:
-            late = opened.device.wait(self.config.flush_seconds if seconds is None else seconds, self._must_end)
+            limit = self.config.flush_seconds if seconds is None else seconds
+            late = opened.device.wait(limit, lambda: self._termination is not None and self._termination.due)
             self._save(opened, recorders, "; ".join(filter(None, (truncated, late))) or None)
         else:
             for recorder in recorders:
@@ -458,11 +459,9 @@ class Session:
         if opened.demand is not None:
             opened.demand.closes()
 
-    def _must_end(self) -> bool:
-        return self._termination is not None and self._termination.due
-
     def _save(self, opened: OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
         """Have the files of a window written."""
+        self._guard.closes()
         window = replace(opened.window, last=opened.last.number)
         call = opened.call or RecordedCall(NO_CALL, _NOTHING, Tape())
         try:
@@ -487,9 +486,9 @@ class Session:
         else:
             self.agenda.lose(opened.last, opened.asked, reason)
         if kind not in self._losses:  # each kind is said once: every window may fail
-            self._losses.add(kind)
             step = f"{opened.window.target} step {opened.last.number}"
             logger.error("megaprof: %s is not captured, and all else goes on: %s: %r", step, why, fault)
+        self._losses.add(kind)
 
     def _release(self) -> None:
         self._guard.stop()

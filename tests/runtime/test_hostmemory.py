@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.hostmemory import CLOSING_FACTOR, DEFAULT_SHARE, HostMemoryGuard, MemoryLimit, parse_limit
+from megaprof.runtime.neighbours import Neighbours
 
 GIB = 1 << 30
 
@@ -117,13 +119,18 @@ def test_this_machine_can_be_read() -> None:
 class Watched:
     """A guard over numbers that the test sets, and what it said."""
 
-    def __init__(self, limit: MemoryLimit, resident: int = 100, used: int = 100) -> None:
+    def __init__(self, limit: MemoryLimit, directory: Path, resident: int = 100, used: int = 100) -> None:
         self.resident, self.used, self.looks = resident, used, threading.Semaphore(0)
         self.reasons: list[str] = []
         self.said = threading.Event()
         bound = Bound("the container", self._read)
         self.guard = HostMemoryGuard(
-            limit, self._say, resident=lambda: self.resident, bounds=lambda: (bound,), interval=0.001
+            limit,
+            self._say,
+            resident=lambda: self.resident,
+            bounds=lambda: (bound,),
+            neighbours=lambda: Neighbours(directory),
+            interval=0.001,
         )
 
     def _read(self) -> tuple[int, int]:
@@ -144,29 +151,56 @@ def watchers() -> list[threading.Thread]:
     [
         (MemoryLimit(None, 0.8), {"used": 801}, "the container"),
         (MemoryLimit(500, 0.95), {"resident": 501}, "this process"),
-        # 60 more in the window, and closing it may take six times that.
+        # 60 more in the window, and closing it may take seven times that; so may another process of the host.
         (MemoryLimit(500, 0.95), {"resident": 160}, "this process"),
         (MemoryLimit(None, 0.8), {"used": 460, "resident": 160}, "the container"),
+        (MemoryLimit(None, 0.8), {"others": 701}, "the container"),
+        (MemoryLimit(None, 0.8), {"others": 300, "used": 160, "resident": 160}, "the container"),
     ],
 )
-def test_a_bound_is_reported_once(limit: MemoryLimit, change: dict[str, int], said: str) -> None:
-    watched = Watched(limit)
+def test_a_bound_is_reported_once(limit: MemoryLimit, change: dict[str, int], said: str, tmp_path: Path) -> None:
+    watched = Watched(limit, tmp_path)
+    with Neighbours(tmp_path):
+        (directory,) = tmp_path.iterdir()
+    (directory / "999999999").write_text("700")  # of a process that is gone
     watched.guard.start()
     for _ in range(3):
         assert watched.looks.acquire(timeout=30)
     assert watched.reasons == []
+    if "others" in change:
+        (directory / "1").write_text(str(change["others"]))
     vars(watched).update(change)
     assert watched.said.wait(30)
+    watched.guard.stop()
     for thread in watchers():
         thread.join(30)
     (reason,) = watched.reasons
     assert reason.startswith(f"host memory: {said} uses")
     assert "--profile-max-host-memory allows" in reason
+    assert {path.name for path in directory.iterdir()} == ({"1"} if "others" in change else set())
+
+
+def test_while_a_window_closes_the_others_are_told_what_that_still_takes(tmp_path: Path) -> None:
+    watched = Watched(MemoryLimit(None, 1.0), tmp_path)
+
+    def told(needed: int) -> None:
+        deadline = time.monotonic() + 30
+        while sum(int(path.read_text() or 0) for path in tmp_path.glob("*/*")) != needed:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    watched.guard.start()
+    told(0)
+    watched.resident += 20
+    told(20 * CLOSING_FACTOR)
+    watched.guard.closes()
+    watched.resident += 50
+    told(20 * CLOSING_FACTOR - 50)
     watched.guard.stop()
 
 
-def test_the_thread_lives_while_it_watches_and_no_longer() -> None:
-    watched = Watched(MemoryLimit(None, 0.8))
+def test_the_thread_lives_while_it_watches_and_no_longer(tmp_path: Path) -> None:
+    watched = Watched(MemoryLimit(None, 0.8), tmp_path)
     assert watchers() == []
     watched.guard.start()
     (thread,) = watchers()
