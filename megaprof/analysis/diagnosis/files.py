@@ -15,12 +15,16 @@ from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, r
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.pool import Workers
 from megaprof.analysis.trace.reading import read_all, sources_in
+from megaprof.analysis.trace.runs import runs_in
 
 
 def tables_in(directory: Path, workers: Workers = 1) -> dict[Key, Table | Unfit]:
-    """The table of every job below ``directory``, or why there is none."""
+    """The table of every job of the newest run below ``directory``, or why there is none."""
     calls = [call for reading in read_all(sources_in(directory), workers) for call in reading.calls]
-    return tables(calls, read_fleet(find_timelines(directory), workers), workers)
+    timelines = find_timelines(directory)
+    runs = runs_in(calls, timelines)
+    own = (call for call in calls if runs.has(call.start))
+    return tables(own, read_fleet(timelines, workers, runs=runs), workers)
 
 
 def tables(calls: Iterable[Call], reading: FleetReading, workers: Workers = 1) -> dict[Key, Table | Unfit]:
