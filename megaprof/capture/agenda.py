@@ -63,6 +63,8 @@ class _Entry:
     """The step that was captured, or put off, last: a step that runs again is not captured again."""
     captured: set[int] = field(default_factory=set)
     """Wanted steps that have their file."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Wanted steps whose window failed, and why."""
     owed: deque[int] = field(default_factory=deque)
     """Wanted steps in which another window was open, oldest first: each takes the next free call instead."""
 
@@ -196,6 +198,10 @@ class Agenda:
         """The window of ``step`` has closed with a file."""
         self._entry(step.target, step.role).captured.add(step.number if asked is None else asked)
 
+    def lose(self, step: Step, asked: int | None, reason: str) -> None:
+        """The window of ``step`` failed, because of ``reason``: it has no file."""
+        self._entry(step.target, step.role).lost[step.number if asked is None else asked] = reason
+
     def captures(self, target: str) -> bool:
         """Whether ``target`` is asked for at all."""
         return target == ANNOTATED or target in self._config.target
@@ -251,6 +257,7 @@ def _together(entries: list[_Entry]) -> _Entry:
         plan=entries[0].plan if entries else None,
         seen=[min(seen), max(seen)] if seen else [],
         captured=set().union(*(entry.captured for entry in entries)),
+        lost={number: reason for entry in entries for number, reason in entry.lost.items()},
         owed=deque(number for entry in entries for number in entry.owed),
         ran=max((entry.ran for entry in entries), default=0),
     )
@@ -262,18 +269,22 @@ def _missing(entry: _Entry) -> Iterator[str]:
     first, last = entry.seen
     ran = f"step {first} ran" if first == last else f"steps {first}-{last} ran"
     if isinstance(entry.plan, StepList):
-        left = entry.plan.left(entry.captured | set(entry.owed), _LISTED)
+        left = entry.plan.left(entry.captured | entry.lost.keys() | set(entry.owed), _LISTED)
         if left:
             more = ", ..." if len(left) == _LISTED else ""
             steps = "step" if len(left) == 1 else "steps"
             yield f"{steps} {join_spans(spans_of(left), ', ')}{more} never came: {ran}"
     elif isinstance(entry.plan, Schedule) and entry.plan.repeat:
         windows = entry.plan.active * entry.plan.repeat
-        there = len(entry.captured) + len(entry.owed)
+        there = len(entry.captured | entry.lost.keys()) + len(entry.owed)
         if there < windows:
             needed = entry.plan.skip_first + entry.plan.cycle * entry.plan.repeat
             came = f"{there} of {counted(windows, 'step')} of the schedule came"
             yield f"{came}: it needs {counted(needed, 'call')}, and {entry.ran} ran"
+    if entry.lost:
+        listed = join_spans(spans_of(list(entry.lost)[:_LISTED]), ", ")
+        more = ", ..." if len(entry.lost) > _LISTED else ""
+        yield f"step {listed}{more} was not captured: {list(entry.lost.values())[-1]}"
     if entry.owed:
         listed = join_spans(spans_of(list(entry.owed)[:_LISTED]), ", ")
         yield f"step {listed} was not captured: another window was open, and no free call came after it"

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from megaprof.capture.agenda import Step
 from megaprof.recorders import Recorder
 from megaprof.runtime.interruption import from_host
+from megaprof.runtime.isolation import in_full
 from megaprof.runtime.logs import logger
 
 
@@ -66,6 +67,4 @@ class Prepared:
 
     def leave(self, used: Sequence[Recorder]) -> None:
         """End what is prepared, but for the recorders that are ``used`` now."""
-        for each in self._recorders:
-            if all(each is not other for other in used):
-                each.discard()
+        in_full(*(each.discard for each in self._recorders if all(each is not other for other in used)))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megaprof.capture.agenda import Agenda, Number, Step, check_role
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
 from megaprof.capture.demand import Demand
+from megaprof.capture.opened import OpenWindow
 from megaprof.capture.scope import current
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL
@@ -23,10 +24,10 @@ from megaprof.recorders.describe import describe
 from megaprof.recorders.emit import Range
 from megaprof.recorders.graph_names import names
 from megaprof.recorders.tape import Tape
-from megaprof.runtime.device import GRACE_SECONDS, DeviceWait, capturing
+from megaprof.runtime.device import GRACE_SECONDS, capturing
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
-from megaprof.runtime.isolation import Contained, contained, in_full
+from megaprof.runtime.isolation import Contained, contained, fault_now, in_full
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -37,38 +38,11 @@ if TYPE_CHECKING:
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-@dataclass
-class _OpenWindow:
-    """The window that a session has open."""
-
-    window: Window
-    """What the recorders were asked for."""
-    last: Step
-    """The last step in it so far; the first one at first."""
-    merges: bool
-    """True: wanted steps that follow go into it, too."""
-    asked: int | None = None
-    """The step that `last` is captured instead of; None: itself."""
-    overall: Range | None = None
-    """The range of the running step of a window that outlives the call that opened it, or had none."""
-    call: RecordedCall | None = None
-    """The window's first call: what the metadata describe."""
-    demand: Demand | None = None
-    """What asked for it while the job ran."""
-    thread: int = field(default_factory=threading.get_ident)
-    """The thread that opened it, which alone can close it."""
-    device: DeviceWait = field(default_factory=DeviceWait)
-    """For when it closes: what the device has not finished then is not in it."""
-
-    def is_of(self, step: Step) -> bool:
-        """Whether ``step`` is of the same target and role."""
-        return (step.target, step.role) == (self.last.target, self.last.role)
-
-
 class Session:
     """Decides, call by call, whether a window opens, and drives the recorders. Runs on the training thread.
 
-    A fault in here disables the session for the rest of the run; it never reaches the caller.
+    A window whose recorder fails is lost, and nothing else is. Any other fault in here turns the session off for the
+    rest of the run. Neither reaches the caller.
     """
 
     #: The session whose window is open. A process holds one Kineto session, so it has one open window at most; what
@@ -97,10 +71,11 @@ class Session:
         framework: str | None = None,
         termination: Termination | None = None,
     ) -> None:
-        """``iteration``, ``pass_iteration`` and ``host_step``: see `Agenda`. ``window_ended`` is called once every file
-        of a window is with the writer; ``repeat`` says the how-manieth window of its names one is that opens;
+        """``iteration``, ``pass_iteration``, ``host_step``: see `Agenda`. ``window_ended`` is called once every file of
+        a window is with the writer; ``repeat`` says the how-manieth window of its names one is that opens;
         ``framework`` names the host; ``termination`` keeps a SIGTERM from ending a window half-way."""
-        self.disabled = False
+        self.off: str | None = None
+        """Why nothing more is recorded in this run, after a fault; None: it is."""
         self._termination = termination
         self._held: AbstractContextManager[object] = _NOTHING if termination is None else termination
         self._window_ended = window_ended
@@ -118,13 +93,19 @@ class Session:
         #: A capture that was asked for while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
         self._roles = {role}
+        self._losses: set[str] = set()
         self._offloading = Offloading(config)
         self._pace = Pace()
         #: What is prepared behind the call that runs, because the next one is captured.
         self._coming: Sequence[Recorder] = ()
         self._thread = threading.get_ident()
-        self._open_window: _OpenWindow | None = None
+        self._open_window: OpenWindow | None = None
         self._guard = HostMemoryGuard(parse_limit("max_host_memory", config.max_host_memory), self._memory_ran_out)
+
+    @property
+    def disabled(self) -> bool:
+        """True after a fault: nothing more is recorded in this run."""
+        return self.off is not None
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
@@ -236,17 +217,23 @@ class Session:
                     self._close(None)
 
     def interrupt(self, call: RecordedCall, reason: str) -> None:
-        """Close the process's open window in the middle of ``call``, for which ``end`` must not be called any more."""
-        with Contained("closing a window early", self.abandon), self._held:
+        """`cut`, and end the timeline's step: ``end`` must not be called any more."""
+        with Contained("closing a window early", self.abandon):
             if call.line is not None and self.timeline is not None:
                 self.timeline.end(call.line, failed=False)
+        self.cut(call, reason)
+
+    def cut(self, call: RecordedCall, reason: str) -> None:
+        """Close the process's open window in the middle of ``call``, which the timeline goes on with."""
+        with Contained("closing a window early", self.abandon), self._held:
+            call.ranged = False
             call.outermost.__exit__(None, None, None)
             if Session._holder is not None:
                 Session._holder.finish(reason, GRACE_SECONDS)
 
     def abandon(self) -> None:
         """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""
-        self.disabled = True
+        self.off = self.off or fault_now()
         opened, demand = self._open_window, self.demand
         overall = None if opened is None else opened.overall
         with self._held:
@@ -277,7 +264,7 @@ class Session:
         if ahead is not None:
             ahead.leave(() if self._open_window is None else self._recorders_of(self._open_window))
 
-    def _recorders_of(self, opened: _OpenWindow) -> Sequence[Recorder]:
+    def _recorders_of(self, opened: OpenWindow) -> Sequence[Recorder]:
         return self._recorders if opened.demand is None else opened.demand.recorders
 
     def _meet(self, role: str | None) -> None:
@@ -292,7 +279,7 @@ class Session:
         if self.demand is None or not self._open_demanded(self.demand, facts, step, begun):
             self._open_due(facts, step, begun)
 
-    def _settle_open_window(self, opened: _OpenWindow, facts: CallFacts, step: Step, begun: Step | None) -> None:
+    def _settle_open_window(self, opened: OpenWindow, facts: CallFacts, step: Step, begun: Step | None) -> None:
         """Close the window that is open, where this call ends it, or take the step that begins into it."""
         if opened.window.target == ANNOTATED:
             if opened.call is None and (refusal := self._offloading.refusal(facts.chunks)) is not None:
@@ -305,7 +292,7 @@ class Session:
         elif opened.merges and opened.is_of(step) and step.number != opened.last.number:
             self._extend_or_close(opened, step)
 
-    def _extend_or_close(self, opened: _OpenWindow, step: Step) -> None:
+    def _extend_or_close(self, opened: OpenWindow, step: Step) -> None:
         if not opened.merges:
             self._close(None)
         elif opened.asked is None and self.agenda.joins(step, opened.last):
@@ -315,7 +302,7 @@ class Session:
         else:
             self._close(None)
 
-    def _extend(self, opened: _OpenWindow, step: Step, asked: int | None) -> None:
+    def _extend(self, opened: OpenWindow, step: Step, asked: int | None) -> None:
         self.agenda.has_file(opened.last, opened.asked)
         self.agenda.take(step, asked)
         opened.last, opened.asked = step, asked
@@ -323,7 +310,7 @@ class Session:
             opened.overall.close()
             opened.overall = self._whole_step(step)
 
-    def _goes_on(self, opened: _OpenWindow) -> bool:
+    def _goes_on(self, opened: OpenWindow) -> bool:
         return self.agenda.goes_on(opened.last) if opened.asked is None else self.agenda.owes(opened.last)
 
     def _open_demanded(self, demand: Demand, facts: CallFacts, step: Step, begun: Step | None) -> bool:
@@ -342,17 +329,10 @@ class Session:
         if refusal is not None:
             demand.give_up(refusal)
             return False
-        try:
-            self._open(captured, demand=demand)
-        except Exception as fault:
-            if from_host(fault):
-                raise
-            logger.warning("megaprof: a capture on demand could not start: %r", fault)
-            demand.give_up(f"it could not start: {fault}")
-            in_full(*(recorder.discard for recorder in demand.recorders), self._release)
-            return False
-        demand.taken.append(captured.number)
-        return True
+        opens = self._open(captured, demand=demand)
+        if opens:
+            demand.taken.append(captured.number)
+        return opens
 
     def _open_due(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
         """Open the window that is due with this call, if any. What cannot be opened now takes a later call."""
@@ -372,18 +352,19 @@ class Session:
         while due:
             chosen = due.pop(0)
             self.agenda.take(chosen)
-            if (refusal := self._refusal_of(facts, chosen)) is None:
-                self._open(chosen)
+            refusal = self._refusal_of(facts, chosen)
+            if refusal is not None:
+                logger.error("megaprof: %s step %d is not captured: %s", chosen.target, chosen.number, refusal)
+            elif self._open(chosen):
                 return
-            logger.error("megaprof: %s step %d is not captured: %s", chosen.target, chosen.number, refusal)
         for each in steps:
             asked = self.agenda.owed(each)
             if asked is not None and self._refusal_of(facts, each) is None:
-                self._open(each, asked=asked)
                 self.agenda.take(each, asked)
-                return
+                if self._open(each, asked=asked):
+                    return
 
-    def _put_off(self, step: Step, opened: _OpenWindow | None) -> None:
+    def _put_off(self, step: Step, opened: OpenWindow | None) -> None:
         """``step`` is wanted, and a window is open, which ``opened`` was before this call."""
         inside = Session._holder._open_window if Session._holder is not None else opened
         target = inside.window.target if inside is not None else None
@@ -433,23 +414,30 @@ class Session:
             Session.memory_full = reason
             Session.urgent = True
 
-    def _open(self, step: Step, *, asked: int | None = None, demand: Demand | None = None) -> None:
+    def _open(self, step: Step, *, asked: int | None = None, demand: Demand | None = None) -> bool:
+        """False: it could not start."""
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
         window = Window(step.target, role, step.number, self.coords, asked=asked)
         window = replace(window, repeat=self._repeat(window))
         Session._holder = self
         merges = self.config.merge_steps and demand is None and step.target != ANNOTATED
-        self._open_window = opened = _OpenWindow(window, step, merges, asked, demand=demand)
-        self._guard.start()
-        for recorder in reversed(self._recorders if demand is None else demand.recorders):
-            recorder.start(window)
+        self._open_window = opened = OpenWindow(window, step, merges, asked, demand=demand)
+        try:
+            self._guard.start()
+            for recorder in reversed(self._recorders if demand is None else demand.recorders):
+                recorder.start(window)
+        except Exception as fault:
+            if from_host(fault):
+                raise
+            self._lose(opened, "it could not start", fault)
+            return False
         if step.target in (ANNOTATED, TRAIN_OVERALL):
             opened.overall = self._whole_step(step)
+        return True
 
     def _whole_step(self, step: Step) -> Range:
-        entering = Range(ranges.step_range(step.target, step.number, self.coords))
-        entering.__enter__()
+        (entering := Range(ranges.step_range(step.target, step.number, self.coords))).__enter__()
         return entering
 
     def _close(self, truncated: str | None, seconds: float | None = None, *, last: bool = False) -> None:
@@ -461,7 +449,8 @@ class Session:
             opened.overall.close()
         recorders = self._recorders_of(opened)
         if opened.call is not None or opened.window.target == ANNOTATED:
-            late = opened.device.wait(self.config.flush_seconds if seconds is None else seconds, self._must_end)
+            limit = self.config.flush_seconds if seconds is None else seconds
+            late = opened.device.wait(limit, lambda: self._termination is not None and self._termination.due)
             self._save(opened, recorders, "; ".join(filter(None, (truncated, late))) or None)
         else:
             for recorder in recorders:
@@ -470,26 +459,36 @@ class Session:
         if opened.demand is not None:
             opened.demand.closes()
 
-    def _must_end(self) -> bool:
-        return self._termination is not None and self._termination.due
-
-    def _save(self, opened: _OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
+    def _save(self, opened: OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
         """Have the files of a window written."""
+        self._guard.closes()
         window = replace(opened.window, last=opened.last.number)
         call = opened.call or RecordedCall(NO_CALL, _NOTHING, Tape())
-        metadata = describe(window, call, self.config, truncated, self._framework)
         try:
+            metadata = describe(window, call, self.config, truncated, self._framework)
             for recorder in recorders:
                 recorder.stop(window, metadata)
             self._window_ended(window)
         except Exception as fault:
-            if opened.demand is None or from_host(fault):
+            if from_host(fault):
                 raise
-            logger.warning("megaprof: a capture on demand could not be written: %r", fault)
-            opened.demand.give_up(f"it could not be written: {fault}")
-            in_full(*(recorder.discard for recorder in recorders))
-        if opened.demand is None:
-            self.agenda.has_file(opened.last, opened.asked)
+            self._lose(opened, "it could not be written", fault)
+        else:
+            if opened.demand is None:
+                self.agenda.has_file(opened.last, opened.asked)
+
+    def _lose(self, opened: OpenWindow, why: str, fault: Exception) -> None:
+        """A tool failed: there is no file of this window. Later ones are tried again, and the timeline goes on."""
+        in_full(*(recorder.discard for recorder in self._recorders_of(opened)), self._release)
+        reason, kind = f"{why}: {fault}", f"{why}: {type(fault).__name__}"
+        if opened.demand is not None:
+            opened.demand.give_up(reason)
+        else:
+            self.agenda.lose(opened.last, opened.asked, reason)
+        if kind not in self._losses:  # each kind is said once: every window may fail
+            step = f"{opened.window.target} step {opened.last.number}"
+            logger.error("megaprof: %s is not captured, and all else goes on: %s: %r", step, why, fault)
+        self._losses.add(kind)
 
     def _release(self) -> None:
         self._guard.stop()

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run",
         metavar="N",
         type=int,
-        help="report on the N-th run where DIR holds timelines of several; 1 is the oldest [the newest]",
+        help="report on the N-th run where DIR holds the files of several; 1 is the oldest [the newest]",
     )
     parser.add_argument(
         "--workers",

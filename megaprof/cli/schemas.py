@@ -162,6 +162,8 @@ def _report() -> Any:
     return _shape(
         "Report",
         version=(text, "The version of megaprof that wrote it."),
+        run=(int, _about(Report)["run"]),
+        runs=(int, _about(Report)["runs"]),
         targets=(_many(target), "One for every target, role and set of parallel sizes."),
         warnings=(texts, "About single files."),
         standstill=(Standstill | None, _about(Report)["standstill"]),

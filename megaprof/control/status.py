@@ -81,6 +81,7 @@ class Reporter:
             capture=capture,
             ended=ended,
             off=session.disabled,
+            why=session.off,
         )
 
     def _device_position(self) -> Position | None:

@@ -60,7 +60,7 @@ class CaptureTask:
 
     def _prepare(self, writer: Writer) -> None:
         if self._session.disabled:
-            raise Refused("profiling is off on this rank since a fault, which its log has")
+            raise Refused(f"profiling is off on this rank since a fault: {self._session.off}")
         config = recorder_config(self.request, str(self._directory))
         if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
             raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
@@ -134,7 +134,7 @@ class CaptureTask:
         if time.monotonic() > self._until:
             self.cancel(f"it was not carried out within {self.request.timeout:.0f} s")
         if self._session.disabled and not demand.over:
-            self._say(states.FAILED, "profiling went off on this rank after a fault, which its log has")
+            self._say(states.FAILED, f"profiling went off on this rank after a fault: {self._session.off}")
         elif demand.over and demand.closed >= len(demand.taken):
             self._finish(demand)
         elif demand.taken:

@@ -17,7 +17,7 @@ from megaprof.recorders.emit import Range
 from megaprof.recorders.tape import Gate, Hook
 from megaprof.recorders.timeline.recorder import TimelineRecorder
 from megaprof.runtime.device import capturing
-from megaprof.runtime.isolation import contained, in_full
+from megaprof.runtime.isolation import contained, fault_now, in_full
 from megaprof.runtime.logs import logger
 
 Code = Callable[[RecordedCall, tuple[Any, ...], dict[str, Any]], int]
@@ -143,10 +143,8 @@ class Dispatcher:
         try:
             if Session.memory_full is not None:
                 reason, Session.memory_full = Session.memory_full, None
-                logger.warning("megaprof: the window closes early and is the last one of this run: %s", reason)
-                self.interrupt(reason)
-                for session, _ in self._routes:
-                    session.disabled = True
+                logger.warning("megaprof: the window closes early: %s", reason)
+                self._cut(reason)
             while self._leaving and self._recording is None:
                 self.interrupt("the hooks were removed")
                 in_full(self._leaving[0])
@@ -165,6 +163,17 @@ class Dispatcher:
             recording[0].interrupt(recording[1], reason)
         for session, _ in self._routes:
             session.finish(reason)
+
+    def _cut(self, reason: str) -> None:
+        """The same, and the timeline goes on with the call."""
+        in_full(*([] if self.modules is None else [self.modules.close]))
+        call = None
+        if self._recording is not None:
+            session, call = self._recording
+            session.cut(call, reason)
+        for session, _ in self._routes:
+            session.finish(reason)
+        self._now(None if call is None or call.line is None else call)
 
     def _put_back(self) -> None:
         """Undo what was done to the host for the call that is recorded. Can be run twice."""
@@ -187,7 +196,7 @@ class Dispatcher:
         self._now(None)
         self._dropped = self._touched()
         for session in self._dropped:
-            session.disabled = True
+            session.off = session.off or fault_now()
         in_full(self._put_back, *([self._abandon] if self.inside is None else []))
 
     def _touched(self) -> list[Session]:

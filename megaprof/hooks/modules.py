@@ -76,8 +76,10 @@ class ModuleRanges:
 
     @property
     def _active(self) -> bool:
-        """A graph, or a reference to a shadowed method, may outlive the call: it must do nothing then."""
-        return self._dispatcher.call is self._call
+        """A graph, or a reference to a shadowed method, may outlive the call: it must do nothing then, nor when the
+        window has closed early."""
+        call = self._dispatcher.call
+        return call is not None and call is self._call and call.ranged
 
     def ranged(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """``original`` inside a range called ``name``, and hooks for the range of its backward."""

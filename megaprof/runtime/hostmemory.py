@@ -10,7 +10,8 @@ Two bounds, of which ``--profile-max-host-memory`` sets one:
 * a share (``80%``): memory in use, of the tightest control group above this process (v1 and v2) and of the machine.
   Page cache counts as free: the kernel gives it back. 95 % unless it is the share that was set.
 
-Either bound already counts what closing the window is going to take.
+Either bound already counts what closing the window is going to take, and a share also what the other processes of this
+host need to close theirs (`neighbours`): ranks capture the same step, so they close together.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from dataclasses import dataclass
 
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.logs import logger
+from megaprof.runtime.neighbours import Neighbours
 
 DEFAULT_SHARE = 0.95
-#: Stopping and exporting a Kineto trace took 6 times what recording it had taken (torch 2.13, CPU: 89 MB, then 525).
-CLOSING_FACTOR = 6
+#: Stopping and exporting a Kineto trace took so many times what recording it had taken, at most: 3.6 to 6.7 by options,
+#: torch 2.13, CPU activity (``python -m tests.benchmarks.closing``; docs/architecture.md has the figures).
+CLOSING_FACTOR = 7
 #: A look costs ~0.1 ms of the interpreter lock.
 INTERVAL_SECONDS = 0.1
 
@@ -81,18 +84,22 @@ class HostMemoryGuard:
         *,
         resident: Callable[[], int] = resident_bytes,
         bounds: Callable[[], tuple[Bound, ...]] = find_bounds,
+        neighbours: Callable[[], Neighbours] = Neighbours,
         interval: float = INTERVAL_SECONDS,
     ) -> None:
         self._limit = limit
         self._on_limit = on_limit
         self._resident = resident
         self._find_bounds = bounds
+        self._neighbours = neighbours
         self._interval = interval
+        self._closing = False
         self._done: threading.Event | None = None
 
     def start(self) -> None:
         """Begin to watch. Costs the caller the start of a thread."""
         self.stop()
+        self._closing = False
         self._done = done = threading.Event()
         threading.Thread(target=self._watch, args=(done,), name="megaprof-host-memory", daemon=True).start()
 
@@ -102,40 +109,47 @@ class HostMemoryGuard:
             self._done.set()
             self._done = None
 
+    def closes(self) -> None:
+        """The window is being closed: there is nothing to watch any more, but others are told what that still takes."""
+        self._closing = True
+
     def _watch(self, done: threading.Event) -> None:
         try:
-            bounds, before = self._find_bounds(), self._resident()
-            while True:
-                reason = self._over(bounds, before)
-                if done.is_set():
-                    return
-                if reason is not None:
-                    self._on_limit(reason)
-                    return
-                if done.wait(self._interval):
-                    return
+            bounds, before, recorded, said = self._find_bounds(), self._resident(), 0, False
+            with self._neighbours() as neighbours:
+                while not done.is_set():
+                    resident = self._resident()
+                    closing, taken = self._closing, max(0, resident - before)
+                    recorded = recorded if closing else taken
+                    needed = max(0, recorded + CLOSING_FACTOR * recorded - taken)
+                    neighbours.say(needed)
+                    if not closing and not said:
+                        reason = self._over(bounds, resident, needed, neighbours.others())
+                        if reason is not None and not done.is_set():
+                            said = True
+                            self._on_limit(reason)
+                    done.wait(self._interval)
         except Exception:  # a file of the kernel's that is not as we know it must not reach anybody
             logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
 
-    def _over(self, bounds: tuple[Bound, ...], before: int) -> str | None:
-        """Why the window must close now, or None."""
-        resident = self._resident()
-        closing = CLOSING_FACTOR * max(0, resident - before)
+    def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int, others: int) -> str | None:
+        """Why the window must close now, or None. ``needed``: what closing it takes, ``others``: the same of theirs."""
         size = self._limit.size
-        if size is not None and resident + closing > size:
-            return _reason("this process", resident, closing, size, size)
+        if size is not None and resident + needed > size:
+            return _reason("this process", resident, needed, 0, size, size)
         for bound in bounds:
             used, there_is = bound.read()
             allowed = int(there_is * self._limit.share)
-            if used + closing > allowed:
-                return _reason(bound.name, used, closing, allowed, there_is)
+            if used + needed + others > allowed:
+                return _reason(bound.name, used, needed, others, allowed, there_is)
         return None
 
 
-def _reason(name: str, used: int, closing: int, allowed: int, there_is: int) -> str:
+def _reason(name: str, used: int, needed: int, others: int, allowed: int, there_is: int) -> str:
     gib = 1 << 30
     total = "" if there_is == allowed else f" (of {there_is / gib:.2f})"
+    theirs = f", those of other processes here {others / gib:.2f} GiB" if others else ""
     return (
-        f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take {closing / gib:.2f} GiB more, and "
-        f"--profile-max-host-memory allows {allowed / gib:.2f} GiB{total}"
+        f"host memory: {name} uses {used / gib:.2f} GiB, closing the window may take {needed / gib:.2f} GiB more"
+        f"{theirs}, and --profile-max-host-memory allows {allowed / gib:.2f} GiB{total}"
     )

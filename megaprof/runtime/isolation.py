@@ -3,6 +3,7 @@ while our code runs always does (`interruption`)."""
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -56,6 +57,12 @@ def contained(doing: str, on_fault: Callable[[], None], fault: BaseException) ->
         place,
     )
     return True
+
+
+def fault_now() -> str:
+    """Returns what is being handled by an ``except``, or a clean-up after it, in a few words."""
+    fault = sys.exc_info()[1]
+    return "a fault" if fault is None else f"{type(fault).__name__}: {fault}"
 
 
 def in_full(*steps: Callable[[], object]) -> None:

@@ -223,7 +223,14 @@ def test_what_no_job_would_write_is_refused(name: str, change: dict[str, Any]) -
 def listening(directory: Path, rank: int) -> Listener:
     config = ProfileConfig(target=("train_actor",), dir=str(directory), on_demand=True)
     session = SimpleNamespace(
-        config=config, coords=LAYOUT.coords(rank), role=None, calls={}, timeline=None, disabled=False, demand=None
+        config=config,
+        coords=LAYOUT.coords(rank),
+        role=None,
+        calls={},
+        timeline=None,
+        disabled=False,
+        off=None,
+        demand=None,
     )
     return Listener(session, LAYOUT, Writer(), directory, every=0.1)  # type: ignore[arg-type]
 

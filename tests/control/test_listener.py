@@ -439,7 +439,14 @@ def follower(tmp_path: Path) -> Callable[[], Listener]:
     layout = WorldLayout(ParallelSizes(pp=2))
     config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), on_demand=True)
     session = SimpleNamespace(
-        config=config, coords=layout.coords(1), role=None, calls={}, timeline=None, disabled=False, demand=None
+        config=config,
+        coords=layout.coords(1),
+        role=None,
+        calls={},
+        timeline=None,
+        disabled=False,
+        off=None,
+        demand=None,
     )
 
     def make() -> Listener:

@@ -178,7 +178,14 @@ def test_one_line_and_training_goes_on(shared: Path, precious: Path, caplog: pyt
     layout = WorldLayout(ParallelSizes(pp=2))
     config = ProfileConfig(target=("train_actor",), dir=str(shared), on_demand=True)
     session = SimpleNamespace(
-        config=config, coords=layout.coords(0), role=None, calls={}, timeline=None, disabled=False, demand=None
+        config=config,
+        coords=layout.coords(0),
+        role=None,
+        calls={},
+        timeline=None,
+        disabled=False,
+        off=None,
+        demand=None,
     )
     ended: list[None] = []
     caplog.set_level(logging.INFO, "megaprof")
@@ -204,7 +211,14 @@ def test_a_run_record_of_another_user_is_not_believed_by_the_leader(shared: Path
     layout = WorldLayout(ParallelSizes(pp=2))
     config = ProfileConfig(target=("train_actor",), dir=str(shared), on_demand=True)
     session = SimpleNamespace(
-        config=config, coords=layout.coords(0), role=None, calls={}, timeline=None, disabled=False, demand=None
+        config=config,
+        coords=layout.coords(0),
+        role=None,
+        calls={},
+        timeline=None,
+        disabled=False,
+        off=None,
+        demand=None,
     )
     listener = Listener(session, layout, Writer(), shared, every=0.01)  # type: ignore[arg-type]
     listener.look()

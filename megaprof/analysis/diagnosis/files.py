@@ -1,20 +1,56 @@
-"""Tables of passes from all files of a directory: each is opened once."""
+"""Tables of passes from all that was read of a directory."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
-from megaprof.analysis.diagnosis.job import Job
+import numpy as np
+
 from megaprof.analysis.diagnosis.recorded import tables_of_timelines
-from megaprof.analysis.diagnosis.table import Table, Unfit
+from megaprof.analysis.diagnosis.table import Floats, Table, Unfit
 from megaprof.analysis.diagnosis.traced import tables_of_calls
+from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
+from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.pool import Workers
 from megaprof.analysis.trace.reading import read_all, sources_in
-from megaprof.formats.remote import files_below
-from megaprof.formats.timeline import SUFFIX
+from megaprof.analysis.trace.runs import runs_in
 
 
-def tables_in(directory: Path, workers: Workers = 1) -> dict[Job, Table | Unfit]:
-    """The table of every job below ``directory``, or why there is none; of a job with traces from these."""
+def tables_in(directory: Path, workers: Workers = 1) -> dict[Key, Table | Unfit]:
+    """The table of every job of the newest run below ``directory``, or why there is none."""
     calls = [call for reading in read_all(sources_in(directory), workers) for call in reading.calls]
-    return tables_of_timelines(sorted(files_below(directory, (SUFFIX,)))) | tables_of_calls(calls)
+    timelines = find_timelines(directory)
+    runs = runs_in(calls, timelines)
+    own = (call for call in calls if runs.has(call.start))
+    return tables(own, read_fleet(timelines, workers, runs=runs), workers)
+
+
+def tables(calls: Iterable[Call], reading: FleetReading, workers: Workers = 1) -> dict[Key, Table | Unfit]:
+    """The table of every job, or why there is none: from traces, from timelines, or from both together."""
+    found = tables_of_timelines(reading, workers)
+    for key, traced in tables_of_calls(calls).items():
+        recorded = found.get(key)
+        if isinstance(recorded, Table) and isinstance(traced, Table):
+            found[key] = beside(recorded, traced)
+        elif not isinstance(recorded, Table):
+            found[key] = traced
+    return found
+
+
+def beside(recorded: Table, traced: Table) -> Table:
+    """A timeline's steps with what a trace tells of passes: the parts of them that are exposed communication or an idle
+    GPU. A trace that has as many ranks, or another schedule, stands for itself."""
+    alike = recorded.schedule == traced.schedule
+    if not alike or traced.ranks[..., : traced.compute.shape[3]].size >= recorded.ranks.size:
+        return traced
+
+    def part(lost: Floats) -> Floats:
+        """[t, d, s, c, k, m]: milliseconds of each pass, for the usual part of the traced ones."""
+        usual = np.median(lost / np.maximum(traced.passes, 1e-9), axis=(0, 1, 5))
+        found: Floats = recorded.passes * usual[..., None]
+        return found
+
+    exposed = {group: part(each) for group, each in traced.exposed.items()}
+    return replace(recorded, exposed=exposed, idle=part(traced.idle))

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from megaprof.analysis.diagnosis.table import RankSteps, Table, Unfit, tabulate
+from megaprof.analysis.fleet.reading import Key
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
-from megaprof.parallel.topology import ParallelSizes, RankCoords
-
-
-class Job(NamedTuple):
-    """What is laid out in one table."""
-
-    target: str
-    role: str | None
-    sizes: ParallelSizes
+from megaprof.parallel.topology import RankCoords
 
 
 def place_of(coords: RankCoords) -> tuple[int, int]:
@@ -61,12 +53,12 @@ def layers_of(metadata: Metadata) -> tuple[float, ...]:
     return tuple(math.nan if chunk.layers is None else float(chunk.layers) for chunk in metadata.chunks)
 
 
-def table_of(job: Job, ranks: Iterable[RankSteps], metadata: Metadata, schedule: PipelineSchedule) -> Table:
+def table_of(key: Key, ranks: Iterable[RankSteps], metadata: Metadata, schedule: PipelineSchedule) -> Table:
     """Raises Unfit, see `tabulate`."""
     return tabulate(
         list(ranks),
         schedule,
-        target=job.target,
-        role=job.role,
+        target=key.target,
+        role=key.role,
         rendezvous=rendezvous_of(metadata, schedule.forward_only),
     )

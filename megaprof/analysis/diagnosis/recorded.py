@@ -1,137 +1,245 @@
-"""Tables of passes from timelines. Every file is opened once; steps are chosen from the first one that holds them."""
+"""Tables of passes from timelines that were read for the whole run: their events, of some ranks and steps."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.job import Job, layers_of, place_of, schedule_of, table_of
+from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.policy import STEPS
 from megaprof.analysis.diagnosis.table import CALLS, RankSteps, Table, Unfit
+from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
+from megaprof.analysis.trace.pool import Workers, at_most
+from megaprof.analysis.trace.pool import each as in_processes
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
 
-_LEFT_OUT = format.FAILED | format.CAPTURED | format.INCOMPLETE
+_LEFT_OUT = format.FAILED | format.CAPTURED
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
+#: Passes in a table at most, so that it fits into memory and time: first steps are left out, down to so many, ...
+_MOST_PASSES = 1_000_000
+_FEWEST_STEPS = 16
+#: ... then replicas, of which half are the slowest.
 
 
-class _Piece(NamedTuple):
-    """Some steps of one rank from one file, and what they are of."""
-
-    metadata: Metadata
-    schedule: PipelineSchedule
-    steps: RankSteps
-
-
-def tables_of_timelines(paths: Iterable[Path]) -> dict[Job, Table | Unfit]:
-    """The table of every job, or why there is none. Files that cannot be read are left out."""
-    wanted: dict[Job, npt.NDArray[np.int64]] = {}
-    pieces: dict[Job, dict[int, list[_Piece]]] = defaultdict(lambda: defaultdict(list))
-    refused: dict[Job, Unfit] = {}
-    for path in paths:
+def tables_of_timelines(reading: FleetReading, workers: Workers = 1) -> dict[Key, Table | Unfit]:
+    """The table of every job, or why there is none, from the files of the run that was read. ``workers`` as there."""
+    found: dict[Key, Table | Unfit] = {}
+    for key, series in reading.series.items():
         try:
-            timeline = format.read_timeline(path)
-        except format.UnreadableTimeline:
-            continue
-        for job, rows in _jobs(timeline).items():
-            numbers = timeline.steps["step"][rows].astype(np.int64) << CALLS | timeline.steps["index"][rows]
-            chosen = wanted.setdefault(job, _spread(np.unique(numbers)))
-            try:
-                piece = _piece(timeline, rows[np.isin(numbers, chosen)])
-            except Unfit as fault:
-                refused.setdefault(job, fault)
-                continue
-            if piece is not None:
-                pieces[job][piece.steps.rank].append(piece)
-    found: dict[Job, Table | Unfit] = dict(refused)
-    for job, by_rank in pieces.items():
-        first = next(iter(by_rank.values()))[0]
-        alike = [[piece.steps for piece in own if piece.schedule == first.schedule] for own in by_rank.values()]
-        ranks = [_joined(own) for own in alike if own]
-        try:
-            found[job] = table_of(job, ranks, first.metadata, first.schedule)
+            found[key] = _table(key, series, reading.files.get(key, {}), workers)
         except Unfit as fault:
-            found[job] = fault
+            found[key] = fault
     return found
 
 
-def _jobs(timeline: format.Timeline) -> dict[Job, npt.NDArray[np.intp]]:
-    """The rows of the steps of each job that have times and were not disturbed by a window."""
-    found: dict[Job, npt.NDArray[np.intp]] = {}
-    whole = (timeline.steps["flags"] & _LEFT_OUT) == 0
-    for number, metadata in enumerate(timeline.metadata):
-        job = Job(metadata.target, metadata.role, metadata.sizes)
-        rows = np.flatnonzero(whole & (timeline.steps["metadata"] == number))
-        if len(rows):
-            found[job] = np.concatenate((found[job], rows)) if job in found else rows
+class _Plan(NamedTuple):
+    """What is read of every rank's files."""
+
+    key: Key
+    schedule: PipelineSchedule
+    metadata: Metadata
+    numbers: npt.NDArray[np.int64]
+    """Steps, with their calls in the lowest `CALLS` bits."""
+    origin: int
+    """Nanoseconds on the wall clock that times are counted from: floats hold the rest exactly."""
+
+
+class _Rank(NamedTuple):
+    """One rank whose files are read, for all that wait for each other in its passes."""
+
+    files: tuple[Path, ...]
+    names: tuple[tuple[int, str | None], ...]
+    replica: int
+    peer: int
+
+
+def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], workers: Workers) -> Table:
+    replicas = _replicas(series.ranks, key.sizes.pp)
+    every = max((rank for own in replicas.values() for peers in own for rank in peers), key=lambda r: r.counts.sum())
+    plan = _plan(key, files[every.coords.rank], {each.step for each in series.stood})
+    own = plan.schedule
+    of_rank = own.chunks * len(own.kinds) * own.microbatches
+    most = max(1, _MOST_PASSES // (own.stages * of_rank))
+    steps = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most // len(replicas)))
+    plan = plan._replace(numbers=_spread(plan.numbers, steps))
+    chosen = _chosen(replicas, max(1, most // steps))
+    groups = [peers for replica in chosen for peers in replicas[replica]]
+    # Peers wait for each other in every pass: one of them shows what all take, but not who of them enters late.
+    alone = steps * sum(map(len, groups)) * of_rank > _MOST_PASSES
+    items = [
+        _Rank(files[peer.coords.rank], tuple((each.coords.rank, each.host) for each in own), *place_of(peer.coords))
+        for peers in groups
+        for peer, own in ([(peers[0], peers)] if alone else [(peer, [peer]) for peer in peers])
+    ]
+    items = [item._replace(peer=0) for item in items] if alone else items
+    paths = [path for item in items for path in item.files]
+    workers = at_most(workers, useful(paths, len(items)))
+    read = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
+    if not read:
+        raise Unfit("no step was recorded with the times of its microbatches")
+    table = table_of(key, read, plan.metadata, own)
+    if len(chosen) == len(replicas):
+        return table
+    # For all that is seen of it, the reduction may have waited for a replica that is not here.
+    least = np.minimum(table.reduction, table.reduction.min())
+    return replace(table, reduction=least, length=table.length - table.reduction + least)
+
+
+def _replicas(ranks: Sequence[RankSeries], stages: int) -> dict[int, list[list[RankSeries]]]:
+    """By replica its stages, each with the ranks that wait for each other there. Raises Unfit where no replica has all
+    of its stages."""
+    found: dict[int, dict[int, list[RankSeries]]] = defaultdict(lambda: defaultdict(list))
+    for rank in sorted(ranks, key=lambda rank: rank.coords.rank):
+        if len(rank.counts):
+            found[place_of(rank.coords)[0]][rank.coords.pp].append(rank)
+    if not found:
+        raise Unfit("every step failed, stood still, or was disturbed by a window")
+    whole = {
+        replica: [own[pp] for pp in sorted(own)]
+        for replica, own in sorted(found.items())
+        if set(own) == set(range(stages))
+    }
+    if not whole:
+        held = len({pp for own in found.values() for pp in own})
+        some = f"{held} of {stages} stages were recorded"
+        raise Unfit(some if held < stages else "of no pipeline all stages were recorded")
+    return whole
+
+
+def _chosen(replicas: Mapping[int, list[list[RankSeries]]], most: int) -> list[int]:
+    """So many replicas at most: those that hold the slowest ranks, for they make a step as long as it is, and others
+    evenly, which say what is usual."""
+    if len(replicas) <= most:
+        return list(replicas)
+    every = list(replicas)
+    mean = np.array([[peers[0].mean_ms for peers in own] for own in replicas.values()])
+    slow = (mean - np.median(mean, axis=0)).max(axis=1)
+    first = [every[n] for n in np.argsort(-slow, kind="stable")[: -(-most // 2)]]
+    others = [replica for replica in every if replica not in first]
+    places = np.linspace(0, len(others) - 1, most - len(first)).round().astype(int)
+    return sorted({*first, *(others[n] for n in places.tolist())})
+
+
+def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
+    """What most of one rank's steps are like, and which these are. Raises Unfit."""
+    alike: dict[tuple[object, ...], list[tuple[Metadata, npt.NDArray[np.int64], int]]] = defaultdict(list)
+    reasons: list[str] = []
+    for path in files:
+        with suppress(format.UnreadableTimeline):
+            timeline = format.read_timeline(path, events=False)
+            for number, metadata in enumerate(timeline.metadata):
+                if Key(metadata.target, metadata.role, metadata.sizes) != key:
+                    continue
+                own = timeline.steps[(timeline.steps["metadata"] == number) & _usable(timeline)]
+                own = own[~np.isin(own["step"], list(without))]
+                if not len(own):
+                    reasons += [metadata.ranges.reason] if metadata.ranges.reason else []
+                    continue
+                alike[_shape(metadata)].append((metadata, _numbers(own), int(own["start_ns"][0])))
+    if not alike:
+        raise Unfit(next(iter(reasons), "no step was recorded with the times of its microbatches"))
+    most = max(alike.values(), key=lambda parts: sum(len(numbers) for _, numbers, _ in parts))
+    metadata = most[-1][0]
+    schedule = schedule_of(metadata, metadata.forward_only)
+    return _Plan(key, schedule, metadata, np.unique(np.concatenate([part[1] for part in most])), most[0][2])
+
+
+def _shape(metadata: Metadata) -> tuple[object, ...]:
+    """What all steps of a table have in common."""
+    return metadata.schedule, metadata.microbatches, metadata.forward_only, len(metadata.chunks)
+
+
+def _usable(timeline: format.Timeline) -> npt.NDArray[np.bool_]:
+    steps = timeline.steps
+    found: npt.NDArray[np.bool_] = (steps["flags"] & (_LEFT_OUT | format.INCOMPLETE) == 0) & (steps["duration"] > 0)
     return found
 
 
-def _spread(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Some of them, evenly; of several never the first, in which caches are cold."""
+def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    found: npt.NDArray[np.int64] = steps["step"].astype(np.int64) << CALLS | steps["index"]
+    return found
+
+
+def _spread(numbers: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """So many of them, evenly; of several never the first, in which caches are cold."""
     numbers = numbers[1:] if len(numbers) > 3 else numbers
-    places = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), STEPS)).round().astype(int))
+    places = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int))
     found: npt.NDArray[np.int64] = numbers[places]
     return found
 
 
-def _piece(timeline: format.Timeline, rows: npt.NDArray[np.intp]) -> _Piece | None:
-    """Raises Unfit for a schedule that no table has."""
-    events = [(row, own) for row in rows.tolist() if (own := timeline.events(row)) is not None]
-    if not events:
-        return None
-    metadata = timeline.metadata[int(timeline.steps["metadata"][events[0][0]])]
-    schedule = schedule_of(metadata, metadata.forward_only)
-    shape = (len(events), schedule.chunks, len(schedule.kinds), schedule.microbatches)
+def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
+    """The steps of one rank; of a step that ran again, the last time counts. None where it has none of them."""
+    found: dict[int, tuple[int, format.Timeline, int]] = {}
+    for path in rank.files:
+        with suppress(format.UnreadableTimeline):
+            timeline = format.read_timeline(path)
+            own = [
+                number
+                for number, each in enumerate(timeline.metadata)
+                if Key(each.target, each.role, each.sizes) == plan.key and _shape(each) == _shape(plan.metadata)
+            ]
+            numbers = _numbers(timeline.steps)
+            wanted = _usable(timeline) & np.isin(timeline.steps["metadata"], own) & np.isin(numbers, plan.numbers)
+            for row in np.flatnonzero(wanted).tolist():
+                number, start = int(numbers[row]), int(timeline.steps["start_ns"][row])
+                if number not in found or found[number][0] <= start:
+                    found[number] = start, timeline, row
+    return _laid_out(plan, rank, found) if found else None
+
+
+def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Timeline, int]]) -> RankSteps:
+    numbers = sorted(found)
+    schedule = plan.schedule
+    shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end = np.full(shape, np.nan), np.full(shape, np.nan)
-    enter, reduced = np.zeros(len(events)), np.full(len(events), np.nan)
-    origin = int(timeline.steps["start_ns"][0]) // 10**15 * 10**15  # the same for all ranks: a float holds the rest
-    places: dict[int, tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], npt.NDArray[np.bool_]]] = {}
-    for t, (row, own) in enumerate(events):
-        fixed = timeline.steps[row]
-        number = int(fixed["shape"])
-        if number not in places:
-            places[number] = _places(own.code, schedule)
-        which, at, finalizing = places[number]
-        begun = (int(fixed["start_ns"]) - origin) / 1e6
-        start[t].reshape(-1)[at] = begun + own.start[which] / 1e3
-        end[t].reshape(-1)[at] = begun + own.end[which] / 1e3
-        enter[t] = begun
-        if finalizing.any() and metadata.sizes.dp > 1:
-            reduced[t] = begun + own.end[finalizing].max() / 1e3
-    replica, peer = place_of(metadata.coords)
-    kept = [row for row, _ in events]
-    steps = timeline.steps["step"][kept].astype(np.int64) << CALLS | timeline.steps["index"][kept]
-    order = np.argsort(steps, kind="stable")
-    return _Piece(
-        metadata,
-        schedule,
-        RankSteps(
-            rank=metadata.coords.rank,
-            stage=metadata.coords.pp,
-            replica=replica,
-            peer=peer,
-            host=metadata.host,
-            layers=layers_of(metadata),
-            steps=steps[order],
-            start=start[order],
-            end=end[order],
-            compute=(end - start)[order],
-            idle=np.zeros(shape),
-            exposed={},
-            enter=enter[order],
-            reduced=reduced[order],
-            opening=np.zeros(len(kept), dtype=np.bool_),
-            device=bool(timeline.steps["flags"][kept[0]] & format.DEVICE_CLOCK),
-        ),
+    enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
+    device = False
+    places: dict[bytes, tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], npt.NDArray[np.bool_]]] = {}
+    for t, number in enumerate(numbers):
+        start_ns, timeline, row = found[number]
+        enter[t] = (start_ns - plan.origin) / 1e6
+        device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
+        own = timeline.events(row)
+        if own is None:
+            continue  # damaged: the step is not whole
+        code = own.code.tobytes()
+        if code not in places:
+            places[code] = _places(own.code, schedule)
+        which, at, finalizing = places[code]
+        start[t].reshape(-1)[at] = enter[t] + own.start[which] / 1e3
+        end[t].reshape(-1)[at] = enter[t] + own.end[which] / 1e3
+        if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
+            reduced[t] = enter[t] + own.end[finalizing].max() / 1e3
+    metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
+    return RankSteps(
+        names=rank.names,
+        stage=metadata.coords.pp,
+        replica=rank.replica,
+        peer=rank.peer,
+        layers=layers_of(metadata),
+        steps=np.array(numbers),
+        start=start,
+        end=end,
+        compute=end - start,
+        idle=np.zeros(shape),
+        exposed={},
+        enter=enter,
+        reduced=reduced,
+        opening=np.zeros(len(numbers), dtype=np.bool_),
+        device=device,
     )
 
 
@@ -141,31 +249,16 @@ def _places(
     """Which events are passes, where in [c, k, m] each stands, and which are gradient finalisation."""
     kind = code & codes.KIND_MASK
     if (kind == codes.COMBINED).any():
-        raise Unfit("forwards and backwards run combined: their own times are not known")
+        raise Unfit("forwards and backwards run combined, so their own times are not known")
     which = np.flatnonzero((kind == codes.FORWARD) | (kind == codes.BACKWARD))
     at = []
-    for each in code[which].tolist():
-        name = codes.name(each)
+    for each_code in code[which].tolist():
+        name = codes.name(each_code)
         fields = {} if name is None else name.fields
-        chunk, microbatch, pass_kind = fields.get("chunk"), fields.get("mb"), _PASSES[each & codes.KIND_MASK]
+        chunk, microbatch, pass_kind = fields.get("chunk"), fields.get("mb"), _PASSES[each_code & codes.KIND_MASK]
         if chunk is None or microbatch is None or pass_kind >= len(schedule.kinds):
             raise Unfit("the microbatch or the model chunk of a pass is not known")
         if chunk >= schedule.chunks or microbatch >= schedule.microbatches:
             raise Unfit("a pass bears a number that its schedule does not have")
         at.append((chunk * len(schedule.kinds) + pass_kind) * schedule.microbatches + microbatch)
     return which, np.array(at, dtype=np.intp), kind == codes.FINALIZE
-
-
-def _joined(pieces: Sequence[RankSteps]) -> RankSteps:
-    """One rank's steps from several files; of a step that ran again, the last time counts."""
-    if len(pieces) == 1 and len(np.unique(pieces[0].steps)) == len(pieces[0].steps):
-        return pieces[0]
-    numbers = np.concatenate([piece.steps for piece in pieces])
-    enter = np.concatenate([piece.enter for piece in pieces])
-    order = np.lexsort((enter, numbers))
-    last = order[np.append(np.diff(numbers[order]) != 0, True)]
-    arrays = {
-        name: np.concatenate([getattr(piece, name) for piece in pieces])[last]
-        for name in ("steps", "start", "end", "compute", "idle", "enter", "reduced", "opening")
-    }
-    return replace(pieces[0], **arrays)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.diagnosis.policy import QUARTILE
 from megaprof.parallel.schedules import PipelineSchedule
 
 Floats = npt.NDArray[np.float64]
@@ -43,7 +44,7 @@ class Table:
     opening: npt.NDArray[np.bool_]
     """[t]: whether a profiler was opened for it, which takes time at its beginning."""
     ranks: npt.NDArray[np.int64]
-    """[d, s, p]: global ranks."""
+    """[d, s, p]: global ranks; more than computed, where one rank's passes show those of all its peers."""
     hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
     """[d][s][p]: their hosts."""
     layers: Floats
@@ -82,11 +83,11 @@ class RankSteps:
     [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
-    rank: int
+    names: tuple[tuple[int, str | None], ...]
+    """Global rank and host: its own, then those of peers whose passes these are, too."""
     stage: int
     replica: int
     peer: int
-    host: str | None
     layers: tuple[float, ...]
     steps: npt.NDArray[np.int64]
     start: Floats
@@ -111,10 +112,7 @@ def tabulate(
     rendezvous: bool | None,
 ) -> Table:
     """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
-    common = sorted(set.intersection(*(set(r.steps.tolist()) for r in ranks)))
-    if not common:
-        raise Unfit("no step was recorded by all ranks")
-    order, positions = _places(ranks, schedule.stages)
+    order, common, positions = _places(ranks, schedule.stages)
 
     def stacked(name: str) -> Floats:
         """[t, d, s, p, ...] of one array of every rank."""
@@ -144,6 +142,7 @@ def tabulate(
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed[group] = table.min(axis=3)[whole]
     since = first[:, None, None, None, None, None]
+    names = _names(order, positions)
     entry = enter.max(axis=3) - first[:, None, None] if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
         target=target,
@@ -152,8 +151,8 @@ def tabulate(
         rendezvous=rendezvous,
         steps=np.array(common)[whole] >> CALLS,
         opening=stacked("opening").max(axis=(1, 2, 3))[whole].astype(np.bool_),
-        ranks=np.array([r.rank for r in order]).reshape(positions),
-        hosts=_nested([r.host for r in order], positions),
+        ranks=np.array([[rank for rank, _ in own] for own in names]).reshape(*positions[:2], -1),
+        hosts=_nested([[host for _, host in own] for own in names], positions[1]),
         layers=np.array([r.layers for r in order], dtype=float).reshape(*positions, -1)[0, :, 0],
         start=(start.min(axis=3) - since)[whole],
         end=(end.max(axis=3) - since)[whole],
@@ -167,9 +166,13 @@ def tabulate(
     )
 
 
-def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], tuple[int, int, int]]:
-    """The ranks of whole replicas in the order of replica, stage and peer, and how many there are of each."""
-    by_replica: dict[int, dict[tuple[int, int], RankSteps]] = {}
+_Place = tuple[int, int]  # stage and peer
+
+
+def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], list[int], tuple[int, int, int]]:
+    """The ranks of whole replicas in the order of replica, stage and peer, the steps that all of them have, and how
+    many there are of each. Raises Unfit."""
+    by_replica: dict[int, dict[_Place, RankSteps]] = {}
     for each in ranks:
         by_replica.setdefault(each.replica, {})[each.stage, each.peer] = each
     peers = {place[1] for own in by_replica.values() for place in own}
@@ -177,7 +180,6 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], t
     whole = {replica: own for replica, own in sorted(by_replica.items()) if set(own) == wanted}
     if not whole:
         # One peer of each stage is enough for a pipeline.
-        whole = {}
         for replica, own in sorted(by_replica.items()):
             first = {stage: min(peer for s, peer in own if s == stage) for stage in {s for s, _ in own}}
             if set(first) == set(range(stages)):
@@ -185,14 +187,47 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], t
         peers = {0}
     if not whole:
         captured = len({each.stage for each in ranks})
-        raise Unfit(f"{captured} of {stages} stages were recorded")
-    order = [own[place] for own in whole.values() for place in sorted(own)]
-    return order, (len(whole), stages, len(peers))
+        raise Unfit(
+            f"{captured} of {stages} stages were recorded"
+            if captured < stages
+            else "of no pipeline all stages were recorded"
+        )
+    kept, common = _with_steps(whole)
+    if not common:
+        raise Unfit("no step was recorded by all ranks of a pipeline")
+    order = [whole[replica][place] for replica in kept for place in sorted(whole[replica])]
+    return order, common, (len(kept), stages, len(peers))
 
 
-def _nested(items: Sequence[str | None], shape: tuple[int, int, int]) -> tuple[tuple[tuple[str | None, ...], ...], ...]:
-    d, s, p = shape
-    return tuple(tuple(tuple(items[(i * s + j) * p + n] for n in range(p)) for j in range(s)) for i in range(d))
+def _with_steps(whole: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[list[int], list[int]]:
+    """The replicas and their common steps of which there are most together: a rank that ended early, or began late,
+    does not take away all the others' steps."""
+    own = {
+        replica: set.intersection(*(set(rank.steps.tolist()) for rank in ranks.values()))
+        for replica, ranks in whole.items()
+    }
+    best: tuple[list[int], set[int]] = [], set()
+    chosen: list[int] = []
+    common: set[int] = set()
+    for replica in sorted(own, key=lambda each: -len(own[each])):
+        common = common & own[replica] if chosen else own[replica]
+        chosen.append(replica)
+        if len(chosen) * len(common) > len(best[0]) * len(best[1]):
+            best = list(chosen), common
+    return sorted(best[0]), sorted(best[1])
+
+
+def _names(order: Sequence[RankSteps], positions: tuple[int, int, int]) -> list[list[tuple[int, str | None]]]:
+    """Of every replica and stage the ranks and their hosts, as many of each."""
+    p = positions[2]
+    own = [[name for each in order[n : n + p] for name in each.names] for n in range(0, len(order), p)]
+    if len({len(names) for names in own}) > 1:
+        own = [[each.names[0] for each in order[n : n + p]] for n in range(0, len(order), p)]
+    return own
+
+
+def _nested(items: Sequence[Sequence[str | None]], stages: int) -> tuple[tuple[tuple[str | None, ...], ...], ...]:
+    return tuple(tuple(map(tuple, items[n : n + stages])) for n in range(0, len(items), stages))
 
 
 def _one_clock(
@@ -212,7 +247,8 @@ def _one_clock(
     d, s, p = shape
     shift = np.zeros((len(start), d, s, p))
     device = any(r.device for r in order)
-    hosts = np.array([r.host if r.host is not None else f"rank {r.rank}" for r in order], dtype=object).reshape(shape)
+    names = [r.names[0] for r in order]
+    hosts = np.array([f"rank {rank}" if host is None else host for rank, host in names], dtype=object).reshape(shape)
     if not device and len(set(hosts.flat)) == 1:
         return shift, True
     for stage in range(1, s):
@@ -250,9 +286,10 @@ def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule,
         slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - before).reshape(t, d, -1)
         if not each_step:
             slack, waited = (np.moveaxis(x, 0, 1).reshape(1, d, -1) for x in (slack, waited))
-        quickest = np.nanargmin(slack, axis=2)[..., None]
-        bounds.append(np.take_along_axis(slack, quickest, axis=2)[..., 0])
-        waits.append(np.take_along_axis(waited, quickest, axis=2)[..., 0])
+        order = np.argsort(slack, axis=2)[..., : max(1, round(QUARTILE * slack.shape[2]))]
+        bounds.append(np.take_along_axis(slack, order[..., :1], axis=2)[..., 0])
+        # Of messages that are as quick, to what a clock shows, some met a receiver that came just then.
+        waits.append(np.take_along_axis(waited, order, axis=2).max(axis=2))
     low, high = -bounds[0], bounds[1]
     width = np.maximum(high - low, 1e-9)
     of_low, of_high = (np.clip(wait, 1e-9, width / 2) for wait in waits)

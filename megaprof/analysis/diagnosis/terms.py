@@ -117,7 +117,7 @@ def _of_microbatches(table: Table, view: View) -> Iterator[Term]:
 
 
 def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
-    d, _, p = table.ranks.shape
+    d, p = table.compute.shape[1], table.compute.shape[3]
     of_rank = view.state.passes.sum(axis=(3, 4, 5))  # [n, d, s]
     least = LEAST * step_ms
     if d > 1:

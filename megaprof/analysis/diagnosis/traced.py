@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.job import Job, layers_of, place_of, schedule_of, table_of
+from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.table import CALLS, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.fleet.reading import Key
+from megaprof.analysis.stages.consistency import Findings
+from megaprof.analysis.stages.stages import counted
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call, grouped
 from megaprof.analysis.trace.intervals import covered, intervals
 from megaprof.formats import ranges
@@ -18,34 +21,44 @@ _INSIDE = ("tp", "ep", "cp", "unknown")
 _MS = 1e-6
 
 
-def tables_of_calls(calls: Iterable[Call]) -> dict[Job, Table | Unfit]:
-    """The table of every job, or why there is none."""
-    found: dict[Job, Table | Unfit] = {}
-    own = (call for call in calls if call.label != WHOLE_STEP and not call.incomplete)
-    for job, of_job in grouped(own, lambda call: Job(call.label, call.role, call.metadata.sizes)).items():
+def tables_of_calls(calls: Iterable[Call]) -> dict[Key, Table | Unfit]:
+    """The table of every job, or why there is none, from those of its calls that the report's stages count."""
+    found: dict[Key, Table | Unfit] = {}
+    for key, own in grouped(calls, lambda call: Key(call.label, call.role, call.metadata.sizes)).items():
         try:
-            found[job] = _table(job, of_job)
+            found[key] = _table(key, own)
         except Unfit as fault:
-            found[job] = fault
+            found[key] = fault
     return found
 
 
-def _table(job: Job, calls: Sequence[Call]) -> Table:
+def _table(key: Key, calls: list[Call]) -> Table:
+    if key.target == WHOLE_STEP:
+        raise Unfit("a whole step is more than its pipeline: causes are told of the calls inside it")
+    findings = Findings(stages=key.sizes.pp)
+    calls = counted(calls, key.sizes, findings)
+    if findings.unjudgeable:
+        raise Unfit(findings.unjudgeable)
+    if any(call.has_kernels and call.gpu is None for call in calls):
+        raise Unfit("the traces do not say who launched the GPU's kernels")
+    if not any(call.phases for call in calls):
+        raise Unfit("there are no microbatch ranges")
+    whole = [call for call in calls if not call.incomplete]
+    if not whole:
+        raise Unfit(f"no step was recorded whole: {calls[-1].incomplete}")
+    if any(phase.kind == ranges.COMBINED for call in whole for phase in call.phases):
+        raise Unfit("forwards and backwards run combined, so their own times are not known")
+    alike = grouped(whole, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only))
+    calls = max(alike.values(), key=len)
     first = calls[0]
-    if any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases):
-        raise Unfit("forwards and backwards run combined: their own times are not known")
-    if len({(call.metadata.schedule, call.metadata.microbatches, call.forward_only) for call in calls}) > 1:
-        raise Unfit("the calls differ in their schedule or in the number of microbatches")
     schedule = schedule_of(first.metadata, first.forward_only)
     origin = min(call.start for call in calls)
     by_rank = grouped(sorted(calls, key=lambda call: call.key), lambda call: call.rank)
     ranks = [_rank(own, schedule, origin) for own in by_rank.values()]
-    return table_of(job, ranks, first.metadata, schedule)
+    return table_of(key, ranks, first.metadata, schedule)
 
 
 def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> RankSteps:
-    latest = {call.key: call for call in calls}  # a step that was captured twice counts as it ran last
-    calls = [latest[key] for key in sorted(latest)]
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, waited = (np.full(shape, np.nan) for _ in range(4))
@@ -62,13 +75,12 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                 compute[at], waited[at] = each.compute_ns * _MS, each.exposed_ns * _MS
     replica, peer = place_of(metadata.coords)
     return RankSteps(
-        rank=metadata.coords.rank,
+        names=((metadata.coords.rank, metadata.host),),
         stage=metadata.coords.pp,
         replica=replica,
         peer=peer,
-        host=metadata.host,
         layers=layers_of(metadata),
-        steps=np.array([step << CALLS | index for step, index in sorted(latest)]),
+        steps=np.array([call.step << CALLS | call.index for call in calls]),
         start=start,
         end=end,
         compute=compute,
@@ -107,7 +119,7 @@ def _unfed(call: Call) -> tuple[list[int], list[int]]:
 
 def _reduced(call: Call, origin: int) -> float:
     """When gradients were reduced, NaN where nothing tells: replicas that are not parallel in data reduce none."""
-    if call.metadata.sizes.dp == 1 or call.forward_only:
+    if call.metadata.sizes.dp * call.metadata.sizes.cp == 1 or call.forward_only:
         return np.nan
     if call.gpu is not None:
         return (call.gpu.end - origin) * _MS

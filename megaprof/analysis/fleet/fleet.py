@@ -233,7 +233,9 @@ class Fleet:
 def survey(reading: FleetReading, directory: Path) -> list[Fleet]:
     """One `Fleet` for every target, role and set of sizes in ``reading``, of the job that writes to ``directory``."""
     return [
-        _fleet(key, series, reading.width.get(key, 1), directory, partial(_longest, key, reading.files.get(key, {})))
+        _fleet(
+            key, series, reading.width.get(key[:2], 1), directory, partial(_longest, key, reading.files.get(key, {}))
+        )
         for key, series in reading.series.items()
         if series.ranks
     ]

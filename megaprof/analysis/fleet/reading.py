@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.fleet.runs import Piece, Runs, runs_of
 from megaprof.analysis.fleet.standstills import StoodStill, stood_still, told_by
 from megaprof.analysis.fleet.trends import AROUND, LASTING_BUCKETS, Floats, Integers, moving_median, scatter
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
+from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.formats import timeline as format
 from megaprof.formats.checks import counted
 from megaprof.formats.metadata import Metadata
@@ -33,7 +33,6 @@ BIN = 0.005
 _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
 #: Bytes of files below which one process is quicker than several.
 _WORTH_IT = 512 << 20
-_SAMPLE = 8
 _MOST_TOLD = 5
 INDEX_BITS = 16
 #: Steps of which it is kept which replica was the slowest.
@@ -70,6 +69,9 @@ class Key(NamedTuple):
     sizes: ParallelSizes
 
 
+Widths = dict[tuple[str, str | None], int]
+
+
 @dataclass(frozen=True)
 class RankSeries:
     """One rank, with medians over buckets of steps in milliseconds, NaN for buckets without steps."""
@@ -88,6 +90,8 @@ class RankSeries:
     """From the end of the step before to its start, by bucket."""
     counts: npt.NDArray[np.int32]
     """Steps, by bucket."""
+    mean_ms: float
+    """Its passes of an average step in milliseconds; NaN without any."""
     left_out: int
     """Steps that do not count: a window was open in them, or they failed. Not those in which it stood still."""
     again: int
@@ -157,8 +161,8 @@ class FleetReading:
 
     runs: Runs = field(default_factory=Runs)
     """Those that lie there, of which one was read."""
-    width: dict[Key, int] = field(default_factory=dict)
-    """Steps per bucket."""
+    width: Widths = field(default_factory=dict)
+    """Steps per bucket, by target and role."""
     series: dict[Key, Series] = field(default_factory=dict)
     """The numbers."""
     files: dict[Key, dict[int, tuple[Path, ...]]] = field(default_factory=dict)
@@ -182,8 +186,7 @@ class FleetReading:
 
     def warnings_of_files(self) -> list[str]:
         """About single files, and one about all that end in the middle of a record."""
-        told = [runs] if (runs := self.runs.told()) else []
-        told += self.warnings[:_MOST_TOLD]
+        told = self.warnings[:_MOST_TOLD]
         if len(self.warnings) > _MOST_TOLD:
             told.append(f"{len(self.warnings) - _MOST_TOLD} more timelines could not be read to their end")
         if self.cut:
@@ -201,15 +204,16 @@ def find_timelines(directory: Path) -> list[Path]:
 
 
 def read_fleet(
-    paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None, run: int | None = None
+    paths: Sequence[Path], workers: Workers = 1, progress: Progress | None = None, runs: Runs | None = None
 ) -> FleetReading:
-    """Read every file once. ``workers`` as for `reading.read_all`; ``progress``: files done;
-    ``run``: which of several that lie there, from 1, the newest by default. Raises NoSuchRun."""
+    """Read every file once. ``workers`` as for `reading.read_all`; ``progress``: files done; ``runs``: of which one
+    is read, by default the newest."""
     items = _items(paths)
-    runs, width = _sampled(items, run)
+    runs = runs or runs_in((), paths)
+    width = _width(runs)
     found = FleetReading(runs, width)
     done = 0
-    workers = at_most(workers, _useful(paths, len(items)))
+    workers = at_most(workers, useful(paths, len(items)))
     for item, part in zip(items, each(partial(_read_item, runs, width), items, workers), strict=True):
         found.add(part)
         done += sum(map(len, item))
@@ -231,31 +235,16 @@ def _items(paths: Sequence[Path]) -> list[_Item]:
     return [list(by_rank.values()) for by_rank in groups.values()]
 
 
-def _sampled(items: Sequence[_Item], run: int | None) -> tuple[Runs, dict[Key, int]]:
-    """The runs, and steps per bucket of the chosen one, from the files of a few ranks."""
-    ranks = [files for item in items for files in item]
-    sample = ranks[:: max(1, len(ranks) // _SAMPLE)][:_SAMPLE]
-    pieces: list[tuple[Key, Piece, int]] = []
-    for files in sample:
-        for part in _steps_in(files, FleetReading(), None):
-            first, last = part.steps[0], part.steps[-1]
-            piece = Piece(
-                (part.key.target, part.key.role, part.metadata.coords.rank),
-                int(part.steps["step"].min()),
-                int(first["start_ns"]),
-                int(last["start_ns"]) + 1000 * int(last["duration"]),
-            )
-            pieces.append((part.key, piece, int(part.steps["step"].max())))
-    runs = runs_of((piece for _, piece, _ in pieces), run)
-    bounds: dict[Key, tuple[int, int]] = {}
-    for key, piece, high in pieces:
-        if runs.has(piece.start_ns):
-            old = bounds.get(key, (piece.first_step, high))
-            bounds[key] = min(piece.first_step, old[0]), max(high, old[1])
-    return runs, {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
+def _width(runs: Runs) -> Widths:
+    """Steps per bucket, from the timelines that were looked at."""
+    bounds: dict[tuple[str, str | None], tuple[int, int]] = {}
+    for piece in runs.pieces:
+        low, high = bounds.get(piece.line[:2], (piece.first_step, piece.last_step))
+        bounds[piece.line[:2]] = min(piece.first_step, low), max(piece.last_step, high)
+    return {key: max(1, -(-(high - low + 1) // MOST_BUCKETS)) for key, (low, high) in bounds.items()}
 
 
-def _read_item(runs: Runs, width: dict[Key, int], item: _Item) -> FleetReading:
+def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
     found = FleetReading(runs, width)
     groups: dict[tuple[Key, int, int], _Group] = {}
     for paths in item:
@@ -265,14 +254,14 @@ def _read_item(runs: Runs, width: dict[Key, int], item: _Item) -> FleetReading:
         for (key, rank), parts in by_rank.items():
             place = parts[-1].metadata.coords
             found.files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
-            usable = _add_rank(found.series.setdefault(key, Series()), parts, width.get(key, 1))
+            usable = _add_rank(found.series.setdefault(key, Series()), parts, width.get(key[:2], 1))
             groups.setdefault((key, place.pp, place.tp), _Group()).add(usable, place)
     for (key, pp, tp), group in groups.items():
         size, series = key.sizes.dp * key.sizes.cp, found.series[key]
         for least, kept in ((size, series.synchronising), (1, series.at_most)):
             steps, times = group.of(least)
             if len(steps):
-                first, medians, _ = bucketed(steps, times, width.get(key, 1))
+                first, medians, _ = bucketed(steps, times, width.get(key[:2], 1))
                 kept[pp, tp] = first, medians
         if size > 1 and (replicas := group.replicas(size)) is not None:
             series.replicas[pp, tp] = replicas
@@ -416,6 +405,7 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
             finalize=finalize.astype(np.float32),
             between=_between(usable, first, width, len(counts)),
             counts=counts.astype(np.int32),
+            mean_ms=float(compute.mean()) / 1e3 if len(compute) else np.nan,
             left_out=int(len(calls) - len(usable) - stood.sum()),
             again=again,
             first_step=int(calls[0]["step"]),
@@ -503,5 +493,6 @@ def _merge(
     return every, merged
 
 
-def _useful(paths: Sequence[Path], items: int) -> int:
+def useful(paths: Sequence[Path], items: int) -> int:
+    """How many processes at most read files quicker than one does."""
     return 1 if sum(sizes_of(paths).values()) < _WORTH_IT else max(1, min(items, processors()))

@@ -78,19 +78,21 @@ class Kept:
     measured: float
     """The step before over the step after."""
     error: float
-    """``predicted`` over ``measured``, minus 1."""
-    inside: bool
-    """Whether that is within the uncertainty."""
+    """``predicted_ms`` over ``measured_ms``, minus 1."""
+    inside: bool | None
+    """Whether ``measured`` is within the uncertainty of ``predicted``; None where that spans quicker and slower, so
+    that nothing was predicted."""
 
     @property
     def told(self) -> str:
         """All of it, a clause."""
-        off = f"the prediction is {words.percent(self.error, sign=True)} off"
         measured = f"measured {self.measured:.2f} times as fast ({words.number(self.measured_ms)} ms)"
+        predicted = f"{words.with_error(self.predicted, self.uncertainty)} times as fast"
+        if self.inside is None:
+            return f"{self.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
         return (
-            f"{self.what}: predicted {words.with_error(self.predicted, self.uncertainty)} times as fast "
-            f"({words.number(self.predicted_ms)} ms), {measured}: {off}, "
-            f"{'within' if self.inside else 'outside'} its uncertainty"
+            f"{self.what}: predicted {predicted} ({words.number(self.predicted_ms)} ms), {measured}: the prediction is "
+            f"{words.percent(self.error, sign=True)} off, {'within' if self.inside else 'outside'} its uncertainty"
         )
 
 
@@ -142,7 +144,8 @@ def compare(before: Report, after: Report) -> Diff:
         for where, only in (("first", old.keys() - new.keys()), ("second", new.keys() - old.keys()))
         if only
     ]
-    warnings += [f"{where} capture: {each}" for where, report in sides for each in report.warnings]
+    said = [(where, [*filter(None, [report.of_several]), *report.warnings]) for where, report in sides]
+    warnings += [f"{where} capture: {each}" for where, lines in said for each in lines]
     return Diff(tuple(_target(old[key], new[key]) for key in common), tuple(warnings))
 
 
@@ -183,6 +186,7 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
     for each in before.what_if.candidates:
         if each.layout == layout:
             measured = old.mean / new.mean
+            told = abs(each.speedup - 1.0) > each.speedup_uncertainty
             return Kept(
                 what=each.what,
                 layout=layout,
@@ -191,8 +195,8 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
                 predicted=each.speedup,
                 uncertainty=each.speedup_uncertainty,
                 measured=measured,
-                error=each.speedup / measured - 1.0,
-                inside=abs(each.speedup - measured) <= each.speedup_uncertainty,
+                error=each.step_ms / new.mean - 1.0,
+                inside=abs(each.speedup - measured) <= each.speedup_uncertainty if told else None,
             )
     return None
 

@@ -10,6 +10,7 @@ from megaprof.analysis.report.diff import Change, Diff, StageDiff, TargetDiff
 from megaprof.analysis.report.printing import heading, show_warnings, table, text
 from megaprof.analysis.stages.words import ABSENT, number, percent, title
 
+_KEPT = {True: "green", False: "red", None: ""}
 _MARKS = {True: "*", False: "~", None: "?"}
 
 
@@ -29,7 +30,7 @@ def _show_target(target: TargetDiff, console: Console) -> None:
     slow = [f"stage {pp}" if pp is not None else "none" for pp in (target.slowest_before, target.slowest_after)]
     console.print(text(f"slow stage: {slow[0]} → {slow[1]}"))
     if target.prediction is not None:
-        console.print(text(target.prediction.told, "green" if target.prediction.inside else "red"))
+        console.print(text(target.prediction.told, _KEPT[target.prediction.inside]))
     console.print(_table(target))
     show_warnings(console, target.notes)
 

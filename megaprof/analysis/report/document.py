@@ -107,11 +107,28 @@ class Report:
     standstill: Standstill | None = None
     """Where the job stands still, or stood when it was killed in the middle of a step, by its status files; None where
     it runs, or ended as jobs do, or nobody looked."""
+    run: int = 1
+    """Which of the runs it is about, from 1, the oldest; a run that went on from a checkpoint is the same."""
+    runs: int = 1
+    """How many runs have files there."""
+
+    @property
+    def of_several(self) -> str | None:
+        """That there are other runs, and how to see one, a sentence; None where there is one run."""
+        if self.runs == 1:
+            return None
+        newest = self.run == self.runs
+        which = "the newest" if newest else f"number {self.run}, where 1 is the oldest"
+        other = f"megaprof report {shlex.quote(str(self.source))} --run {self.run - 1 if newest else self.runs}"
+        there = f"The files of {self.runs} runs lie here, and this is about {which}."
+        return f"{there} To see {'the one before it' if newest else 'the newest'}: {other}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``: strings, finite numbers, lists, dicts and None."""
         return {
             "version": __version__,
+            "run": self.run,
+            "runs": self.runs,
             "targets": [target.to_json() for target in self.targets],
             "warnings": list(self.warnings),
             "standstill": asdict(self.standstill) if self.standstill else None,
@@ -126,7 +143,9 @@ class Report:
             found = msgspec.convert(document, dict[str, Any])
             msgspec.convert(found["version"], str)
             warnings = msgspec.convert(found.get("warnings", []), tuple[str, ...])
-            return cls(source, (), tuple(_target_of(target) for target in found["targets"]), warnings)
+            targets = tuple(_target_of(target) for target in found["targets"])
+            run, runs = (msgspec.convert(found.get(name, 1), int) for name in ("run", "runs"))
+            return cls(source, (), targets, warnings, run=run, runs=runs)
         except KeyError as fault:
             raise NotAReport(f"it has no {fault}") from None
         except (msgspec.ValidationError, AttributeError, TypeError, ValueError, RecursionError) as fault:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
-from megaprof.analysis.fleet.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
 from megaprof.analysis.foreign.facts import facts_of
@@ -26,6 +25,8 @@ from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
 from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all, sources_in
+from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
+from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.analysis.what_if.gains import with_gains
 from megaprof.analysis.what_if.what_if import SlowPipeline, what_if
@@ -59,8 +60,8 @@ def analyze(
     Stages come from traces, and for targets without any from the last steps of their timelines; timelines also tell of
     the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`), or the Ray
     cluster that does (``ray``, ``ray://host:10001``), whose machines must find the files under the same names;
-    ``progress(done, files)`` is called as they are done; ``run``: which run's timelines, where those of several lie
-    there, from 1, the newest by default. A file that cannot be used becomes a warning of the report.
+    ``progress(done, files)`` is called as they are done; ``run``: which run, where the files of several lie there, from
+    1, the newest by default. A file that cannot be used becomes a warning of the report.
 
     Where no file holds ranges of ours, the report is what `foreign` recordings tell; ``sizes`` (``tp``, ``pp``, ``cp``,
     ``ep``) names their process groups.
@@ -70,16 +71,14 @@ def analyze(
     if isinstance(workers, str):
         path = path.absolute()
     traces, timelines = _files(path)
-    calls: list[Call] = []
-    read: list[Path] = []
-    warnings: list[str] = []
     every = len(traces) + len(timelines)
-    for reading in read_all(traces, workers, progress and (lambda done, _: progress(done, every))):
-        warnings += reading.warnings
-        if reading.calls:
-            read.append(reading.path)
-            calls += reading.calls
-    fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), run)
+    readings = [*read_all(traces, workers, progress and (lambda done, _: progress(done, every)))]
+    runs = runs_in((call for reading in readings for call in reading.calls), timelines, run)
+    of_run = [reading for reading in readings if not reading.calls or runs.has(reading.calls[0].start)]
+    calls = [call for reading in of_run for call in reading.calls]
+    read = tuple(reading.path for reading in of_run if reading.calls)
+    warnings = [warning for reading in of_run for warning in reading.warnings]
+    fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
     warnings += fleet.warnings_of_files()
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
     calls += _details(fleet, fleets, tuple(calls))
@@ -89,7 +88,16 @@ def analyze(
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
     slow = {each.key: found for each in fleets if (found := _slow_pipeline(fleet, each)) is not None}
     targets = tuple(_target(measured, calls, fleets, slow) for measured in measure(calls))
-    return Report(path, tuple(read), targets, together(warnings), tuple(fleet.read), tuple(_drawn(calls, targets)))
+    return Report(
+        path,
+        read,
+        targets,
+        together(warnings),
+        tuple(fleet.read),
+        tuple(_drawn(calls, targets)),
+        run=runs.chosen + 1,
+        runs=runs.count,
+    )
 
 
 def _files(path: Path) -> tuple[list[Source], list[Path]]:

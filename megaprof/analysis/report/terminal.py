@@ -47,8 +47,10 @@ _MOST_TRACES = 8
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the whole report: first whether the job hangs or was killed, of many targets a table, and of each the
-    verdict before its tables."""
+    """Print the whole report: first whether there are other runs, and whether the job hangs or was killed; of many
+    targets a table, and of each the verdict before its tables."""
+    if report.of_several is not None:
+        console.print(text(report.of_several), soft_wrap=True)
     for finding in sentences.of_standstills([report.standstill] if report.standstill else []):
         show_finding(console, finding)
     if len(report.targets) > sentences.FEW_TARGETS:

@@ -168,9 +168,13 @@ def measure(calls: Iterable[Call]) -> list[TargetStages]:
                 findings.warn(
                     f"traces with other sizes ({other[2]}) are in the directory, too, and reported separately"
                 )
-        own = _without_warm_up(examine(groups[label, role, sizes], sizes, findings), findings)
-        measured.append(_measure(sizes, own, findings))
+        measured.append(_measure(sizes, counted(groups[label, role, sizes], sizes, findings), findings))
     return measured
+
+
+def counted(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
+    """The calls of one target and role that count, see `examine`, without the first step where that warms up."""
+    return _without_warm_up(examine(calls, sizes, findings), findings)
 
 
 def _order(label: str) -> int:

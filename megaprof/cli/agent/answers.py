@@ -35,7 +35,7 @@ _kept: dict[tuple[str, int | None], tuple[object, Report]] = {}
 def of_report(directory: str, run: int | None) -> dict[str, Any]:
     """``megaprof report DIR --json -``. Raises CommandError, and what reading raises."""
     report = _report(directory, run)
-    headline = [_in_brief(target) for target in report.targets]
+    headline = [*filter(None, [report.of_several]), *map(_in_brief, report.targets)]
     if report.foreign is not None:
         headline.append(sentences.of_foreign(report.foreign))
     return {"headline": headline, **report.to_json()}

@@ -148,9 +148,9 @@ def _headline(view: View) -> Iterator[str]:
     capture = next((each.capture for each in statuses.values() if each.capture is not None), None)
     if capture is not None:
         yield f"capture {capture.request}: {capture.state}"
-    off = sorted(each.rank for each in statuses.values() if each.off)
+    off = {each.rank: each.why for each in statuses.values() if each.off}
     if off:
-        yield f"! profiling is off on rank {few(off)}: the log says why"
+        yield f"! profiling is off on rank {few(sorted(off))}: {next(filter(None, off.values()), 'the log says why')}"
 
 
 def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:

@@ -21,6 +21,7 @@ _TRAINING = "train_actor"
 #: Targets and roles that a record has room for.
 _MOST_CALLS = 8
 _LONGEST_REASON = 300
+_LONGEST_WHY = 100
 _STEP = whole(0, 1 << 62)
 _MILLISECONDS = number(0, 1e9)
 
@@ -181,17 +182,23 @@ class RankStatus(Record):
     """It has said goodbye."""
     off: Annotated[bool, truth] = False
     """Profiling is off since a fault."""
+    why: Annotated[str | None, optional(sentence(_LONGEST_WHY))] = None
+    """The fault; None without one, and from releases that did not say it."""
 
     def as_record(self) -> dict[str, Any]:
         """For JSON, within `SIZE` bytes: names of roles and reasons may be long, and JSON makes six bytes of many a
         letter, so these are what gives way."""
         record = {"version": 1, **_plain(vars(self))}
+        if self.why is not None and len(self.why) > _LONGEST_WHY:
+            return replace(self, why=self.why[:_LONGEST_WHY]).as_record()
         capture = self.capture
         if len(records.encode(record)) <= SIZE:
             return record
         if capture is not None and capture.reason:
             shorter = capture.reason[: min(len(capture.reason) // 2, _LONGEST_REASON)]
             return replace(self, capture=replace(capture, reason=shorter)).as_record()
+        if self.why:
+            return replace(self, why=self.why[: len(self.why) // 2]).as_record()
         return replace(self, calls=self.calls[: len(self.calls) // 2]).as_record() if self.calls else record
 
     @property

@@ -153,13 +153,19 @@ def test_a_layout_that_was_predicted_stands_beside_what_came_of_it(tmp_path):
     assert (kept.predicted, kept.predicted_ms) == (predicted.speedup, predicted.step_ms)
     times = [each.targets[0].measured.step_time_ms.mean for each in (before, after)]
     assert (kept.measured, kept.measured_ms) == (times[0] / times[1], times[1])
-    assert kept.error == pytest.approx(kept.predicted / kept.measured - 1)
+    assert kept.error == pytest.approx(kept.predicted_ms / kept.measured_ms - 1)
     assert abs(kept.error) < 0.02
     assert only(compare(before, slower)).prediction.inside is False
     sink = io.StringIO()
     show_diff(compare(before, slower), Console(file=sink, width=200))
     assert "4+4 layers: predicted 1.4" in sink.getvalue()
     assert "outside its uncertainty" in sink.getvalue()
+    unsure = document(before)
+    for each in unsure["targets"][0]["what_if"]["candidates"]:
+        each["speedup_uncertainty"] = each["speedup"]
+    kept = only(compare(read(unsure), after)).prediction
+    assert kept.inside is None, "1.4 +- 1.4 predicts nothing, whatever comes"
+    assert "could not be predicted" in kept.told
 
 
 def test_nothing_was_predicted_of_the_same_layout_or_of_other_microbatches(tmp_path):

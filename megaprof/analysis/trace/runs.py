@@ -1,0 +1,173 @@
+"""Which run a trace or a timeline belongs to, where several runs lie in one directory.
+
+A restart is seen by its process: what a rank records has the name of the process that recorded it. It is the same run
+where its timelines go on behind the steps of the run before (after a checkpoint) with the same sizes and layers. It is
+another one where they begin at a step which their rank has already passed, or where it has only traces: these do not
+tell what they go on from. Runs that write at once are not told apart.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from megaprof.analysis.trace.calls import Call
+from megaprof.formats.metadata import Metadata, ModelChunk
+from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.timeline import UnreadableTimeline, read_timeline
+from megaprof.parallel.topology import ParallelSizes
+
+#: Ranks whose timelines are looked at, and as many of those that have traces.
+_SAMPLE = 8
+
+
+class NoSuchRun(ValueError):
+    """The files are of fewer runs; the message says of how many."""
+
+
+Line = tuple[str, str | None, int]
+
+
+class Piece(NamedTuple):
+    """Steps that follow each other in one file."""
+
+    line: Line
+    """What counts steps on its own: a target and role on a rank."""
+    first_step: int
+    """The lowest step."""
+    last_step: int
+    """The highest one."""
+    start_ns: int
+    """When the first one began, in nanoseconds on the wall clock."""
+    end_ns: int
+    """When the last one ended."""
+    process: str | None = None
+    """Who recorded it; None where that is not known."""
+    sizes: ParallelSizes | None = None
+    """Those of the run, without virtual stages, which a rank knows by its model; None where they are not known."""
+    chunks: tuple[ModelChunk, ...] = ()
+    """What the rank holds; empty where that is not known."""
+    timeline: bool = True
+    """Whether it is of a timeline, which begins with the first step of its process."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs that files are of, and the one that is reported on."""
+
+    begins: tuple[int, ...] = (0,)
+    """From when on each may have steps, in nanoseconds on the wall clock; the oldest first."""
+    chosen: int = 0
+    """The number, from 0, of the one that is reported on."""
+    pieces: tuple[Piece, ...] = ()
+    """Of the timelines that were looked at, those of the chosen run."""
+
+    @property
+    def count(self) -> int:
+        return len(self.begins)
+
+    def has(self, start_ns: int) -> bool:
+        """Whether a file whose first step began then belongs to the chosen run."""
+        return _number(self.begins, start_ns) == self.chosen
+
+
+def runs_in(calls: Iterable[Call], timelines: Iterable[Path], run: int | None = None) -> Runs:
+    """The runs that the calls of traces and the timelines are of. ``run``: which to choose, from 1; None: the newest.
+    Raises NoSuchRun."""
+    traced = [*_traced(calls)]
+    files: dict[tuple[object, ...], list[Path]] = {}
+    for path in timelines:
+        name = parse_artifact_name(path.name)
+        files.setdefault((name.target, name.role, name.place.rank) if name else (path,), []).append(path)
+    ranks = {piece.line[2] for piece in traced}
+    both = [line for line in files if line[-1] in ranks][:_SAMPLE]
+    sample = dict.fromkeys((*[*files][:: max(1, len(files) // _SAMPLE)][:_SAMPLE], *both))
+    recorded = [*_recorded(path for line in sample for path in files[line])]
+    looked_at = {piece.line[2] for piece in recorded}
+    return runs_of((*recorded, *(piece for piece in traced if not files or piece.line[2] in looked_at)), run)
+
+
+def runs_of(pieces: Iterable[Piece], run: int | None = None) -> Runs:
+    """``run``: which to choose, from 1; None: the newest. Raises NoSuchRun."""
+    every = sorted(pieces, key=lambda piece: piece.start_ns)
+    # Of a process that has both, the timeline tells what it goes on from.
+    recorded = {piece.process for piece in every if piece.timeline} - {None}
+    begins = [0]
+    so_far, seen, ended = _Run(), set[str](), 0
+    for piece in (each for each in every if each.timeline or each.process not in recorded):
+        if piece.process not in seen and so_far.is_contradicted_by(piece):
+            # Other ranks may have begun a little earlier than those that were looked at.
+            begins.append((min(ended, piece.start_ns) + piece.start_ns) // 2)
+            so_far = _Run()
+        so_far.add(piece)
+        if piece.process is not None:
+            seen.add(piece.process)
+        ended = max(ended, piece.end_ns)
+    if run is not None and not 1 <= run <= len(begins):
+        held = f"the files are of runs 1 to {len(begins)}" if len(begins) > 1 else "the files are of one run"
+        raise NoSuchRun(f"{run}: {held}")
+    chosen = len(begins) - 1 if run is None else run - 1
+    kept = (piece for piece in every if piece.timeline and _number(begins, piece.start_ns) == chosen)
+    return Runs(tuple(begins), chosen, tuple(kept))
+
+
+class _Run:
+    """What is known of a run, from its pieces so far."""
+
+    def __init__(self) -> None:
+        self._first: dict[Line, int] = {}
+        self._process: dict[Line, str | None] = {}
+        self._sizes: dict[tuple[str, str | None], ParallelSizes] = {}
+        self._chunks: dict[Line, tuple[ModelChunk, ...]] = {}
+
+    def add(self, piece: Piece) -> None:
+        line = piece.line
+        self._first[line] = min(piece.first_step, self._first.get(line, piece.first_step))
+        self._process[line] = piece.process
+        if piece.sizes is not None:
+            self._sizes[line[:2]] = piece.sizes
+        if piece.chunks:
+            self._chunks[line] = piece.chunks
+
+    def is_contradicted_by(self, piece: Piece) -> bool:
+        """Whether a piece of a process that was not seen before is of another run."""
+        line = piece.line
+        if piece.sizes is not None and self._sizes.get(line[:2], piece.sizes) != piece.sizes:
+            return True
+        if piece.chunks and self._chunks.get(line, piece.chunks) != piece.chunks:
+            return True
+        if piece.timeline:
+            return piece.first_step <= self._first.get(line, -1)
+        return None not in (piece.process, self._process.get(line)) and self._process[line] != piece.process
+
+
+def _number(begins: Sequence[int], start_ns: int) -> int:
+    return max(0, bisect_right(begins, start_ns) - 1)
+
+
+def _traced(calls: Iterable[Call]) -> Iterator[Piece]:
+    for call in calls:
+        yield _piece(call.metadata, (call.step, call.step), (call.start, call.end), timeline=False)
+
+
+def _recorded(paths: Iterable[Path]) -> Iterator[Piece]:
+    for path in paths:
+        try:
+            timeline = read_timeline(path, events=False)
+        except UnreadableTimeline:
+            continue  # whoever reads it says so
+        for number, metadata in enumerate(timeline.metadata):
+            steps = timeline.steps[timeline.steps["metadata"] == number]
+            if len(steps):
+                numbers, last = steps["step"], steps[-1]
+                span = int(steps[0]["start_ns"]), int(last["start_ns"]) + 1000 * int(last["duration"])
+                yield _piece(metadata, (int(numbers.min()), int(numbers.max())), span, timeline=True)
+
+
+def _piece(metadata: Metadata, steps: tuple[int, int], span: tuple[int, int], *, timeline: bool) -> Piece:
+    line = metadata.target, metadata.role, metadata.coords.rank
+    sizes = replace(metadata.sizes, vpp=1)
+    return Piece(line, *steps, *span, metadata.run, sizes, metadata.chunks, timeline)

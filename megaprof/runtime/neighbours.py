@@ -1,0 +1,82 @@
+"""What the other processes of this host still need to close their windows.
+
+Ranks capture the same step, so they close together, and there may be room for each alone but not for all. Each process
+writes what it needs into a file of its own, in a private directory in memory that all processes of its user on this
+host see: no launcher need say who is there. What cannot be written or read counts as nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+
+from megaprof.formats.files import Directory, Owner, Unsafe
+from megaprof.formats.names import host, is_gone
+
+_MEMORY = Path("/dev/shm")
+#: Processes of one host that are looked at.
+_MOST = 1024
+_LONGEST = 20
+
+
+class Neighbours:
+    """A context manager: inside, this process is one of them."""
+
+    def __init__(self, base: Path | None = None) -> None:
+        """``base``: where the directory lies."""
+        self._base = base or (_MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir()))
+        self._directory: Directory | None = None
+        self._own = str(os.getpid())
+
+    def __enter__(self) -> Neighbours:
+        with suppress(OSError, Unsafe), ExitStack() as undo:
+            with Directory.open(self._base) as base:
+                directory = base.child(f"megaprof-memory.{os.geteuid()}.{host()}", create=0o700)
+            undo.callback(directory.close)
+            directory.check(Owner(os.geteuid()))
+            undo.pop_all()
+            self._directory = directory
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            directory.unlink(self._own)
+            directory.close()
+
+    def say(self, needed: int) -> None:
+        """This process needs so many bytes more than it has."""
+        if self._directory is not None:
+            with suppress(OSError):
+                self._write(self._directory, b"%*d" % (_LONGEST, needed))
+
+    def others(self) -> int:
+        """The bytes that the others need together."""
+        directory = self._directory
+        if directory is None:
+            return 0
+        with suppress(OSError):
+            return sum(self._read(directory, name) for name in directory.names(_MOST) if name != self._own)
+        return 0
+
+    def _write(self, directory: Directory, text: bytes) -> None:
+        descriptor = directory.open_file(self._own, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(descriptor, text, 0)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, directory: Directory, name: str) -> int:
+        if not name.isdecimal() or is_gone(int(name)):
+            directory.unlink(name)
+            return 0
+        with suppress(OSError, ValueError):
+            descriptor = directory.open_file(name, os.O_RDONLY)
+            try:
+                return int(os.read(descriptor, _LONGEST))
+            finally:
+                os.close(descriptor)
+        return 0

@@ -1,0 +1,120 @@
+"""Which steps, ranks and runs a table is made of, and why there is none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaprof.analysis.diagnosis import recorded
+from megaprof.analysis.diagnosis.files import beside, tables_in
+from megaprof.analysis.diagnosis.recorded import tables_of_timelines
+from megaprof.analysis.diagnosis.table import Table, Unfit
+from megaprof.analysis.diagnosis.traced import tables_of_calls
+from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.trace.calls import WHOLE_STEP, Call
+from megaprof.analysis.trace.reading import read_all, sources_in
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import START_NS, Slow, write_timelines
+from tests.analysis.scenarios import Scenario, write
+
+LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
+HOUR = 3600 * 10**9
+
+
+def table_in(directory: Path) -> Table:
+    (table,) = tables_in(directory).values()
+    assert isinstance(table, Table), table
+    return table
+
+
+def calls_of(scenario: Scenario, directory: Path) -> list[Call]:
+    write(scenario, directory)
+    return [call for reading in read_all(sources_in(directory)) for call in reading.calls]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda calls: [replace(c, label=WHOLE_STEP) for c in calls], "a whole step is more than its pipeline"),
+        (lambda calls: [c for c in calls if c.stage != 1], "3 of 4 stages captured"),
+        (lambda calls: [replace(c, unseen="no kernel", phases=()) for c in calls], "no kernel"),
+        (lambda calls: [replace(c, phases=()) for c in calls], "there are no microbatch ranges"),
+        (lambda calls: [replace(c, incomplete="it was cut") for c in calls], "no step was recorded whole: it was cut"),
+        (lambda calls: [replace(c, has_kernels=True, gpu=None) for c in calls], "the traces do not say who launched"),
+        (
+            lambda calls: [replace(c, phases=tuple(replace(p, kind="combined") for p in c.phases)) for c in calls],
+            "forwards and backwards run combined",
+        ),
+    ],
+)
+def test_a_job_without_a_table_has_a_reason(change, reason: str, tmp_path: Path) -> None:
+    calls = change(calls_of(Scenario("plain", gpu=False, microbatches=4), tmp_path))
+    (table,) = tables_of_calls(calls).values()
+    assert isinstance(table, Unfit)
+    assert str(table).startswith(reason)
+
+
+def test_of_steps_with_other_numbers_of_microbatches_those_count_that_are_alike(tmp_path: Path) -> None:
+    calls = calls_of(Scenario("plain", gpu=False, microbatches=4, steps=3), tmp_path)
+    other = [
+        replace(c, metadata=replace(c.metadata, microbatches=3), phases=tuple(p for p in c.phases if p.microbatch != 3))
+        if c.step == 5
+        else c
+        for c in calls
+    ]
+    (table,) = tables_of_calls(other).values()
+    assert isinstance(table, Table)
+    assert (table.schedule.microbatches, table.steps.tolist()) == (4, [6, 7])
+
+
+def test_the_steps_are_of_the_run_that_is_reported_on(tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=6, forward_ms=50.0)
+    write_timelines(tmp_path, LAYOUT, steps=6, first_step=1, forward_ms=10.0, start_ns=START_NS + HOUR)
+    assert np.median(table_in(tmp_path).passes[..., 0, :]) == pytest.approx(10.0, rel=0.1)
+
+
+def test_a_step_that_stood_still_is_none_of_them(tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=30, slow=[Slow(rank=3, from_step=20, until_step=20, factor=500.0)])
+    table = table_in(tmp_path)
+    assert 20 not in table.steps
+    assert {19, 21} <= set(table.steps.tolist())
+    assert table.length.max() < 2 * table.length.min()
+
+
+def test_a_rank_that_ended_early_takes_away_its_replica_alone(tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=40, last_step={1: 4})
+    table = table_in(tmp_path)
+    assert 1 not in table.ranks
+    assert (table.ranks.shape, len(table.steps)) == ((3, 2, 1), 39)
+
+
+def test_clocks_on_either_side_of_any_moment_are_compared(tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=6, skew_ms=2.0, start_ns=START_NS)  # some hosts' clocks are before it
+    assert table_in(tmp_path).length.max() < 1000
+
+
+def test_of_a_large_job_the_slowest_replicas_are_looked_at_and_one_peer_stands_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = WorldLayout(ParallelSizes.of(32, pp=2, tp=2))
+    write_timelines(tmp_path, layout, steps=40, microbatches=4, slow=[Slow(rank=9, from_step=1, factor=1.5)])
+    reading = read_fleet(find_timelines(tmp_path))
+    monkeypatch.setattr(recorded, "_MOST_PASSES", 4 * 16 * 2 * 8)
+    (table,) = tables_of_timelines(reading).values()
+    assert isinstance(table, Table)
+    assert (len(table.steps), table.compute.shape[1], table.compute.shape[3]) == (16, 4, 1)
+    assert [8, 9] in table.ranks.reshape(-1, 2).tolist()
+
+
+def test_a_timeline_takes_from_a_trace_what_passes_lose_inside(tmp_path: Path) -> None:
+    write(Scenario("exposed", exposed={"tp": 0.3}, microbatches=8), tmp_path / "trace")
+    traced = table_in(tmp_path / "trace")
+    write_timelines(tmp_path / "run", WorldLayout(ParallelSizes.of(16, pp=4, tp=2)), steps=20, microbatches=8)
+    run = table_in(tmp_path / "run")
+    found = beside(run, traced)
+    assert found.steps.tolist() == run.steps.tolist()
+    assert found.exposed["tp"] == pytest.approx(0.3 * run.passes, rel=0.02)
+    assert beside(traced, traced) is traced
