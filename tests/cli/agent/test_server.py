@@ -524,8 +524,8 @@ def test_an_agent_looks_at_a_real_job_captures_and_reports(tmp_path: Path) -> No
         assert all(Path(file).is_file() for file in captured["files"])
         report = await call(client, "report", directory=str(directory))
         (target,) = report["targets"]
-        # A first step that the profiler's start pulled apart between the ranks is left out.
-        assert target["steps"] in (captured["steps"], captured["steps"][1:])
+        # A step that the profiler's start, or another program, pulled apart between the ranks is left out.
+        assert set(target["steps"]) <= set(captured["steps"])
         stages = await call(client, "report", directory=str(directory), part="targets/0/stages")
         assert [stage["pp"] for stage in stages] == [0, 1]
         layouts = await call(client, "layouts", directory=str(directory))
