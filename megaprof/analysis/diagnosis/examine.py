@@ -10,10 +10,11 @@ import numpy as np
 from megaprof.analysis.diagnosis.model import Model, drawn_steps, fit
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.state import measured
-from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.table import Floats, Table, Unfit
 from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.simulation.replay import Replay
+from megaprof.parallel.schedules import PassId, phase_order
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Examined:
 
 
 def examine(table: Table) -> Examined:
-    """A job with the model that fits it."""
+    """A job with the model that fits it. Raises Unfit where another schedule ran than the table has."""
+    _check_order(table)
     state, replay = measured(table)
     steps = drawn_steps(len(table.steps), np.random.default_rng(0))
     model = fit(table, steps)
@@ -107,6 +109,25 @@ def examine(table: Table) -> Examined:
     rows = steps[:, 0]
     replayed_ms = float(np.mean(state.step_ms(replay)))
     return Examined(table, replay, model, view, view.at(rows, model.draws), rows, replayed_ms)
+
+
+def _check_order(table: Table) -> None:
+    for stage in range(table.schedule.stages):
+        order = phase_order(table.schedule, stage)
+        kinds = [table.schedule.kinds.index(which.kind) for which in order]
+        chunks, microbatches = [which.chunk for which in order], [which.microbatch for which in order]
+        begun = np.median(table.start[:, :, stage][:, :, chunks, kinds, microbatches], axis=(0, 1))
+        place = int(np.argmin(begun == np.minimum.accumulate(begun[::-1])[::-1]))
+        if begun[place] > begun[place:].min():
+            ran = order[place + int(begun[place:].argmin())]
+            raise Unfit(
+                f"on stage {stage} {_named(ran)} ran where Megatron's {table.schedule.name} schedule has "
+                f"{_named(order[place])}, so another schedule ran"
+            )
+
+
+def _named(which: PassId) -> str:
+    return f"the {which.kind} of microbatch {which.microbatch}"
 
 
 def _apply(term: Term, view: View) -> View:
