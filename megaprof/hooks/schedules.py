@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from megaprof.capture.evaluation import evaluating
@@ -18,6 +19,7 @@ from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.modules import patch_modules
 from megaprof.hooks.patching import Patches
+from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts
 from megaprof.runtime.isolation import Contained, contained
 
@@ -29,6 +31,8 @@ SCHEDULES = {
 #: Functions in which a forward-only pass is an evaluation. Megatron-LM and Megatron-Bridge call theirs ``evaluate``;
 #: a host whose evaluation has another name says so with ``megaprof.evaluation()``.
 _EVALUATIONS = frozenset({"evaluate", "evaluate_and_print_results", "validate", "validation_step", "eval_step"})
+#: Megatron-LM's training step. With all layers frozen it runs forward only (0.19), as its variable of this name says.
+_TRAINING, _FORWARD_ONLY = "train_step", "forward_only"
 _STACK_LIMIT = 64
 
 
@@ -105,19 +109,30 @@ def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> Cal
     """The schedules take keyword arguments only (0.12 to 0.19), and so does the graph wrapper."""
     model = kwargs.get("model")
     forward_only = bool(kwargs.get("forward_only", False))
+    caller = _caller() if forward_only else None
     graph = None
     if graph_wrapper is not None:
         label = SCHEDULES.get(getattr(graph_wrapper.forward_backward_func, "__name__", ""), "unknown")
         graph = _graph_phase(graph_wrapper, "validation" if forward_only else "training")
+    chunks = tuple(model) if isinstance(model, (list, tuple)) else (model,)
     return CallFacts(
         schedule=label or "unknown",
         forward_only=forward_only,
-        evaluation=forward_only and (evaluating() or _called_from_evaluation()),
-        microbatches=_integer(kwargs.get("num_microbatches")),
+        evaluation=forward_only and (evaluating() or caller in _EVALUATIONS),
+        training=caller == _TRAINING and not evaluating(),
+        microbatches=None if _sub_samples(label, chunks) else _integer(kwargs.get("num_microbatches")),
         seq_length=_integer(kwargs.get("seq_length")),
         micro_batch_size=_integer(kwargs.get("micro_batch_size")),
-        chunks=tuple(model) if isinstance(model, (list, tuple)) else (model,),
+        chunks=chunks,
         graph=graph,
+    )
+
+
+def _sub_samples(label: str | None, chunks: tuple[Any, ...]) -> bool:
+    """Whether forwards are of sub-samples, of which each rank has as many as the data of the step make (hybrid context
+    parallelism, 0.16 to 0.19): the number of microbatches says nothing about them."""
+    return label == "no_pipelining" and bool(
+        getattr(getattr(innermost(chunks[0]), "config", None), "hybrid_context_parallel", False)
     )
 
 
@@ -128,15 +143,17 @@ def _graph_phase(wrapper: Any, stage: str) -> str | None:
     return "capture" if wrapper.curr_iter(stage) == wrapper.cuda_graph_warmup_steps else None
 
 
-def _called_from_evaluation() -> bool:
-    frame = sys._getframe(1)
+def _caller() -> str | None:
+    """The innermost function around a forward-only pass whose name says what the pass is for; None without one."""
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(_STACK_LIMIT):
-        if frame.f_code.co_name in _EVALUATIONS:
-            return True
-        if frame.f_back is None:
-            return False
+        if frame is None:
+            return None
+        name = frame.f_code.co_name
+        if name in _EVALUATIONS or (name == _TRAINING and frame.f_locals.get(_FORWARD_ONLY) is True):
+            return name
         frame = frame.f_back
-    return False
+    return None
 
 
 def _integer(value: Any) -> int | None:

@@ -58,7 +58,7 @@ def test_the_list_names_every_capture_with_its_verdict(client: TestClient, top: 
 def test_a_capture_is_the_report(client: TestClient, top: Path) -> None:
     where = f"/capture/{address(top, 'before')}"
     shown = page(client, where)
-    assert "Stage 0 is slow" in shown.text
+    assert "Stage 0 holds 6 layers" in shown.text
     links = [link["href"] for link in shown.all("a")]
     assert links[:2] == ["/", f"{where}/what-if"]
     policy = client.get(where).headers["content-security-policy"]

@@ -81,11 +81,22 @@ class Examined:
             base, usual = (v.pipelines_ms(self.replay) for v in (self.drawn, same))
             other, own = _gain(term, self.drawn, self.replay, base), _gain(term, same, self.replay, usual)
             of_content = float(np.sqrt(np.mean((other - own) ** 2)))
-        mean, n = float(gain.mean()), len(gain)
+        mean = float(gain.mean())
         # What is seen once a step, in one step, may be anything.
-        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.5 * mean * term.once
-        error = float(np.sqrt(of_steps**2 + of_content**2 + ((self.missed + REPLAYED) * mean) ** 2))
+        of_one = 0.5 * mean * (term.once and len(gain) == 1)
+        error = float(np.sqrt(self._of_steps(gain) ** 2 + of_one**2 + of_content**2))
         return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
+
+    def of_replay(self, gain: Floats) -> Price:
+        """Returns the price of what the model of passes has no part in."""
+        mean, error = float(gain.mean()), self._of_steps(gain)
+        return Price(mean, mean - LEVEL * error, mean + LEVEL * error)
+
+    def _of_steps(self, gain: Floats) -> float:
+        """Standard error of an average gain: steps differ, and a replay that misses the step misses it."""
+        mean, n = float(gain.mean()), len(gain)
+        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.0
+        return float(np.hypot(of_steps, (self.missed + REPLAYED) * mean))
 
 
 def examine(table: Table) -> Examined:

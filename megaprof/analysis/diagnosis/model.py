@@ -26,11 +26,11 @@ class Content:
     unit: Floats
     """[..., k]: one layer, or what a chunk has in common with the others where layers are not known."""
     ends: Floats
-    """Embedding on the first chunk, output layer and loss on the last."""
+    """Embedding on the first chunk, output layer and loss on the last, as long as they are on a usual stage."""
     stage: Floats
-    """What all chunks of a stage have too much, alike for each layer."""
+    """By which factor all that a stage holds takes longer on it; at least 1, as the next one."""
     chunk: Floats
-    """What single chunks have too much beside that."""
+    """The same of single chunks, beside that."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Model:
     """[t, d, m]: work of a microbatch, against that of the others in its replica and step."""
     rank: Floats
     """[t, d, s]: how slow a rank is against those of its stage in other replicas; at least 1."""
+    pace: Floats
+    """[t, d, s]: how slow a stage is in a step, on all replicas, against its quicker steps; at least 1."""
     peer: Floats
     """[t, d, s, p]: how slow a peer is against the others; at least 1."""
     own: Floats
@@ -75,7 +77,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     elif d > 1:
         alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
         rank = np.maximum(_against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
-    whose = work[:, :, None] + level[:, :, None, None] + rank[..., None]  # [t, d, s, m]
+    pace = _pace(left - (work[:, :, None] + level[:, :, None, None] + rank[..., None])[:, :, :, None, None], spread)
+    whose = work[:, :, None] + level[:, :, None, None] + (rank + pace)[..., None]  # [t, d, s, m]
     own = _own(log - whose[:, :, :, None, None, :])
     peer = _peers(table)
     whose = whose + own + np.log(peer.max(axis=3))[..., None]
@@ -89,6 +92,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
         level=np.exp(level),
         work=np.exp(work),
         rank=np.exp(rank),
+        pace=np.exp(pace),
         peer=peer,
         own=np.exp(own),
         expected=expected,
@@ -115,16 +119,17 @@ def divided(content: Floats, layers: Floats, free: np.random.Generator | None = 
         unit = flat.min(axis=-2)
         if free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
-    over = content - held * unit[..., None, None, :]
-    ends, stage = np.zeros_like(content), np.zeros_like(content)
-    if c > 1:
-        stage = np.maximum((over / held).min(axis=-2, keepdims=True), 0.0) * held
-        over = over - stage
+    layers_ms = np.maximum(held * unit[..., None, None, :], 1e-9)
+    alone = np.maximum(content / layers_ms, 1.0)
+    # What all chunks of a stage have too much of is the stage's.
+    stage = np.broadcast_to(alone.min(axis=-2, keepdims=True), content.shape) if c > 1 else np.ones_like(content)
+    over = np.maximum(content / stage - layers_ms, 0.0)
+    ends = np.zeros_like(content)
     if s * c > 1:
-        ends[..., 0, 0, :] = np.maximum(over[..., 0, 0, :], 0.0)
-        ends[..., -1, -1, :] = np.maximum(over[..., -1, -1, :], 0.0)
-    rest = np.maximum(over - ends, 0.0)
-    return Content(content, unit, ends, stage + rest if c == 1 else stage, rest if c > 1 else np.zeros_like(rest))
+        ends[..., 0, 0, :] = over[..., 0, 0, :]
+        ends[..., -1, -1, :] = over[..., -1, -1, :]
+    rest = np.maximum(content / stage / (layers_ms + ends), 1.0)
+    return Content(content, unit, ends, stage if c > 1 else rest, rest if c > 1 else np.ones_like(rest))
 
 
 def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator) -> Floats:
@@ -161,6 +166,18 @@ def _own(log: Floats) -> Floats:
     # Contents are those of average microbatches.
     found -= np.log(np.exp(found).mean(axis=-1, keepdims=True))
     return found
+
+
+def _pace(log: Floats, noise: float) -> Floats:
+    """[t, d, s]: by how much steps of a stage are longer than its quicker ones, as logarithms, beyond what noise of
+    this variance would show. Without a pipeline that is the work of a step."""
+    t, d, s, c, k, m = log.shape
+    if s == 1:
+        return np.zeros((t, d, s))
+    usual = _lower_median(np.moveaxis(log, 2, 1).reshape(t, s, -1))
+    longer = np.maximum(usual - _quantile(usual, QUARTILE, 0), 0.0)
+    found = _shrunk(longer, noise * np.pi / 2 / (d * c * k * m))
+    return np.broadcast_to(found[:, None], (t, d, s)).copy()
 
 
 def _peers(table: Table) -> Floats:

@@ -11,6 +11,9 @@ from megaprof.analysis.diagnosis.exchanges import links
 from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.simulation.replay import Replay, compiled
 
+#: Steps that models of exchanges are compared in.
+_COMPARED = 8
+
 
 @dataclass(frozen=True)
 class State:
@@ -33,20 +36,30 @@ class State:
 
 
 def measured(table: Table) -> tuple[State, Replay]:
-    """What was measured, and the replay whose model of exchanges comes closer to the measured steps."""
+    """What was measured, and the replay whose model of exchanges comes closest to the measured passes."""
     entry = np.nan_to_num(table.entry)
-    modes = [False] if table.schedule.stages == 1 else [True, False]
-    if table.schedule.name == "interleaved" and table.schedule.stages == 2:
-        modes = [False]
-    if table.rendezvous in modes:
-        modes.sort(key=lambda mode: mode != table.rendezvous)
+    own = table.schedule
+    buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)
+    models = [buffered] if own.stages == 1 else [rendezvous, buffered]
+    if own.name == "interleaved":
+        models = [buffered] if own.stages == 2 else [rendezvous, buffered, in_turn]
+    models.sort(key=lambda model: model[0] != table.rendezvous)
     best: tuple[float, State, Replay] | None = None
-    for mode in modes:
-        replay = compiled(table.schedule, mode)
-        state = State(table.passes, entry, links(table, mode), table.reduction)
-        missed = float(np.median(np.abs(state.step_ms(replay) - table.length)))
+    for model in models:
+        replay = compiled(own, *model)
+        state = State(table.passes, entry, links(table, replay), table.reduction)
+        missed = _missed(table, state, replay)
         if best is None or missed < best[0]:
             best = missed, state, replay
     if best is None:
         raise RuntimeError("no model of exchanges was tried")
     return best[1:]
+
+
+def _missed(table: Table, state: State, replay: Replay) -> float:
+    """Milliseconds by which passes end elsewhere in a replay; where they are on clocks of their own, steps."""
+    if not table.clocks:
+        return float(np.median(np.abs(state.step_ms(replay) - table.length)))
+    some = state.at(np.arange(min(_COMPARED, len(table.steps))))
+    ends = replay.ends(some.passes, entry=some.entry, link=some.link)
+    return float(np.mean(np.abs(ends - table.end[: len(ends)])))

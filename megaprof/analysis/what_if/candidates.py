@@ -128,6 +128,7 @@ def layouts(known: Known) -> list[Priced]:
         forward_only=schedule.forward_only,
         microbatch_group_size=schedule.group_size if schedule.chunks > 1 else None,
         rendezvous=known.run.replay.rendezvous,
+        in_turn=known.run.replay.in_turn,
         factor=known.costs.factor,
         top=_PRICED + 1 if known.memory is None else _MOST_SEARCHED,
     )
@@ -161,7 +162,7 @@ def rescheduled(known: Known, chunks: int, microbatches: int) -> Replay:
         group_size=own.schedule.group_size if same and chunks > 1 else None,
         forward_only=own.schedule.forward_only,
     )
-    return compiled(checked, own.rendezvous if same else chunks == 1)
+    return compiled(checked, own.rendezvous, own.in_turn) if same else compiled(checked, chunks == 1)
 
 
 def chunk_counts(known: Known) -> Iterator[Priced]:
@@ -213,7 +214,7 @@ def microbatch_counts(run: Captured) -> Iterator[Priced]:
         except ValueError:
             continue  # Megatron refuses this number of microbatches
         what = f"{words.counted(count, 'microbatch')} of {size} the size"
-        change = Change(compiled(checked, run.replay.rendezvous), many / count)
+        change = Change(compiled(checked, run.replay.rendezvous, run.replay.in_turn), many / count)
         free = np.concatenate([run.drawn] * _WAYS)
         found = priced(run, "microbatches", what, run.content[0], run.drawn, free, change, _RERUN)
         memory = "every microbatch holds twice the activations" if count < many else None

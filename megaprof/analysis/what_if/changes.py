@@ -19,7 +19,6 @@ from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.model import drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.table import Floats
-from megaprof.analysis.diagnosis.terms import unhurt
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.simulation.simulate import Simulation, played
 
@@ -182,11 +181,11 @@ def captured(run: Examined) -> Captured:
     def of(values: Floats) -> Floats:
         return np.take_along_axis(values, chosen.reshape(*chosen.shape, *(1,) * (values.ndim - 2)), axis=1)
 
-    quiet = unhurt(run.view).state.passes
+    beside = np.minimum(run.view.waited() + run.view.stalls(), state.passes)
     return Captured(
         replay=run.replay,
-        passes=of(quiet),
-        beside=of(state.passes - quiet),
+        passes=of(state.passes - beside),
+        beside=of(beside),
         entry=of(state.entry),
         link=of(state.link),
         length=run.table.length,

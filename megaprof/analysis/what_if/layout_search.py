@@ -148,6 +148,7 @@ def search(
     forward_only: bool = False,
     microbatch_group_size: int | None = None,
     rendezvous: bool = False,
+    in_turn: bool = False,
     factor: npt.ArrayLike = 1.0,
     top: int = 5,
 ) -> list[Candidate]:
@@ -170,7 +171,7 @@ def search(
         pp, vpp, microbatches, group_size=microbatch_group_size, forward_only=forward_only
     )
     factors = np.broadcast_to(np.asarray(factor, dtype=float), (pp, vpp, len(schedule.kinds)))
-    problem = _Problem(cost.units(layers, mtp_layers), compiled(schedule, rendezvous), cost.p2p_ms, factors)
+    problem = _Problem(cost.units(layers, mtp_layers), compiled(schedule, rendezvous, in_turn), cost.p2p_ms, factors)
     pieces, units = pp * vpp, len(problem.work)
     if comb(units - 1, pieces - 1) <= problem.budget:
         cuts = ((0, *inside, units) for inside in combinations(range(1, units), pieces - 1))

@@ -315,8 +315,8 @@ def _advice(
         return f"whether {first.what} would be quicker is not sure: {_times(first)}; {more} more steps would tell"
     if first.speedup >= 1.0 + LEAST:
         return f"no other layout is surely better: {first.what} would be {_times(first)}"
-    none = f"with as many model chunks no other split of the layers gains {LEAST:.0%}"
-    return f"{none}: {first.what} would be {_times(first)}"
+    least = f"no other split of the layers gains {LEAST:.0%}"
+    return f"with as many model chunks {least}: {first.what} would be {_times(first)}"
 
 
 def _gains(each: Prediction, measured_ms: float) -> str:
