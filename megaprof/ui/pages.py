@@ -136,7 +136,9 @@ class Track:
 
     def shown(self, value: float) -> str:
         """With the unit; of a number without one two places."""
-        return f"{words.number(value)} {self.unit}" if self.unit else f"{value:.2f}"
+        if not self.unit:
+            return f"{value:.2f}"
+        return f"{words.number(value) if value else 0} {self.unit}"
 
 
 def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:
