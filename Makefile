@@ -68,8 +68,10 @@ test-nsys: .venv/ready
 	$(PYTEST) -rs $(ARGS) tests/nsys
 
 # The documentation site, in build/site. A link that leads nowhere, or a page that nothing leads to, is an error.
+# With static pages of real reports in gallery/; RANKS=16384 makes the largest job of them that large.
 docs: .venv/docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
+	.venv/docs/bin/python -m tests.gallery build/site/gallery --ranks $(or $(RANKS),2048)
 
 # docs/schemas, from the dataclasses.
 schemas: .venv/ready
@@ -153,7 +155,7 @@ LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check
 
 DOCS := print(*p['options.extras_require']['docs'].split())
 
-# One for the documentation, which reads the sources without importing them.
+# One for the documentation, which reads the sources; its gallery runs the report, which needs no torch.
 .venv/docs/ready: setup.cfg Makefile
 	$(PYTHON) -m venv .venv/docs
 	.venv/docs/bin/python -m pip install --quiet --disable-pip-version-check \
