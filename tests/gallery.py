@@ -2,8 +2,8 @@
 
     python -m tests.gallery build/site/gallery [--ranks 2048]
 
-The jobs are generated as the tests generate theirs, and the pages are what `megaprof report --html` writes of them. They
-are those that docs/gallery.md shows.
+The jobs are generated as the tests generate theirs, and the pages are what `megaprof report --html` writes of them.
+docs/gallery.md shows them.
 """
 
 from __future__ import annotations

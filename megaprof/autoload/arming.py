@@ -187,11 +187,14 @@ def install() -> bool:
         if not parallel_state.model_parallel_is_initialized():
             unmet.asked_too_early()
             return False
+        from megaprof.config.arguments import check_host_profilers
         from megaprof.config.options import ProfileConfig
         from megaprof.install import install_hooks
         from megaprof.integrations import registry
 
-        install_hooks(None, _settled or registry.config() or ProfileConfig.from_env())
+        config = _settled or registry.config() or ProfileConfig.from_env()
+        check_host_profilers(config, registry.arguments())
+        install_hooks(None, config)
     except ValueError:
         raise
     except Exception as fault:

@@ -92,6 +92,7 @@ class Agenda:
         self._entries: dict[Key, _Entry] = {}
         self._number_of_host = host_step
         self._host_step: int | None = None
+        self._begun: Step | None = None  # with the call that began it
         self._host_steps = 0
         #: By target and role: how many calls have begun. Read by the background thread.
         self.calls: dict[Key, int] = {}
@@ -117,8 +118,8 @@ class Agenda:
     def host_step(self, step: Step) -> Step | None:
         """The step of the host's that begins with the call of ``step``; None: that call is in the middle of one.
 
-        A step of the host's is all calls with the same number. Where the host numbers nothing, it begins with each
-        grad-accumulation step of a role.
+        A step of the host's is all calls with the same number, from the first one of a role that this rank captures on.
+        Where the host numbers nothing, it begins with each grad-accumulation step of a role.
         """
         number = None if self._number_of_host is None else self._number_of_host()
         if number is None and step.hosts:
@@ -126,11 +127,15 @@ class Agenda:
         elif number is None and step.target not in (TRAIN_ACTOR, ANNOTATED) and self._iteration is not None:
             number = self._iteration()  # of those two it has been asked, and had no answer
         if number is not None and number >= 0:
-            if number == self._host_step:
+            before = self._begun
+            if number != self._host_step or before is None:
+                self._host_step, index = int(number), self._host_steps
+                self._host_steps += 1
+            elif self._wants_step(before.role) or not self._wants_step(step.role):
                 return None
-            self._host_step, index = int(number), self._host_steps
-            self._host_steps += 1
-            begun = Step(TRAIN_OVERALL, step.role, int(number), index, True)
+            else:
+                index = before.index
+            begun = self._begun = Step(TRAIN_OVERALL, step.role, int(number), index, True)
         elif step.target == TRAIN_ACTOR and (self._host_step is None or number is not None):
             begun = Step(TRAIN_OVERALL, step.role, step.number, step.index, False)
         else:
@@ -232,6 +237,10 @@ class Agenda:
         else:
             entry.seen = [step.number, step.number]
         entry.ran += 1
+
+    def _wants_step(self, role: str | None) -> bool:
+        """Whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
+        return self._entry(TRAIN_OVERALL, role).plan is not None
 
     def _entry(self, target: str, role: str | None) -> _Entry:
         entry = self._entries.get((target, role))

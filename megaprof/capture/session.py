@@ -287,7 +287,8 @@ class Session:
                 in_full(*(recorder.discard for recorder in self._recorders), self._release)
         elif opened.window.target == TRAIN_OVERALL:
             # Counted steps are a role's own: another role's are part of the window.
-            if begun is not None and (begun.hosts or begun.role == opened.last.role):
+            another = begun is not None and begun.number != opened.last.number
+            if begun is not None and another and (begun.hosts or begun.role == opened.last.role):
                 self._extend_or_close(opened, begun)
         elif opened.merges and opened.is_of(step) and step.number != opened.last.number:
             self._extend_or_close(opened, step)

@@ -32,8 +32,8 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import ChunkTimes, Stage, TargetStages
 from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS
-from megaprof.analysis.what_if.candidates import Prediction
-from megaprof.analysis.what_if.cost_model import CostFit
+from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.contents import CostFit
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli.export import Answer as Exported
 from megaprof.cli.jobs.trigger import Answer as Captured
@@ -117,7 +117,7 @@ def _report() -> Any:
     )
     what_if = _shape(
         "WhatIf",
-        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended replayed by_hand")),
+        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended by_hand")),
         replay_error=(number, _about(WhatIf)["replay_error"] + " The mean."),
         replay_error_spread=(spread, _about(WhatIf)["replay_error"]),
         costs=(costs | None, _about(WhatIf)["costs"]),

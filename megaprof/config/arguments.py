@@ -88,13 +88,21 @@ def config_from_args(args: argparse.Namespace | Any, env: Mapping[str, str] | No
                 f"{flag(first)} is set but no {flag('target')}; valid: one or more of {', '.join(TARGETS)}"
             )
         return config
+    check_host_profilers(config, args)
+    return config
+
+
+def check_host_profilers(config: ProfileConfig, args: argparse.Namespace | Any) -> None:
+    """Raises ValueError where ``args`` switch the host's own profiler on, and ``config`` has windows of its own: a
+    timeline alone, and captures on demand alone, may stand beside it."""
+    if not config.windowed or config.steps_are_none:
+        return
     for name, spelled in _HOST_PROFILERS.items():
         if getattr(args, name, False):
             raise ValueError(
                 f"{spelled} and {flag('target')} are both set: one process can hold one profiler session. "
                 f"Drop {spelled}, or drop {flag('target')}"
             )
-    return config
 
 
 class _HostOptions:

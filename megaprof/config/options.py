@@ -75,8 +75,8 @@ class ProfileConfig:
     )
     select: str | None = _option(
         None,
-        "ranks that capture: 0,8,16 | all | per-stage (the lowest rank of each pipeline stage) | coordinates such as "
-        "pp=*,tp=0,dp=0 or pp=0|3 or pp=0-2 (default: rank 0)",
+        "ranks that capture: 0,8,16 | all | none | per-stage (the lowest rank of each pipeline stage) | coordinates "
+        "such as pp=*,tp=0,dp=0 or pp=0|3 or pp=0-2 (default: rank 0)",
         read.ranks,
     )
     role_select: str | None = _option(
@@ -262,10 +262,8 @@ class ProfileConfig:
         """The ranks that capture ``role``, None for no rank. No ranks for the role: those for all; neither: rank 0."""
         ranks = None if role is None else self._role_ranks.get(role)
         if ranks is None:
-            return parse_selector("0" if self.select is None else self.select, self.named("select"))
-        if ranks.lower() in (NONE, "null", "[]"):
-            return None
-        return parse_selector(ranks.strip("[]"), self.select_option(role))
+            return _selector("0" if self.select is None else self.select, self.named("select"))
+        return _selector(ranks, self.select_option(role))
 
     def select_option(self, role: str | None = None) -> str:
         """The option that names the ranks of ``role``, as the user spelled it."""
@@ -274,7 +272,7 @@ class ProfileConfig:
     @property
     def timeline_selector(self) -> Selector | None:
         """The ranks that keep a timeline, None for no rank."""
-        return parse_selector(self.timeline_select, self.named("timeline_select")) if self.timed else None
+        return _selector(self.timeline_select, self.named("timeline_select")) if self.timed else None
 
     def plan(self, target: str, role: str | None = None) -> Plan:
         """The steps of ``target`` that are captured when ``role`` runs it."""
@@ -425,6 +423,13 @@ class ProfileConfig:
         given = _without_alias(flags, lambda name: names.get(name, flag(name)))
         spelled = {name: variable(name) for name in set_by_env if name not in given} | dict(names)
         return cls(**{**set_by_env, **given}, names=spelled)
+
+
+def _selector(ranks: str, option: str) -> Selector | None:
+    """The selection that ``ranks`` describes; None for no rank, which ``[]``, ``null`` and ``none`` are."""
+    if ranks.strip().lower() in (NONE, "null", "[]"):
+        return None
+    return parse_selector(ranks.strip("[]"), option)
 
 
 def _without_alias(given: Mapping[str, Any], spelled: Callable[[str], str]) -> dict[str, Any]:

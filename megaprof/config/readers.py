@@ -119,8 +119,8 @@ def numbers(name: str, value: Any) -> str:
 
 
 def ranks(name: str, value: Any) -> str:
-    """Text of a selection of ranks; ``[0, 8]`` is ``0,8``."""
-    return numbers(name, value) if isinstance(value, list | tuple) and value else text(name, value)
+    """Text of a selection of ranks; ``[0, 8]`` is ``0,8``, ``[]`` is ``none``."""
+    return numbers(name, value) if isinstance(value, list | tuple) else text(name, value)
 
 
 def per_name(name: str, value: Any) -> str:

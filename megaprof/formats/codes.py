@@ -59,7 +59,7 @@ def wait(handle: str) -> int:
 
 def microbatch_of(position: int | None) -> int | None:
     """The microbatch in the part of a code that says where a pass is; None: not known."""
-    return None if position is None else _position(position)[0]
+    return None if position is None else place(position)[0]
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -67,10 +67,10 @@ def name(code: int) -> RangeName | None:
     """The range name that ``code`` stands for; None for a number that is no code (a newer format, a damaged file)."""
     kind, which = code & KIND_MASK, (code >> _CHUNK) & _CHUNK_MASK
     if kind in _LABELS:
-        microbatch, chunk = _position(code)
+        microbatch, chunk = place(code)
         fields = {"mb": microbatch, "chunk": chunk}
         if kind == COMBINED:
-            fields["bmb"], fields["bchunk"] = _position(code >> _SECOND)
+            fields["bmb"], fields["bchunk"] = place(code >> _SECOND)
         return RangeName(_LABELS[kind], fields)
     if kind == FINALIZE:
         return RangeName(ranges.FINALIZE_GRADS, {})
@@ -81,6 +81,7 @@ def name(code: int) -> RangeName | None:
     return None
 
 
-def _position(code: int) -> tuple[int | None, int | None]:
+def place(code: int) -> tuple[int | None, int | None]:
+    """The microbatch and the model chunk of a pass; None: not known."""
     chunk, microbatch = (code >> _CHUNK) & _CHUNK_MASK, (code >> _MICROBATCH) & _MICROBATCH_MASK
     return (microbatch - 1 if microbatch else None), (chunk - 1 if chunk else None)

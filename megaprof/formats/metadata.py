@@ -23,15 +23,15 @@ class ModelChunk:
     embedding: bool | None = None
     """Whether it holds the embedding."""
     layers: int | None = None
-    """Number of decoder layers."""
+    """Number of transformer layers, T5's encoder layers included."""
     layer_numbers: tuple[int | None, ...] | None = None
-    """Megatron's number of each decoder layer, from 1."""
+    """Megatron's number of each layer, from 1 in the encoder and in the decoder."""
     mtp: int | None = None
     """Number of multi-token prediction layers."""
     loss: bool | None = None
     """Whether it holds the output layer and the loss."""
     kinds: tuple[str, ...] | None = None
-    """The kind of each decoder layer: ``dense``, ``moe``, or its class."""
+    """The kind of each layer: ``dense``, ``moe``, ``encoder``, or its class."""
 
 
 @dataclass(frozen=True)

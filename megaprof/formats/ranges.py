@@ -6,7 +6,9 @@ The same name goes to NVTX (domain ``megaprof``) and to the torch trace::
     megaprof/forward mb=3 chunk=0                             one microbatch on one model chunk
     megaprof/backward mb=3 chunk=0
     megaprof/combined mb=4 chunk=0 bmb=3 bchunk=0             combined 1F1B: forward of one, backward of another
-    megaprof/recv_forward                                     a pipeline exchange, named as Megatron names it
+    megaprof/send_forward mb=3 chunk=0                        a pipeline exchange, named as Megatron names it
+    megaprof/send_forward_recv_backward mb=3 chunk=0 bmb=1 bchunk=0    both directions: of a forward, of a backward
+    megaprof/wait_recv_prev mb=3 chunk=0                      the wait for an overlapped one
     megaprof/garbage_collection                               Python collected its oldest objects
     megaprof/layer n=5                                        one module's forward, in Megatron's layer numbers (from 1)
     megaprof/attention_backward n=5                           its backward
@@ -18,6 +20,9 @@ The same name goes to NVTX (domain ``megaprof``) and to the torch trace::
 
 A label and ``key=value`` fields, separated by single spaces. A value that is not known is ``?``: it is read back as
 ``None`` and never as a number. A module's forward that runs inside a ``backward`` is a recomputation of it.
+
+An exchange has the microbatch and chunk, as this rank numbers them, of the pass whose result it sends, or, in a
+direction in which it only receives, of the next pass. Traces of earlier versions have neither.
 """
 
 from __future__ import annotations
@@ -42,6 +47,9 @@ PASSES = (FORWARD, BACKWARD, COMBINED)
 FINALIZE_GRADS = "finalize_grads"
 #: A collection of Python's oldest objects, whoever ran it.
 GARBAGE = "garbage_collection"
+
+#: Microbatch and model chunk of a pass, None where it is not known.
+Place = tuple["int | None", "int | None"]
 
 #: Megatron's exchanges between stages, in every version from 0.12.
 P2P_OPERATIONS = tuple(EXCHANGES)
@@ -132,8 +140,17 @@ def step_range(target: str, step: int, coords: RankCoords) -> str:
 
 
 def operation_range(operation: str) -> str:
-    """Name of a range without fields: a pipeline exchange, a wait, the gradient finalisation."""
+    """Name of a range without fields: the gradient finalisation, the embedding, a collection."""
     return PREFIX + operation
+
+
+def exchange_range(operation: str, *places: Place) -> str:
+    """Name of a pipeline exchange or a wait, with the microbatch and model chunk of each pass that it is for: that of a
+    forward before that of a backward. What is not known is written as such."""
+    fields: dict[str, int | None] = {}
+    for prefix, (microbatch, chunk) in zip(("", "b"), places, strict=False):
+        fields |= {f"{prefix}mb": microbatch, f"{prefix}chunk": chunk}
+    return str(RangeName(operation, fields))
 
 
 def module_range(label: str, number: int | None, mtp: int | None = None) -> str:

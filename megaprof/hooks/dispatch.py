@@ -248,13 +248,15 @@ def ranged(
     code_of: Code,
     after: Callable[[RecordedCall, dict[str, Any], Any], Any] | None = None,
     fast: tuple[Any, ...] | None = None,
+    name_of: Callable[[RecordedCall], str] | None = None,
 ) -> Callable[..., Any]:
     """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
 
     ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.formats.codes`), once;
     ``after(call, kwargs, result)`` returns what the caller gets. A fault of ours is contained; an exception of
     ``original``, or of a signal handler of the host's, passes unchanged. ``fast``: the same for
-    `recorders.tape.Hook`, from the code on, for steps that are recorded while no window is open.
+    `recorders.tape.Hook`, from the code on, for steps that are recorded while no window is open. ``name_of``: the
+    range's name, where it says more than the code.
     """
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -268,7 +270,7 @@ def ranged(
             try:
                 code = code_of(call, args, kwargs)
                 if call.ranged:
-                    opened = Range(str(codes.name(code)))
+                    opened = Range(str(codes.name(code)) if name_of is None else name_of(call))
                     opened.__enter__()
                 if line is not None:
                     tape.now = code

@@ -36,6 +36,7 @@ def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[.
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         found: int = position(call, args, kwargs)
         if call.ranged:
+            call.forwards += 1
             _count(call, received(args, kwargs))
         return found
 
@@ -51,7 +52,7 @@ def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
     output = _argument(original, "output_tensor")
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        return codes.BACKWARD | int(call.tape.consumed(output(args, kwargs)))
+        return codes.BACKWARD | _begin_backward(call, output(args, kwargs))
 
     place = _place(original, "output_tensor"), "output_tensor"
     return ranged(original, dispatcher, code, fast=(codes.BACKWARD, place))
@@ -64,12 +65,20 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         call.tape.forward = None if forward_model(args, kwargs) is None else position(call, args, kwargs)
+        call.forwards += call.tape.forward is not None
         if backward_model(args, kwargs) is None:
             return codes.FORWARD | (call.tape.forward or 0)
-        backward = call.tape.consumed(output(args, kwargs))
+        backward = _begin_backward(call, output(args, kwargs))
         return codes.BACKWARD | backward if call.tape.forward is None else codes.combined(call.tape.forward, backward)
 
     return ranged(original, dispatcher, code, lambda call, kwargs, result: call.tape.produced(result))
+
+
+def _begin_backward(call: RecordedCall, output: Any) -> int:
+    """The part of a code that says which microbatch and chunk are differentiated; the call keeps it."""
+    call.backwards += 1
+    call.backward = int(call.tape.consumed(output))
+    return call.backward
 
 
 def _count(call: RecordedCall, value: Any) -> None:

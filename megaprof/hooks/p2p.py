@@ -1,4 +1,8 @@
-"""Hooks on the exchanges between stages: a range around each, and around the wait for an overlapped one."""
+"""Hooks on the exchanges between stages: a range around each, and around the wait for an overlapped one.
+
+Nothing in the calls says which microbatch and chunk are exchanged. But what is sent is the result of the pass that ran
+last, and what is received next is the input of the pass that the schedule has next.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ from functools import partial
 from typing import Any
 
 from megaprof.formats import codes, ranges
+from megaprof.formats.ranges import Place
 from megaprof.hooks.dispatch import Dispatcher, always, ranged
 from megaprof.hooks.patching import Patches
+from megaprof.parallel.chunks import innermost
+from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, backward_order, forward_order
 from megaprof.recorders.call import RecordedCall
+
+_UNKNOWN: Place = None, None
 
 
 def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
@@ -24,8 +33,44 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
     for operation in ranges.P2P_OPERATIONS:
         code = codes.exchange(operation)
         fast = (code, (-1, None), (-1, None), "overlap_p2p_comm")
-        wrap = partial(ranged, dispatcher=dispatcher, code_of=always(code), after=after, fast=fast)
+        named = partial(_name, operation, EXCHANGES[operation])
+        wrap = partial(ranged, dispatcher=dispatcher, code_of=always(code), after=after, fast=fast, name_of=named)
         patches.apply(owner, operation, wrap)
+
+
+def _name(label: str, transfers: tuple[str, ...], call: RecordedCall) -> str:
+    """The name of a range in which the input or the result of a pass is transferred in each direction."""
+    return ranges.exchange_range(
+        label,
+        *(
+            _sent(call, kind) if SENDS[kind] in transfers and _ran(call, kind) else _awaited(call, kind)
+            for kind in SENDS
+            if {SENDS[kind], RECEIVES[kind]} & set(transfers)
+        ),
+    )
+
+
+def _ran(call: RecordedCall, kind: str) -> int:
+    """How many forwards or backwards have run."""
+    return call.forwards if kind == "forward" else call.backwards
+
+
+def _sent(call: RecordedCall, kind: str) -> Place:
+    """The forward or backward that ran last."""
+    return codes.place((call.tape.forward or 0) if kind == "forward" else call.backward)
+
+
+def _awaited(call: RecordedCall, kind: str) -> Place:
+    """The forward or backward that is next in the schedule's order."""
+    facts = call.facts
+    if facts.microbatches is None or facts.schedule is None:
+        return _UNKNOWN
+    config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
+    stages = getattr(config, "pipeline_model_parallel_size", None) or 1
+    group = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+    schedule = PipelineSchedule(facts.schedule, stages, len(facts.chunks), facts.microbatches, group)
+    order, done = (forward_order if kind == "forward" else backward_order)(schedule), _ran(call, kind)
+    return (order[done].microbatch, order[done].chunk) if done < len(order) else _UNKNOWN
 
 
 def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
@@ -33,17 +78,25 @@ def _range_waits(dispatcher: Dispatcher, call: RecordedCall, kwargs: dict[str, A
     each handle when it needs it (0.12 to 0.19): give each wait a range. Anything else is returned as it came."""
     if not kwargs.get("overlap_p2p_comm") or not isinstance(result, tuple) or not isinstance(result[-1], dict):
         return result
-    waits = {operation: _RangedWait(dispatcher, handle, operation) for operation, handle in result[-1].items()}
+    waits = {name: _RangedWait(dispatcher, handle, name, call) for name, handle in result[-1].items()}
     return (*result[:-1], waits)
 
 
 class _RangedWait:
     """A ``torch.distributed.Work`` whose ``wait`` is a range. Everything else is the handle's own."""
 
-    def __init__(self, dispatcher: Dispatcher, handle: Any, operation: str) -> None:
+    def __init__(self, dispatcher: Dispatcher, handle: Any, transfer: str, call: RecordedCall) -> None:
+        """``transfer``: which of `SendReceive`'s it is, of an exchange in ``call``."""
         self._handle = handle
-        code = codes.wait(operation)
-        self.wait = ranged(handle.wait, dispatcher, always(code), fast=(code,))
+        code = codes.wait(transfer)
+        sent = next((_sent(call, kind) for kind in SENDS if SENDS[kind] == transfer), None)
+        label = str(codes.name(code)).removeprefix(ranges.PREFIX)
+
+        def name_of(call: RecordedCall) -> str:
+            """What was sent is known when it is, what is received when it is waited for."""
+            return _name(label, (transfer,), call) if sent is None else ranges.exchange_range(label, sent)
+
+        self.wait = ranged(handle.wait, dispatcher, always(code), fast=(code,), name_of=name_of)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handle, name)

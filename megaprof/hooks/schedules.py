@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 from megaprof.capture.evaluation import evaluating
@@ -29,6 +30,8 @@ SCHEDULES = {
 #: Functions in which a forward-only pass is an evaluation. Megatron-LM and Megatron-Bridge call theirs ``evaluate``;
 #: a host whose evaluation has another name says so with ``megaprof.evaluation()``.
 _EVALUATIONS = frozenset({"evaluate", "evaluate_and_print_results", "validate", "validation_step", "eval_step"})
+#: Megatron-LM's training step. With all layers frozen it runs forward only (0.19), as its variable of this name says.
+_TRAINING, _FORWARD_ONLY = "train_step", "forward_only"
 _STACK_LIMIT = 64
 
 
@@ -105,6 +108,7 @@ def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> Cal
     """The schedules take keyword arguments only (0.12 to 0.19), and so does the graph wrapper."""
     model = kwargs.get("model")
     forward_only = bool(kwargs.get("forward_only", False))
+    caller = _caller() if forward_only else None
     graph = None
     if graph_wrapper is not None:
         label = SCHEDULES.get(getattr(graph_wrapper.forward_backward_func, "__name__", ""), "unknown")
@@ -112,7 +116,8 @@ def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> Cal
     return CallFacts(
         schedule=label or "unknown",
         forward_only=forward_only,
-        evaluation=forward_only and (evaluating() or _called_from_evaluation()),
+        evaluation=forward_only and (evaluating() or caller in _EVALUATIONS),
+        training=caller == _TRAINING and not evaluating(),
         microbatches=_integer(kwargs.get("num_microbatches")),
         seq_length=_integer(kwargs.get("seq_length")),
         micro_batch_size=_integer(kwargs.get("micro_batch_size")),
@@ -128,15 +133,17 @@ def _graph_phase(wrapper: Any, stage: str) -> str | None:
     return "capture" if wrapper.curr_iter(stage) == wrapper.cuda_graph_warmup_steps else None
 
 
-def _called_from_evaluation() -> bool:
-    frame = sys._getframe(1)
+def _caller() -> str | None:
+    """The innermost function around a forward-only pass whose name says what the pass is for; None without one."""
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(_STACK_LIMIT):
-        if frame.f_code.co_name in _EVALUATIONS:
-            return True
-        if frame.f_back is None:
-            return False
+        if frame is None:
+            return None
+        name = frame.f_code.co_name
+        if name in _EVALUATIONS or (name == _TRAINING and frame.f_locals.get(_FORWARD_ONLY) is True):
+            return name
         frame = frame.f_back
-    return False
+    return None
 
 
 def _integer(value: Any) -> int | None:

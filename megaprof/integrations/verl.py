@@ -9,6 +9,7 @@ that its methods hand to the workers; the SFT trainer's is known where it calls 
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -18,6 +19,7 @@ from megaprof.capture import roles
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
 from megaprof.integrations.contract import Facts, Hook, Host, callers, over, settled
+from megaprof.runtime.logs import logger, show_lines
 
 _WORKERS = "verl.workers.engine_workers"
 _OLD_WORKERS = "verl.workers.megatron_workers"
@@ -76,8 +78,10 @@ def _translated(steps: Any, profilers: Mapping[str, Any], rollout: Any = None) -
     section = "tool_config." + (tool if tool != TOOL else "torch")
     path = _one(enabled, "save_path")
     discrete = bool(_one(enabled, f"{section}.discrete", False))
+    # By default verl has one file for all the work of a process in a step. A timeline has no windows.
+    separate = discrete or tools == ("timeline",)
     given: dict[str, Any] = {
-        "target": ("train_actor", "train_log_probs"),
+        "target": ("train_actor", "train_log_probs") if separate else ("train_overall",),
         "dir": None if path is None else readers.directory("global_profiler.save_path", path),
         "steps": f"{steps.start}:{steps.stop}" if isinstance(steps, range) else ",".join(map(str, steps)),
         "tool": tools,
@@ -333,13 +337,16 @@ def _stop(arguments: Mapping[str, Any]) -> Facts:
 
 
 def _run_job(arguments: Mapping[str, Any]) -> Facts:
-    """In the trainer's process, which waits for the workers' files at the end: verl's settings say where they are."""
+    """In the trainer's process, which waits for the workers' files at the end: verl's settings say where they are. It
+    may be on any node, so it says where."""
     whole = getattr(arguments["self"], "config", None) or {}
     if _Asked.config is None and "MEGAPROF_TARGET" not in os.environ:
         if _get(whole, "global_profiler.tool") == TOOL:
             _Asked.config = config_from(whole)
         elif _get(whole, "profiler.tool") == TOOL:  # SFT
             _Asked.config = _translated(_ANY_STEP, {"profiler": whole["profiler"]})
+    show_lines()
+    logger.info("megaprof: verl's controller is process %d on %s", os.getpid(), socket.gethostname())
     return Facts()
 
 

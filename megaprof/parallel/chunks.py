@@ -9,16 +9,19 @@ def describe_chunk(chunk: Any) -> dict[str, Any]:
     """What a model chunk consists of, read off the model: null where the model does not say.
 
     GPTModel, HybridModel and their kin share ``pre_process`` (owns the embedding), ``post_process`` (owns the output
-    layer and the loss), ``decoder.layers`` and ``mtp``.
+    layer and the loss), ``decoder.layers`` and ``mtp``; T5 has ``encoder.layers``, too, and BERT has them alone.
     """
     language = language_model(chunk)
-    layers = getattr(getattr(language, "decoder", None), "layers", None)
+    encoder = getattr(getattr(language, "encoder", None), "layers", None)
+    decoder = getattr(getattr(language, "decoder", None), "layers", None)
+    layers = None if encoder is decoder is None else [*(encoder or ()), *(decoder or ())]
+    kinds = [*("encoder" for _ in (encoder or ())), *map(_kind, decoder or ())]
     mtp = getattr(getattr(language, "mtp", None), "layers", None)
     return {
         "embedding": getattr(language, "pre_process", None),
         "layers": None if layers is None else len(layers),
         "layer_numbers": None if layers is None else [getattr(layer, "layer_number", None) for layer in layers],
-        "kinds": None if layers is None else [_kind(layer) for layer in layers],
+        "kinds": None if layers is None else kinds,
         "mtp": 0 if mtp is None else len(mtp),
         "loss": getattr(language, "post_process", None),
     }
@@ -32,9 +35,11 @@ def innermost(model: Any) -> Any:
 
 
 def language_model(chunk: Any) -> Any:
-    """The module of a model chunk that has the decoder; multimodal models hold it one level down."""
+    """The module of a model chunk that has the decoder; multimodal models hold it one level down, and LLaVA hands the
+    decoder through."""
     model = innermost(chunk)
-    return model if hasattr(model, "decoder") else getattr(model, "language_model", model)
+    inner = getattr(model, "language_model", None)
+    return model if inner is None else inner
 
 
 def _kind(layer: Any) -> str:

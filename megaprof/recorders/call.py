@@ -28,13 +28,15 @@ class CallFacts(NamedTuple):
     """Sequences of a microbatch; None: not given as a number."""
     chunks: tuple[Any, ...]
     """The model chunks of this rank, in the order of the call."""
+    training: bool = False
+    """True for a forward-only call that is a training step all the same: of a model whose layers are all frozen."""
     graph: str | None = None
     """``capture`` or ``replay`` when the step is a full-iteration CUDA graph."""
 
     @property
     def target(self) -> str:
         """``train_actor``, ``train_log_probs`` or ``evaluate``."""
-        if not self.forward_only:
+        if self.training or not self.forward_only:
             return TRAIN_ACTOR
         return EVALUATE if self.evaluation else TRAIN_LOG_PROBS
 
@@ -56,6 +58,12 @@ class RecordedCall:
     tokens: dict[int, int] = field(default_factory=dict)
     """By microbatch, while a window is open: the tokens of the tensor that it came with or left this stage with."""
 
+    forwards: int = 0
+    """How many forwards have begun, while a window is open."""
+    backwards: int = 0
+    """How many backwards have begun."""
+    backward: int = 0
+    """The part of a code that says of which microbatch and chunk the last backward is; 0: not known."""
     without: tuple[WithoutRange, ...] = ()
     """Modules that were to have ranges and have none; known when the call is over."""
 

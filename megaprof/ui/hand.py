@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes_of
 from megaprof.analysis.what_if.by_hand import MOST_CHUNKS, ByHand, Setting, Tried, moved, split, tried
-from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout, options_of, parse_layout
 
 _LONGEST_LAYOUT = 4000
@@ -73,7 +73,7 @@ class Answer:
     @property
     def change(self) -> float:
         """The step against the measured one, as a fraction."""
-        measured = self.known.baseline.measured_ms
+        measured = self.known.measured_ms
         return self.now.prediction.step_ms / measured - 1.0 if measured else 0.0
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -158,6 +159,14 @@ def test_a_world_that_the_configuration_does_not_fit_stops_before_the_first_step
     assert run.returncode == 1
     assert "ValueError: MEGAPROF_SELECT: rank 7" in run.stderr
     assert "hooked" not in run.stdout
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_hosts_own_profiler_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "arguments", lambda: argparse.Namespace(profile=True, use_pytorch_profiler=True))
+    monkeypatch.setattr(arming, "_settled", ProfileConfig(target=("train_actor",), dir=str(tmp_path)))
+    with pytest.raises(ValueError, match="--profile and --profile-target are both set"):
+        arming.install()
 
 
 RECORDER = """

@@ -47,7 +47,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import layers_per_stage, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.chunks import language_model

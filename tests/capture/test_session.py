@@ -136,6 +136,33 @@ def test_train_overall_is_the_hosts_step_with_all_its_mini_batches(one_rank: Any
     assert {t.measured.target for t in analyze(tmp_path).targets} >= {"train_actor"}
 
 
+def test_a_training_step_that_runs_forward_only_is_no_log_prob_pass(one_rank: Any, tmp_path: Path) -> None:
+    """As Megatron-LM's with all layers frozen; another function of the name is none."""
+
+    def train_step(*, forward_only: bool) -> None:
+        one_rank.log_probs_pass()
+
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", "train_log_probs", steps="0")):
+        train_step(forward_only=False)
+        train_step(forward_only=True)
+    assert sorted(short(tmp_path)) == ["train_actor.step000000", "train_log_probs.step000000"]
+
+
+def test_a_hosts_step_begins_with_the_first_role_that_this_rank_captures(one_rank: Any, tmp_path: Path) -> None:
+    """Here also on demand: a window that is open then goes on."""
+    config = on(tmp_path, "train_overall", steps="1", role_select={"ref": [], "actor": [0]})
+    number = [0]
+    with install_hooks(one_rank.chunks, config, iteration=lambda: number[0]):
+        for number[0] in range(3):
+            for whose, run in (("ref", one_rank.log_probs_pass), ("actor", one_rank.log_probs_pass)):
+                with role(whose):
+                    run()
+            with role("actor"):
+                one_rank.train_step()
+    (trace,) = files(tmp_path).values()
+    assert steps(trace) == ["train_overall 1", "train_log_probs 1", "train_actor 1"]
+
+
 def test_a_schedule_counts_the_hosts_steps_for_train_overall(one_rank: Any, tmp_path: Path) -> None:
     host = Host(one_rank, mini_batches=2)
     config = on(tmp_path, "train_overall", skip_first=1, wait=1, active=1, repeat=2)

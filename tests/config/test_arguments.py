@@ -184,6 +184,7 @@ def test_the_hosts_own_profiler_beside_ours_is_refused(profiler: str) -> None:
     with pytest.raises(ValueError, match="one profiler session") as error:
         parse([*ON, profiler], host=megatron_lm)
     assert profiler in str(error.value)
+    assert parse([*ON, profiler, "--profile-tool", "timeline"], host=megatron_lm).timed
     assert not parse([profiler], host=megatron_lm).enabled
 
 

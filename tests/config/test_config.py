@@ -184,6 +184,7 @@ def test_ranks_may_be_a_list() -> None:
     config = ranks([0, 8, 16], (0, 1))
     assert (config.select, config.timeline_select) == ("0,8,16", "0,1")
     assert config == ranks("0,8,16", "0,1")
-    for wrong in ([], [-1], ["0", "1"], [True], 3):
+    assert ranks([], []).selector() is ranks([], []).timeline_selector is None
+    for wrong in ([-1], ["0", "1"], [True], 3):
         with pytest.raises(ValueError, match="--profile-select"):
             ranks(wrong)

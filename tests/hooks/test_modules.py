@@ -19,6 +19,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.ranges import DISPATCHER_STEPS, LAYER_PARTS, MODULES, module_backward, module_range, parse
 from megaprof.hooks.modules import sites
+from megaprof.parallel.chunks import describe_chunk
 from megaprof.recorders import emit
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
@@ -248,7 +249,9 @@ def test_roles_are_found_by_attribute_in_hybrid_mamba_moe_and_mtp_models() -> No
         mtp=Tree(layers=[Tree(layer_number=1, mtp_model_layer=Tree(layers=[Tree(layer_number=1, mlp=Tree())]))]),
         output_layer=Tree(),
     )
-    names = [name.removeprefix("megaprof/") for _, _, name in sites(Tree(language_model=hybrid), parts=True)]
+    # LLaVA has the decoder of its language model as one of its own, too.
+    llava = Tree(language_model=hybrid, decoder=hybrid.decoder)
+    names = [name.removeprefix("megaprof/") for _, _, name in sites(llava, parts=True)]
     assert names == [
         *("embedding", "output_layer", "layer n=3", "mixer n=3", "layer n=4", "attention n=4", "layer n=5", "mlp n=5"),
         *("router n=5", "experts n=5", "shared_experts n=5", "token_permutation n=5", "token_unpermutation n=5"),
@@ -257,6 +260,14 @@ def test_roles_are_found_by_attribute_in_hybrid_mamba_moe_and_mtp_models() -> No
     assert {parse(f"megaprof/{name}").module for name in names} <= MODULES  # type: ignore[union-attr]
     layers = [name for _, _, name in sites(hybrid, parts=False)]
     assert len(layers) == 7
+
+
+def test_the_layers_of_an_encoder_are_counted() -> None:
+    layers = [Tree(layer_number=number, mlp=Tree()) for number in (1, 2)]
+    t5 = describe_chunk(Tree(encoder=Tree(layers=layers), decoder=Tree(layers=layers[:1])))
+    assert (t5["layers"], t5["kinds"], t5["layer_numbers"]) == (3, ["encoder", "encoder", "dense"], [1, 2, 1])
+    assert describe_chunk(Tree(decoder=Tree(layers=layers)))["kinds"] == ["dense", "dense"]
+    assert describe_chunk(Tree())["layers"] is None
 
 
 def test_labels_are_one_vocabulary() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megaprof.formats.ranges import COMBINED as COMBINED_PASS
 from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, parse
-from megaprof.parallel.schedules import PassId, PipelineSchedule, turns
+from megaprof.parallel.schedules import EXCHANGES, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 SMALL: dict[str, Any] = {"hidden": 64, "seq_length": 32, "layers": 4, "microbatches": 4}
@@ -133,6 +133,11 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path)
             every = Counter((mb, chunk) for mb in range(workload.microbatches) for chunk in range(len(rank["layers"])))
             for label, expected in (("forward", every), ("backward", every if backwards else Counter())):
                 assert Counter((r.fields["mb"], r.fields["chunk"]) for r in found if r.label == label) == expected
+            sent = Counter(
+                (r.fields["mb"], r.fields["chunk"]) for r in found if "send_next" in EXCHANGES.get(r.label, ())
+            )
+            assert sent == every if meta["schedule"] == "1f1b" else sent.keys() <= every.keys()
+            assert all(r.fields and None not in r.fields.values() for r in found if r.is_p2p)
             exchanges = {r.label for r in found if r.is_p2p}
             assert exchanges <= {
                 *P2P_OPERATIONS,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -62,7 +64,7 @@ def test_verl_steps_ranks_and_save_path() -> None:
     }
     config = verl.config_from(verl_tree(settings))
     assert config == ProfileConfig(
-        target=("train_actor", "train_log_probs"),
+        target=("train_overall",),
         dir="/data/traces",
         steps="1,2,5",
         role_select="actor=0,8;ref=none;critic=all",
@@ -89,12 +91,15 @@ def test_verl_without_ranks_captures_rank_0_or_what_the_environment_says(monkeyp
 def test_verl_tools_and_their_own_settings(tool: str, recorder: str, discrete: bool) -> None:
     config = verl.config_from(verl_tree({f"{ACTOR}.enable": True, f"{ACTOR}.tool": tool}))
     assert (config.tool, config.discrete) == ((recorder,), discrete)
+    assert config.target == (("train_actor", "train_log_probs") if discrete else ("train_overall",))
 
 
 @pytest.mark.parametrize("tool", ["nsys", "timeline", "torch,memory"])
 def test_verl_leaves_the_tool_to_megaprofs_own_variable(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGAPROF_TOOL", tool)
-    assert ",".join(verl.config_from(verl_tree({f"{ACTOR}.enable": True})).tool) == tool
+    config = verl.config_from(verl_tree({f"{ACTOR}.enable": True}))
+    assert ",".join(config.tool) == tool
+    assert (config.target == ("train_overall",)) is (tool != "timeline")  # a timeline has no file of a step
 
 
 @pytest.mark.parametrize(
@@ -205,6 +210,12 @@ def test_verl_off(settings: dict[str, Any]) -> None:
 def test_verl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         verl.config_from(verl_tree({f"{ACTOR}.enable": True} | settings))
+
+
+def test_verls_controller_says_where_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="megaprof")
+    facts("RayPPOTrainer.fit", SimpleNamespace(config={}))
+    assert f"process {os.getpid()} on {socket.gethostname()}" in caplog.text
 
 
 @pytest.fixture

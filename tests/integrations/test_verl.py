@@ -352,12 +352,14 @@ def test_verls_own_settings(discrete: bool, wheel: Callable[[str], Path], tmp_pa
     ]
     run_ranks(train, WORKLOAD.world_size, str(host), {}, *overrides, timeout=240, env=env)
 
-    log_probs = "annotated" if discrete else "train_log_probs"
+    if not discrete:
+        assert sorted(traces(tmp_path)) == [f"train_overall.step000005.pp{pp}" for pp in (0, 1)]
+        return
     assert sorted(traces(tmp_path)) == sorted(
         [
-            *(f"{log_probs}.actor.step000005.pp{pp}" for pp in (0, 1)),
-            f"{log_probs}.ref.step000005.pp1",
-            f"{log_probs}.critic.step000005.pp0",
+            *(f"annotated.actor.step000005.pp{pp}" for pp in (0, 1)),
+            "annotated.ref.step000005.pp1",
+            "annotated.critic.step000005.pp0",
             *(f"train_actor.actor.step000005.pp{pp}" for pp in (0, 1)),
             "train_actor.critic.step000005.pp0",
         ]
@@ -387,9 +389,11 @@ def test_sft(settings: str, wheel: Callable[[str], Path], tmp_path: Path) -> Non
     run_ranks(fit, WORKLOAD.world_size, str(host), *overrides, timeout=240, env=env)
 
     found = traces(tmp_path)
-    kinds = ["train_actor.step000005"]
-    if settings == "megaprof":  # verl has no setting for the profiling of a validation
-        kinds.insert(0, "evaluate.step000001")
+    if settings == "verl":  # one file for all of a step, the validation behind it as well
+        assert sorted(found) == [f"train_overall.step000005.pp{pp}" for pp in (0, 1)]
+        assert all(labels(trace).count("backward") == WORKLOAD.microbatches for trace in found.values())
+        return
+    kinds = ["evaluate.step000001", "train_actor.step000005"]
     assert sorted(found) == [f"{kind}.pp{pp}" for kind in kinds for pp in (0, 1)]
     for name, trace in found.items():
         assert labels(trace).count("forward") == WORKLOAD.microbatches

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined, Price, most_gained
 from megaprof.analysis.diagnosis.naming import BOTH, active, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
-from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
@@ -40,7 +40,9 @@ class Cause:
     link: tuple[int, int] | None = None
     group: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
-    """``forward_ms``, ``backward_ms`` of one microbatch, where a stage has its own excess."""
+    """``forward_ms``, ``backward_ms`` of one microbatch, where a stage has its own excess. While it is there:
+    ``factor`` of a slow rank against its peers, of the longest microbatch or replica against the average;
+    ``transfer_ms`` of a slow link and ``usual_ms`` of the others; ``late_ms`` of an entry."""
     more_steps: int = 0
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
 
@@ -67,38 +69,32 @@ class Diagnosis:
 
 def diagnose(run: Examined) -> Diagnosis:
     """The causes of one job's lost time."""
-    table = run.table
-    left = terms(table, run.view, run.step_ms)
+    left = terms(run.table, run.view, run.step_ms)
     causes: list[Cause] = []
     perhaps: list[Cause] = []
-    while left:
-        priced = sorted(((float(gain.mean()), gain, term) for term, gain in run.gains(left)), key=lambda each: -each[0])
-        perhaps, named = [], None
-        for mean, gain, term in priced:
-            if mean <= 0.0:
+    # Terms that gain enough only together: they are causes as soon as one beside them is.
+    hiding: list[Cause] = []
+    beside = run
+    while True:
+        found, doubtful = _dearest(beside, left)
+        if found is not None:
+            causes += _told(hiding, found[1])
+            hiding = []
+        else:
+            perhaps = perhaps if hiding else doubtful
+            found = _masked(beside, left)
+            if found is None:
                 break
-            price, error = run.price(term, gain)
-            if price.low > LEAST * run.step_ms:
-                named = term
-                causes.append(_cause(table, term, price, gain, run.view))
-                break
-            if mean > LEAST * run.step_ms:
-                more = _more(len(gain), error, mean - LEAST * run.step_ms)
-                perhaps.append(_cause(table, term, price, gain, run.view, more))
-        if named is None and (masked := _masked(run, left)) is not None:
-            named, price, gain = masked
-            causes.append(_cause(table, named, price, gain, run.view))
-            perhaps = []
-        if named is None:
-            break
-        left = [term for term in left if term is not named]
-        run = run.mended(named)
-    filling = _filling(table, run)
+            hiding.append(found[1])
+        left = [term for term in left if term is not found[0]]
+        beside = beside.mended(found[0])
+        run = run if hiding else beside
+    filling = _filling(run)
     if filling is not None:
-        causes.append(filling)
+        causes.insert(sum(each.price.ms >= filling.price.ms for each in causes), filling)
     return Diagnosis(
         step_ms=run.step_ms,
-        steps=len(table.steps),
+        steps=len(run.table.steps),
         replayed_ms=run.replayed_ms,
         causes=tuple(causes),
         perhaps=tuple(perhaps),
@@ -106,31 +102,57 @@ def diagnose(run: Examined) -> Diagnosis:
     )
 
 
+_Found = tuple[Term, Cause]
+
+
+def _told(hiding: list[Cause], last: Cause) -> list[Cause]:
+    """Causes that gain enough only together. One that makes the step longer as long as it is mended alone costs
+    nothing by itself, and what the last one gains is so much less."""
+    debt = sum(min(each.price.ms, 0.0) for each in hiding)
+    kept = [replace(each, price=Price(*(max(ms, 0.0) for ms in astuple(each.price)))) for each in hiding]
+    return [*kept, replace(last, price=Price(*(ms + debt for ms in astuple(last.price))))]
+
+
+def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause]]:
+    """Returns the dearest term that surely costs enough, and those dearer ones that only may."""
+    doubtful: list[Cause] = []
+    priced = sorted(((float(gain.mean()), gain, term) for term, gain in run.gains(left)), key=lambda each: -each[0])
+    for mean, gain, term in priced:
+        if mean <= 0.0:
+            break
+        price, error = run.price(term, gain)
+        if price.low > LEAST * run.step_ms:
+            return (term, _cause(run, term, price, gain)), []
+        if mean > LEAST * run.step_ms:
+            more = _more(len(gain), error, mean - LEAST * run.step_ms)
+            doubtful.append(_cause(run, term, price, gain, more))
+    return None, doubtful
+
+
 #: Terms that are mended together to find those which hide each other: their pairs take time.
 _TOGETHER = 6
 
 
-def _masked(run: Examined, left: list[Term]) -> tuple[Term, Price, Floats] | None:
-    """Returns the dearest of terms that cost enough only where others are mended, with what it gains first.
+def _masked(run: Examined, left: list[Term]) -> _Found | None:
+    """Returns which of the terms that cost enough only where others are mended gains most even so.
 
     As long as two stages are as slow, mending one of them gains nothing; the other one's price is what follows.
     """
     worth = sorted(((most_gained(term, run.view), place) for place, term in enumerate(left)), reverse=True)[:_TOGETHER]
     chosen = [left[place] for most, place in worth if most >= LEAST * run.step_ms]
-    found: tuple[float, Term] | None = None
+    hidden: list[Term] = []
     for term in chosen if len(chosen) > 1 else ():
         beside = run
         for other in chosen:
             beside = beside.mended(other) if other is not term else beside
-        for _, gain in beside.gains([term]):
-            price, _ = beside.price(term, gain)
-            if price.low > LEAST * run.step_ms and (found is None or price.ms > found[0]):
-                found = price.ms, term
-    if found is None:
+        if any(beside.price(term, gain)[0].low > LEAST * run.step_ms for _, gain in beside.gains([term])):
+            hidden.append(term)
+    if not hidden:
         return None
-    term = found[1]
-    gain = run.gain(term)
-    return term, run.price(term, gain)[0], gain
+    gains = [run.gain(term) for term in hidden]
+    first = max(range(len(hidden)), key=lambda place: float(gains[place].mean()))
+    term, gain = hidden[first], gains[first]
+    return term, _cause(run, term, run.price(term, gain)[0], gain)
 
 
 def _more(steps: int, error: float, above: float) -> int:
@@ -139,11 +161,13 @@ def _more(steps: int, error: float, above: float) -> int:
     return int(min(np.ceil(wanted), 10_000)) - steps if wanted > steps else 1
 
 
-def _cause(table: Table, term: Term, price: Price, gain: Floats, view: View, more: int = 0) -> Cause:
-    kind, parts = term.kind, dict[str, float]()
+def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
+    table, kind = run.table, term.kind
+    there = active(gain) if term.once or term.ranks else np.ones(len(gain), dtype=bool)
     if kind in ("ends", "stage", "chunk"):
-        kind, parts = _of_content(term, view)
-    there = active(gain) if term.once else np.ones(len(gain), dtype=bool)
+        kind, parts = _of_content(term, run.view)
+    else:
+        parts = _parts(term, run.view, there)
     begins = np.flatnonzero(there)[0]
     since = int(table.steps[begins]) if begins > 0 and there[begins:].all() else None
     hosts: tuple[str, ...] = ()
@@ -170,8 +194,30 @@ def _cause(table: Table, term: Term, price: Price, gain: Floats, view: View, mor
     )
 
 
+def _parts(term: Term, view: View, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:
+    """How large a term is, in the steps in which it is there: `Cause.parts`."""
+    own = view if term.replica is None else view.of(term.replica)
+    before, after = own.state, term.change(own).state
+    if term.kind == "slow_link":
+        return {
+            "transfer_ms": float(before.link[there][..., term.stage].mean()),
+            "usual_ms": float(after.link[there][..., term.stage].mean()),
+        }
+    if term.kind == "late_entry":
+        return {"late_ms": float((before.entry - after.entry)[there][..., term.stage].mean())}
+    if term.kind not in ("slow_rank", "uneven_microbatches", "unequal_replicas"):
+        return {}
+    some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)
+    ratio = (before.passes / np.maximum(after.passes, 1e-9))[there][:, :, some]
+    # By microbatch or by replica, whatever a pass is of.
+    ratio = np.median(ratio, axis=(2, 3, 4) if term.kind == "uneven_microbatches" else (2, 3, 4, 5))
+    return {"factor": float(ratio.max(axis=-1).mean())}
+
+
 def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
-    part = getattr(view.content, term.kind)[0, term.stage]
+    content = view.content
+    part = content.ends if term.kind == "ends" else content.whole * (1.0 - 1.0 / getattr(content, term.kind))
+    part = part[0, term.stage]
     own = part[term.chunk] if term.chunk is not None else part.sum(axis=0)
     kind = looks(own, view.content.whole[0, term.stage].sum(axis=0))
     if kind == BOTH:
@@ -180,22 +226,20 @@ def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
     return kind, {name: float(ms) for name, ms in zip(names, own, strict=False)}
 
 
-def _filling(table: Table, run: Examined) -> Cause | None:
+def _filling(run: Examined) -> Cause | None:
     """What filling and draining costs beside a pipeline that has microbatches enough."""
-    own = table.schedule
+    own = run.table.schedule
     wanted = -(-FILLED * own.stages // own.chunks)
     if own.stages == 1 or own.microbatches >= wanted:
         return None
     if own.name == "interleaved":
         wanted = -(-wanted // own.group_size) * own.group_size
-    longer = compiled(own._replace(microbatches=wanted), run.replay.rendezvous)
+    longer = compiled(own._replace(microbatches=wanted), run.replay.rendezvous, run.replay.in_turn)
     state = run.view.state
     passes = np.resize(np.moveaxis(state.passes, -1, 0), (wanted, *state.passes.shape[:-1]))
     many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=state.entry, link=state.link).max(axis=1)
     gain = run.view.pipelines_ms(run.replay).max(axis=1) - many * own.microbatches / wanted
-    mean, n = float(gain.mean()), len(gain)
-    error = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.0
-    price = Price(mean, mean - LEVEL * error, mean + LEVEL * error)
+    price, mean = run.of_replay(gain), float(gain.mean())
     return Cause("few_microbatches", price, 1.0, mean, None) if price.low > LEAST * run.step_ms else None
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from megaprof.analysis.diagnosis.model import Model, drawn_steps, fit
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.state import measured
-from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.table import Floats, Table, Unfit
 from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.simulation.replay import Replay
+from megaprof.parallel.schedules import PassId, phase_order
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,27 @@ class Examined:
             base, usual = (v.pipelines_ms(self.replay) for v in (self.drawn, same))
             other, own = _gain(term, self.drawn, self.replay, base), _gain(term, same, self.replay, usual)
             of_content = float(np.sqrt(np.mean((other - own) ** 2)))
-        mean, n = float(gain.mean()), len(gain)
+        mean = float(gain.mean())
         # What is seen once a step, in one step, may be anything.
-        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.5 * mean * term.once
-        error = float(np.sqrt(of_steps**2 + of_content**2 + ((self.missed + REPLAYED) * mean) ** 2))
+        of_one = 0.5 * mean * (term.once and len(gain) == 1)
+        error = float(np.sqrt(self._of_steps(gain) ** 2 + of_one**2 + of_content**2))
         return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
+
+    def of_replay(self, gain: Floats) -> Price:
+        """Returns the price of what the model of passes has no part in."""
+        mean, error = float(gain.mean()), self._of_steps(gain)
+        return Price(mean, mean - LEVEL * error, mean + LEVEL * error)
+
+    def _of_steps(self, gain: Floats) -> float:
+        """Standard error of an average gain: steps differ, and a replay that misses the step misses it."""
+        mean, n = float(gain.mean()), len(gain)
+        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.0
+        return float(np.hypot(of_steps, (self.missed + REPLAYED) * mean))
 
 
 def examine(table: Table) -> Examined:
-    """A job with the model that fits it."""
+    """A job with the model that fits it. Raises Unfit where another schedule ran than the table has."""
+    _check_order(table)
     state, replay = measured(table)
     steps = drawn_steps(len(table.steps), np.random.default_rng(0))
     model = fit(table, steps)
@@ -96,6 +109,25 @@ def examine(table: Table) -> Examined:
     rows = steps[:, 0]
     replayed_ms = float(np.mean(state.step_ms(replay)))
     return Examined(table, replay, model, view, view.at(rows, model.draws), rows, replayed_ms)
+
+
+def _check_order(table: Table) -> None:
+    for stage in range(table.schedule.stages):
+        order = phase_order(table.schedule, stage)
+        kinds = [table.schedule.kinds.index(which.kind) for which in order]
+        chunks, microbatches = [which.chunk for which in order], [which.microbatch for which in order]
+        begun = np.median(table.start[:, :, stage][:, :, chunks, kinds, microbatches], axis=(0, 1))
+        place = int(np.argmin(begun == np.minimum.accumulate(begun[::-1])[::-1]))
+        if begun[place] > begun[place:].min():
+            ran = order[place + int(begun[place:].argmin())]
+            raise Unfit(
+                f"on stage {stage} {_named(ran)} ran where Megatron's {table.schedule.name} schedule has "
+                f"{_named(order[place])}, so another schedule ran"
+            )
+
+
+def _named(which: PassId) -> str:
+    return f"the {which.kind} of microbatch {which.microbatch}"
 
 
 def _apply(term: Term, view: View) -> View:

@@ -1,8 +1,9 @@
 """How long the exchanges of each link took once both sides were there, from the passes around them.
 
 Buffered, a message travels by itself: a stage that was free before its input was made waited for nothing but the
-exchange. As a rendezvous, an exchange begins when both its stages have come to it: behind their passes, or behind an
-exchange before, which was through when its receiver's pass began.
+exchange; so did, in turn, one that came to an exchange before what it receives there was made. As a rendezvous, an
+exchange begins when both its stages have come to it: behind their passes, or behind an exchange before, which was
+through when its receiver's pass began.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.simulation.replay import Replay
 from megaprof.parallel.schedules import PassId, SendReceive, phase_order, producer, stage_program
 
 
-def links(table: Table, rendezvous: bool) -> Floats:
+def links(table: Table, replay: Replay) -> Floats:
     """Returns [t, d, s] milliseconds of an exchange between a stage and the next one.
 
     Of every step the lower quartile, on average of both directions, in which clocks that are apart cancel out; a step
@@ -24,7 +26,8 @@ def links(table: Table, rendezvous: bool) -> Floats:
     """
     t, d, s = table.entry.shape
     samples: list[dict[str, list[Floats]]] = [{} for _ in range(s)]
-    found = iter(()) if not table.clocks else _met(table) if rendezvous else _arrived(table)
+    by_exchange = replay.rendezvous or replay.in_turn
+    found = iter(()) if not table.clocks else _met(table, replay.rendezvous) if by_exchange else _arrived(table)
     for sender, receiver, kind, took in found:
         samples[_link(sender, receiver, s)].setdefault(kind, []).append(took)
     return _filled(np.stack([_mean([_quartile(each) for each in own.values()], (t, d)) for own in samples], axis=-1))
@@ -54,9 +57,10 @@ def _arrived(table: Table) -> Iterator[_Sample]:
             free = _ended(table, stage, which)
 
 
-def _met(table: Table) -> Iterator[_Sample]:
+def _met(table: Table, held: bool) -> Iterator[_Sample]:
+    """``held``: a sender waits for its receiver."""
     stages = table.schedule.stages
-    came: dict[tuple[int, PassId], list[Floats]] = {}
+    came: dict[tuple[int, PassId], dict[int, Floats]] = {}
     for stage in range(stages):
         program = stage_program(table.schedule, stage)
         there = np.fmin(table.start[:, :, stage].min(axis=(2, 3, 4)), np.inf)
@@ -67,10 +71,10 @@ def _met(table: Table) -> Iterator[_Sample]:
                 there = _ended(table, stage, step)
                 continue
             for receiver, which in _transfers(step, stage, stages):
-                came.setdefault((receiver, which), []).append(there)
+                came.setdefault((receiver, which), {})[stage] = there
             if place + 1 < len(program) and not isinstance(program[place + 1], PassId):
                 for receiver, which in _transfers(step, stage, stages):
-                    if receiver != stage:
+                    if receiver != stage and held:
                         there = np.maximum(there, _begun(table, receiver, which))
     for stage in range(stages):
         program = stage_program(table.schedule, stage)
@@ -82,12 +86,15 @@ def _met(table: Table) -> Iterator[_Sample]:
             ready = {each: came[each] for each in _transfers(step, stage, stages)}
             if any(len(both) != 2 for both in ready.values()):
                 continue
-            later = {each: np.maximum(*both) for each, both in ready.items()}
+            if held:
+                later = {each: np.maximum(*both.values()) for each, both in ready.items()}
+            else:
+                later = {each: both[_sender(table, *each)] for each, both in ready.items() if each[0] == stage}
             # The exchange was over with the last of its transfers; another link's may have been that.
             own = _link(source[0], stage, stages)
             others = [later[each] for each in later if _link(_sender(table, *each), each[0], stages) != own]
             last = np.maximum.reduce([later[each] for each in later])
-            waited = np.all([last > other for other in others], axis=0) if others else True
+            waited = np.all([last >= came[stage, following][stage], *(last > other for other in others)], axis=0)
             took = np.maximum(_begun(table, stage, following) - last, 0.0)
             yield source[0], stage, following.kind, np.where(waited, took, np.nan)
 

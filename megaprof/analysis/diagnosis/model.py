@@ -26,11 +26,11 @@ class Content:
     unit: Floats
     """[..., k]: one layer, or what a chunk has in common with the others where layers are not known."""
     ends: Floats
-    """Embedding on the first chunk, output layer and loss on the last."""
+    """Embedding on the first chunk, output layer and loss on the last, as long as they are on a usual stage."""
     stage: Floats
-    """What all chunks of a stage have too much, alike for each layer."""
+    """By which factor all that a stage holds takes longer on it; at least 1, as the next one."""
     chunk: Floats
-    """What single chunks have too much beside that."""
+    """The same of single chunks, beside that."""
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,17 @@ def divided(content: Floats, layers: Floats, free: np.random.Generator | None = 
         unit = flat.min(axis=-2)
         if free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
-    over = content - held * unit[..., None, None, :]
-    ends, stage = np.zeros_like(content), np.zeros_like(content)
-    if c > 1:
-        stage = np.maximum((over / held).min(axis=-2, keepdims=True), 0.0) * held
-        over = over - stage
+    layers_ms = np.maximum(held * unit[..., None, None, :], 1e-9)
+    alone = np.maximum(content / layers_ms, 1.0)
+    # What all chunks of a stage have too much of is the stage's.
+    stage = np.broadcast_to(alone.min(axis=-2, keepdims=True), content.shape) if c > 1 else np.ones_like(content)
+    over = np.maximum(content / stage - layers_ms, 0.0)
+    ends = np.zeros_like(content)
     if s * c > 1:
-        ends[..., 0, 0, :] = np.maximum(over[..., 0, 0, :], 0.0)
-        ends[..., -1, -1, :] = np.maximum(over[..., -1, -1, :], 0.0)
-    rest = np.maximum(over - ends, 0.0)
-    return Content(content, unit, ends, stage + rest if c == 1 else stage, rest if c > 1 else np.zeros_like(rest))
+        ends[..., 0, 0, :] = over[..., 0, 0, :]
+        ends[..., -1, -1, :] = over[..., -1, -1, :]
+    rest = np.maximum(content / stage / (layers_ms + ends), 1.0)
+    return Content(content, unit, ends, stage if c > 1 else rest, rest if c > 1 else np.ones_like(rest))
 
 
 def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator) -> Floats:

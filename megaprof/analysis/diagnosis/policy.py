@@ -15,7 +15,5 @@ FILLED = 4
 DRAWS = 24
 #: Steps that are looked into, evenly spread over the run: what a report has time for.
 STEPS = 48
-#: Milliseconds that opening a profiler may add to the first pass of a step, as measured with Kineto on a CPU.
-OPENING_MS = 10.0
 #: What a replay with changed times is wrong by, as a part of what it gains, on pipelines whose gains are known.
 REPLAYED = 0.02

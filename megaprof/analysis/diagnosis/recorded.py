@@ -18,6 +18,7 @@ from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, ta
 from megaprof.analysis.diagnosis.policy import STEPS
 from megaprof.analysis.diagnosis.table import CALLS, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
+from megaprof.analysis.stages.stages import WARM_UP
 from megaprof.analysis.trace.pool import Workers, at_most
 from megaprof.analysis.trace.pool import each as in_processes
 from megaprof.formats import codes
@@ -134,7 +135,7 @@ def _chosen(replicas: Mapping[int, list[list[RankSeries]]], most: int) -> list[i
 
 def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
     """What most of one rank's steps are like, and which these are. Raises Unfit."""
-    alike: dict[tuple[object, ...], list[tuple[Metadata, npt.NDArray[np.int64], int]]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[tuple[Metadata, npt.NDArray[np.void]]]] = defaultdict(list)
     reasons: list[str] = []
     for path in files:
         with suppress(format.UnreadableTimeline):
@@ -147,13 +148,23 @@ def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
                 if not len(own):
                     reasons += [metadata.ranges.reason] if metadata.ranges.reason else []
                     continue
-                alike[_shape(metadata)].append((metadata, _numbers(own), int(own["start_ns"][0])))
+                alike[_shape(metadata)].append((metadata, own))
     if not alike:
         raise Unfit(next(iter(reasons), "no step was recorded with the times of its microbatches"))
-    most = max(alike.values(), key=lambda parts: sum(len(numbers) for _, numbers, _ in parts))
+    most = max(alike.values(), key=lambda parts: sum(len(steps) for _, steps in parts))
     metadata = most[-1][0]
     schedule = schedule_of(metadata, metadata.forward_only)
-    return _Plan(key, schedule, metadata, np.unique(np.concatenate([part[1] for part in most])), most[0][2])
+    steps = np.concatenate([part for _, part in most])
+    return _Plan(key, schedule, metadata, _warm(steps), int(steps["start_ns"][0]))
+
+
+def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """The numbers of those that do not belong to a beginning in which all is longer."""
+    numbers, first = np.unique(_numbers(steps), return_index=True)
+    took = steps["duration"][first].astype(float)
+    warm = took <= WARM_UP * np.median(took)
+    found: npt.NDArray[np.int64] = numbers[int(warm.argmax()) :]
+    return found
 
 
 def _shape(metadata: Metadata) -> tuple[object, ...]:

@@ -33,17 +33,18 @@ class State:
 
 
 def measured(table: Table) -> tuple[State, Replay]:
-    """What was measured, and the replay whose model of exchanges comes closer to the measured steps."""
+    """What was measured, and the replay whose model of exchanges comes closest to the measured steps."""
     entry = np.nan_to_num(table.entry)
-    modes = [False] if table.schedule.stages == 1 else [True, False]
-    if table.schedule.name == "interleaved" and table.schedule.stages == 2:
-        modes = [False]
-    if table.rendezvous in modes:
-        modes.sort(key=lambda mode: mode != table.rendezvous)
+    own = table.schedule
+    buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)
+    models = [buffered] if own.stages == 1 else [rendezvous, buffered]
+    if own.name == "interleaved":
+        models = [buffered] if own.stages == 2 else [rendezvous, buffered, in_turn]
+    models.sort(key=lambda model: model[0] != table.rendezvous)
     best: tuple[float, State, Replay] | None = None
-    for mode in modes:
-        replay = compiled(table.schedule, mode)
-        state = State(table.passes, entry, links(table, mode), table.reduction)
+    for model in models:
+        replay = compiled(own, *model)
+        state = State(table.passes, entry, links(table, replay), table.reduction)
         missed = float(np.median(np.abs(state.step_ms(replay) - table.length)))
         if best is None or missed < best[0]:
             best = missed, state, replay

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from megaprof.analysis.diagnosis.naming import BOTH, looks
-from megaprof.analysis.diagnosis.policy import LEAST, OPENING_MS
-from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.diagnosis.view import View
 
 Change = Callable[[View], View]
@@ -57,7 +57,7 @@ def _of_content(table: Table, view: View) -> Iterator[Term]:
         most = tuple(np.flatnonzero(of_stage == of_stage.max()).tolist())
 
         def even(v: View) -> View:
-            return v.holding(v.now + share * v.content.unit[:, None, None, :])
+            return v.holding(v.now + share * v.content.unit[:, None, None, :] * v.slow)
 
         yield Term("layers", even, stage=stage, stages=most if len(most) > 1 else (), fitted=True)
     if s * c == 1:
@@ -66,27 +66,24 @@ def _of_content(table: Table, view: View) -> Iterator[Term]:
 
         def spread(v: View, stage: int = stage, chunk: int = chunk) -> View:
             own = v.content.ends[:, stage, chunk]
-            new = v.now.copy()
-            new[:, stage, chunk] -= own
+            moved = np.zeros_like(v.now)
+            moved[:, stage, chunk] = -own
             # Embedding and loss must be somewhere; what makes one kind of pass long need not be.
-            somewhere = looks(own.mean(axis=0), v.content.whole[:, stage].sum(axis=1).mean(axis=0)) == BOTH
-            return v.holding(new + somewhere * own[:, None, None, :] / (s * c))
+            if looks(own.mean(axis=0), v.content.whole[:, stage].sum(axis=1).mean(axis=0)) == BOTH:
+                moved += own[:, None, None, :] / (s * c)
+            return v.holding(v.now + moved * v.slow)
 
         yield Term("ends", spread, stage=stage, chunk=chunk, fitted=True)
     for stage in range(s):
 
         def usual(v: View, stage: int = stage) -> View:
-            new = v.now.copy()
-            new[:, stage] -= v.content.stage[:, stage]
-            return v.holding(new)
+            return v.quick(np.s_[:, stage], v.content.stage[:, stage])
 
         yield Term("stage", usual, stage=stage, fitted=True)
         for chunk in range(c) if c > 1 else ():
 
             def like_others(v: View, stage: int = stage, chunk: int = chunk) -> View:
-                new = v.now.copy()
-                new[:, stage, chunk] -= v.content.chunk[:, stage, chunk]
-                return v.holding(new)
+                return v.quick(np.s_[:, stage, chunk], v.content.chunk[:, stage, chunk])
 
             yield Term("chunk", like_others, stage=stage, chunk=chunk, fitted=True)
 
@@ -129,7 +126,7 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
                 return v.scaled(factor[..., None, None, None], rank=v.rank * factor)
 
             ranks = tuple(table.ranks[replica, stage].tolist())
-            yield Term("slow_rank", mended, stage=stage, replica=replica, ranks=ranks, once=True)
+            yield Term("slow_rank", mended, stage=stage, replica=replica, ranks=ranks)
     if p > 1:
         lost = of_rank[..., None] * (1.0 - 1.0 / view.peer)
         for replica, stage, peer in np.argwhere(lost.mean(axis=0) >= least).tolist():
@@ -145,7 +142,6 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
                 stage=stage,
                 replica=replica,
                 ranks=(int(table.ranks[replica, stage, peer]),),
-                once=True,
             )
 
 
@@ -200,19 +196,12 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
     if view.state.tail.any():
         yield Term("communication", lambda v: v.waiting(tail=np.zeros_like(v.state.tail)), group="dp", once=True)
 
-    def first(v: View) -> View:
-        passes = v.state.passes.copy()
-        passes[:, :, 0, 0, 0, 0] = np.maximum(passes[:, :, 0, 0, 0, 0] - v.first, 0.0)
-        return replace(v, state=replace(v.state, passes=passes), first=np.zeros_like(v.first))
-
-    yield Term("data_wait", first, stage=0, once=True, doubt_ms=OPENING_MS * float(table.opening.mean()))
+    yield Term(
+        "data_wait",
+        lambda v: v.less(v.waited(), first=np.zeros_like(v.first)),
+        stage=0,
+        once=True,
+        doubt_ms=float(view.opened.max(axis=1).mean()),
+    )
     if view.stalled.any():
-        yield Term("stalls", _unstalled, once=True)
-
-
-def _unstalled(v: View) -> View:
-    flat = v.state.passes.reshape(*v.stalling.shape, -1).copy()
-    own = np.take_along_axis(flat, v.stalling[..., None], axis=-1)
-    np.put_along_axis(flat, v.stalling[..., None], np.maximum(own - v.stalled[..., None], 0.0), axis=-1)
-    passes: Floats = flat.reshape(v.state.passes.shape)
-    return replace(v, state=replace(v.state, passes=passes), stalled=np.zeros_like(v.stalled))
+        yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)

@@ -23,6 +23,8 @@ class View:
     state: State
     now: Floats
     """[n, s, c, k]: contents as far as terms are neutral already."""
+    slow: Floats
+    """[n, s, c, k]: by which factor stages and chunks are slow, likewise."""
     content: Content
     """Contents as they were, likewise."""
     level: Floats
@@ -33,7 +35,9 @@ class View:
     timely: Floats
     """[n, d, s]: when the ranks would have entered together with the others."""
     first: Floats
-    """[n, d]: by how much the first pass of the first stage is longer than it should be."""
+    """[n, d]: by how much the first pass of the first stage is longer than it should be, and the others' are."""
+    opened: Floats
+    """[n, d]: by how much those are, if a profiler was opened for the step, which may disturb the first stage more."""
     stalled: Floats
     """[n, d, s]: by how much one pass of a step is longer than the longest one of the usual steps."""
     stalling: npt.NDArray[np.intp]
@@ -45,9 +49,10 @@ class View:
         """Those of its steps, with their own contents or others."""
         own = _rows(self.content, rows) if content is None else content
         ratio = self.now[rows] / self.content.whole[rows]
+        slow = own.stage * own.chunk * self.slow[rows] / (self.content.stage * self.content.chunk)[rows]
         per_step = {name: getattr(self, name)[rows] for name in _PER_STEP}
         exposed = {group: each[rows] for group, each in self.exposed.items()}
-        return View(self.state.at(rows), own.whole * ratio, own, exposed=exposed, **per_step)
+        return View(self.state.at(rows), own.whole * ratio, slow, own, exposed=exposed, **per_step)
 
     def of(self, replica: int) -> View:
         """One replica alone."""
@@ -55,7 +60,7 @@ class View:
         state = State(self.state.passes[:, one], self.state.entry[:, one], self.state.link[:, one], self.state.tail)
         per_step = {name: getattr(self, name)[:, one] for name in _PER_STEP}
         exposed = {group: each[:, one] for group, each in self.exposed.items()}
-        return View(state, self.now, self.content, exposed=exposed, **per_step)
+        return View(state, self.now, self.slow, self.content, exposed=exposed, **per_step)
 
     def joined(self, replica: int, other: View) -> View:
         """With another view of one replica in its place."""
@@ -70,18 +75,41 @@ class View:
         return replace(self, state=state, **per_step)
 
     def scaled(self, factor: Floats, **neutral: Any) -> View:
-        """With passes that take ``factor`` times as long, and factors that are neutral now."""
-        return replace(self, state=replace(self.state, passes=self.state.passes * factor), **neutral)
+        """With passes that take ``factor`` times as long, but for what was added to single ones, and factors that are
+        neutral now."""
+        added = self.waited() + self.stalls()
+        return replace(self, state=replace(self.state, passes=(self.state.passes - added) * factor + added), **neutral)
+
+    def waited(self) -> Floats:
+        """Returns [n, d, s, c, k, m]: how long passes waited for data."""
+        found = np.zeros_like(self.state.passes)
+        found[:, :, 0, 0, 0, 0] = self.first
+        return found
+
+    def stalls(self) -> Floats:
+        """Returns [n, d, s, c, k, m]: by how much passes stalled."""
+        found = np.zeros_like(self.state.passes)
+        np.put_along_axis(
+            found.reshape(*self.stalling.shape, -1), self.stalling[..., None], self.stalled[..., None], axis=-1
+        )
+        return found
 
     def holding(self, now: Floats) -> View:
         """With other contents."""
         now = np.maximum(now, 0.0)
         return self.scaled((now / np.maximum(self.now, 1e-9))[:, None, ..., None], now=now)
 
-    def less(self, passes: Floats) -> View:
-        """With shorter passes."""
+    def quick(self, where: Any, factor: Floats) -> View:
+        """Without a factor by which contents there are slow."""
+        now, slow = self.now.copy(), self.slow.copy()
+        now[where] /= factor
+        slow[where] /= factor
+        return replace(self.holding(now), slow=slow)
+
+    def less(self, passes: Floats, **neutral: Any) -> View:
+        """With shorter passes, and what is neutral now."""
         left = np.maximum(self.state.passes - passes, 0.0)
-        return replace(self, state=replace(self.state, passes=left))
+        return replace(self, state=replace(self.state, passes=left), **neutral)
 
     def waiting(self, **changes: Any) -> View:
         """With other entries, links or tails."""
@@ -92,7 +120,7 @@ class View:
         return replay.step_ms(self.state.passes, entry=self.state.entry, link=self.state.link)
 
 
-_PER_STEP = ("level", "work", "rank", "peer", "own", "timely", "first", "stalled", "stalling", "idle")
+_PER_STEP = ("level", "work", "rank", "peer", "own", "timely", "first", "opened", "stalled", "stalling", "idle")
 
 
 def _put(values: Floats, where: slice, new: Floats) -> Floats:
@@ -108,9 +136,13 @@ def viewed(table: Table, state: State, model: Model) -> View:
     """The whole run."""
     n, d, s = state.entry.shape
     flat = state.entry.reshape(n, -1)
-    others = _median_of_others(flat).reshape(n, d, s) if flat.shape[1] > 1 else state.entry
+    timely = _median_of_others(flat).reshape(n, d, s) if flat.shape[1] > 1 else state.entry
     over = state.passes - model.expected
-    first = over[:, :, 0, 0, 0, 0] - (np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else 0.0)
+    first = over[:, :, 0, 0, 0, 0]
+    # Alone it may be the opening, all of it.
+    others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
+    opened = np.maximum(others, 0.0) * table.opening[:, None]
+    first = first - others if s > 1 else first
     over = over.copy()
     over[:, :, 0, 0, 0, 0] = 0.0
     each = over.reshape(n, d, s, -1)
@@ -122,14 +154,16 @@ def viewed(table: Table, state: State, model: Model) -> View:
     return View(
         state,
         whole.whole,
+        whole.stage * whole.chunk,
         whole,
         level=model.level,
         work=model.work,
         rank=model.rank,
         peer=model.peer,
         own=model.own,
-        timely=np.minimum(state.entry, others),
+        timely=np.minimum(state.entry, timely),
         first=np.maximum(first, 0.0),
+        opened=opened,
         stalled=np.maximum(longest - np.maximum(usual, 0.0), 0.0),
         stalling=stalling,
         exposed=table.exposed,

@@ -10,7 +10,7 @@ from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import number, percent
 from megaprof.analysis.trace.calls import GROUPS
-from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 
 #: Units of a curve's drawing.

@@ -7,6 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megaprof.analysis.diagnosis.diagnose import diagnose
+from megaprof.analysis.diagnosis.examine import examine
+from megaprof.analysis.diagnosis.files import tables
+from megaprof.analysis.diagnosis.table import Table, Unfit
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
 from megaprof.analysis.fleet.timeline_calls import detail_of
@@ -28,8 +32,8 @@ from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
-from megaprof.analysis.what_if.gains import with_gains
-from megaprof.analysis.what_if.what_if import SlowPipeline, what_if
+from megaprof.analysis.what_if.gains import replayed, with_gains
+from megaprof.analysis.what_if.what_if import WhatIf, what_if, withheld
 from megaprof.formats.checks import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
@@ -81,13 +85,13 @@ def analyze(
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
     warnings += fleet.warnings_of_files()
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
+    of_jobs = tables(calls, fleet, workers)
     calls += _details(fleet, fleets, tuple(calls))
     if not calls and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
-    slow = {each.key: found for each in fleets if (found := _slow_pipeline(fleet, each)) is not None}
-    targets = tuple(_target(measured, calls, fleets, slow) for measured in measure(calls))
+    targets = tuple(_target(measured, calls, fleets, of_jobs) for measured in measure(calls))
     return Report(
         path,
         read,
@@ -157,26 +161,13 @@ def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call
         yield from detail_of(each.key, places, fleet.files[each.key], suspects, each.stood_still)
 
 
-def _slow_pipeline(fleet: FleetReading, survey: Fleet) -> SlowPipeline | None:
-    """The last calls of the pipeline that holds the slowest rank of the run; None where no rank is slow to the end."""
-    lasting = [s for s in survey.stragglers if s.what == "compute" and s.until is None and s.share is None]
-    if not lasting or survey.key.sizes.pp == 1:
-        return None
-    worst = max(lasting, key=lambda s: s.own_ms - s.peers_ms)
-    places = [rank.coords for rank in fleet.series[survey.key].ranks]
-    own = next(place for place in places if place.rank == worst.ranks[0])
-    beside = [place for place in places if (place.dp, place.cp, place.tp) == (own.dp, own.cp, own.tp)]
-    calls = detail_of(survey.key, beside, fleet.files[survey.key], without=survey.stood_still)
-    return SlowPipeline(worst.ranks, worst.stage, worst.peers_ms / worst.own_ms, calls) if calls else None
-
-
 def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
     latest = {target.key: target.measured.steps[-1] for target in targets if target.measured.steps}
     return (call for call in calls if latest.get((call.label, call.role)) == call.step)
 
 
 def _target(
-    measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet], slow: Mapping[Key, SlowPipeline]
+    measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet], tables: Mapping[Key, Table | Unfit]
 ) -> TargetReport:
     key = measured.target, measured.role, measured.sizes
     fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
@@ -186,9 +177,24 @@ def _target(
         kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
         causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
     verdict = replace(verdict, causes=causes)
-    found = what_if(measured, calls, verdict, slow.get(fleet.key) if fleet is not None else None)
-    verdict = replace(verdict, causes=with_gains(measured, causes, found))
+    found = _advice(measured, calls, tables)
+    verdict = replace(verdict, causes=with_gains(measured, causes, found, replayed(measured, calls)))
     return TargetReport(measured, verdict, found, fleet and _with_gains(fleet, verdict.causes))
+
+
+def _advice(measured: TargetStages, calls: Sequence[Call], tables: Mapping[Key, Table | Unfit]) -> WhatIf:
+    if measured.unjudgeable:
+        return withheld(measured.unjudgeable)
+    job = Key(measured.target, measured.role, measured.sizes)
+    table = tables.get(job, Unfit("no step was recorded whole"))
+    if isinstance(table, Unfit):
+        return withheld(str(table))
+    try:
+        run = examine(table)
+    except Unfit as reason:
+        return withheld(str(reason))
+    own = [call for call in calls if (call.label, call.role, call.metadata.sizes) == job]
+    return what_if(run, diagnose(run), own)
 
 
 def _with_gains(fleet: Fleet, causes: Sequence[Cause]) -> Fleet:

@@ -17,9 +17,9 @@ from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.verdict import Comparison, Verdict
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
-from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
-from megaprof.analysis.what_if.what_if import TOO_NOISY, WhatIf
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
 from megaprof.parallel.selectors import Selector
 
@@ -159,7 +159,7 @@ def _gaining(found: WhatIf) -> list[Prediction]:
 
 
 def _is_noise(each: Prediction) -> bool:
-    return each.noise > TOO_NOISY and each.speedup - 1.0 <= each.speedup_uncertainty
+    return each.more_steps > 0
 
 
 def caveats(shown: Sequence[Prediction]) -> list[str]:

@@ -14,6 +14,8 @@ What a node waits for is a matter of the model of exchanges:
   alternates between passes and exchanges (`schedules.stage_program`). A transfer begins when both its stages have come
   to the exchange that contains it; transfers of one exchange run side by side; a stage is held until all of them are
   done. So a stage that has computed its result is held by a receiver that is still computing.
+* In turn (gloo without overlap): a result travels by itself, as if buffered, but is received in the exchange that
+  contains it: a stage is held until everything is there that this receives, whatever it runs next.
 
 Nodes that wait for equally many others one after another form a level. Levels are evaluated in turn, each by a few
 calls of numpy over its nodes and over all steps.
@@ -53,7 +55,9 @@ class Replay:
     schedule: PipelineSchedule
     """What is replayed."""
     rendezvous: bool
-    """Which model of exchanges."""
+    """Which model of exchanges: whether a sender waits for its receiver."""
+    in_turn: bool
+    """Whether, where it does not, a receiver waits in every exchange."""
     _levels: tuple[tuple[int, int, npt.NDArray[np.intp]], ...]
     """Of each level but the first: its rows in the table of nodes, [begin, end), and the rows that they wait for
     ([any number, end - begin])."""
@@ -132,21 +136,22 @@ class Replay:
 
 
 @lru_cache(maxsize=64)
-def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
-    """Returns the replay of ``schedule``, with exchanges as a rendezvous or buffered.
+def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False) -> Replay:
+    """Returns the replay of ``schedule``, with exchanges as a rendezvous, or buffered and received ``in_turn`` or not.
 
     Raises:
         ValueError: a rendezvous in the interleaved schedule on 2 stages, where Megatron demands overlapped exchanges,
             or in a schedule that splits the backward.
     """
-    if rendezvous and schedule.name == "interleaved" and schedule.stages == 2:
+    programmed = rendezvous or in_turn
+    if programmed and schedule.name == "interleaved" and schedule.stages == 2:
         raise ValueError("rendezvous=True: without overlapped p2p the interleaved schedule needs more than 2 stages")
-    if rendezvous and schedule.name in SPLIT_SCHEDULES:
+    if programmed and schedule.name in SPLIT_SCHEDULES:
         raise ValueError(f"rendezvous=True: the exchanges of schedule={schedule.name!r} overlap")
     plan = _Plan(schedule)
     for stage in range(schedule.stages):
-        if rendezvous:
-            plan.add_program(stage)
+        if programmed:
+            plan.add_program(stage, held=rendezvous)
         else:
             plan.add_order(stage)
     rows, levels = _levelled(plan.inputs)
@@ -155,6 +160,7 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool) -> Replay:
     return Replay(
         schedule,
         rendezvous,
+        in_turn and not rendezvous,
         levels,
         rows[own],
         rows[_padded(plan.inputs[own])],
@@ -208,9 +214,9 @@ class _Plan:
                 self.inputs[node] = (before, *arrivals)
                 before, arrivals = node, []
 
-    def add_program(self, stage: int) -> None:
+    def add_program(self, stage: int, *, held: bool) -> None:
         """Passes and exchanges of a stage, each of which waits for what is before it; a transfer waits for that of
-        both its stages."""
+        its sender, and, where that is ``held``, of its receiver."""
         stages = self.schedule.stages
         following, preceding = (stage + 1) % stages, (stage - 1) % stages
         before: tuple[int, ...] = (stage,)
@@ -220,17 +226,17 @@ class _Plan:
                 self.inputs[node] = before
                 before = (node,)
                 continue
-            transfers = (
-                (stage, following, step.send_next),
-                (preceding, stage, step.recv_prev),
-                (stage, preceding, step.send_prev),
-                (following, stage, step.recv_next),
+            sent = ((stage, following, step.send_next), (stage, preceding, step.send_prev))
+            received = ((preceding, stage, step.recv_prev), (following, stage, step.recv_next))
+            out, come = (
+                tuple(
+                    self._transfer(sender, receiver, self.pass_node(receiver, which), waits_for)
+                    for sender, receiver, which in transfers
+                    if which is not None
+                )
+                for transfers, waits_for in ((sent, before), (received, before if held else ()))
             )
-            before = tuple(
-                self._transfer(sender, receiver, self.pass_node(receiver, which), before)
-                for sender, receiver, which in transfers
-                if which is not None
-            )
+            before = out + come if held else before + come
 
     def _transfer(self, sender: int, receiver: int, needed_by: int, waits_for: tuple[int, ...]) -> int:
         """The transfer of a pass's input, which also waits for ``waits_for``."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megaprof.analysis.simulation.replay import Milliseconds, Replay, compiled
 from megaprof.analysis.trace.passes import Pass
@@ -33,7 +34,7 @@ class Simulation:
     """The schedule that was replayed."""
     _replay: Replay = field(repr=False, compare=False)
     _passes: Milliseconds = field(repr=False, compare=False)
-    _p2p_ms: float = field(repr=False, compare=False)
+    _around: Mapping[str, npt.ArrayLike] = field(repr=False, compare=False)
 
     @cached_property
     def events(self) -> tuple[Pass[float], ...]:
@@ -42,8 +43,8 @@ class Simulation:
         Each has ``stage``, ``chunk``, ``microbatch``, ``phase`` (``forward``, ``backward`` or ``weight``),
         ``start_ms`` and ``end_ms``.
         """
-        starts = self._replay.starts(self._passes, link=self._p2p_ms)
-        ends = self._replay.ends(self._passes, link=self._p2p_ms)
+        starts = self._replay.starts(self._passes, **self._around)
+        ends = self._replay.ends(self._passes, **self._around)
         found = []
         for stage in range(self.schedule.stages):
             for which in phase_order(self.schedule, stage):
@@ -101,10 +102,15 @@ def simulate(
     if list(times) != (needed := [f"{kind}_ms" for kind in checked.kinds]):
         raise ValueError(f"schedule={checked.name!r} needs {', '.join(needed)}, got {', '.join(times)}")
     passes = np.stack([_durations(label, each, microbatches) for label, each in times.items()], axis=2)
-    step = float(replay.step_ms(passes, link=p2p))
+    return played(replay, passes, link=p2p)
+
+
+def played(replay: Replay, passes: Milliseconds, **around: npt.ArrayLike) -> Simulation:
+    """One step from what `Replay` takes: ``passes``, and ``entry`` and ``link`` in ``around``."""
+    step = float(replay.step_ms(passes, **around))
     stage_ms = tuple(passes.sum(axis=(1, 2, 3)).tolist())
     bubbles = tuple(max(0.0, 1.0 - busy / step) if step else 0.0 for busy in stage_ms)
-    return Simulation(step, bubbles, stage_ms, checked, replay, passes, p2p)
+    return Simulation(step, bubbles, stage_ms, replay.schedule, replay, passes, around)
 
 
 def _shape(label: str, times: Times) -> tuple[int, int]:

@@ -1,25 +1,21 @@
 """What a change that a person chooses would do: another layout, other microbatches, virtual stages, another transfer.
 
-It is predicted as the report's own candidates are (`candidates`), from the same costs, so both say the same number for
-the same change. Only the draws that give the uncertainty are fewer where a step has many passes, so that an answer
-comes at once.
+It is predicted as the report's own candidates are (`candidates`), from the same replays, so both say the same number
+for the same change; the drawn pipeline and its bubble are those of one of these replays.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 
 from megaprof.analysis.simulation.simulate import Simulation
-from megaprof.analysis.what_if.candidates import Known, Prediction, relaid, resliced, typical_times, with_chunks
+from megaprof.analysis.what_if.candidates import Known, relaid, rescheduled
+from megaprof.analysis.what_if.changes import Change, Prediction, described
 from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout
-from megaprof.analysis.what_if.replay import in_flight_layers
+from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.formats.checks import counted
 
-#: An answer may simulate so many passes for its uncertainty, ...
-_PASSES = 16_000
-#: ... and draws at least this often.
-_FEWEST_DRAWS = 4
 MOST_MICROBATCHES = 4096
 MOST_CHUNKS = 16
 _MOST_PASSES = 200_000
@@ -49,7 +45,7 @@ class Tried:
     prediction: Prediction
     """The step, how uncertain that is, flags and memory."""
     simulation: Simulation
-    """The pipeline with undisturbed costs."""
+    """The pipeline of the captured step that takes about as long as the average one."""
     in_flight: tuple[int, ...]
     """Of every stage the most layers times microbatches whose activations it holds at once."""
 
@@ -72,7 +68,7 @@ class ByHand(Known):
     @property
     def captured(self) -> Setting:
         """The run as it was captured."""
-        return Setting(self.pieces, self.baseline.microbatches, self.baseline.run.p2p_ms)
+        return Setting(self.pieces, self.microbatches, self.run.p2p_ms)
 
     @cached_property
     def as_captured(self) -> Tried:
@@ -83,30 +79,17 @@ class ByHand(Known):
 def tried(known: ByHand, wanted: Setting) -> Tried:
     """Predict ``wanted``. Raises ValueError where Megatron refuses it, or where it is more than can be answered at
     once."""
-    baseline, captured = known.baseline, known.baseline.run
+    run = known.run
     chunks, count = _checked(known, wanted)
-    run = replace(with_chunks(captured, chunks), p2p_ms=wanted.p2p_ms)
-    larger = baseline.microbatches / count if wanted.same_tokens else 1.0
-    needs = in_flight_layers(wanted.pieces, run.checked(count))
-    found = relaid(
-        known,
-        "by_hand",
-        _named(known, wanted, chunks),
-        wanted.pieces,
-        needs,
-        run=run,
-        resize=None if count == baseline.microbatches else partial(resliced, count, wanted.same_tokens),
-        draws=max(_FEWEST_DRAWS, _PASSES // (2 * known.stages * max(captured.chunks, chunks) * max(count, 1))),
-        memory=known.memory if larger == 1.0 else None,
-        assumes=None if larger == 1.0 else "a microbatch's time is in proportion to its tokens",
-    )
-    if larger > 1.0 and not captured.forward_only:
-        found = replace(found, memory=f"every microbatch holds {larger:.3g} times the activations")
-    as_captured = wanted.pieces == known.pieces
-    costs = baseline.typical if as_captured else typical_times(wanted.pieces, known.stages, known.fits.best)
-    forward, backward = ([[[ms * larger] * count for ms in row] for row in kind] for kind in costs)
-    simulation = run.simulate(forward, None if captured.forward_only else backward)
-    return Tried(wanted, found, simulation, tuple(needs))
+    larger = known.microbatches / count if wanted.same_tokens else 1.0
+    change = Change(rescheduled(known, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
+    found = relaid(known, "by_hand", _named(known, wanted, chunks), wanted.pieces, change)
+    if larger != 1.0:
+        found = described(found, assumes="a microbatch's time is in proportion to its tokens")
+    if larger > 1.0 and not run.replay.schedule.forward_only:
+        found = described(found, memory=f"every microbatch holds {larger:.3g} times the activations")
+    needs = in_flight_layers(wanted.pieces, change.replay.schedule)
+    return Tried(wanted, found.prediction, run.simulated(known.costs.of(wanted.pieces)[None], change), tuple(needs))
 
 
 def _checked(known: ByHand, wanted: Setting) -> tuple[int, int]:

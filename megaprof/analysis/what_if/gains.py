@@ -6,12 +6,14 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.samples import mean_of
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.words import ranks as ranks_in_words
 from megaprof.analysis.stages.words import stages as stages_in_words
-from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times
+from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Times, Withheld, captured_run
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats import ranges
 
@@ -38,12 +40,27 @@ _MOST_STEPS = 4
 _Change = Callable[[Times, str, CapturedStep], Times]
 
 
-def with_gains(measured: TargetStages, causes: Sequence[Cause], found: WhatIf) -> tuple[Cause, ...]:
+Replayed = tuple[CapturedRun, list[CapturedStep]]
+
+
+def replayed(measured: TargetStages, calls: Sequence[Call]) -> Replayed | None:
+    """The run and its steps; None where they cannot be replayed."""
+    whose = measured.target, measured.role, measured.sizes
+    own = [c for c in calls if c.step in measured.steps and (c.label, c.role, c.metadata.sizes) == whose]
+    try:
+        return captured_run(examine(own, measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
+    except Withheld:
+        return None
+
+
+def with_gains(
+    measured: TargetStages, causes: Sequence[Cause], found: WhatIf, replay: Replayed | None
+) -> tuple[Cause, ...]:
     """``causes`` with ``gain_ms``, what costs most first. ``found``: what was predicted, so that what a slow rank costs
     is what the advice says, and what was replayed."""
     advised = {cause: told for cause in causes if (told := _as_advised(cause, found)) is not None}
     others = [cause for cause in causes if cause not in advised]
-    gaining = [advised.get(cause) or _with_gain(cause, others, measured, found) for cause in causes]
+    gaining = [advised.get(cause) or _with_gain(cause, others, measured, replay) for cause in causes]
     kept = [cause for cause in gaining if not _harmless(cause, measured.step_ms)]
     return tuple(sorted(kept, key=lambda cause: -1.0 if cause.gain_ms is None else cause.gain_ms, reverse=True))
 
@@ -67,12 +84,12 @@ def _harmless(cause: Cause, step_ms: float) -> bool:
     return alone and cause.gain_ms is not None and cause.gain_ms < LEAST * step_ms
 
 
-def _with_gain(cause: Cause, causes: Sequence[Cause], measured: TargetStages, found: WhatIf) -> Cause:
+def _with_gain(cause: Cause, causes: Sequence[Cause], measured: TargetStages, replay: Replayed | None) -> Cause:
     if cause.kind in _OF_STEP or (cause.kind, cause.group) == ("communication", "dp"):
         return replace(cause, gain_ms=cause.excess_ms)
-    if found.replayed is None:
+    if replay is None:
         return replace(cause, gain_ms=_estimated(cause, measured))
-    run, steps = found.replayed[0], found.replayed[1][-_MOST_STEPS:]
+    run, steps = replay[0], replay[1][-_MOST_STEPS:]
     if cause.kind == "slow_link":
         return replace(cause, gain_ms=_of_link(cause, measured, run, steps))
     if statistics.median(abs(step.replay_error) for step in steps) > _MOST_MISSED:

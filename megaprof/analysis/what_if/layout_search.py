@@ -10,8 +10,9 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.simulation.replay import Milliseconds, Replay, compiled
 from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
 from megaprof.parallel.schedules import PipelineSchedule
 
@@ -85,8 +86,8 @@ class Candidate:
 class _Problem:
     """One search: the units, the run that they belong to, and every layout replayed so far."""
 
-    def __init__(self, units: list[tuple[str, Cost]], replay: Replay, p2p_ms: float) -> None:
-        schedule = replay.schedule
+    def __init__(self, units: list[tuple[str, Cost]], replay: Replay, p2p_ms: float, factor: Milliseconds) -> None:
+        schedule, self.factor = replay.schedule, factor
         self.pp, self.vpp, self.microbatches = schedule.stages, schedule.chunks, schedule.microbatches
         if len(units) < self.pp * self.vpp:
             raise ValueError(
@@ -126,7 +127,7 @@ class _Problem:
             ]
             # [layout, kind, chunk, stage] to [layout, stage, chunk, kind, microbatch]
             pieces = np.array(each).reshape(len(some), len(self.by_kind), self.vpp, self.pp)
-            times = pieces.transpose(0, 3, 2, 1)[..., None]
+            times = (pieces.transpose(0, 3, 2, 1) * self.factor)[..., None]
             passes = np.broadcast_to(times, (*times.shape[:-1], self.microbatches))
             step_ms = self.pipeline.step_ms(passes, link=self.p2p_ms)
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
@@ -147,6 +148,8 @@ def search(
     forward_only: bool = False,
     microbatch_group_size: int | None = None,
     rendezvous: bool = False,
+    in_turn: bool = False,
+    factor: npt.ArrayLike = 1.0,
     top: int = 5,
 ) -> list[Candidate]:
     """The ``top`` layouts with the shortest replayed step, the shortest first; of equals those with simpler flags.
@@ -154,7 +157,8 @@ def search(
     Exact where all layouts can be replayed (up to 2000 of them). Otherwise the replay judges Megatron's own splits and
     two exact optima (of the heaviest piece, and of a bound on the step that also counts filling and draining the
     pipeline), and improves the best of them by moving one layer at a time. Deterministic. Every piece holds something.
-    MTP layers apart from the loss need megatron-core 0.16.
+    MTP layers apart from the loss need megatron-core 0.16. ``factor``: how many times as long the passes of stages
+    take, ``[stage, chunk, kind of pass]`` or what broadcasts to it.
 
     Raises:
         ValueError: costs, counts or a schedule that cannot be, see `CostModel.units` and `PipelineSchedule.checked`.
@@ -166,7 +170,8 @@ def search(
     schedule = PipelineSchedule.checked(
         pp, vpp, microbatches, group_size=microbatch_group_size, forward_only=forward_only
     )
-    problem = _Problem(cost.units(layers, mtp_layers), compiled(schedule, rendezvous), cost.p2p_ms)
+    factors = np.broadcast_to(np.asarray(factor, dtype=float), (pp, vpp, len(schedule.kinds)))
+    problem = _Problem(cost.units(layers, mtp_layers), compiled(schedule, rendezvous, in_turn), cost.p2p_ms, factors)
     pieces, units = pp * vpp, len(problem.work)
     if comb(units - 1, pieces - 1) <= problem.budget:
         cuts = ((0, *inside, units) for inside in combinations(range(1, units), pieces - 1))
@@ -242,7 +247,8 @@ def _best_cuts(
 
 def _stage_work(problem: _Problem, counts: _Counts) -> list[float]:
     work = [sum(problem.work[begin:end]) for begin, end in problem.bounds(counts)]
-    return [sum(work[stage :: problem.pp]) for stage in range(problem.pp)]
+    usual = problem.factor.mean(axis=(1, 2)).tolist()
+    return [usual[stage] * sum(work[stage :: problem.pp]) for stage in range(problem.pp)]
 
 
 def _improve(problem: _Problem, counts: _Counts) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.layouts import Layout, layers_per_stage
+from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
 _GIB = 1 << 30
 
@@ -88,3 +89,18 @@ def measured(calls: Mapping[int, Sequence[Call]], pieces: Layout, held: Sequence
         tuple(max(each.most for each in own) for own in known),
         tuple(map(min, capacities)),
     )
+
+
+def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
+    """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
+    forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
+    most = [0] * schedule.stages
+    if schedule.forward_only:
+        return most
+    for stage in range(schedule.stages):
+        layers = [sum(piece.count(letter) for letter in "tm") for piece in pieces[stage :: schedule.stages]]
+        held = 0
+        for phase in phase_order(schedule, stage):
+            held += layers[phase.chunk] if phase.kind == "forward" else -layers[phase.chunk]
+            most[stage] = max(most[stage], held)
+    return most

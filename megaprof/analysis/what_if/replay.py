@@ -18,7 +18,6 @@ from megaprof.analysis.simulation.simulate import Simulation, simulate
 from megaprof.analysis.stages.between import column, transfers
 from megaprof.analysis.stages.consistency import comparable
 from megaprof.analysis.trace.calls import Call, grouped
-from megaprof.analysis.what_if.layouts import Layout
 from megaprof.formats import ranges
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
@@ -185,21 +184,6 @@ def _fitting(run: CapturedRun, steps: list[CapturedStep]) -> tuple[CapturedRun, 
         f"{names[run.rendezvous]} ({missed:.1%}), as the metadata have it"
     )
     return replace(other, refit=refit), again
-
-
-def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
-    """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
-    forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
-    most = [0] * schedule.stages
-    if schedule.forward_only:
-        return most
-    for stage in range(schedule.stages):
-        layers = [sum(piece.count(letter) for letter in "tm") for piece in pieces[stage :: schedule.stages]]
-        held = 0
-        for phase in phase_order(schedule, stage):
-            held += layers[phase.chunk] if phase.kind == "forward" else -layers[phase.chunk]
-            most[stage] = max(most[stage], held)
-    return most
 
 
 def _pipelines(step: Sequence[Call], stages: int) -> list[list[list[Call]]]:

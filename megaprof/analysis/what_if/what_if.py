@@ -1,70 +1,48 @@
-"""What a run would take otherwise: other layouts, balanced stages, no straggler, other microbatches, other chunks.
+"""What a run would take otherwise: no straggler, other layouts, balanced stages, other microbatches, other chunks.
 
-First the run's own schedule is replayed with its measured times. How far that is from the measured pipeline is the
-replay error; above `MOST_ERROR` in the median step nothing is predicted. A prediction is the measured step less what
-the change gains: the pipeline times the ratio of two replays, with the change and without, both from the same robust
-costs (`baseline`), so that what every replay misses cancels out, and what single stalls cost is neither gained nor
-scaled. What lies outside the pipeline (`replay`) is kept as measured.
-
-Beside a rank that is slower than its peers nothing else is predicted: every stage waits for it, and it comes first.
+All of it comes from the steps that the diagnosis examined, with its model of what passes take, so advice and causes
+cannot contradict each other. Beside a rank that is slower than its peers nothing else is predicted: every stage waits
+for it, and it comes first.
 """
 
 from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.diagnosis.examine import Examined
+from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.table import Table
+from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.stages import words
-from megaprof.analysis.stages.causes import slow_ranks
-from megaprof.analysis.stages.consistency import Findings, examine, opened_apart
 from megaprof.analysis.stages.samples import Spread, mean_of
-from megaprof.analysis.stages.stages import LONGEST, TargetStages
-from megaprof.analysis.stages.verdict import Verdict
-from megaprof.analysis.trace.calls import Call, ModuleKey, grouped
-from megaprof.analysis.what_if.baseline import ERRORS, Baseline, Stall, Typical
+from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.trace.calls import RECOMPUTE, Call, ModuleKey, grouped
 from megaprof.analysis.what_if.by_hand import ByHand
-from megaprof.analysis.what_if.candidates import (
-    Fits,
-    Prediction,
-    balanced,
-    chunk_counts,
-    layouts,
-    microbatch_counts,
-    without_straggler,
-)
-from megaprof.analysis.what_if.cost_model import ChunkCost, CostFit, NoCostModel, fit_costs
-from megaprof.analysis.what_if.layout_search import Cost
+from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
+from megaprof.analysis.what_if.changes import Prediction, Priced, apart, captured
+from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, Held, fitted
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
+from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.memory import measured as measured_memory
-from megaprof.analysis.what_if.replay import CapturedRun, CapturedStep, Withheld, captured_run, in_flight_layers
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
-#: Above this replay error, as a fraction of the measured pipeline, nothing is predicted.
-MOST_ERROR = 0.10
 _MOST_LAYERS = 10_000
-#: A pass that took so many times its median disturbs its step ...
-_DISTURBED = 2.0
-#: ... and as many steps as this tell a disturbance from a cost.
-ENOUGH_STEPS = 5
-#: An uncertainty above this, as a fraction of the step, is too much to call any layout as good as another.
-TOO_NOISY = 0.05
 #: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
-#: Causes of time that is in no pass, so that a replay of passes misses it.
-_BEYOND = {
-    "host_bound": "the GPU waits for the host",
-    "late_entry": "a stage enters the step late",
-    "slow_link": "exchanges take long on one link",
-}
 _NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
-#: What gains less than this is no gain that a reader sees.
-_GAIN = 0.01
+
+
+class _Unknown(Exception):
+    """No other layout can be predicted; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +52,13 @@ class WhatIf:
     replay_ms: float | None = None
     """Milliseconds of the replayed step."""
     replay_error: Spread | None = None
-    """(replayed - measured) / measured pipeline, one sample per captured step."""
+    """(replayed - measured) / measured step, one sample per step."""
     measured_ms: float | None = None
     """Milliseconds of the measured step."""
     outside_ms: float | None = None
-    """The part of both that is no pipeline and is kept as measured."""
+    """The part of both that lies behind the pipeline and is kept as measured."""
     rendezvous: bool | None = None
-    """Whether exchanges were replayed as a rendezvous, see `megaprof.simulate`."""
+    """Whether exchanges were replayed as a rendezvous, see `megaprof.simulate`: what comes closer to the step."""
     p2p_ms: float | None = None
     """Milliseconds of one transfer."""
     layout: str | None = None
@@ -90,22 +68,25 @@ class WhatIf:
     candidates: tuple[Prediction, ...] = ()
     """The predictions."""
     best: Prediction | None = None
-    """The candidate to change to; None when no other layout gains more than its uncertainty."""
+    """The candidate to change to: the lower end of what it gains is above 2 %. None when there is no such."""
     advice: str | None = None
     """That as a sentence."""
     mended: tuple[int, ...] = ()
     """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
-    replayed: tuple[CapturedRun, list[CapturedStep]] | None = field(default=None, compare=False, repr=False)
-    """The run and the steps that were replayed; not in the JSON."""
     by_hand: ByHand | None = field(default=None, compare=False, repr=False)
     """What answers for changes that a person chooses; None where ``warnings`` say why, and not in the JSON."""
+    alike: tuple[str, ...] = ()
+    """Layouts that cannot be told apart from ``best`` by what was captured."""
+    capture: str | None = None
+    """The option that captures as many steps as would show whether the quickest layout gains 2 %; None where that is
+    known, and where no number of steps would."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data. ``replay_error`` is the mean; flags are one string, quoted for a shell."""
         costs = self.costs
-        same = ("replay_ms", "measured_ms", "outside_ms", "rendezvous", "p2p_ms", "layout", "advice")
+        same = ("replay_ms", "measured_ms", "outside_ms", "rendezvous", "p2p_ms", "layout", "advice", "capture")
         return {
             **{name: getattr(self, name) for name in same},
             "replay_error": mean_of(self.replay_error),
@@ -120,90 +101,66 @@ class WhatIf:
             },
             "candidates": [_plain(candidate) for candidate in self.candidates],
             "best": _plain(self.best) if self.best else None,
+            "alike": list(self.alike),
             "warnings": list(self.warnings),
         }
 
 
-@dataclass(frozen=True)
-class SlowPipeline:
-    """The pipeline of ranks that are slower than their peers in the whole run; every other pipeline waits for it."""
-
-    ranks: tuple[int, ...]
-    """The slow ranks; several where they wait for each other."""
-    stage: int
-    """Their pipeline rank."""
-    share: float
-    """What their peers compute in a step over what they compute."""
-    calls: tuple[Call, ...]
-    """The last steps of one rank per stage of it."""
-
-
-def what_if(
-    measured: TargetStages, calls: Sequence[Call], verdict: Verdict, slow_pipeline: SlowPipeline | None = None
-) -> WhatIf:
-    """Replay one target, and predict changes of it. ``calls``: everything that was read, of any target; ``verdict``:
-    on its stages, which the advice must not contradict; ``slow_pipeline``: where timelines tell of a rank that is
-    slower than its peers."""
-    if measured.unjudgeable:
-        return WhatIf(warnings=(f"not replayed: {measured.unjudgeable}",))
-    whose = measured.target, measured.role, measured.sizes
-    captured = [call for call in calls if call.step in measured.steps]
-    own = [call for call in captured if (call.label, call.role, call.metadata.sizes) == whose]
-    slow = [cause.rank for cause in slow_ranks(measured.stages) if cause.rank is not None]
-    if measured.step_time_ms is None:
-        for step in grouped(own, lambda call: call.key).values():
-            if (apart := opened_apart(step)) is not None:
-                return WhatIf(warnings=(f"not replayed: {apart}",))
-    try:
-        run, steps = _replayed(own, measured)
-    except Withheld as reason:
-        return WhatIf(warnings=(f"not replayed: {reason}",))
-    error = Spread.of([step.replay_error for step in steps])
-    outside = statistics.fmean(step.outside_ms for step in steps)
-    pipeline = statistics.fmean(step.pipeline_ms for step in steps)
-    measured_ms = measured.step_time_ms.mean if measured.step_time_ms else pipeline + outside
+def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatIf:
+    """Predict changes of a run. ``calls``: those of its job that were read, which say what its stages hold and what
+    single modules take."""
+    table, state = run.table, run.view.state
+    errors = (state.step_ms(run.replay) - table.length) / table.length
+    steps = captured(run)
     replayed = WhatIf(
-        replay_ms=measured_ms + statistics.fmean(step.replay_ms for step in steps) - pipeline,
-        replay_error=error,
-        measured_ms=measured_ms,
-        outside_ms=outside,
-        rendezvous=run.rendezvous,
-        p2p_ms=run.p2p_ms,
-        replayed=(run, steps),
+        replay_ms=run.replayed_ms,
+        replay_error=Spread.of(errors.tolist()),
+        measured_ms=run.step_ms,
+        outside_ms=float(table.reduction.mean()),
+        rendezvous=run.replay.rendezvous,
+        p2p_ms=steps.p2p_ms,
     )
-    if run.stages == 1:
-        return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",))
-    if slow_pipeline is not None:
-        return _mended(replayed, slow_pipeline, measured, least_ms=pipeline)
-    baseline = Baseline(run, steps, measured_ms)
-    if baseline.replay_error > MOST_ERROR:
-        off = f"the replay is {baseline.replay_error:.1%} off the measured pipeline"
-        many = f"nothing is predicted: {off}, and more than {MOST_ERROR:.0%} is too much"
-        beyond = next((_BEYOND[cause.kind] for cause in verdict.causes if cause.kind in _BEYOND), None)
-        if beyond is not None:
-            many += f"; it is off because it knows only the passes, and here {beyond}"
-        elif measured.step_time_basis == LONGEST:
-            many += f"; {_NO_CLOCK}"
-        elif len(steps) < ENOUGH_STEPS:
-            many += f"; {_more_steps(len(steps))}: the median step counts"
-        return replace(replayed, advice=_disturbed(baseline), warnings=(many,))
+    slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
-        stages = {stage.pp for stage in measured.stages if set(slow) & set(stage.ranks)}
-        return _fixed(replayed, without_straggler(baseline, slow, stages), slow, len(steps))
-    found = _agreeing(_predict(replayed, baseline, grouped(own, lambda call: call.stage)), verdict, len(steps))
-    told = [] if run.refit is None else [run.refit]
-    if measured.step_time_basis == LONGEST:
-        told.append(f"no exchange takes time in the replay: {_NO_CLOCK}")
-    return replace(found, warnings=(*found.warnings, *told))
+        return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks})
+    if table.schedule.stages == 1:
+        return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",))
+    told = [] if table.clocks else [f"no exchange takes time in the replay: {_NO_CLOCK}"]
+    if run.missed > LEAST:
+        told.append(f"the replay is {run.missed:.1%} off the measured step, and every prediction as uncertain")
+    others = [each.prediction for each in (balanced(steps), *microbatch_counts(steps))]
+    by_stage = grouped(calls, lambda call: call.stage)
+    try:
+        held = _held(table, by_stage)
+    except _Unknown as reason:
+        warnings = (f"no other layout is predicted: {reason}", *told)
+        return replace(replayed, candidates=tuple(others), warnings=warnings)
+    memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule))
+    shared = _shared_cores(calls)
+    known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES)
+    compared = layouts(known)
+    best = _best(compared)
+    advised = None if best is None else best.prediction
+    alike = () if best is None else _alike(best, compared)
+    quicker = [each.prediction for each in compared if each.prediction.speedup > 1.0]
+    more = quicker[0].more_steps if best is None and quicker else 0
+    return replace(
+        replayed,
+        warnings=(*([] if shared is None else [shared]), *told),
+        layout=format_layout(held.pieces),
+        costs=fitted(known.costs),
+        candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
+        by_hand=known,
+        best=advised,
+        advice=_advice([each.prediction for each in compared], advised, alike, run.step_ms, more),
+        alike=alike,
+        capture=_capture(table, more) if more else None,
+    )
 
 
-def _agreeing(found: WhatIf, verdict: Verdict, steps: int) -> WhatIf:
-    """Without a layout that rests on telling stages apart, where the verdict cannot."""
-    doubted = verdict.comparison
-    if found.best is None or doubted is None or doubted.outcome not in ("chance", "some_microbatches"):
-        return found
-    advice = f"too noisy to advise: whether stage {doubted.stage} is slow cannot be told; {_more_steps(steps)}"
-    return replace(found, best=None, advice=advice)
+def withheld(reason: str) -> WhatIf:
+    """Nothing is predicted."""
+    return WhatIf(warnings=(f"not replayed: {reason}",))
 
 
 def layout_of(measured: TargetStages) -> Layout | None:
@@ -220,90 +177,92 @@ def _piece(held: ModelChunk) -> str:
     return "E" * bool(held.embedding) + "t" * (held.layers or 0) + "m" * (held.mtp or 0) + "L" * bool(held.loss)
 
 
-def _replayed(calls: Sequence[Call], measured: TargetStages) -> tuple[CapturedRun, list[CapturedStep]]:
-    """Raises Withheld."""
-    return captured_run(examine(list(calls), measured.sizes, Findings(measured.sizes.pp)), measured.sizes.pp)
-
-
-def _mended(replayed: WhatIf, slow: SlowPipeline, measured: TargetStages, least_ms: float) -> WhatIf:
-    """The run without its slow rank, from the pipeline of that rank. ``least_ms``: what another pipeline takes."""
-    try:
-        run, steps = _replayed(slow.calls, measured)
-    except Withheld:
-        return _fixed(replayed, None, slow.ranks, 0)
-    baseline = Baseline(run, steps, replayed.measured_ms or 0.0)
-    if baseline.replay_error > MOST_ERROR:
-        return _fixed(replayed, None, slow.ranks, len(steps))
-    shares = [[[slow.share if stage == slow.stage else 1.0] * run.chunks for stage in range(run.stages)]] * 2
-    least_ms += statistics.fmean(step.outside_ms for step in steps)
-    without = without_straggler(baseline, slow.ranks, {slow.stage}, shares, least_ms)
-    return _fixed(replayed, without, slow.ranks, len(steps))
-
-
-def _fixed(replayed: WhatIf, fixed: Prediction | None, ranks: Sequence[int], steps: int) -> WhatIf:
-    """Nothing but ``fixed``: what the run takes without its slow ranks, None where that is not known. ``steps``: how
-    many were captured."""
-    which = words.ranks(sorted(ranks))
-    waits = "layouts are not compared while the pipeline waits for a slow rank"
-    if fixed is None:
-        return replace(replayed, warnings=(f"nothing is predicted: fix {which} first; {waits}",))
-    if fixed.speedup - 1.0 <= fixed.speedup_uncertainty:
-        advice = f"fix {which}; how much that gains is too uncertain to say: {_more_steps(steps)}; {waits}"
-        return replace(replayed, candidates=(fixed,), advice=advice)
-    advice = (
-        f"fix {which}: {words.with_error(fixed.step_ms, fixed.uncertainty_ms)} ms a step instead of "
-        f"{words.number(replayed.measured_ms)} ms ({_times(fixed)}); {waits}"
+def _mended(replayed: WhatIf, run: Examined, ranks: set[int]) -> WhatIf:
+    """The run with its slow ranks as quick as their peers, and nothing else."""
+    which = f"{words.ranks(sorted(ranks))} as quick as {'its' if len(ranks) == 1 else 'their'} peers"
+    slow = [term for term in terms(run.table, run.view, run.step_ms) if term.kind == "slow_rank"]
+    without = run
+    for term in (own := [term for term in slow if ranks & set(term.ranks)]):
+        without = without.mended(term)
+    before, after = (each.view.pipelines_ms(run.replay).max(axis=1) for each in (run, without))
+    price, _ = run.price(own[0], before - after)
+    ends = [run.step_ms / max(run.step_ms - ms, 0.01 * run.step_ms) for ms in (price.low, price.ms, price.high)]
+    half = (ends[2] - ends[0]) / 2
+    step_ms = run.step_ms - price.ms
+    fixed = Prediction(
+        "no_straggler", which, step_ms, ends[1], half / ends[1] * step_ms, half, low=ends[0], high=ends[2]
     )
-    return replace(replayed, candidates=(fixed,), best=fixed, advice=advice, mended=tuple(sorted(ranks)))
-
-
-def _predict(replayed: WhatIf, baseline: Baseline, calls: dict[int, list[Call]]) -> WhatIf:
-    """``calls``: by stage."""
-    others = [balanced(baseline), *microbatch_counts(baseline)]
-    try:
-        pieces = _pieces(baseline.run, calls)
-        fits = _fits(baseline, calls)
-    except (Withheld, NoCostModel) as reason:
-        warning = f"no other layout is predicted: {reason}"
-        return replace(replayed, candidates=tuple(others), advice=_disturbed(baseline), warnings=(warning,))
-    memory = measured_memory(calls, pieces, in_flight_layers(pieces, baseline.run.checked(baseline.microbatches)))
-    known = ByHand(baseline, pieces, fits, memory)
-    compared = layouts(known)
-    shorter = [each for each in compared if each.speedup > 1.0]
-    best = None if _disturbed(baseline) else _best(shorter)
-    shared = _shared_cores(calls)
+    waits = "layouts are not compared while the pipeline waits for a slow rank"
+    advice = f"fix {words.ranks(sorted(ranks))}: {_gains(fixed, run.step_ms)}; {waits}"
+    surely = ends[0] > 1.0 + LEAST
     return replace(
         replayed,
-        warnings=() if shared is None else (shared,),
-        layout=format_layout(pieces),
-        costs=fits.best,
-        candidates=(*shorter, *others, *chunk_counts(known)),
-        by_hand=known,
-        best=best,
-        advice=_disturbed(baseline) or _advice(compared, best, baseline),
+        candidates=(fixed,),
+        best=fixed if surely else None,
+        advice=advice,
+        mended=tuple(sorted(ranks)) if surely else (),
     )
 
 
-def _fits(baseline: Baseline, calls: dict[int, list[Call]]) -> Fits:
-    """What layers cost by everything captured, and by every draw of it. Raises NoCostModel."""
-    error = ERRORS * baseline.cost_error
-    chunks = _chunk_costs(baseline, calls)
-    best = fit_costs(chunks, error)
-    drawn = []
-    for sample in baseline.samples:
-        costs = [_drawn(chunk, place, sample.typical, baseline.run) for place, chunk in enumerate(chunks)]
-        with suppress(NoCostModel):  # a draw that no model explains says nothing about layers
-            drawn.append((sample, fit_costs(costs, error)))
-    if not drawn:
-        raise NoCostModel("the times of single passes differ too much to tell what a layer costs")
-    return Fits(best, tuple(drawn), 0.0 if _shared_cores(calls) is None else _SHARED_CORES)
+def _held(table: Table, calls: Mapping[int, Sequence[Call]]) -> Held:
+    """What the stages hold. Raises _Unknown where the files do not say it, or say what cannot be."""
+    schedule, pieces, kinds, measured = table.schedule, [], list[str](), dict[str, list[tuple[float, ...]]]()
+    for chunk in range(schedule.chunks):
+        for stage in range(schedule.stages):
+            own = calls[stage][0].metadata.chunks[chunk] if calls.get(stage) else ModelChunk()
+            if own.layers is None or own.embedding is None or own.loss is None:
+                raise _Unknown(f"the traces of stage {stage} do not say what it holds")
+            if own.layers > _MOST_LAYERS or (own.mtp or 0) > _MOST_LAYERS:
+                raise _Unknown(f"the traces say that stage {stage} holds {own.layers} layers")
+            if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
+                raise _Unknown(f"the traces of stage {stage} contradict themselves about its layers")
+            pieces.append(_piece(own))
+            of_chunk = own.kinds if own.kinds is not None else ("layer",) * own.layers
+            kinds += of_chunk
+            for name, ms in _modules(calls[stage], own, of_chunk, schedule.forward_only):
+                measured.setdefault(name, []).append(ms)
+    flat = "".join(pieces)
+    if not kinds:
+        raise _Unknown("the stages hold no decoder layers")
+    try:
+        check_layout(pieces, schedule.stages, flat.count("t"), flat.count("m"))
+    except ValueError as fault:
+        raise _Unknown(f"the captured layout is not one of Megatron's: {fault}") from None
+    # A pass takes longer than it computes, and modules in it are taken to do so alike.
+    computing = table.compute.max(axis=3).sum(axis=(0, 1, 2, 3, 5))
+    longer = table.passes.sum(axis=(0, 1, 2, 3, 5)) / np.maximum(computing, 1e-9)
+    told = {name: tuple((np.mean(each, axis=0) * longer).tolist()) for name, each in measured.items()}
+    return Held(tuple(pieces), tuple(kinds), schedule.stages, told)
 
 
-def _shared_cores(calls: dict[int, list[Call]]) -> str | None:
+def _modules(
+    calls: Sequence[Call], held: ModelChunk, kinds: Sequence[str], forward_only: bool
+) -> Iterable[tuple[str, tuple[float, ...]]]:
+    """What ranges say that the parts of a chunk take, in milliseconds by kind of pass; of each layer by itself."""
+    numbers = held.layer_numbers if held.layer_numbers is not None else (None,) * len(kinds)
+    wanted: list[tuple[str, str, int | None]]
+    wanted = [(kind, ranges.LAYER, number) for kind, number in zip(kinds, numbers, strict=True) if number is not None]
+    wanted += [(MTP, ranges.MTP_LAYER, number) for number in range(1, (held.mtp or 0) + 1)]
+    wanted += [(EMBEDDING, ranges.EMBEDDING, None)] * bool(held.embedding)
+    wanted += [(LOSS, ranges.OUTPUT_LAYER, None)] * bool(held.loss)
+    for name, label, number in wanted:
+        passes = []
+        for kind in ((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))[: 1 if forward_only else 2]:
+            each = [
+                [ns for call in calls for ns in call.modules.get(ModuleKey(label, number, None, one), ())]
+                for one in kind
+            ]
+            if each[0]:
+                passes.append(sum(statistics.median(ns) for ns in each if ns) / 1e6)
+        if len(passes) == (1 if forward_only else 2):
+            yield name, tuple(passes)
+
+
+def _shared_cores(calls: Sequence[Call]) -> str | None:
     """That more ranks than a host has cores run on it, which every layout does in another way; None where they do not
     or nothing says so."""
-    for own in calls.values():
-        ranks, cores = own[0].metadata.local_ranks, own[0].metadata.cores
+    for call in calls:
+        ranks, cores = call.metadata.local_ranks, call.metadata.cores
         if ranks is not None and cores is not None and ranks > cores:
             return (
                 f"{ranks} ranks share the {words.counted(cores, 'physical core')} of a host: another layout changes "
@@ -312,136 +271,60 @@ def _shared_cores(calls: dict[int, list[Call]]) -> str | None:
     return None
 
 
-def _drawn(chunk: ChunkCost, place: int, typical: Typical, run: CapturedRun) -> ChunkCost:
-    """A chunk with the costs of a draw; times of single layers go with them."""
-    cost = Cost(*(kind[chunk.stage][place // run.stages] for kind in typical))
-    share = sum(cost) / sum(chunk.cost) if sum(chunk.cost) > 0 else 1.0
+def _best(compared: Sequence[Priced]) -> Priced | None:
+    """The quickest layout that surely gains enough; of those that cannot be told apart from it, one that fits into the
+    memory that the stages were measured to use."""
+    gaining = [each for each in compared if _surely(each.prediction) and each.prediction.fits is not False]
+    if not gaining:
+        return None
+    first = gaining[0]
+    return next((each for each in gaining if each.prediction.memory is None and not apart(first, each)), first)
 
-    def scaled(each: Cost) -> Cost:
-        return Cost(each.forward_ms * share, each.backward_ms * share)
 
-    return replace(
-        chunk,
-        cost=cost,
-        layers=None if chunk.layers is None else tuple(map(scaled, chunk.layers)),
-        mtp_layers=None if chunk.mtp_layers is None else scaled(chunk.mtp_layers),
+def _surely(each: Prediction) -> bool:
+    return each.low is not None and each.low > 1.0 + LEAST
+
+
+def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
+    return tuple(
+        each.prediction.what
+        for each in compared
+        if each is not best and each.prediction.fits is not False and not apart(best, each)
     )
 
 
-def _held(run: CapturedRun, calls: dict[int, list[Call]]) -> list[tuple[int, int, ModelChunk]]:
-    """Stage, chunk, and what that holds, in the order of the pieces."""
-    every = [(stage, chunk) for chunk in range(run.chunks) for stage in range(run.stages)]
-    return [(stage, chunk, calls[stage][0].metadata.chunks[chunk]) for stage, chunk in every]
+def _capture(table: Table, more: int) -> str:
+    """The same steps and so many behind them."""
+    first = int(table.steps[0])
+    return f"--profile-steps {table.target}={first}:{first + len(table.steps) + more}"
 
 
-def _pieces(run: CapturedRun, calls: dict[int, list[Call]]) -> Layout:
-    """The captured layout. Raises Withheld where the traces do not say what a chunk holds, or say what cannot be."""
-    pieces = []
-    for stage, _, own in _held(run, calls):
-        if own.layers is None or own.embedding is None or own.loss is None:
-            raise Withheld(f"the traces of stage {stage} do not say what it holds")
-        if own.layers > _MOST_LAYERS or (own.mtp or 0) > _MOST_LAYERS:
-            raise Withheld(f"the traces say that stage {stage} holds {own.layers} layers")
-        if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
-            raise Withheld(f"the traces of stage {stage} contradict themselves about its layers")
-        pieces.append(_piece(own))
-    flat = "".join(pieces)
-    try:
-        check_layout(pieces, run.stages, flat.count("t"), flat.count("m"))
-    except ValueError as fault:
-        raise Withheld(f"the captured layout is not one of Megatron's: {fault}") from None
-    return tuple(pieces)
-
-
-def _chunk_costs(baseline: Baseline, calls: dict[int, list[Call]]) -> list[ChunkCost]:
-    """What every chunk holds and takes, in the order of the pieces."""
-    run, (forward, backward) = baseline.run, baseline.typical
-    costs = []
-    for stage, chunk, own in _held(run, calls):
-        count, mtp = own.layers or 0, own.mtp or 0
-        numbers = own.layer_numbers if own.layer_numbers is not None else (None,) * count
-        of_mtp = _module_costs(calls[stage], ranges.MTP_LAYER, range(1, mtp + 1), run.forward_only)
-        costs.append(
-            ChunkCost(
-                stage=stage,
-                kinds=own.kinds if own.kinds is not None else ("layer",) * count,
-                cost=Cost(forward[stage][chunk], backward[stage][chunk]),
-                embedding=bool(own.embedding),
-                mtp=mtp,
-                loss=bool(own.loss),
-                layers=_module_costs(calls[stage], ranges.LAYER, numbers, run.forward_only),
-                mtp_layers=Cost(*map(sum, zip(*of_mtp, strict=True))) if of_mtp else None,
-            )
-        )
-    return costs
-
-
-def _module_costs(
-    calls: Sequence[Call], label: str, numbers: Iterable[int | None], forward_only: bool
-) -> tuple[Cost, ...] | None:
-    """The median passes of the modules with these numbers, None when one of them was not captured."""
-    costs = []
-    for number in numbers:
-        passes = []
-        for kind in (ranges.FORWARD,) if forward_only else (ranges.FORWARD, ranges.BACKWARD):
-            samples = [ns for call in calls for ns in call.modules.get(ModuleKey(label, number, None, kind), ())]
-            if number is None or not samples:
-                return None
-            passes.append(statistics.median(samples) / 1e6)
-        costs.append(Cost(*passes))
-    return tuple(costs)
-
-
-def _best(shorter: Sequence[Prediction]) -> Prediction | None:
-    """The quickest layout that gains more than its uncertainty; of those that cannot be told apart from it, one that
-    fits into the memory that the stages were measured to use."""
-    gaining = [each for each in shorter if each.speedup - 1.0 > each.speedup_uncertainty and each.fits is not False]
-    if not gaining:
-        return None
-    most = gaining[0].step_ms + gaining[0].uncertainty_ms
-    return next((each for each in gaining if each.memory is None and each.step_ms <= most), gaining[0])
-
-
-def _disturbed(baseline: Baseline) -> str | None:
-    """That one captured step, and a disturbed one, is not enough to advise from; None where it is."""
-    if len(baseline.steps) > 1 or not baseline.stalls or baseline.stalls[0].factor < _DISTURBED:
-        return None
-    return f"too noisy to advise: {_stalled(baseline.stalls[0])}; {_more_steps(1)}"
-
-
-def _stalled(stall: Stall) -> str:
-    return f"one {stall.kind} of stage {stall.stage} took {stall.factor:.2g} times the median"
-
-
-def _more_steps(captured: int) -> str:
-    wanted = max(ENOUGH_STEPS, 2 * captured)
-    return f"capture {wanted} steps"
-
-
-def _advice(compared: Sequence[Prediction], best: Prediction | None, baseline: Baseline) -> str:
+def _advice(
+    compared: Sequence[Prediction], best: Prediction | None, alike: Sequence[str], measured_ms: float, more: int
+) -> str:
     """``compared``: layouts with the captured number of chunks, the shortest first."""
     if best is not None:
-        return (
-            f"{best.what}: {_times(best)}, {words.with_error(best.step_ms, best.uncertainty_ms)} ms a step instead of "
-            f"{words.number(baseline.measured_ms)} ms"
-        )
+        as_good = f"; {' and '.join(alike)} cannot be told apart from it" if alike else ""
+        return f"{best.what}: {_gains(best, measured_ms)}{as_good}"
     if not compared:
         return "no other layout of these layers exists with as many stages and chunks"
     first = compared[0]
-    if first.fits is False and first.speedup - 1.0 > first.speedup_uncertainty:
+    if first.fits is False and _surely(first):
         return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
-    if first.noise > TOO_NOISY:
-        disturbed = bool(baseline.stalls) and baseline.stalls[0].factor >= _DISTURBED
-        why = _stalled(baseline.stalls[0]) if disturbed else "passes vary"
-        uncertain = f"what another layout gains is uncertain by {words.percent(first.noise)}"
-        return f"too noisy to advise: {why}, and {uncertain}; {_more_steps(len(baseline.steps))}"
-    if first.speedup - 1.0 >= _GAIN:
-        return f"no other layout is better by more than the uncertainty: {first.what} might be {_times(first)}"
-    return f"with as many model chunks no other split of the layers is better: {first.what} would be {_times(first)}"
+    if more:
+        return f"whether {first.what} would be quicker is not sure: {_times(first)}; {more} more steps would tell"
+    if first.speedup >= 1.0 + LEAST:
+        return f"no other layout is surely better: {first.what} would be {_times(first)}"
+    least = f"no other split of the layers gains {LEAST:.0%}"
+    return f"with as many model chunks {least}: {first.what} would be {_times(first)}"
 
 
-def _times(prediction: Prediction) -> str:
-    return f"{words.with_error(prediction.speedup, prediction.speedup_uncertainty)} times as fast"
+def _gains(each: Prediction, measured_ms: float) -> str:
+    return f"{_times(each)}, {words.number(each.step_ms)} ms a step instead of {words.number(measured_ms)} ms"
+
+
+def _times(each: Prediction) -> str:
+    return f"{each.speedup:.2f} ({each.low:.2f} to {each.high:.2f}) times as fast"
 
 
 def _plain(prediction: Prediction) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from megaprof.analysis.report.drawn import StepTimeline, timelines
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import BASE, TraceBuilder, chunk, pipeline, plain_stage

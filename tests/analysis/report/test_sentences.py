@@ -10,7 +10,7 @@ from megaprof.analysis.report import sentences
 from megaprof.analysis.report.sentences import Finding
 from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.verdict import Comparison, Outcome, Verdict
-from megaprof.analysis.what_if.candidates import Prediction
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 
 COMPARISON = Comparison(0, "slow", 94.35, 61.51, 1.2, 90.0, 60.0)
@@ -100,7 +100,7 @@ def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> N
 def test_predictions_that_are_noise_are_left_out_and_counted() -> None:
     best = Prediction("layout", "4+4 layers", 500.0, 1.4, 20.0, 0.05, 0.01)
     within = Prediction("chunks", "2 model chunks", 650.0, 1.08, 140.0, 0.2, 0.01)  # not for noise: cores are shared
-    noise = Prediction("layout", "5+3 layers", 600.0, 1.17, 1200.0, 2.3, 2.0)
+    noise = Prediction("layout", "5+3 layers", 600.0, 1.17, 1200.0, 2.3, 2.0, more_steps=9)
     clear = Prediction("balanced", "spread evenly", 350.0, 2.0, 60.0, 0.4, 0.2)
     found = WhatIf(candidates=(best, within, noise, clear), best=best)
     assert sentences.worth_showing(found) == [best, within, clear]

@@ -17,6 +17,8 @@ from tests.analysis.simulation.brute_force import (
     runs,
     schedule_of,
 )
+from tests.analysis.truth.programs import program
+from tests.analysis.truth.simulation import simulate as events
 
 KINDS = ("forward", "backward")
 
@@ -112,3 +114,24 @@ def test_shapes_that_do_not_fit_are_named():
             replay.step_ms(arguments[0], **arguments[1])
     with pytest.raises(ValueError, match="2 stages"):
         compiled(PipelineSchedule.checked(2, 2, 4), True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(st.integers(3, 5), st.integers(2, 3), st.integers(1, 3)), st.booleans(), st.integers(0, 9))
+def test_messages_that_are_received_in_turn_equal_the_tests_own_simulation(sizes, forward_only, seed):
+    stages, chunks, groups = sizes
+    microbatches = groups * stages
+    rng = np.random.default_rng(seed)
+    work = rng.uniform(0.1, 2.0, (stages, chunks, 2, microbatches, 1, 1))
+    enter, link = rng.uniform(0, 3, (stages, 1, 1)), rng.uniform(0, 0.5, (stages, 1, 1))
+    programs = [
+        program(s, stages=stages, chunks=chunks, microbatches=microbatches, forward_only=forward_only)
+        for s in range(stages)
+    ]
+    done = events(programs, work, enter, link, buffered=True)
+    schedule = PipelineSchedule.checked(
+        stages, chunks, microbatches, name="interleaved", forward_only=forward_only, group_size=stages
+    )
+    passes = work[:, :, : len(schedule.kinds), :, 0, 0]
+    took = compiled(schedule, rendezvous=False, in_turn=True).step_ms(passes, entry=enter[:, 0, 0], link=link[:, 0, 0])
+    assert took == pytest.approx(max(float(own[-1].end[0, 0]) for own in done))

@@ -92,9 +92,8 @@ def _layouts(found: Mapping[str, Any]) -> Iterator[Advised]:
     best = found["best"] or {}
     for each in found["candidates"]:
         if each["layout"]:
-            speedup, plus = each["speedup"], each["speedup_uncertainty"]
             is_best = best.get("layout") == each["layout"]
-            yield Advised(each["layout"], speedup, speedup - plus, speedup + plus, is_best)
+            yield Advised(each["layout"], each["speedup"], each["low"], each["high"], is_best)
 
 
 def diagnose(directory: Path) -> Said:

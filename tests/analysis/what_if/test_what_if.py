@@ -20,9 +20,8 @@ from megaprof.analysis.report.terminal import show
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
-from megaprof.analysis.what_if.replay import in_flight_layers
+from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
-from tests.analysis.agreeing import contradictions
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline
 from tests.analysis.what_if.oracle import replay_layout
@@ -127,27 +126,25 @@ def test_costs_are_those_that_the_traces_were_made_from():
 def test_balanced_stages_are_left_alone():
     what_if = found(Scenario("balanced", **CPU))
     assert what_if.best is None
-    assert "no other split of the layers is better" in what_if.advice
     assert not [each for each in what_if.candidates if each.kind == "layout"]
 
 
-def test_a_gain_within_the_uncertainty_is_no_suggestion():
-    what_if = found(Scenario("noisy", layers=(17, 15), noise=0.1, steps=3, gpu=False, microbatches=8))
+@pytest.mark.parametrize(("noise", "layers"), [(0.1, (17, 15)), (0.6, (9, 7))])
+def test_a_gain_within_the_uncertainty_is_no_suggestion(noise, layers):
+    what_if = found(Scenario("noisy", layers=layers, noise=noise, steps=3, gpu=False, microbatches=8))
     (first, *_) = [each for each in what_if.candidates if each.kind == "layout"]
-    assert 0 < first.speedup - 1 < first.speedup_uncertainty
+    assert first.low < 1.02 < first.high
     assert what_if.best is None
-    assert what_if.advice.startswith(
-        "no other layout is better by more than the uncertainty: 16+16 layers might be 1.0"
-    )
+    assert what_if.alike == ()
 
 
-def test_no_layout_is_called_as_good_as_any_where_nobody_can_know():
-    what_if = found(Scenario("noisy", layers=(9, 7), noise=0.6, steps=3, gpu=False, microbatches=8))
+def test_the_steps_that_would_tell_are_an_option():
+    what_if = found(Scenario("r113", layers=(5, 6), loss=3.0, microbatches=4, noise=0.2, gpu=False, seed=113))
+    (first, *_) = [each for each in what_if.candidates if each.kind == "layout"]
+    assert first.low < 1.02 < first.speedup
     assert what_if.best is None
-    assert what_if.advice.startswith("too noisy to advise: ")
-    assert ", and what another layout gains is uncertain by " in what_if.advice
-    assert "layers" not in what_if.advice  # which one would be chance
-    assert what_if.advice.endswith("; capture 6 steps")
+    assert first.more_steps > 0
+    assert what_if.capture == f"--profile-steps train_actor=5:{5 + 1 + first.more_steps}"
 
 
 def stretched(directory, milliseconds):
@@ -164,13 +161,12 @@ def stretched(directory, milliseconds):
         trace.write(directory)
 
 
-def test_predictions_are_withheld_when_the_replay_misses_the_measured_step(tmp_path):
+def test_what_the_replay_misses_is_uncertain(tmp_path):
     stretched(tmp_path, 200.0)
     what_if = analyze(tmp_path).targets[0].what_if
     assert what_if.replay_error.mean == pytest.approx(-200 / 960, abs=0.02)
-    assert what_if.candidates == ()
-    assert what_if.best is what_if.advice is None
-    assert "nothing is predicted: the replay is 21" in what_if.warnings[0]
+    assert what_if.best is None
+    assert what_if.warnings[0].startswith("the replay is 2")
     stretched(tmp_path, 20.0)
     assert analyze(tmp_path).targets[0].what_if.best.layout == "Et*4|t*4L"
 
@@ -258,48 +254,26 @@ def test_a_straggler_among_peers_is_replayed_without_it():
     assert not [each for each in healthy.candidates if each.kind == "no_straggler"]
 
 
-def test_what_fixing_a_straggler_gains_is_not_said_where_it_is_noise(tmp_path):
-    write(Scenario("noisy straggler", peers=2, slow={1: 1.5}, noise=0.6, steps=2, gpu=False), tmp_path)
-    (target,) = analyze(tmp_path).targets
-    (without,) = target.what_if.candidates
-    assert without.speedup - 1 <= without.speedup_uncertainty
-    assert target.what_if.best is None
-    assert target.what_if.advice.startswith(
-        "fix rank 3; how much that gains is too uncertain to say: capture 5 steps; layouts are not compared"
-    )
-    assert contradictions(target) == []
+def test_what_fixing_a_straggler_gains_is_as_uncertain_as_its_steps():
+    slow = Scenario("noisy straggler", peers=2, slow={1: 1.5}, noise=0.6, steps=2, gpu=False)
+    (without,) = found(slow).candidates
+    healthy = found(replace(slow, slow={}))
+    assert without.low < found(slow).measured_ms / healthy.measured_ms < without.high
 
 
-def test_no_layout_rests_on_stages_that_cannot_be_told_apart(tmp_path):
-    write(Scenario("r113", layers=(5, 6), loss=3.0, microbatches=4, noise=0.2, gpu=False, seed=113), tmp_path)
-    (target,) = analyze(tmp_path).targets
-    assert target.verdict.comparison.outcome == "some_microbatches"
-    layouts = [each for each in target.what_if.candidates if each.kind == "layout"]
-    assert layouts[0].speedup - 1 > layouts[0].speedup_uncertainty  # it would be advised
-    assert target.what_if.best is None
-    assert target.what_if.advice == ("too noisy to advise: whether stage 1 is slow cannot be told; capture 5 steps")
-
-
-def test_what_a_replay_cannot_know_is_said_instead_of_more_steps():
-    late = Scenario("late", late={2: 300.0}, steps=4, merged=True, gpu=False)
-    for scenario, reason in ((late, "a stage enters the step late"), (Scenario("idle", idle=0.4), "the GPU waits for")):
-        (warning,) = found(scenario).warnings
-        assert warning.startswith("nothing is predicted: the replay is ")
-        assert f"it knows only the passes, and here {reason}" in warning
-        assert "capture" not in warning
-
-
-def test_an_absent_clock_ends_in_its_own_sentence():
-    unknown = "without a common clock of the stages nothing says how long exchanges take"
-    apart = found(Scenario("apart", layers=(6, 4, 4, 4), apart=True, **CPU))
-    assert apart.best is not None
-    assert apart.warnings == (f"no exchange takes time in the replay: {unknown}",)
-    assert found(Scenario("apart", layers=(6, 4, 4, 4), **CPU)).warnings == ()
-    link = found(Scenario("link", link={1: 12.0}, apart=True, **CPU))
-    assert link.candidates == ()
-    (warning,) = link.warnings
-    assert warning.startswith("nothing is predicted: the replay is 1")
-    assert warning.endswith(f"10% is too much; {unknown}")
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        Scenario("late", late={2: 300.0}, steps=4, merged=True, gpu=False),
+        Scenario("idle", idle=0.4),
+        Scenario("link", link={1: 12.0}, apart=True, **CPU),
+    ],
+    ids=lambda scenario: scenario.name,
+)
+def test_what_lies_outside_passes_is_replayed_too(scenario):
+    what_if = found(scenario)
+    assert abs(what_if.replay_error.mean) < 0.02
+    assert what_if.warnings == ()
 
 
 def test_other_microbatches_and_chunks_say_what_they_assume():
@@ -349,8 +323,8 @@ def test_1f1b_always_meets():
     [
         ({"schedule": None}, "which schedule ran"),
         ({"schedule": "unknown"}, "cannot be rebuilt"),
-        ({"chunks": [chunk(4)] * 2, "schedule": "1f1b"}, "cannot be rebuilt"),
-        ({"microbatches": 3}, "holds 4 forward ranges where 3 belong"),
+        ({"chunks": [chunk(4)] * 2, "schedule": "1f1b"}, "not replayed: "),
+        ({"microbatches": 3}, "not replayed: "),
     ],
 )
 def test_what_cannot_be_replayed_says_why(tmp_path, damage, says):
@@ -369,7 +343,6 @@ def test_ranks_that_share_cores_make_every_layout_less_certain(tmp_path):
     first, other = (next(c for c in each.candidates if c.layout == "Et*4|t*4L") for each in (own, shared))
     assert first.speedup == other.speedup
     assert other.speedup_uncertainty > first.speedup_uncertainty + 0.15
-    assert other.noise == first.noise
 
 
 def test_a_missing_stage_withholds_everything(tmp_path):

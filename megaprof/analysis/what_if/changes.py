@@ -1,0 +1,310 @@
+"""A captured run, replayed as it is and with changes: other contents of chunks, other microbatches, other exchanges.
+
+What a change gains is the replay of every captured step less its replay with the change, from the same passes: a pass
+takes as many times longer as its content does, and what came on top of contents (stalls, waiting for data) stays as it
+was. How sure that is comes from draws: each takes other steps and microbatches, and one way in which contents can be
+divided (`contents`). What steps differ by, and what the replay misses, is added.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from megaprof.analysis.diagnosis.examine import Examined
+from megaprof.analysis.diagnosis.model import drawn_steps
+from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
+from megaprof.analysis.diagnosis.table import Floats
+from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.simulation.simulate import Simulation, played
+
+#: Pipelines of a step that can be its longest, whatever is changed: the so many that take longest now.
+_LONGEST = 4
+#: The quantiles of `policy.LEVEL`.
+_ENDS = 0.05, 0.95
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One change of the run and what it would take."""
+
+    kind: str
+    """``layout``, ``balanced``, ``no_straggler``, ``microbatches`` or ``chunks``."""
+    what: str
+    """The change in words."""
+    step_ms: float
+    """The predicted step in milliseconds."""
+    speedup: float
+    """Measured step / predicted step."""
+    uncertainty_ms: float
+    """Plus or minus milliseconds, as uncertain as the speedup."""
+    speedup_uncertainty: float = 0.0
+    """Plus or minus, of the speedup: half of its interval."""
+    noise: float = 0.0
+    """The part of that which more captured steps would make smaller."""
+    layout: str | None = None
+    """As Megatron's ``--pipeline-model-parallel-layout`` writes it; None where the layout stays."""
+    flags: tuple[str, ...] = ()
+    """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it."""
+    memory: str | None = None
+    """Why some stage may need more activation memory than any was measured to hold, or None."""
+    assumes: str | None = None
+    """What else it rests on, or None."""
+    activations: str | None = None
+    """What it does to the activations that stages hold, in words; None where nothing changes."""
+    fits: bool | None = None
+    """Whether the devices have the memory for it; None where none was measured."""
+    low: float | None = None
+    """The lower end of the speedup's 90 % interval; None in reports of earlier versions."""
+    high: float | None = None
+    """Its upper end."""
+    more_steps: int = 0
+    """How many more captured steps would show whether it gains `policy.LEAST`; 0 where it surely does, or does not, and
+    where no number of steps would."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a run has otherwise beside its contents."""
+
+    replay: Replay
+    """Its schedule."""
+    larger: float = 1.0
+    """How many times the tokens its microbatches have."""
+    p2p_ms: float = 0.0
+    """By how many milliseconds every exchange takes longer."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Steps of a run, ``n`` of them, with the pipelines that may be the longest of each, ``r``."""
+
+    replay: Replay
+    """Its schedule."""
+    passes: Floats
+    """[n, r, s, c, k, m]: what every pass takes for its content."""
+    beside: Floats
+    """[n, r, s, c, k, m]: what single passes took beyond that."""
+    entry: Floats
+    """[n, r, s]: when each stage enters the step."""
+    link: Floats
+    """[n, r, s]: what an exchange with the next stage takes."""
+    length: Floats
+    """[n]: the measured step."""
+    tail: Floats
+    """[n]: what of it lies behind the pipeline."""
+    replayed_ms: float
+    """The average step, replayed."""
+    content: Floats
+    """[1, s, c, k]: what chunks take undisturbed."""
+    drawn: Floats
+    """[draw, s, c, k]: the same of draws."""
+    rows: npt.NDArray[np.intp]
+    """[draw]: the step that each is of."""
+
+    @property
+    def measured_ms(self) -> float:
+        """The average step."""
+        return float(self.length.mean())
+
+    @property
+    def missed(self) -> float:
+        """By which part of it the replay misses it."""
+        return abs(self.replayed_ms / self.measured_ms - 1.0)
+
+    @property
+    def p2p_ms(self) -> float:
+        """Milliseconds of an exchange."""
+        return float(np.median(self.link)) if self.link.shape[-1] > 1 else 0.0
+
+    @property
+    def as_is(self) -> Change:
+        """No change."""
+        return Change(self.replay)
+
+    @cached_property
+    def pipelines_ms(self) -> Floats:
+        """[n]: the longest pipeline of every step, replayed."""
+        return self._longest(np.arange(len(self.passes)), np.ones_like(self.content), self.as_is)
+
+    def gain(self, content: Floats, change: Change) -> Floats:
+        """[n]: by how many milliseconds every step is shorter with other contents, [1, s, c, k]."""
+        every = np.arange(len(self.passes))
+        return self.pipelines_ms - self._longest(every, content / _positive(self.content, content), change)
+
+    def gain_drawn(self, content: Floats, change: Change) -> Floats:
+        """[any number of times each draw]: the same of the step of each draw, whose contents are those of the draw."""
+        rows = np.resize(self.rows, len(content))
+        before = np.resize(self._drawn_ms, len(content))
+        return before - self._longest(rows, content / _positive(self.content, content), change)
+
+    @cached_property
+    def _drawn_ms(self) -> Floats:
+        """[draw]: the longest pipeline of the step of each draw."""
+        return self._longest(self.rows, self.drawn / _positive(self.content, self.drawn), self.as_is)
+
+    def _longest(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> Floats:
+        times, entry, link = self._times(rows, ratio, change)
+        found: Floats = change.replay.step_ms(times, entry=entry, link=link).max(axis=1)
+        return found
+
+    def _times(self, rows: npt.NDArray[np.intp], ratio: Floats, change: Change) -> tuple[Floats, Floats, Floats]:
+        """What the schedule of ``change`` replays. ``ratio`` [n, s, c, k]: how many times as long contents are."""
+        passes, beside = self.passes[rows], self.beside[rows]
+        before, after = passes.shape[3], change.replay.shape[1]
+        if after != before:  # `ratio` is that to the average chunk of a stage
+            passes = np.repeat(passes.mean(axis=3, keepdims=True), after, axis=3)
+            beside = np.repeat(beside.sum(axis=3, keepdims=True) / after, after, axis=3)
+        times = passes * ratio[:, None, ..., None] + beside
+        times = resliced(times, change.replay.shape[3], change.larger)
+        link = self.link[rows]
+        return times, self.entry[rows], np.maximum(link + change.p2p_ms, 0.0)
+
+    def simulated(self, content: Floats, change: Change) -> Simulation:
+        """The longest pipeline of the step whose length is nearest to the average, with other contents."""
+        row = np.array([np.abs(self.length - self.length.mean()).argmin()])
+        times, entry, link = self._times(row, content / _positive(self.content, content), change)
+        longest = int(change.replay.step_ms(times, entry=entry, link=link)[0].argmax())
+        return played(change.replay, times[0, longest], entry=entry[0, longest], link=link[0, longest])
+
+
+def captured(run: Examined) -> Captured:
+    """The run as it was examined."""
+    state = run.view.state
+    took = run.view.pipelines_ms(run.replay)
+    chosen = np.sort(np.argsort(-took, axis=1, kind="stable")[:, :_LONGEST], axis=1)
+
+    def of(values: Floats) -> Floats:
+        return np.take_along_axis(values, chosen.reshape(*chosen.shape, *(1,) * (values.ndim - 2)), axis=1)
+
+    beside = np.minimum(run.view.waited() + run.view.stalls(), state.passes)
+    return Captured(
+        replay=run.replay,
+        passes=of(state.passes - beside),
+        beside=of(beside),
+        entry=of(state.entry),
+        link=of(state.link),
+        length=run.table.length,
+        tail=state.tail,
+        replayed_ms=run.replayed_ms,
+        content=run.view.now[:1],
+        drawn=run.model.draws.whole * _luck(run)[..., None, None],
+        rows=run.rows,
+    )
+
+
+def _luck(run: Examined) -> Floats:
+    """[draw, s]: how many times as much work a stage might have had by the microbatches that it happened to get."""
+    own = np.moveaxis(run.model.own.mean(axis=1), 1, 2)  # [t, m, s]
+    random = np.random.default_rng(0)
+    steps = drawn_steps(len(own), random)
+    microbatches = random.integers(0, own.shape[1], (len(steps), own.shape[1]))
+    found: Floats = own[steps[:, :, None], microbatches[:, None]].mean(axis=(1, 2))
+    return found
+
+
+def _positive(before: Floats, after: Floats) -> Floats:
+    """Contents to divide by, with the axes of ``after``: where the numbers of chunks differ the average one's."""
+    if before.shape[-2] != after.shape[-2]:
+        before = before.mean(axis=-2, keepdims=True)
+    return np.maximum(before, 1e-9)
+
+
+def resliced(times: Floats, count: int, larger: float) -> Floats:
+    """[..., m] of other microbatches: ``count`` of ``larger`` times the tokens, which follow each other in the tokens
+    of those that were captured, and begin again where these end."""
+    before = times.shape[-1]
+    if count == before and larger == 1.0:
+        return times
+    ends = np.concatenate((np.zeros((*times.shape[:-1], 1)), np.cumsum(times, axis=-1)), axis=-1)
+
+    def until(tokens: Floats) -> Floats:
+        """What everything up to ``tokens`` takes, in captured microbatches."""
+        around, left = np.divmod(tokens, before)
+        place = np.minimum(left.astype(np.intp), before - 1)
+        found: Floats = ends[..., place] + times[..., place] * (left - place) + around * ends[..., -1:]
+        return found
+
+    cuts = np.arange(count + 1) * larger
+    return np.diff(until(np.where(np.abs(cuts - np.rint(cuts)) < 1e-9, np.rint(cuts), cuts)), axis=-1)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A prediction and the draws that it rests on."""
+
+    prediction: Prediction
+    gains: Floats
+    """[draw]: milliseconds of a step."""
+
+
+def priced(
+    run: Captured,
+    kind: str,
+    what: str,
+    content: Floats,
+    sure: Floats,
+    free: Floats,
+    change: Change | None = None,
+    beside: float = 0.0,
+) -> Priced:
+    """What the run gains with other contents, [s, c, k]: as estimated (``content``), by every draw of steps and
+    microbatches (``sure``), and by draws that take what the data leave open, too (``free``). ``beside``: what else
+    makes it uncertain, as a fraction of the step."""
+    change = change or run.as_is
+    measured_ms, n = run.measured_ms, len(run.length)
+    gains = run.gain(content[None], change)
+    mean = float(gains.mean())
+    same = gains[run.rows]
+    of_draws = run.gain_drawn(sure, change) - same
+    open_gains = run.gain_drawn(free, change) - np.resize(same, len(free))
+    of_steps = float(gains.std(ddof=1)) / n**0.5 if n > 1 else 0.0
+    noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(of_draws**2))))
+    # What the replay misses a change may gain or lose in full.
+    fixed = math.hypot((beside + run.missed) * measured_ms, LEVEL * REPLAYED * mean)
+    other = math.hypot(LEVEL * of_steps, fixed)
+    below, above = (float(each) for each in np.quantile(open_gains, _ENDS))
+    low, high = mean - math.hypot(min(below, 0.0), other), mean + math.hypot(max(above, 0.0), other)
+    step_ms = max(measured_ms - mean, 0.01 * measured_ms)
+    ends = [measured_ms / max(measured_ms - ms, 0.01 * measured_ms) for ms in (low, mean, high)]
+    half = (ends[2] - ends[0]) / 2
+    prediction = Prediction(
+        kind,
+        what,
+        step_ms,
+        ends[1],
+        half / ends[1] * step_ms,
+        half,
+        min(noise / measured_ms * ends[1], half),
+        low=ends[0],
+        high=ends[2],
+        more_steps=_more(n, mean, low, noise, LEAST * measured_ms),
+    )
+    return Priced(prediction, mean + open_gains)
+
+
+def _more(n: int, mean: float, low: float, noise: float, least: float) -> int:
+    """Steps beside those that are there: n times as many make noise the root of n times as small."""
+    if low > least or mean <= least:
+        return 0
+    wide = mean - low
+    lasting = max(wide**2 - noise**2, 0.0)
+    room = (mean - least) ** 2 - lasting
+    if room <= 0.0:
+        return 0
+    return max(1, min(int(np.ceil(n * noise**2 / room)), 10_000) - n)
+
+
+def apart(one: Priced, other: Priced) -> bool:
+    """Whether draws tell which of two changes gains more."""
+    below, above = np.quantile(one.gains - other.gains, _ENDS)
+    return bool(below > 0.0 or above < 0.0)
+
+
+def described(found: Priced, **more: object) -> Priced:
+    """With other fields of its prediction."""
+    return replace(found, prediction=replace(found.prediction, **more))  # type: ignore[arg-type]
