@@ -255,7 +255,7 @@ def _stage(
     of_one_pass = [] if calls[0].label == WHOLE_STEP else [call for call in calls if call.phases]
     apart = [] if combined else of_one_pass
     bubbles = [(bubble, step) for call in measured if (bubble := (step := steps[call.key]).bubble(call))]
-    lasted = sum(step.ms for _, step in bubbles)
+    lasted = sum(step.ms or 0.0 for _, step in bubbles)
     met = [step.met[call.rank] for call in on_gpu if call.rank in (step := steps[call.key]).met]
     if on_gpu and calls[0].metadata.sizes.pp > 1 and len(met) < len(on_gpu):
         findings.note(UNMET, pp)
