@@ -15,6 +15,7 @@ from megaprof import ProfileConfig, analyze, annotate, install_hooks, role
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.install import _process
+from megaprof.integrations import megatron_lm
 from megaprof.recorders.nsys_command import windows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -146,6 +147,54 @@ def test_a_training_step_that_runs_forward_only_is_no_log_prob_pass(one_rank: An
         train_step(forward_only=False)
         train_step(forward_only=True)
     assert sorted(short(tmp_path)) == ["train_actor.step000000", "train_log_probs.step000000"]
+
+
+def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Two, with its own way to run them replaced: it needs CUDA. Nothing says that one is missing."""
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    if not hasattr(schedules, "hybrid_context_parallel_forward_backward"):
+        pytest.skip("this megatron-core has no hybrid context parallelism")
+
+    def sub_samples(step: Any, data: Any, model: Any, number: int, taken: Any, grad: Any, store: Any, config: Any,
+                    *others: Any) -> Any:  # fmt: skip
+        for current in range(2):
+            output, tokens = schedules.forward_step(
+                step, data, model, number, taken, store, config, cp_group_size=1, current_microbatch=current
+            )
+            schedules.backward_step(taken, output, grad, others[-1], config)
+        return store, tokens
+
+    monkeypatch.setattr(schedules, "hybrid_context_parallel_forward_backward", sub_samples)
+    monkeypatch.setattr(one_rank.config, "hybrid_context_parallel", True)
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="1:4", tool=("torch", "timeline"))):
+        for _ in range(5):
+            one_rank.train_step()
+    assert all(trace.metadata.microbatches is None for trace in files(tmp_path).values())
+    (target,) = analyze(tmp_path).targets
+    measured = target.measured
+    assert len(measured.stages[0].microbatch_ms) == 2 * len(measured.steps)
+    assert [message for message in measured.warnings if "belong" in message] == []
+    assert target.verdict is not None
+    assert target.verdict.withheld == "there is no pipeline (pp=1)"
+    assert target.fleet is not None
+    assert target.fleet.coverage.ranks == 1
+
+
+def test_a_step_that_failed_and_ran_again_has_the_file_of_the_second_run(one_rank: Any, tmp_path: Path) -> None:
+    """As with Megatron-LM's paged stash, which says so between the two."""
+    again = {hook.function: hook for hook in megatron_lm.HOST.hooks}["PagedStashRunner.prepare_for_rerun"]
+    number = [0]
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="1"), iteration=lambda: number[0]) as handle:
+        for number[0] in range(3):
+            one_rank.train_step()
+            handle.flush()
+            before = set(files(tmp_path))
+            again.read({})
+            if number[0] == 1:
+                one_rank.train_step()
+    assert len(before) == 1
+    (name,) = files(tmp_path)
+    assert name.endswith(".rank00000.2")
 
 
 def test_a_hosts_step_begins_with_the_first_role_that_this_rank_captures(one_rank: Any, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class Model:
     """[t, d, m]: work of a microbatch, against that of the others in its replica and step."""
     rank: Floats
     """[t, d, s]: how slow a rank is against those of its stage in other replicas; at least 1."""
+    pace: Floats
+    """[t, d, s]: how slow a stage is in a step, on all replicas, against its quicker steps; at least 1."""
     peer: Floats
     """[t, d, s, p]: how slow a peer is against the others; at least 1."""
     own: Floats
@@ -68,14 +70,14 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
     rank = np.zeros((t, d, s))
     if d > 1 and s == 1:
-        # Without a pipeline a rank is a replica: it is slow where it is so in nearly all steps, and has more work else.
-        usually = _quantile(_against_others(level, 1), QUARTILE, 0)
-        rank = np.broadcast_to(np.maximum(usually, 0.0)[None, :, None], (t, d, s)).copy()
+        # Without a pipeline a rank is a replica: it is slow where it is so step after step, and has more work else.
+        rank = np.maximum(_lasting(_against_others(level, 1)), 0.0)[..., None]
         level = level - rank[:, :, 0]
     elif d > 1:
         alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
         rank = np.maximum(_against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
-    whose = work[:, :, None] + level[:, :, None, None] + rank[..., None]  # [t, d, s, m]
+    pace = _pace(left - (work[:, :, None] + level[:, :, None, None] + rank[..., None])[:, :, :, None, None], spread)
+    whose = work[:, :, None] + level[:, :, None, None] + (rank + pace)[..., None]  # [t, d, s, m]
     own = _own(log - whose[:, :, :, None, None, :])
     peer = _peers(table)
     whose = whose + own + np.log(peer.max(axis=3))[..., None]
@@ -89,6 +91,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
         level=np.exp(level),
         work=np.exp(work),
         rank=np.exp(rank),
+        pace=np.exp(pace),
         peer=peer,
         own=np.exp(own),
         expected=expected,
@@ -162,6 +165,37 @@ def _own(log: Floats) -> Floats:
     # Contents are those of average microbatches.
     found -= np.log(np.exp(found).mean(axis=-1, keepdims=True))
     return found
+
+
+def _lasting(values: Floats) -> Floats:
+    """[t, ...]: the lower quartile of a series, apart before and from the step at which its mean changes most, if that
+    leaves a quarter of the steps on either side."""
+    t = len(values)
+    found = np.broadcast_to(_quantile(values, QUARTILE, 0), values.shape).copy()
+    fewest = max(4, round(QUARTILE * t))
+    cuts = np.arange(fewest, t - fewest + 1)
+    if not len(cuts):
+        return found
+    sums = values.cumsum(axis=0)
+    weights = cuts.reshape(-1, *[1] * (values.ndim - 1))
+    apart = np.abs(sums[cuts - 1] - sums[-1] * weights / t) / (weights * (t - weights)) ** 0.5
+    best = cuts[apart.argmax(axis=0)]
+    for place in np.ndindex(values.shape[1:]):
+        for part in (slice(None, int(best[place])), slice(int(best[place]), None)):
+            found[(part, *place)] = _quantile(values[(part, *place)], QUARTILE, 0)
+    return found
+
+
+def _pace(log: Floats, noise: float) -> Floats:
+    """[t, d, s]: by how much steps of a stage are longer than its quicker ones, as logarithms, beyond what noise of
+    this variance would show. Without a pipeline that is the work of a step."""
+    t, d, s, c, k, m = log.shape
+    if s == 1:
+        return np.zeros((t, d, s))
+    usual = _lower_median(np.moveaxis(log, 2, 1).reshape(t, s, -1))
+    longer = np.maximum(usual - _quantile(usual, QUARTILE, 0), 0.0)
+    found = _shrunk(longer, noise * np.pi / 2 / (d * c * k * m))
+    return np.broadcast_to(found[:, None], (t, d, s)).copy()
 
 
 def _peers(table: Table) -> Floats:

@@ -11,6 +11,9 @@ from megaprof.analysis.diagnosis.exchanges import links
 from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.simulation.replay import Replay, compiled
 
+#: Steps that models of exchanges are compared in.
+_COMPARED = 8
+
 
 @dataclass(frozen=True)
 class State:
@@ -33,7 +36,7 @@ class State:
 
 
 def measured(table: Table) -> tuple[State, Replay]:
-    """What was measured, and the replay whose model of exchanges comes closest to the measured steps."""
+    """What was measured, and the replay whose model of exchanges comes closest to the measured passes."""
     entry = np.nan_to_num(table.entry)
     own = table.schedule
     buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)
@@ -45,9 +48,18 @@ def measured(table: Table) -> tuple[State, Replay]:
     for model in models:
         replay = compiled(own, *model)
         state = State(table.passes, entry, links(table, replay), table.reduction)
-        missed = float(np.median(np.abs(state.step_ms(replay) - table.length)))
+        missed = _missed(table, state, replay)
         if best is None or missed < best[0]:
             best = missed, state, replay
     if best is None:
         raise RuntimeError("no model of exchanges was tried")
     return best[1:]
+
+
+def _missed(table: Table, state: State, replay: Replay) -> float:
+    """Milliseconds by which passes end elsewhere in a replay; where they are on clocks of their own, steps."""
+    if not table.clocks:
+        return float(np.median(np.abs(state.step_ms(replay) - table.length)))
+    some = state.at(np.arange(min(_COMPARED, len(table.steps))))
+    ends = replay.ends(some.passes, entry=some.entry, link=some.link)
+    return float(np.mean(np.abs(ends - table.end[: len(ends)])))
