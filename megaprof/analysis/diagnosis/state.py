@@ -35,11 +35,15 @@ class State:
 def measured(table: Table) -> tuple[State, Replay]:
     """What was measured, and the replay whose model of exchanges comes closest to the measured steps."""
     entry = np.nan_to_num(table.entry)
+    # A rank's first pass can begin so long behind its entry as that of the first stage does, which waits for nobody.
+    entry += np.maximum(table.start[:, :, 0, 0, 0, 0] - entry[:, :, 0], 0.0)[..., None]
     own = table.schedule
     buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)
     models = [buffered] if own.stages == 1 else [rendezvous, buffered]
-    if own.name == "interleaved":
-        models = [buffered] if own.stages == 2 else [rendezvous, buffered, in_turn]
+    if own.name == "interleaved" and own.stages == 2:
+        models = [buffered]
+    elif own.name == "interleaved" and table.rendezvous is not False:  # what overlaps is not received in turn
+        models.append(in_turn)
     models.sort(key=lambda model: model[0] != table.rendezvous)
     best: tuple[float, State, Replay] | None = None
     for model in models:
