@@ -7,8 +7,11 @@ MATRIX ?= 0.12.3 0.19.2
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
-# JOBS=4 runs four files of tests at once, on a machine with cores to spare: most tests start two ranks of their own.
+# So many files of tests at once; JOBS= for one. More only with cores to spare: most tests start two ranks of their own.
+JOBS ?= 2
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
+# Our sources and the tests are compiled once, and not again in every process of a test.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
     bench bench-capture bench-overhead bench-replay bench-report bench-scale bench-timeline bench-truth bench-whatif clean docs
@@ -23,20 +26,19 @@ demo: $(DEMO)/ready
 test: .venv/ready
 	$(PYTEST) $(SHARED) -m "not slow and not hosts and not alone" $(ARGS)
 
-# 5 is pytest's word for no tests: ARGS may choose none of one kind.
+# 5 is pytest's word for no tests: ARGS may choose none of one kind. tests/nsys has a target of its own.
 test-slow: .venv/ready
-	$(PYTEST) $(SHARED) -m "slow and not hosts and not alone" $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) $(SHARED) -m "slow and not hosts and not alone" --ignore=tests/nsys $(ARGS) || [ $$? = 5 ]
 	$(PYTEST) -m "alone and not hosts" $(ARGS) || [ $$? = 5 ]
 
-# The quick tests of everything that touches megatron-core, on other versions of it. ONCE: what does not depend on its
-# version. `make test-mcore-0.14.0 QUICK=` runs the slow tests too.
-ONCE := analysis artifacts benchmarks browser cli config control formats integrations metrics recorders runtime ui viewers \
-    trainers test_docs.py test_packaging.py
+# The quick tests of what touches megatron-core, on other versions of it. `make test-mcore-0.14.0 QUICK=` runs the slow
+# tests too.
+ON_EACH := $(addprefix tests/,capture hooks integration parallel testing/test_gpt.py test_install.py)
 QUICK ?= -m "not slow and not alone"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
-	.venv/mcore-$*/bin/python -m pytest $(SHARED) $(QUICK) $(ARGS) $(ONCE:%=--ignore=tests/%)
+	.venv/mcore-$*/bin/python -m pytest $(SHARED) $(QUICK) $(ARGS) $(ON_EACH)
 
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready

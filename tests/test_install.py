@@ -7,7 +7,6 @@ import gc
 import gzip
 import json
 import logging
-import subprocess
 import sys
 import time
 import weakref
@@ -27,6 +26,7 @@ from megaprof.formats.timeline import read_timeline
 from megaprof.hooks.schedules import SCHEDULES
 from megaprof.integrations import contract
 from megaprof.recorders.torch_profiler import TorchRecorder
+from tests import programs
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -229,7 +229,6 @@ def test_host_iteration_numbers_a_resumed_run(one_rank: Any, tmp_path: Path) -> 
 
 
 def test_megatron_lms_iteration_is_found(one_rank: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    import sys
     import types
 
     module = types.ModuleType("megatron.training.global_vars")
@@ -468,9 +467,7 @@ with tempfile.TemporaryDirectory() as place:
     ],
 )
 def test_lines_are_seen_where_the_host_configured_no_logging(first: str, then: str, shown: list[str]) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", LINES.format(first=first, then=then)], capture_output=True, text=True, timeout=300
-    )
+    finished = programs.run(LINES.format(first=first, then=then))
     assert finished.returncode == 0, finished.stderr
     lines = [line for line in finished.stderr.splitlines() if "megaprof" in line and "warn" not in line.lower()]
     assert len(lines) == len(shown), finished.stderr

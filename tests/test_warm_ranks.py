@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ def facts() -> dict[str, object]:
     }
 
 
+def first_filter() -> tuple[str, int]:
+    return warnings.filters[0][0], os.getppid()
+
+
 def fail_by_rank() -> None:
     rank = int(os.environ["RANK"])
     if rank == 0:
@@ -51,7 +56,10 @@ def test_they_are_forks_unless_a_variable_is_read_when_an_interpreter_begins() -
 
     assert os.getpid() not in parents()
     assert len(parents()) == 1
-    assert parents(PYTHONWARNINGS="ignore") == {os.getpid()}
+    assert parents(PYTHONUTF8="1") == {os.getpid()}
+    (action, parent), _ = run_ranks(first_filter, 2, timeout=120, env={"PYTHONWARNINGS": "ignore"})
+    assert action == "ignore"
+    assert parent != os.getpid()
 
 
 def test_how_they_end_is_told() -> None:

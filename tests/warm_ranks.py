@@ -22,11 +22,14 @@ import sys
 import threading
 import time
 import types
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 #: What an interpreter, its loader or a library reads once, when it begins.
 _READ_ONCE = ("PYTHON", "LD_", "OMP_", "MKL_", "KINETO_", "TORCH", "NVTX_", "TRANSFORMERS", "VIRTUAL_ENV")
+#: What a fork can do itself.
+_WARNINGS = "PYTHONWARNINGS"
 _MODULES = (
     "torch.distributed",
     "torch.profiler",
@@ -126,7 +129,7 @@ class Server:
 
 
 def _read_once(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(_READ_ONCE)}
+    return {name: value for name, value in env.items() if name.startswith(_READ_ONCE) and name != _WARNINGS}
 
 
 def _serve(connection: socket.socket) -> dict[str, Any] | None:
@@ -167,8 +170,10 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _main(descriptor: int) -> None:
+    show, warnings.showwarning = warnings.showwarning, lambda *_, **__: None  # in the output of the first test
     for name in _MODULES:
         importlib.import_module(name)
+    warnings.showwarning = show
     gc.collect()
     gc.freeze()  # a collection in a child would write to, and so copy, everything that it shares
     request = _serve(socket.socket(fileno=descriptor))
@@ -178,6 +183,7 @@ def _main(descriptor: int) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(request["env"])
+    warnings._processoptions(filter(None, os.environ.get(_WARNINGS, "").split(",")))  # type: ignore[attr-defined]
     sys.modules["__main__"] = main = types.ModuleType("__main__")
     exec(request["code"], main.__dict__)
 

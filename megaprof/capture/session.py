@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megaprof.artifacts.neighbours import Neighbours
 from megaprof.capture.agenda import Agenda, Number, Step, check_role
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
@@ -100,7 +101,8 @@ class Session:
         self._coming: Sequence[Recorder] = ()
         self._thread = threading.get_ident()
         self._open_window: OpenWindow | None = None
-        self._guard = HostMemoryGuard(parse_limit("max_host_memory", config.max_host_memory), self._memory_ran_out)
+        limit = parse_limit("max_host_memory", config.max_host_memory)
+        self._guard = HostMemoryGuard(limit, self._memory_ran_out, Neighbours)
 
     @property
     def disabled(self) -> bool:
@@ -119,9 +121,7 @@ class Session:
         try:
             if facts.graph is None and capturing():  # by something else than Megatron's own wrapper
                 facts = facts._replace(graph="capture")
-            role = current().role
-            if role is None:
-                role = self.role
+            role = self.role if (own := current().role) is None else own
             if role not in self._roles:
                 self._meet(role)
             agenda = self.agenda

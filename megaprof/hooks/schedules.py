@@ -19,6 +19,7 @@ from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.modules import patch_modules
 from megaprof.hooks.patching import Patches
+from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts
 from megaprof.runtime.isolation import Contained, contained
 
@@ -113,16 +114,25 @@ def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> Cal
     if graph_wrapper is not None:
         label = SCHEDULES.get(getattr(graph_wrapper.forward_backward_func, "__name__", ""), "unknown")
         graph = _graph_phase(graph_wrapper, "validation" if forward_only else "training")
+    chunks = tuple(model) if isinstance(model, (list, tuple)) else (model,)
     return CallFacts(
         schedule=label or "unknown",
         forward_only=forward_only,
         evaluation=forward_only and (evaluating() or caller in _EVALUATIONS),
         training=caller == _TRAINING and not evaluating(),
-        microbatches=_integer(kwargs.get("num_microbatches")),
+        microbatches=None if _sub_samples(label, chunks) else _integer(kwargs.get("num_microbatches")),
         seq_length=_integer(kwargs.get("seq_length")),
         micro_batch_size=_integer(kwargs.get("micro_batch_size")),
-        chunks=tuple(model) if isinstance(model, (list, tuple)) else (model,),
+        chunks=chunks,
         graph=graph,
+    )
+
+
+def _sub_samples(label: str | None, chunks: tuple[Any, ...]) -> bool:
+    """Whether forwards are of sub-samples, of which each rank has as many as the data of the step make (hybrid context
+    parallelism, 0.16 to 0.19): the number of microbatches says nothing about them."""
+    return label == "no_pipelining" and bool(
+        getattr(getattr(innermost(chunks[0]), "config", None), "hybrid_context_parallel", False)
     )
 
 

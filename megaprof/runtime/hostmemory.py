@@ -11,7 +11,7 @@ Two bounds, of which ``--profile-max-host-memory`` sets one:
   Page cache counts as free: the kernel gives it back. 95 % unless it is the share that was set.
 
 Either bound already counts what closing the window is going to take, and a share also what the other processes of this
-host need to close theirs (`neighbours`): ranks capture the same step, so they close together.
+host need to close theirs: ranks capture the same step, so they close together.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.logs import logger
-from megaprof.runtime.neighbours import Neighbours
 
 DEFAULT_SHARE = 0.95
 #: Stopping and exporting a Kineto trace took so many times what recording it had taken, at most: 3.6 to 6.7 by options,
@@ -71,6 +72,16 @@ def parse_limit(option: str, text: str) -> MemoryLimit:
     return MemoryLimit(size, DEFAULT_SHARE)
 
 
+class Neighbours(Protocol):
+    """The processes of this host whose windows are open; this one is among them."""
+
+    def say(self, needed: int) -> None:
+        """This process needs so many bytes more than it has, to close its window."""
+
+    def others(self) -> int:
+        """The bytes that the others need together."""
+
+
 class HostMemoryGuard:
     """Watches between ``start()`` and ``stop()``; calls ``on_limit(reason)`` in its own thread, once, when it is time.
 
@@ -81,10 +92,10 @@ class HostMemoryGuard:
         self,
         limit: MemoryLimit,
         on_limit: Callable[[str], None],
+        neighbours: Callable[[], AbstractContextManager[Neighbours]],
         *,
         resident: Callable[[], int] = resident_bytes,
         bounds: Callable[[], tuple[Bound, ...]] = find_bounds,
-        neighbours: Callable[[], Neighbours] = Neighbours,
         interval: float = INTERVAL_SECONDS,
     ) -> None:
         self._limit = limit

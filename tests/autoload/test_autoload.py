@@ -119,7 +119,6 @@ assert type(schedules.__loader__).__name__ == "SourceFileLoader", schedules.__lo
 from megaprof.testing import GPTWorkload, build, cpu_megatron
 
 untouched = schedules.forward_backward_no_pipelining
-get_forward_backward_func(pp_size=1, vp_size=None) if "early" in sys.argv else None
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
 with cpu_megatron():
     gpt = build(GPTWorkload(layers=2, microbatches=2, hidden=32, seq_length=16, heads=2))
@@ -131,20 +130,7 @@ with cpu_megatron():
 """
 
 
-def test_hooks_go_in_when_the_host_asks(env: dict[str, str], tmp_path: Path) -> None:
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path / "out"), steps="1")
-    run = subprocess.run(
-        [sys.executable, "-c", ONE_RANK, str(tmp_path)],
-        env=environment(config, env),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "hooked True" in run.stdout
-    assert [path.name.split(".pp")[0] for path in (tmp_path / "out").iterdir()] == ["train_actor.step000001"]
-
-
+@pytest.mark.slow
 def test_a_world_that_the_configuration_does_not_fit_stops_before_the_first_step(
     env: dict[str, str], tmp_path: Path
 ) -> None:
@@ -193,31 +179,27 @@ def test_a_recorder_of_an_installed_package_works_through_megaprof_run(env: dict
     (package / "acme.py").write_text(RECORDER)
     (package / "acme-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
     (package / "acme-1.0.dist-info" / "entry_points.txt").write_text(
-        "[megaprof.recorders]\nacme = acme:Recorder\nbroken = acme:nothing\ntorch = acme:Recorder\n"
+        "[megaprof.recorders]\nacme = acme:Recorder\ntorch = acme:Recorder\n"
     )
     (tmp_path / "train.py").write_text(ONE_RANK)
     env["PYTHONPATH"] += os.pathsep + str(package)
 
-    def run(tool: str) -> Any:
-        options = [
-            "--profile-target",
-            "train_actor",
-            "--profile-steps",
-            "1",
-            "--profile-dir",
-            "out",
-            "--profile-tool",
-            tool,
-        ]
-        command = [sys.executable, "-m", "megaprof", "run", *options, "--", "train.py", str(tmp_path)]
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, cwd=tmp_path)
-
-    done = run("acme")
+    options = [
+        "--profile-target",
+        "train_actor",
+        "--profile-steps",
+        "1",
+        "--profile-dir",
+        "out",
+        "--profile-tool",
+        "acme",
+        "torch",
+    ]
+    command = [sys.executable, "-m", "megaprof", "run", *options, "--", "train.py", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out" / "mine.json").read_text()) == ["train_actor", 1, __version__]
+    assert "hooked True" in done.stdout
+    mine, trace = sorted((tmp_path / "out").iterdir(), key=lambda path: path.name != "mine.json")
+    assert json.loads(mine.read_text()) == ["train_actor", 1, __version__]
+    assert trace.name.startswith("train_actor.step000001.pp")
     assert "the recorder torch = acme:Recorder is ignored" in done.stderr
-    (tmp_path / "store").unlink(missing_ok=True)
-    broken = run("broken")
-    assert broken.returncode == 1
-    assert "ValueError: --profile-tool broken: acme:nothing cannot be loaded" in broken.stderr
-    assert "hooked" not in broken.stdout

@@ -148,6 +148,37 @@ def test_a_training_step_that_runs_forward_only_is_no_log_prob_pass(one_rank: An
     assert sorted(short(tmp_path)) == ["train_actor.step000000", "train_log_probs.step000000"]
 
 
+def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Two, with its own way to run them replaced: it needs CUDA. Nothing says that one is missing."""
+    schedules = pytest.importorskip("megatron.core.pipeline_parallel.schedules")
+    if not hasattr(schedules, "hybrid_context_parallel_forward_backward"):
+        pytest.skip("this megatron-core has no hybrid context parallelism")
+
+    def sub_samples(step: Any, data: Any, model: Any, number: int, taken: Any, grad: Any, store: Any, config: Any,
+                    *others: Any) -> Any:  # fmt: skip
+        for current in range(2):
+            output, tokens = schedules.forward_step(
+                step, data, model, number, taken, store, config, cp_group_size=1, current_microbatch=current
+            )
+            schedules.backward_step(taken, output, grad, others[-1], config)
+        return store, tokens
+
+    monkeypatch.setattr(schedules, "hybrid_context_parallel_forward_backward", sub_samples)
+    monkeypatch.setattr(one_rank.config, "hybrid_context_parallel", True)
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="1:4", tool=("torch", "timeline"))):
+        for _ in range(5):
+            one_rank.train_step()
+    assert all(trace.metadata.microbatches is None for trace in files(tmp_path).values())
+    (target,) = analyze(tmp_path).targets
+    measured = target.measured
+    assert len(measured.stages[0].microbatch_ms) == 2 * len(measured.steps)
+    assert [message for message in measured.warnings if "belong" in message] == []
+    assert target.verdict is not None
+    assert target.verdict.withheld == "there is no pipeline (pp=1)"
+    assert target.fleet is not None
+    assert target.fleet.coverage.ranks == 1
+
+
 def test_a_hosts_step_begins_with_the_first_role_that_this_rank_captures(one_rank: Any, tmp_path: Path) -> None:
     """Here also on demand: a window that is open then goes on."""
     config = on(tmp_path, "train_overall", steps="1", role_select={"ref": [], "actor": [0]})

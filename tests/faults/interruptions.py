@@ -1,8 +1,8 @@
 """A host's signal handler raises while megaprof's code runs: at every line of it in turn, in a real training step.
 
-``python -m tests.faults.interruptions DIR KIND TOOL STRIDE`` prints one JSON object. KIND names the exception that the
-handler raises. Every STRIDE-th line that megaprof executes in a step, or in ``remove()``, gets an interruption of its
-own; TOOL is the configuration (`CONFIGURATIONS`).
+`program` prints one JSON object. ``kind`` names the exception that the handler raises. Every ``stride``-th line that
+megaprof executes in a step, or in ``remove()``, gets an interruption of its own; ``tool`` is the configuration
+(`CONFIGURATIONS`).
 """
 
 from __future__ import annotations
@@ -149,7 +149,6 @@ def main(directory: str, kind: str, tool: str, stride: int) -> dict[str, Any]:
     return {"count": count, "swallowed": swallowed, "dirty": dirty}
 
 
-if __name__ == "__main__":
-    found = main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
-    print(json.dumps(found), flush=True)
+def program(directory: str, kind: str, tool: str, stride: str) -> None:
+    print(json.dumps(main(directory, kind, tool, int(stride))), flush=True)
     os._exit(0)

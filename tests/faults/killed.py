@@ -1,4 +1,4 @@
-"""Jobs that are killed at random moments while they keep a timeline: ``python -m tests.faults.killed DIR JOBS SEED``.
+"""Jobs that are killed at random moments while they keep a timeline.
 
 One rank of a real Megatron-Core GPT per job. A job says over a pipe which step it has finished, the moment it has;
 the last line of output is JSON with what each job said last before SIGKILL. Jobs are forked from a process that has
@@ -11,7 +11,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -38,23 +37,23 @@ def train_until_killed(directory: Path, said: int) -> None:
             step += 1
 
 
-def main(directory: Path, jobs: int, seed: int) -> None:
-    chance = random.Random(seed)
+def main(directory: str, jobs: str, seed: str) -> None:
+    chance = random.Random(int(seed))
     said_last = []
     with cpu_megatron():  # imports what a job needs
         import megatron.core.models.gpt
         import megatron.core.pipeline_parallel.schedules  # noqa: F401
-    for number in range(jobs):
+    for number in range(int(jobs)):
         listening, said = os.pipe()
         child = os.fork()
         if child == 0:
             try:
-                train_until_killed(directory / str(number), said)
+                train_until_killed(Path(directory, str(number)), said)
             finally:
                 os._exit(1)
         os.close(said)
         data = os.read(listening, 4)  # the first step is over
-        time.sleep(chance.uniform(0, 2.0))
+        time.sleep(chance.uniform(0, 1.6))
         os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         while more := os.read(listening, 1 << 16):
@@ -62,7 +61,3 @@ def main(directory: Path, jobs: int, seed: int) -> None:
         os.close(listening)
         said_last.append([status, int.from_bytes(data, "little") if data else None])
     print(json.dumps(said_last))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -4,12 +4,12 @@ which nothing of megaprof is left."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import programs
+from tests.faults import interruptions
 
 pytestmark = pytest.mark.slow
 
@@ -21,9 +21,7 @@ pytestmark = pytest.mark.slow
 def test_what_a_signal_handler_raises_reaches_the_host(
     configuration: str, kind: str, stride: int, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "tests.faults.interruptions", str(tmp_path), kind, configuration, str(stride)]
-    env = os.environ | {"PYTHONWARNINGS": "ignore", "KINETO_LOG_LEVEL": "6"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=env)
+    done = programs.run(interruptions.program, tmp_path, kind, configuration, str(stride), limit=900)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["count"] > 20

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.recorders.timeline import recorder
+from tests import programs
+from tests.faults import killed
 
-JOBS = 60
+JOBS = 25
 
 
 @pytest.mark.slow
 def test_killed_jobs_lose_only_their_last_steps(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.faults.killed", str(tmp_path), str(JOBS), "20261"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, check=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
-    )
+    done = programs.run(killed.main, tmp_path, str(JOBS), "20261", limit=900)
+    assert done.returncode == 0, done.stderr
     said_last = json.loads(done.stdout.splitlines()[-1])
     assert [status for status, _ in said_last] == [-9] * JOBS
     missing, written = [], 0

@@ -19,6 +19,11 @@ from megaprof.hooks.modules import COMPILED
 from megaprof.testing import GPTWorkload, build
 
 
+@pytest.fixture(autouse=True)
+def _dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+
+
 class Mlp(torch.nn.Module):
     """What dynamo can trace as one graph on a CPU, in the place of megatron-core's, with a module inside."""
 

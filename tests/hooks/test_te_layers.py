@@ -16,10 +16,7 @@ from tests.hooks.test_modules import compare, parents, spans
 
 STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
 SMALL: dict[str, Any] = {"pp": 2, "hidden": 32, "seq_length": 16, "layers": 4, "heads": 2, "microbatches": 3}
-WORKLOADS = {
-    "dense": GPTWorkload(**SMALL, layout=(3, 1)),
-    "experts": GPTWorkload(**SMALL, num_experts=4),
-}
+WORKLOAD = GPTWorkload(**SMALL, num_experts=4)
 
 
 def train(workload: GPTWorkload, directory: str) -> dict[str, Any]:
@@ -36,20 +33,18 @@ def train(workload: GPTWorkload, directory: str) -> dict[str, Any]:
         return {"layers": gpt.layer_numbers, "kinds": kinds, **compare(gpt, directory, "module")}
 
 
-@pytest.mark.parametrize("name", ["dense", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_layers_of_transformer_engine_have_the_ranges_of_local_ones(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload = WORKLOADS[name]
     monkeypatch.syspath_prepend(STAND_INS)
-    parts = ["attention", "mlp"] if workload.experts is None else ["attention", "mlp", "router", "experts"]
-    for number, rank in enumerate(run_ranks(train, 2, workload, str(tmp_path), timeout=300)):
+    for number, rank in enumerate(run_ranks(train, 2, WORKLOAD, str(tmp_path), timeout=300)):
         assert rank["ranged"] == rank["plain"]
         assert rank["changed"] == []
         assert {"TEDotProductAttention", "TELayerNormColumnParallelLinear", "TERowParallelLinear"} <= rank["kinds"]
-        assert ("TEGroupedMLP" in rank["kinds"]) == (workload.experts is not None)
+        assert "TEGroupedMLP" in rank["kinds"]
         found = [name for name, _ in parents(spans(tmp_path, number))]
         for layer in rank["layers"][0]:
-            for part in ("layer", *parts):
-                assert found.count(module_range(part, layer)) == workload.microbatches, part
-                assert found.count(module_backward(module_range(part, layer))) == workload.microbatches, part
+            for part in ("layer", "attention", "mlp", "router", "experts"):
+                assert found.count(module_range(part, layer)) == WORKLOAD.microbatches, part
+                assert found.count(module_backward(module_range(part, layer))) == WORKLOAD.microbatches, part

@@ -59,6 +59,7 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return library
 
 
+@pytest.mark.slow  # the tool is loaded when a process begins
 def test_nvtx_and_the_trace_have_the_same_ranges(tool: Path, tmp_path: Path) -> None:
     log, traces = tmp_path / "log", tmp_path / "traces"
     env = {"NVTX_INJECTION64_PATH": str(tool), "NVTX_TOOL_LOG": str(log)}

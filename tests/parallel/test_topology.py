@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
@@ -26,6 +24,7 @@ from megaprof.parallel.topology import (
     coords_from_parallel_state,
     layout_from_parallel_state,
 )
+from tests import programs
 
 ORDERS = ["-".join(order) for order in permutations(DEFAULT_ORDER.split("-"))]
 
@@ -155,10 +154,7 @@ sys.exit(any(process.exitcode for process in ranks))
 
 
 def test_four_real_gloo_ranks_have_the_same_coordinates(tmp_path: os.PathLike[str]) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, "-c", GLOO_WORLD, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = programs.run(GLOO_WORLD, tmp_path, limit=120)
     assert done.returncode == 0, done.stderr
     layout = WorldLayout(ParallelSizes.of(4, tp=2, pp=2, ep=2, etp=1))
     for rank in range(4):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import gzip
 import json
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders import Window, emit
 from megaprof.recorders.host_ranges import add_ranges
 from megaprof.recorders.torch_profiler import _PIECE, TorchRecorder
+from tests import programs
 
 WINDOW = Window("train_actor", None, 7, RankCoords(rank=0, pp=0, tp=0, cp=0, ep=0, dp=0, sizes=ParallelSizes()))
 STEM = "train_actor.step000007.pp0-tp0-cp0-ep0-dp0.rank00000"
@@ -278,7 +277,7 @@ def test_another_profiler_takes_the_place_of_a_prepared_one(theirs: str, tmp_pat
         assert [e.name for e in other.events()].count("theirs") == 1
         assert torch.autograd.profiler._prepare_profiler is torch._C._autograd._prepare_profiler
     """
-    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    ran = programs.run(textwrap.dedent(script))
     assert ran.returncode == 0, ran.stderr
 
 

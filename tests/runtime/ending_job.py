@@ -210,18 +210,14 @@ def forks(gpt: BuiltGPT, directory: str) -> None:
     assert sum(int(batch) for batch in loader) == 28
 
 
-def train(what: str, directory: str) -> None:
+def job(what: str, directory: str) -> None:
+    if what == "forked":  # a rank that multiprocessing forked: it leaves by os._exit, past atexit
+        rank = multiprocessing.get_context("fork").Process(target=job, args=("returns", directory))
+        rank.start()
+        rank.join(120)
+        sys.exit(rank.exitcode)
     torch.set_num_threads(1)
     store = Path(f"{directory}.store")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     with cpu_megatron():
         globals()[what](build(WORKLOAD), directory)
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "forked":  # a rank that multiprocessing forked: it leaves by os._exit, past atexit
-        rank = multiprocessing.get_context("fork").Process(target=train, args=("returns", sys.argv[2]))
-        rank.start()
-        rank.join(120)
-        sys.exit(rank.exitcode)
-    train(*sys.argv[1:])

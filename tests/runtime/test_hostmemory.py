@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.artifacts.neighbours import Neighbours
 from megaprof.capture.session import Session
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
 from megaprof.runtime.hostmemory import CLOSING_FACTOR, DEFAULT_SHARE, HostMemoryGuard, MemoryLimit, parse_limit
-from megaprof.runtime.neighbours import Neighbours
 
 GIB = 1 << 30
 
@@ -127,9 +127,9 @@ class Watched:
         self.guard = HostMemoryGuard(
             limit,
             self._say,
+            lambda: Neighbours(directory),
             resident=lambda: self.resident,
             bounds=lambda: (bound,),
-            neighbours=lambda: Neighbours(directory),
             interval=0.001,
         )
 
@@ -217,7 +217,7 @@ def test_what_cannot_be_read_is_not_watched(caplog: pytest.LogCaptureFixture) ->
         raise OSError("no /proc here")
 
     said: list[str] = []
-    guard = HostMemoryGuard(MemoryLimit(None, 0.8), said.append, bounds=bounds)
+    guard = HostMemoryGuard(MemoryLimit(None, 0.8), said.append, Neighbours, bounds=bounds)
     guard.start()
     for thread in watchers():
         thread.join(30)
@@ -350,9 +350,11 @@ def test_a_real_process_that_grows_past_its_limit(tmp_path: Path) -> None:
 
 CHILD = """
 import sys, threading
+from megaprof.artifacts.neighbours import Neighbours
 from megaprof.runtime.hostmemory import HostMemoryGuard, MemoryLimit, find_bounds
 said = threading.Event()
-guard = HostMemoryGuard(MemoryLimit(None, 0.5), lambda reason: (print(reason), said.set()), interval=0.01)
+say = lambda reason: (print(reason), said.set())
+guard = HostMemoryGuard(MemoryLimit(None, 0.5), say, Neighbours, interval=0.01)
 print([b.read()[1] for b in find_bounds() if sys.argv[1] in b.name])
 guard.start()
 print(said.wait(0.5))

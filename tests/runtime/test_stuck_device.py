@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import programs
+from tests.runtime.stuck_job import job
+
 pytestmark = pytest.mark.slow
 
-JOB = Path(__file__).with_name("stuck_job.py")
-LIMIT = 300
 BUSY = "as where another rank is gone"
 
 
 def run(what: str, directory: Path, send: signal.Signals | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs the job, with ``send`` as soon as it says that it is ready."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, str(JOB), what, str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as job:
-        assert job.stdout is not None
-        try:
-            if send is not None:
-                assert job.stdout.readline() == "ready\n", job.communicate(timeout=LIMIT)[1]
-                job.send_signal(send)
-            out, err = job.communicate(timeout=LIMIT)
-        finally:
-            job.kill()
-    return subprocess.CompletedProcess(command, job.returncode, out, err)
+    return programs.run(job, what, directory, send=send, limit=300)
 
 
 def kept(directory: Path) -> list[str]:

@@ -41,7 +41,7 @@ def said(tmp_path: Path, *command: str, **env: str) -> list[str]:
         ("import sys, types; sys.modules['torch'] = types.ModuleType('torch')", 1),
         ("import sys, types; sys.modules['megatron.core'] = types.ModuleType('core')", 2),
         pytest.param("import megatron.core.pipeline_parallel.schedules", 3, marks=pytest.mark.slow),
-        (ASKED, 4),
+        pytest.param(ASKED, 4, marks=pytest.mark.slow),
         (CHILD.format("import sys, types; sys.modules['torch'] = types.ModuleType('torch')"), 1),
         ("import os\nif os.fork() == 0:\n    raise SystemExit\nos.wait()", 0),
         ("import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", 0),
