@@ -21,12 +21,13 @@ from megaprof.artifacts.writer import Writer
 from megaprof.capture import roles
 from megaprof.capture.agenda import Number
 from megaprof.capture.lines import Lines
-from megaprof.capture.repeats import Repeats
+from megaprof.capture.repeats import Repeats, remove
 from megaprof.capture.session import Session
 from megaprof.capture.this_rank import ThisRank
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
 from megaprof.config.per_role import checked_role
+from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
@@ -48,6 +49,7 @@ from megaprof.runtime.background import Background
 from megaprof.runtime.device import capturing
 from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
 from megaprof.runtime.isolation import Contained, in_full
+from megaprof.runtime.logs import logger
 
 #: How long the end of a host's step waits for unfinished files, in seconds, if ``--profile-flush-seconds`` is not less.
 STEP_END_SECONDS = 20.0
@@ -68,6 +70,8 @@ class Handle:
         self._timeline: TimelineRecorder | None = None
         self._listener: Listener | None = None
         self._lines: Lines | None = None
+        self._last: Window | None = None  # that has closed
+        self._folder = ""  # where this rank's files grow
         self._removed = threading.Event()
 
     @property
@@ -160,6 +164,15 @@ class Handle:
             lambda: self.flush(max(0.0, deadline - time.monotonic())),
         )
 
+    def _forget_attempt(self) -> None:
+        """The call that has just ended runs again: its file, if it was captured, makes room for the next one's."""
+        session, window, writer = self._session, self._last, self._writer
+        if session is None or window is None or writer is None or window.target != TRAIN_ACTOR:
+            return
+        if window.last in (None, window.step) and session.agenda.repeats(window.target, window.role, window.step):
+            logger.info("megaprof: train_actor step %d runs again, and its file is the second run's", window.step)
+            writer.run(partial(remove, self._folder, window))
+
     def __enter__(self) -> Handle:
         return self
 
@@ -200,7 +213,8 @@ class _Process:
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
-        for what, task in (("step", self._step_ended), ("capture", self._capture_ended)):
+        ends = ("step", self._step_ended), ("capture", self._capture_ended), ("attempt", self._attempt_failed)
+        for what, task in ends:
             if task not in contract.when_over[what]:
                 contract.when_over[what].append(task)
         if not self.handles:
@@ -247,6 +261,10 @@ class _Process:
             if handle._writer is not None:
                 handle._writer.end_capture()
         self._flush()
+
+    def _attempt_failed(self) -> None:
+        for handle in self.handles:
+            handle._forget_attempt()
 
     def _flush(self) -> None:
         deadline = time.monotonic() + STEP_END_SECONDS
@@ -369,7 +387,7 @@ def _assemble(handle: Handle, here: ThisRank, store: Store, iteration: Number, h
     """Give ``handle`` its parts, and return the session that drives them. Raises ValueError where a recorder cannot run
     in this process."""
     config, writer = handle.config, store.writer
-    handle._writer = writer
+    handle._writer, handle._folder = writer, os.path.join(store.local, shard(here.coords))
     if here.windowed:
         handle._recorders = build_recorders(dataclasses.replace(config, dir=store.local), writer)
     if here.timed:
@@ -378,6 +396,7 @@ def _assemble(handle: Handle, here: ThisRank, store: Store, iteration: Number, h
 
     def window_ended(window: Window) -> None:
         _process.latest = [each for each in _process.latest if each is not handle] + [handle]
+        handle._last = window
         lines.window(window, writer.run)
         writer.end_window()
 

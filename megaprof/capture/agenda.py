@@ -207,6 +207,16 @@ class Agenda:
         """The window of ``step`` failed, because of ``reason``: it has no file."""
         self._entry(step.target, step.role).lost[step.number if asked is None else asked] = reason
 
+    def repeats(self, target: str, role: str | None, number: int) -> bool:
+        """The last call of a target and role failed, and runs again: whether it was step ``number``, captured alone. It
+        is captured again then."""
+        entry = self._entry(target, role)
+        if not entry.seen or entry.seen[1] != number or number not in entry.captured:
+            return False
+        entry.captured.discard(number)
+        entry.settled = None
+        return True
+
     def captures(self, target: str) -> bool:
         """Whether ``target`` is asked for at all."""
         return target == ANNOTATED or target in self._config.target

@@ -37,3 +37,20 @@ class Repeats:
         names = (self._rank, sanitise(window.target), role, window.step)
         repeat = self._taken[names] = self._taken.get(names, 0) + 1
         return repeat
+
+
+def remove(folder: str, window: Window) -> None:
+    """Remove the files of ``window`` from its rank's directory: of a step that failed and ran again. For the writer's
+    thread, behind those files."""
+    role = sanitise(window.role) if window.role else ""
+    wanted = window.coords.rank, sanitise(window.target), role, window.step, window.repeat
+    for name in os.listdir(folder):
+        found = parse_artifact_name(name)
+        if found is not None and wanted == (
+            found.place.rank,
+            found.target,
+            found.role or "",
+            found.step,
+            found.repeat,
+        ):
+            os.unlink(os.path.join(folder, name))

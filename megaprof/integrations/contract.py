@@ -96,10 +96,11 @@ class Host:
 
 #: Called when a host's own settings turned up that ask for megaprof: whoever can install the hooks registers here.
 when_settled: list[Callable[[], object]] = []
-#: Called at the end of a host's step in this process, when the host says that nothing more will be captured, and at the
-#: end of a job in the process that runs it: whoever has windows and files, or waits for those of others, registers
-#: here. They take the time that they need.
-when_over: dict[str, list[Callable[[], object]]] = {"step": [], "capture": [], "job": []}
+#: Called at the end of a host's step in this process, when the host says that nothing more will be captured, at the
+#: end of a job in the process that runs it, and when the call that has just ended was a failed attempt, which the host
+#: makes once more: whoever has windows and files, or waits for those of others, registers here. They take the time that
+#: they need.
+when_over: dict[str, list[Callable[[], object]]] = {"step": [], "capture": [], "job": [], "attempt": []}
 
 _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)
 _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=None)
@@ -112,7 +113,7 @@ def settled() -> None:
 
 
 def over(what: str) -> None:
-    """A ``step``, the ``capture`` or a ``job`` is over. What fails is logged and reaches nobody."""
+    """A ``step``, the ``capture``, a ``job`` or a failed ``attempt`` is over. What fails is logged, no more."""
     for task in list(when_over[what]):
         try:
             task()

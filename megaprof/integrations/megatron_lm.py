@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from megaprof.integrations.contract import Facts, Hook, Host, Writers
+from megaprof.integrations.contract import Facts, Hook, Host, Writers, over
 
 _RL = "megatron.rl.rl_utils"
 
@@ -58,6 +58,13 @@ class _LogProbs:
         return Facts(role="actor" if self.passes == 1 else "ref")
 
 
+def _again(arguments: Mapping[str, Any]) -> Facts:
+    """A step overflowed its stash of experts' activations, or their budget, and runs once more without it (head of
+    August 2026)."""
+    over("attempt")
+    return Facts()
+
+
 _log_probs = _LogProbs()
 
 HOST = Host(
@@ -67,6 +74,7 @@ HOST = Host(
         Hook(_RL, "prepare_data_for_update", _log_probs.prepare),
         Hook(_RL, "_compute_logprobs_batch", _log_probs.compute),  # 0.16
         Hook(_RL, "compute_logprobs_batch", _log_probs.compute),
+        Hook("megatron.core.transformer.moe.paged_stash", "PagedStashRunner.prepare_for_rerun", _again),
     ),
     arguments=_arguments,
     iteration=_iteration,

@@ -15,6 +15,7 @@ from megaprof import ProfileConfig, analyze, annotate, install_hooks, role
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.install import _process
+from megaprof.integrations import megatron_lm
 from megaprof.recorders.nsys_command import windows
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -177,6 +178,23 @@ def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Pat
     assert target.verdict.withheld == "there is no pipeline (pp=1)"
     assert target.fleet is not None
     assert target.fleet.coverage.ranks == 1
+
+
+def test_a_step_that_failed_and_ran_again_has_the_file_of_the_second_run(one_rank: Any, tmp_path: Path) -> None:
+    """As with Megatron-LM's paged stash, which says so between the two."""
+    again = {hook.function: hook for hook in megatron_lm.HOST.hooks}["PagedStashRunner.prepare_for_rerun"]
+    number = [0]
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="1"), iteration=lambda: number[0]) as handle:
+        for number[0] in range(3):
+            one_rank.train_step()
+            handle.flush()
+            before = set(files(tmp_path))
+            again.read({})
+            if number[0] == 1:
+                one_rank.train_step()
+    assert len(before) == 1
+    (name,) = files(tmp_path)
+    assert name.endswith(".rank00000.2")
 
 
 def test_a_hosts_step_begins_with_the_first_role_that_this_rank_captures(one_rank: Any, tmp_path: Path) -> None:

@@ -47,6 +47,8 @@ class Model:
     """[t, d, m]: work of a microbatch, against that of the others in its replica and step."""
     rank: Floats
     """[t, d, s]: how slow a rank is against those of its stage in other replicas; at least 1."""
+    pace: Floats
+    """[t, d, s]: how slow a stage is in a step, on all replicas, against its quicker steps; at least 1."""
     peer: Floats
     """[t, d, s, p]: how slow a peer is against the others; at least 1."""
     own: Floats
@@ -75,7 +77,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     elif d > 1:
         alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
         rank = np.maximum(_against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
-    whose = work[:, :, None] + level[:, :, None, None] + rank[..., None]  # [t, d, s, m]
+    pace = _pace(left - (work[:, :, None] + level[:, :, None, None] + rank[..., None])[:, :, :, None, None], spread)
+    whose = work[:, :, None] + level[:, :, None, None] + (rank + pace)[..., None]  # [t, d, s, m]
     own = _own(log - whose[:, :, :, None, None, :])
     peer = _peers(table)
     whose = whose + own + np.log(peer.max(axis=3))[..., None]
@@ -89,6 +92,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
         level=np.exp(level),
         work=np.exp(work),
         rank=np.exp(rank),
+        pace=np.exp(pace),
         peer=peer,
         own=np.exp(own),
         expected=expected,
@@ -162,6 +166,18 @@ def _own(log: Floats) -> Floats:
     # Contents are those of average microbatches.
     found -= np.log(np.exp(found).mean(axis=-1, keepdims=True))
     return found
+
+
+def _pace(log: Floats, noise: float) -> Floats:
+    """[t, d, s]: by how much steps of a stage are longer than its quicker ones, as logarithms, beyond what noise of
+    this variance would show. Without a pipeline that is the work of a step."""
+    t, d, s, c, k, m = log.shape
+    if s == 1:
+        return np.zeros((t, d, s))
+    usual = _lower_median(np.moveaxis(log, 2, 1).reshape(t, s, -1))
+    longer = np.maximum(usual - _quantile(usual, QUARTILE, 0), 0.0)
+    found = _shrunk(longer, noise * np.pi / 2 / (d * c * k * m))
+    return np.broadcast_to(found[:, None], (t, d, s)).copy()
 
 
 def _peers(table: Table) -> Floats:

@@ -11,7 +11,9 @@ from megaprof.analysis.diagnosis.exchanges import links
 from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.simulation.replay import Replay, compiled
 
-#: Models of exchanges that differ by less, as a part of the step, are as close: what the metadata say counts then.
+#: Steps that models of exchanges are compared in.
+_COMPARED = 8
+#: Models that differ by less, as a part of the step, are as close: what the metadata say counts then.
 _AS_CLOSE = 1e-3
 
 
@@ -36,25 +38,32 @@ class State:
 
 
 def measured(table: Table) -> tuple[State, Replay]:
-    """What was measured, and the replay whose model of exchanges comes closest to the measured steps."""
+    """What was measured, and the replay whose model of exchanges comes closest to the measured passes."""
     entry = np.nan_to_num(table.entry)
     # A rank's first pass can begin so long behind its entry as that of the first stage does, which waits for nobody.
     entry += np.maximum(table.start[:, :, 0, 0, 0, 0] - entry[:, :, 0], 0.0)[..., None]
     own = table.schedule
     buffered, rendezvous, in_turn = (False, False), (True, False), (False, True)
     models = [buffered] if own.stages == 1 else [rendezvous, buffered]
-    if own.name == "interleaved" and own.stages == 2:
-        models = [buffered]
-    elif own.name == "interleaved" and table.rendezvous is not False:  # what overlaps is not received in turn
-        models.append(in_turn)
+    if own.name == "interleaved":
+        models = [buffered] if own.stages == 2 else [rendezvous, buffered, in_turn]
     models.sort(key=lambda model: model[0] != table.rendezvous)
     best: tuple[float, State, Replay] | None = None
     for model in models:
         replay = compiled(own, *model)
         state = State(table.passes, entry, links(table, replay), table.reduction)
-        missed = float(np.median(np.abs(state.step_ms(replay) / table.length - 1.0)))
-        if best is None or missed < best[0] - _AS_CLOSE:
+        missed = _missed(table, state, replay)
+        if best is None or missed < best[0] - _AS_CLOSE * float(table.length.mean()):
             best = missed, state, replay
     if best is None:
         raise RuntimeError("no model of exchanges was tried")
     return best[1:]
+
+
+def _missed(table: Table, state: State, replay: Replay) -> float:
+    """Milliseconds by which passes end elsewhere in a replay; where they are on clocks of their own, steps."""
+    if not table.clocks:
+        return float(np.median(np.abs(state.step_ms(replay) - table.length)))
+    some = state.at(np.arange(min(_COMPARED, len(table.steps))))
+    ends = replay.ends(some.passes, entry=some.entry, link=some.link)
+    return float(np.mean(np.abs(ends - table.end[: len(ends)])))

@@ -42,6 +42,7 @@ def terms(table: Table, view: View, step_ms: float) -> list[Term]:
         *_of_content(table, view),
         *_of_microbatches(table, view),
         *_of_ranks(table, view, step_ms),
+        *_of_steps(view, step_ms),
         *_of_exchanges(table),
         *_of_entries(table, view, step_ms),
         *_of_passes(table, view),
@@ -143,6 +144,18 @@ def _of_ranks(table: Table, view: View, step_ms: float) -> Iterator[Term]:
                 replica=replica,
                 ranks=(int(table.ranks[replica, stage, peer]),),
             )
+
+
+def _of_steps(view: View, step_ms: float) -> Iterator[Term]:
+    of_stage = (view.state.passes.sum(axis=(3, 4, 5)) * (1.0 - 1.0 / view.pace)).mean(axis=(0, 1))
+    for stage in np.flatnonzero(of_stage >= LEAST * step_ms).tolist():
+
+        def steady(v: View, stage: int = stage) -> View:
+            factor = np.ones_like(v.pace)
+            factor[:, :, stage] = 1.0 / v.pace[:, :, stage]
+            return v.scaled(factor[..., None, None, None], pace=v.pace * factor)
+
+        yield Term("unexplained", steady, stage=stage, once=True)
 
 
 def _of_exchanges(table: Table) -> Iterator[Term]:

@@ -30,6 +30,7 @@ class View:
     level: Floats
     work: Floats
     rank: Floats
+    pace: Floats
     peer: Floats
     own: Floats
     timely: Floats
@@ -120,7 +121,7 @@ class View:
         return replay.step_ms(self.state.passes, entry=self.state.entry, link=self.state.link)
 
 
-_PER_STEP = ("level", "work", "rank", "peer", "own", "timely", "first", "opened", "stalled", "stalling", "idle")
+_PER_STEP = ("level", "work", "rank", "pace", "peer", "own", "timely", "first", "opened", "stalled", "stalling", "idle")
 
 
 def _put(values: Floats, where: slice, new: Floats) -> Floats:
@@ -159,6 +160,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
         level=model.level,
         work=model.work,
         rank=model.rank,
+        pace=model.pace,
         peer=model.peer,
         own=model.own,
         timely=np.minimum(state.entry, timely),

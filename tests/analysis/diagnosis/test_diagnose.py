@@ -168,6 +168,37 @@ def test_two_faults_that_hide_each_other_are_both_named(tmp_path):
     assert sum(cause.price.ms for cause in found.causes) == pytest.approx(together, rel=0.05)
 
 
+def test_what_is_slow_is_slow_for_work_that_it_is_given(tmp_path):
+    # Spread evenly, the loss takes half as long again where backwards are slow.
+    loss, slow = Fault("embedding_or_loss", 9.0, stage=3), Fault("slow_backward", 1.5, stage=1)
+    pipeline = replace(HEALTHY, noise=0.002, microbatches=40, faults=(loss, slow))
+    found = diagnosis_of(pipeline, tmp_path)
+    priced = Priced(pipeline)
+    first, second = found.causes
+    assert first.price.ms == pytest.approx(priced.price(loss).mean(), rel=0.02)
+    assert second.price.ms == pytest.approx(priced.price(slow, [loss]).mean(), rel=0.02)
+
+
+def test_a_wait_for_data_is_no_part_of_what_a_stage_holds(tmp_path):
+    wait, ends = Fault("data_wait", 90.0, stage=0), Fault("embedding_or_loss", 6.0, stage=0)
+    pipeline = replace(HEALTHY, faults=(wait, ends))
+    prices = {cause.kind: cause.price.ms for cause in diagnosis_of(pipeline, tmp_path).causes}
+    priced = Priced(pipeline)
+    assert prices["embedding_or_loss"] == pytest.approx(priced.price(ends).mean(), rel=0.01)
+    assert prices["data_wait"] == pytest.approx(priced.price(wait, [ends]).mean(), rel=0.02)
+
+
+def test_messages_that_are_received_in_turn_have_a_model(tmp_path):
+    slow = Fault("slow_link", 6.0, stage=1)
+    pipeline = replace(TWICE, buffered=True, overlapped=False, faults=(slow,))
+    found = diagnosis_of(pipeline, tmp_path)
+    assert found.replayed_ms == pytest.approx(found.step_ms, rel=0.002)
+    (cause,) = found.causes
+    assert (cause.kind, cause.stage) == ("slow_link", 1)
+    assert cause.price.ms == pytest.approx(Priced(pipeline).price(slow).mean(), rel=0.03)
+    assert cause.parts["transfer_ms"] == pytest.approx(6.05, rel=0.02)
+
+
 def test_a_rank_says_when_it_is_slow(tmp_path):
     now_and_then = tuple(range(0, 40, 4))
     since = tuple(range(20, 40))
@@ -178,6 +209,7 @@ def test_a_rank_says_when_it_is_slow(tmp_path):
         found = diagnosis_of(pipeline, directory)
         (cause,) = found.causes
         assert (cause.kind, cause.ranks) == ("slow_rank", (5,))
+        assert cause.parts["factor"] == pytest.approx(1.6, rel=0.05)
         # The first step, in which caches are cold, is not looked at.
         assert cause.share == pytest.approx(len(set(steps) - {0}) / 39, abs=0.01)
         assert cause.since == (25 if steps == since else None)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from megaprof.analysis.diagnosis import recorded
+from megaprof.analysis.diagnosis.diagnose import diagnose
+from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.files import beside, tables_in
 from megaprof.analysis.diagnosis.recorded import tables_of_timelines
 from megaprof.analysis.diagnosis.table import Table, Unfit
@@ -89,6 +91,18 @@ def test_a_rank_that_ended_early_takes_away_its_replica_alone(tmp_path: Path) ->
     table = table_in(tmp_path)
     assert 1 not in table.ranks
     assert (table.ranks.shape, len(table.steps)) == ((3, 2, 1), 39)
+
+
+def test_steps_of_a_beginning_in_which_all_is_longer_are_none_of_them(tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=30, slow=[Slow(until_step=4, factor=4.0)])
+    assert table_in(tmp_path).steps.min() > 4
+
+
+def test_a_stage_that_becomes_slow_on_all_replicas_is_told_with_its_step(tmp_path: Path) -> None:
+    write_timelines(tmp_path, LAYOUT, steps=40, slow=[Slow(stage=1, from_step=20, factor=1.5)])
+    (cause,) = (c for c in diagnose(examine(table_in(tmp_path))).causes if c.stage == 1)
+    assert (cause.kind, cause.since) == ("unexplained", 20)
+    assert cause.share == pytest.approx(0.5, abs=0.05)
 
 
 def test_clocks_on_either_side_of_any_moment_are_compared(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_other_microbatches_and_chunks_say_what_they_assume():
 )
 def test_exchanges_of_the_interleaved_schedule_meet_unless_they_overlap(tmp_path, p2p, stages, target, rendezvous):
     forward = [[10.0, 10.0]] * stages
-    run = simulate(forward, forward if target == "train_actor" else None, 4)
+    run = simulate(forward, forward if target == "train_actor" else None, 4, rendezvous=rendezvous)
     for pp in range(stages):
         held = [chunk(1, embedding=pp + c == 0, loss=(pp, c) == (stages - 1, 1)) for c in range(2)]
         metadata = {"schedule": "interleaved", "p2p": p2p}
