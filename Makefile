@@ -14,7 +14,7 @@ SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
-    bench bench-capture bench-overhead bench-replay bench-report bench-scale bench-timeline bench-truth bench-whatif clean docs
+    bench bench-capture bench-closing bench-overhead bench-replay bench-report bench-scale bench-timeline bench-truth bench-whatif clean docs
 
 # In an environment with only what it needs, of which torch is most; in .venv where that is there already.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
@@ -70,8 +70,10 @@ test-nsys: .venv/ready
 	$(PYTEST) -rs $(ARGS) tests/nsys
 
 # The documentation site, in build/site. A link that leads nowhere, or a page that nothing leads to, is an error.
+# With static pages of real reports in gallery/; RANKS=16384 makes the largest job of them that large.
 docs: .venv/docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
+	.venv/docs/bin/python -m tests.gallery build/site/gallery --ranks $(or $(RANKS),2048)
 
 # docs/schemas, from the dataclasses.
 schemas: .venv/ready
@@ -155,7 +157,7 @@ LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check
 
 DOCS := print(*p['options.extras_require']['docs'].split())
 
-# One for the documentation, which reads the sources without importing them.
+# One for the documentation, which reads the sources; its gallery runs the report, which needs no torch.
 .venv/docs/ready: setup.cfg Makefile
 	$(PYTHON) -m venv .venv/docs
 	.venv/docs/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -209,10 +211,13 @@ gpu-packages:
 	    "$(MEGATRON_CORE)" fsspec isal jinja2 markdown-it-py markupsafe mdurl msgspec nvtx pygments rich
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-overhead bench-replay bench-report bench-timeline bench-scale bench-truth bench-whatif
+bench: bench-capture bench-closing bench-overhead bench-replay bench-report bench-timeline bench-scale bench-truth bench-whatif
 
 bench-capture: .venv/ready
 	$(BIN)/python -m tests.benchmarks.capture $(or $(ARGS),--pairs 5)
+
+bench-closing: .venv/ready
+	$(BIN)/python -m tests.benchmarks.closing $(ARGS)
 
 bench-overhead: .venv/ready
 	$(BIN)/python -m tests.benchmarks.overhead $(ARGS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,9 @@ _MEMORY = Path("/dev/shm")
 #: Processes of one host that are looked at.
 _MOST = 1024
 _LONGEST = 20
+#: A file is written anew ten times a second, unless its process hangs. An older one was left by a killed process whose
+#: number another one has now.
+_STALE_SECONDS = 600
 
 
 class Neighbours:
@@ -76,7 +80,8 @@ class Neighbours:
         with suppress(OSError, ValueError):
             descriptor = directory.open_file(name, os.O_RDONLY)
             try:
-                return int(os.read(descriptor, _LONGEST))
+                fresh = os.fstat(descriptor).st_mtime > time.time() - _STALE_SECONDS
+                return int(os.read(descriptor, _LONGEST)) if fresh else 0
             finally:
                 os.close(descriptor)
         return 0

@@ -77,6 +77,14 @@ class Answer:
         return self.now.prediction.step_ms / measured - 1.0 if measured else 0.0
 
     @property
+    def severity(self) -> str:
+        """``fine`` or ``slow`` where the change is beyond its uncertainty, else nothing."""
+        predicted = self.now.prediction
+        if abs(predicted.speedup - 1.0) <= predicted.speedup_uncertainty:
+            return ""
+        return "fine" if self.change < 0 else "slow"
+
+    @property
     def chunks(self) -> int:
         """Model chunks per stage."""
         return len(self.now.setting.pieces) // self.known.stages

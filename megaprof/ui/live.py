@@ -265,6 +265,16 @@ def _told(target: str, outcome: Outcome) -> Told:
     return Told(f"{target}: captured {steps} on {counted(outcome.ranks, 'rank')}", "fine", outcome.files)
 
 
+def alive(directory: Path) -> bool:
+    """Whether the job there gave a sign of life lately, at one quick look."""
+    try:
+        job = find_job(directory)
+    except NoJob:
+        return False
+    leader = job.leader() if job.run.ended is None else None
+    return leader is not None and not leader.late(time.time())
+
+
 class Jobs:
     """The jobs that are watched."""
 

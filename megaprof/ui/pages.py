@@ -17,6 +17,7 @@ from markupsafe import Markup
 from megaprof.analysis.report import html
 from megaprof.analysis.report.charts import HEIGHT, WIDTH
 from megaprof.analysis.report.diff import Diff
+from megaprof.analysis.stages import words
 from megaprof.formats.checks import ago
 from megaprof.ui import hand
 from megaprof.ui.captures import Capture
@@ -132,6 +133,12 @@ class Track:
     """The newest value."""
     seconds: float
     """From the first to the last point."""
+
+    def shown(self, value: float) -> str:
+        """With the unit; of a number without one two places."""
+        if not self.unit:
+            return f"{value:.2f}"
+        return f"{words.number(value) if value else 0} {self.unit}"
 
 
 def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:

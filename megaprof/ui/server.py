@@ -38,7 +38,7 @@ from megaprof.ui import pages
 from megaprof.ui.captures import Capture, Captures, Unreadable
 from megaprof.ui.guard import Guard
 from megaprof.ui.hand import answer, host_options
-from megaprof.ui.live import Busy, Jobs, Watcher
+from megaprof.ui.live import Busy, Jobs, Watcher, alive
 from megaprof.ui.places import Listing, Place, look_below
 
 #: Seconds for which a listing counts, after which a page that waits is shown, and after which it asks again.
@@ -97,7 +97,9 @@ class Pages:
         listing = await self._list()
         briefs = [self._captures.brief(place) for place in listing.places]
         rows = list(zip(listing.places, briefs, strict=True))
-        return _page("home.html", directory=self._directory, rows=rows, more=listing.more)
+        jobs = [place for place in listing.places if place.job]
+        running = await run_in_threadpool(lambda: {place.id for place in jobs if alive(place.path)})
+        return _page("home.html", directory=self._directory, rows=rows, running=running, more=listing.more)
 
     async def brief(self, request: Request) -> Response:
         """One row's verdict, as the home page puts it in."""

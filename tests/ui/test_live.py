@@ -80,7 +80,7 @@ def test_the_page_shows_stages_and_their_times(job: Job, tmp_path: Path) -> None
     job.status(1, recent=RECENT | {"forward_ms": 50.0})
     with browsing(tmp_path) as client:
         shown = page(client, f"/live/{address(tmp_path, 'job')}")
-    assert "The job runs: 2 ranks, 2 of them heard" in shown.text
+    assert "The job runs: 2 ranks" in shown.text
     assert "1.20" in shown.text  # imbalance: 90 over 75
     assert "--allow-trigger" in shown.text
     assert not shown.all("form")

@@ -70,9 +70,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
     rank = np.zeros((t, d, s))
     if d > 1 and s == 1:
-        # Without a pipeline a rank is a replica: it is slow where it is so in nearly all steps, and has more work else.
-        usually = _quantile(_against_others(level, 1), QUARTILE, 0)
-        rank = np.broadcast_to(np.maximum(usually, 0.0)[None, :, None], (t, d, s)).copy()
+        # Without a pipeline a rank is a replica: it is slow where it is so step after step, and has more work else.
+        rank = np.maximum(_lasting(_against_others(level, 1)), 0.0)[..., None]
         level = level - rank[:, :, 0]
     elif d > 1:
         alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
@@ -165,6 +164,25 @@ def _own(log: Floats) -> Floats:
     found: Floats = mean * kept[:, None]
     # Contents are those of average microbatches.
     found -= np.log(np.exp(found).mean(axis=-1, keepdims=True))
+    return found
+
+
+def _lasting(values: Floats) -> Floats:
+    """[t, ...]: the lower quartile of a series, apart before and from the step at which its mean changes most, if that
+    leaves a quarter of the steps on either side."""
+    t = len(values)
+    found = np.broadcast_to(_quantile(values, QUARTILE, 0), values.shape).copy()
+    fewest = max(4, round(QUARTILE * t))
+    cuts = np.arange(fewest, t - fewest + 1)
+    if not len(cuts):
+        return found
+    sums = values.cumsum(axis=0)
+    weights = cuts.reshape(-1, *[1] * (values.ndim - 1))
+    apart = np.abs(sums[cuts - 1] - sums[-1] * weights / t) / (weights * (t - weights)) ** 0.5
+    best = cuts[apart.argmax(axis=0)]
+    for place in np.ndindex(values.shape[1:]):
+        for part in (slice(None, int(best[place])), slice(int(best[place]), None)):
+            found[(part, *place)] = _quantile(values[(part, *place)], QUARTILE, 0)
     return found
 
 

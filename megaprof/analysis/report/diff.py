@@ -117,6 +117,12 @@ class TargetDiff:
     notes: tuple[str, ...]
     """What makes the captures differ besides the times, in sentences."""
 
+    @property
+    def quantities(self) -> tuple[str, ...]:
+        """Those of `QUANTITIES` that a stage has: a forward-only target has no backward."""
+        had = {name for stage in self.stages for name, each in stage.changes.items() if each.before or each.after}
+        return tuple(name for name in QUANTITIES if name in had)
+
 
 @dataclass(frozen=True)
 class Diff:

@@ -39,17 +39,13 @@ def _table(target: TargetDiff) -> Table:
     made = table("per step, ms")
     made.add_column("stage", justify="right")
     made.add_column("layers", no_wrap=True)
-    shown = [q for q in target.stages[0].changes if any(_known(stage, q) for stage in target.stages)]
-    for quantity in shown:
+    for quantity in target.quantities:
         made.add_column(quantity.removesuffix("_ms"), justify="right")
     for stage in target.stages:
-        made.add_row(str(stage.pp), text(_layers(stage)), *(_cell(stage.changes[quantity]) for quantity in shown))
+        made.add_row(
+            str(stage.pp), text(_layers(stage)), *(_cell(stage.changes[quantity]) for quantity in target.quantities)
+        )
     return made
-
-
-def _known(stage: StageDiff, quantity: str) -> bool:
-    change = stage.changes[quantity]
-    return bool(change.before or change.after)
 
 
 def _layers(stage: StageDiff) -> str:

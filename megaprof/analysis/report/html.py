@@ -73,8 +73,14 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    made.globals |= {"charts": charts, "sentences": sentences, "shell": shlex.join, "words": words}
+    made.globals |= {"charts": charts, "sentences": sentences, "shell": shlex.join, "words": words, "light": light}
     return made
+
+
+def light(text: str) -> Markup:
+    """A number with its error, the error in a lighter weight."""
+    number, sign, error = text.partition(" ±")
+    return Markup("{}<small class=error> ±{}</small>").format(number, error) if sign else Markup("{}").format(number)
 
 
 def _printable(value: object) -> object:

@@ -255,7 +255,7 @@ def _stage(
     of_one_pass = [] if calls[0].label == WHOLE_STEP else [call for call in calls if call.phases]
     apart = [] if combined else of_one_pass
     bubbles = [(bubble, step) for call in measured if (bubble := (step := steps[call.key]).bubble(call))]
-    fractions = [bubble.total / 1e6 / step.ms if step.ms else 0.0 for bubble, step in bubbles]
+    lasted = sum(step.ms or 0.0 for _, step in bubbles)
     met = [step.met[call.rank] for call in on_gpu if call.rank in (step := steps[call.key]).met]
     if on_gpu and calls[0].metadata.sizes.pp > 1 and len(met) < len(on_gpu):
         findings.note(UNMET, pp)
@@ -268,7 +268,7 @@ def _stage(
         compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in measured]),
         exposed_ms=_exposed(whole, steps),
         bubble_ms=Spread.of([bubble.total / 1e6 for bubble, _ in bubbles]),
-        bubble_fraction=sum(fractions) / len(fractions) if fractions else None,
+        bubble_fraction=sum(bubble.total for bubble, _ in bubbles) / 1e6 / lasted if lasted else None,
         forward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.FORWARD)),
         backward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.BACKWARD)),
         bubble_split={

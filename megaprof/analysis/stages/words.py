@@ -60,9 +60,12 @@ def milliseconds(ms: float) -> str:
 
 
 def percent(fraction: float | None, *, sign: bool = False) -> str:
-    """``12%``, with one digit behind the point below 10 %; ``-`` for None."""
+    """``12%``, with one digit behind the point below 10 %; ``-`` for None. A change (``sign``) to ten times as much and
+    more is told as that: ``240 times``, ``thousands of times``."""
     if fraction is None:
         return ABSENT
+    if sign and fraction >= 9.0:
+        return "thousands of times" if fraction >= 1e3 else f"{fraction + 1:.3g} times"
     points = 100 * fraction
     text = f"{points:+.{0 if abs(points) >= 9.95 else 1}f}%".replace("-0.0%", "+0.0%")
     return text if sign else text.lstrip("+")

@@ -136,7 +136,7 @@ def _headline(view: View) -> Iterator[str]:
     count = len(view.heard)
     heard = "all" if count == run.world else f"{count}" if count else "none"
     since = ago(view.now - run.started)
-    yield f"{counted(run.world, 'rank')} ({shape}){role}, running for {since}, {heard} of them heard"
+    yield f"{counted(run.world, 'rank')} ({shape}){role}, running for {since}, {heard} of them answering"
     for target, of_role in dict.fromkeys((c.target, c.role) for each in statuses.values() for c in each.calls):
         numbers = [step for each in statuses.values() if (step := each.step_of(target, of_role)) is not None]
         if numbers:

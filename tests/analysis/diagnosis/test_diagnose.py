@@ -217,6 +217,12 @@ def test_a_rank_says_when_it_is_slow(tmp_path):
         assert cause.while_ms == pytest.approx(true, rel=0.1)
 
 
+def test_without_a_pipeline_a_rank_that_becomes_slow_is_no_unequal_work(tmp_path):
+    slow = Fault("slow_rank", 1.4, stage=0, replica=2, steps=tuple(range(18, 40)))
+    (cause,) = diagnosis_of(replace(ALONE, steps=40, faults=(slow,)), tmp_path).causes
+    assert (cause.kind, cause.ranks, cause.since) == ("slow_rank", (2,), 23)  # steps are numbered from 5 on
+
+
 def test_one_step_shows_what_every_microbatch_shows_and_only_perhaps_what_comes_once_a_step(tmp_path):
     slow = replace(HEALTHY, steps=1, faults=(Fault("slow_stage", 1.3, stage=1),))
     assert [cause.kind for cause in diagnosis_of(slow, tmp_path / "slow").causes] == ["unexplained"]

@@ -91,3 +91,15 @@ def test_modules_without_a_range_are_one_clause_for_each_reason() -> None:
         "no range for embedding: nothing called it in this step",
     ]
     assert words.without_ranges([]) == []
+
+
+def test_a_large_change_is_told_in_words() -> None:
+    assert [words.percent(x, sign=True) for x in (0.5, -0.5, 8.9, 9.0, 239.0, 6100.0)] == [
+        "+50%",
+        "-50%",
+        "+890%",
+        "10 times",
+        "240 times",
+        "thousands of times",
+    ]
+    assert words.percent(12.0) == "1200%"

@@ -81,7 +81,7 @@ def as_json(job: Job, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str
 def test_a_job_that_runs(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     assert status(job) == 0
     shown = capsys.readouterr().out
-    assert "all of them heard" in shown
+    assert "all of them answering" in shown
     assert "train_actor: step 4, one every 200.0 ms" in shown
     job.status(0)
     job.status(1)
@@ -107,14 +107,14 @@ def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(
     job.status(1, pid=dead_pid)
     assert status(job) == 3
     shown = capsys.readouterr().out
-    assert "1 of them heard" in shown
+    assert "1 of them answering" in shown
     assert f"! rank 1 (stage 1, here, process {dead_pid}) is gone: the process does not exist any more" in shown
     job.run = replace(job.run, pid=dead_pid)
     job.write_run()
     job.status(0, pid=dead_pid)
     assert status(job) == 3
     shown = capsys.readouterr().out
-    assert "none of them heard" in shown
+    assert "none of them answering" in shown
     assert "The job appears to have died: the job is gone: process" in shown
     assert shown.count("not heard of any more") == 2
     code, found = as_json(job, capsys)
@@ -177,7 +177,7 @@ def test_it_waits_while_the_job_starts_up(tmp_path: Path, capsys: pytest.Capture
     starting.join()
     shown = capsys.readouterr()
     assert "waiting for a job to start in" in shown.err
-    assert "all of them heard" in shown.out
+    assert "all of them answering" in shown.out
 
 
 def test_the_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +202,7 @@ assert not {"torch", "megatron", "nvtx"} & set(sys.modules)
 @pytest.mark.parametrize(
     ("command", "shows"),
     [
-        (["status"], "all of them heard"),
+        (["status"], "all of them answering"),
         (["watch", "--once"], "2 ranks, 2 heard"),
         (["trigger", "--target", "train_actor", "--timeout", "1"], "nobody answered within 1 s"),
         (["watch", "--once", "--json"], '"heard": 2'),
