@@ -48,7 +48,7 @@ def jobs(ranks: int) -> dict[str, Job]:
         "slow-link": traced(link={1: 4.0}),
         "slow-rank": recorded(Slow(rank=5, from_step=20, factor=1.6)),
         "hang": recorded(Slow(rank=5, from_step=59, until_step=59, factor=500.0)),
-        LARGE: partial(write_timelines, layout=world, steps=20, microbatches=32, slow=slow, events=False),
+        LARGE: partial(write_timelines, layout=world, steps=20, microbatches=32, slow=slow),
     }
 
 
