@@ -136,6 +136,24 @@ class Captured:
         every = np.arange(len(self.passes))
         return self.pipelines_ms - self._longest(every, content / _positive(self.content, content), change)
 
+    @cached_property
+    def as_several(self) -> Captured:
+        """One step as the steps that it might as well have been: of other blocks of its microbatches, since what
+        disturbs one disturbs its neighbours."""
+        m = self.passes.shape[-1]
+        length = max(1, round(m**0.5))
+        blocks = np.random.default_rng(0).integers(0, m, (len(self.rows), -(-m // length)))
+        chosen = (blocks[:, :, None] + np.arange(length)).reshape(len(blocks), -1)[:, :m] % m
+        passes, beside = (np.stack([each[0][..., own] for own in chosen]) for each in (self.passes, self.beside))
+        entry, link = (np.repeat(each[:1], len(chosen), axis=0) for each in (self.entry, self.link))
+        return replace(self, passes=passes, beside=beside, entry=entry, link=link)
+
+    def error_of_steps(self, gains: Floats, content: Floats, change: Change) -> float:
+        """The standard error of the average of ``gains``, those of all steps, by how steps differ."""
+        n = len(gains)
+        several = gains if n > 1 else self.as_several.gain(content, change)
+        return float(several.std(ddof=1) / math.sqrt(n))
+
     def gain_drawn(self, content: Floats, change: Change) -> Floats:
         """[any number of times each draw]: the same of the step of each draw, whose contents are those of the draw."""
         rows = np.resize(self.rows, len(content))
@@ -262,7 +280,7 @@ def priced(
     same = gains[run.rows]
     of_draws = run.gain_drawn(sure, change) - same
     open_gains = run.gain_drawn(free, change) - np.resize(same, len(free))
-    of_steps = float(gains.std(ddof=1)) / n**0.5 if n > 1 else 0.0
+    of_steps = run.error_of_steps(gains, content[None], change)
     noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(of_draws**2))))
     # What the replay misses a change may gain or lose in full.
     fixed = math.hypot((beside + run.missed) * measured_ms, LEVEL * REPLAYED * mean)

@@ -156,8 +156,8 @@ def split(content: Floats, held: Held, random: np.random.Generator | None = None
         parts[..., names.index(MTP), :] = measured[MTP]
     for name, piece in ((EMBEDDING, 0), (LOSS, -1)):
         if name in names:
-            rest = whole[..., piece, :] - np.einsum("n,...nk->...k", counts[piece], parts)
-            parts[..., names.index(name), :] = _end(rest, whole[..., piece, :], measured.get(name), random)
+            beside = np.einsum("n,...nk->...k", counts[piece], parts)
+            parts[..., names.index(name), :] = _end(whole[..., piece, :], beside, measured.get(name), random)
     alone = np.einsum("pn,...nk->...pk", counts, parts)
     factor = np.where(alone > 0, whole / np.maximum(alone, 1e-9), 1.0)
     by_stage = factor.reshape(*leading, -1, held.stages, factor.shape[-1])
@@ -195,13 +195,15 @@ def _unit(
     return np.where(np.isfinite(least), least, 0.0)
 
 
-def _end(rest: Floats, whole: Floats, measured: Floats | None, random: np.random.Generator | None) -> Floats:
-    """[..., k]: what an embedding or a loss costs, of what its chunk takes beyond the layers."""
+def _end(whole: Floats, beside: Floats, measured: Floats | None, random: np.random.Generator | None) -> Floats:
+    """[..., k]: what an embedding or a loss costs, whose chunk holds other things that cost ``beside``."""
     if measured is not None:
-        return np.broadcast_to(measured, rest.shape)
-    rest = np.maximum(rest, 0.0)
-    mean = rest.reshape(-1, rest.shape[-1]).mean(axis=0)
-    if looks(mean, whole.reshape(-1, rest.shape[-1]).mean(axis=0)) != BOTH:
+        # Its range is as much longer as the rest of what its rank does.
+        slow = np.maximum(whole - measured, 0.0) / np.maximum(beside, 1e-9)
+        return np.where(slow > 0, measured / np.maximum(slow, 1e-9), measured) if beside.any() else measured + 0 * whole
+    rest = np.maximum(whole - beside, 0.0)
+    mean, usual = (each.reshape(-1, each.shape[-1]).mean(axis=0) for each in (rest, whole))
+    if looks(mean, usual) != BOTH:
         return np.zeros_like(rest)
     if random is None:
         return rest

@@ -60,3 +60,17 @@ def test_a_stage_that_enters_late_makes_no_transfer_long(tmp_path: Path) -> None
     p2p_ms = analyze(tmp_path).targets[0].what_if.p2p_ms
     assert p2p_ms is not None
     assert p2p_ms <= 1.0
+
+
+def test_what_lies_before_the_first_pass_is_replayed(tmp_path: Path) -> None:
+    run = simulate([[10.0], [14.0]], [[20.0], [28.0]], 4, rendezvous=True)
+    for pp in range(2):
+        trace = TraceBuilder(pp=pp, pp_size=2)
+        for event in (e for e in run.events if e.stage == pp):
+            getattr(trace, event.phase)(event.microbatch, 50.0 + event.start_ms, event.end_ms - event.start_ms)
+        trace.call(0.0, 50.0 + run.step_ms)
+        trace.write(tmp_path)
+    found = analyze(tmp_path).targets[0].what_if
+    assert found.replay_ms == pytest.approx(50.0 + run.step_ms)
+    assert found.replay_error is not None
+    assert found.replay_error.mean == pytest.approx(0.0, abs=1e-6)

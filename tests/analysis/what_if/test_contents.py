@@ -1,0 +1,137 @@
+"""What a layer costs, and what the times of chunks leave open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.simulation.simulate import simulate
+from megaprof.analysis.what_if.contents import Held, fitted, split
+from megaprof.analysis.what_if.layouts import parse_layout
+from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats import ranges
+from tests.analysis.scenarios import Scenario, write
+from tests.analysis.synthetic import TraceBuilder, chunk
+
+DRAWS = 200
+
+
+def content(held: Held, costs: dict[str, float], slow: dict[int, float] | None = None) -> np.ndarray:
+    """[stage, chunk, kind]: backwards take twice as long."""
+    forward = np.einsum("scn,n->sc", held.counts(), [costs[name] for name in held.names])
+    for stage, factor in (slow or {}).items():
+        forward[stage] *= factor
+    return np.stack([forward, 2 * forward], axis=-1)
+
+
+def dense(layout: str, stages: int, **measured: tuple[float, ...]) -> Held:
+    pieces = parse_layout(layout, stages)
+    return Held(pieces, ("dense",) * "".join(pieces).count("t"), stages, measured)
+
+
+def test_what_the_chunks_tell_is_found() -> None:
+    held = dense("Et*6|t*4|t*4|t*3L", 4)
+    costs = {"dense": 5.0, "embedding": 2.0, "loss": 9.0}
+    found = fitted(split(content(held, costs), held))
+    assert {name: cost.forward_ms for name, cost in found.by_kind.items()} == pytest.approx(costs)
+    assert found.residual == pytest.approx(0.0, abs=1e-9)
+    assert found.assumptions == ()
+
+
+def test_kinds_of_layers_are_told_apart_where_chunks_mix_them_differently() -> None:
+    pieces = parse_layout("Et*4|t*4|t*4|t*4|t*3L", 5)
+    held = Held(pieces, ("dense",) * 6 + ("moe",) * 13, 5)
+    costs = {"dense": 4.0, "moe": 7.0, "embedding": 1.0, "loss": 5.0}
+    found = fitted(split(content(held, costs), held))
+    assert {name: cost.forward_ms for name, cost in found.by_kind.items()} == pytest.approx(costs, rel=0.15)
+
+
+def test_a_slow_stage_is_slow_for_every_layer_that_it_is_given() -> None:
+    held = dense("Et*4|t*4|t*4|t*4L", 4)
+    costs = split(content(held, {"dense": 5.0, "embedding": 0.0, "loss": 0.0}, {1: 1.3}), held)
+    moved = costs.of(parse_layout("Et*5|t*2|t*5|t*4L", 4))
+    assert moved[:, 0, 0].tolist() == pytest.approx([25.0, 13.0, 25.0, 20.0])
+
+
+@pytest.mark.parametrize("slow", [{}, {1: 1.4}], ids=["a loss", "a slow rank"])
+def test_on_two_stages_a_loss_may_as_well_be_a_slow_rank(slow: dict[int, float]) -> None:
+    """Fitted by construction, one number for the loss of two stages was as good as any; draws take both."""
+    held = dense("Et*6|t*2L", 2)
+    loss = 0.0 if slow else 8.0
+    whole = content(held, {"dense": 10.0, "embedding": 0.0, "loss": loss}, slow)
+    drawn = split(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
+    moved = parse_layout("Et*4|t*4L", 2)
+    truth = content(replace(held, pieces=moved), {"dense": 10.0, "embedding": 0.0, "loss": loss}, slow)
+    last = drawn.of(moved)[:, 1, 0, 0]
+    assert last.min() <= truth[1, 0, 0] <= last.max()
+    assert last.max() - last.min() > 5.0
+    assert drawn.of(held.pieces) == pytest.approx(np.stack([whole] * DRAWS))
+
+
+def test_ranges_of_embedding_and_output_layer_settle_it() -> None:
+    held = dense("Et*6|t*2L", 2, embedding=(1.0, 2.0), loss=(4.2, 8.4))
+    whole = content(held, {"dense": 10.0, "embedding": 1.0, "loss": 3.0}, {1: 1.4})
+    drawn = split(np.stack([whole] * DRAWS), held, np.random.default_rng(0))
+    assert np.ptp(drawn.parts, axis=0).max() == pytest.approx(0.0, abs=1e-9)
+    assert dict(zip(held.names, drawn.parts[0, :, 0], strict=True)) == pytest.approx(
+        {"dense": 10.0, "embedding": 1.0, "loss": 3.0}
+    )
+    assert drawn.of_stage[0, :, 0].tolist() == pytest.approx([1.0, 1.4])
+
+
+def of(scenario: Scenario, directory: Path) -> WhatIf:
+    write(scenario, directory)
+    (target,) = analyze(directory).targets
+    return target.what_if
+
+
+@pytest.mark.parametrize("layers", [(6, 2), (4, 4), (2, 6)])
+@pytest.mark.parametrize("cause", [{"loss": 8.0}, {"stretched": {(1, k, None): 1.4 for k in ("forward", "backward")}}])
+def test_other_layouts_of_two_stages_take_what_was_predicted(layers, cause, tmp_path: Path) -> None:
+    scenario = Scenario("two", layers=layers, steps=3, noise=0.01, gpu=False, **cause)
+    before = of(scenario, tmp_path / "before")
+    layouts = [each for each in before.candidates if each.kind == "layout"]
+    for number, each in enumerate(layouts):
+        after = tuple(piece.count("t") for piece in parse_layout(each.layout, 2))
+        taken = of(replace(scenario, layers=after, seed=1), tmp_path / str(number))
+        assert each.low <= before.measured_ms / taken.measured_ms <= each.high, each.what
+
+
+def two_stages(directory: Path, *, ranged: bool) -> WhatIf:
+    """6+2 layers of 10 ms, and a loss of 3 ms on a rank that is 1.4 times as slow."""
+    forward = [[60.0], [1.4 * 23.0]]
+    run = simulate(forward, [[2 * ms for ms in each] for each in forward], 8)
+    for pp, (layers, name, ms) in enumerate(((6, ranges.EMBEDDING, 0.01), (2, ranges.OUTPUT_LAYER, 1.4 * 3.0))):
+        held = chunk(layers, embedding=pp == 0, loss=pp == 1)
+        trace = TraceBuilder(pp=pp, pp_size=2, microbatches=8, chunks=[held])
+        for each in (e for e in run.events if e.stage == pp):
+            getattr(trace, each.phase)(each.microbatch, each.start_ms, each.end_ms - each.start_ms)
+            if ranged:
+                label = ranges.module_range(name, None)
+                label = label if each.phase == "forward" else ranges.module_backward(label)
+                trace.event(label, each.start_ms, ms if each.phase == "forward" else 2 * ms)
+        trace.call(0.0, run.step_ms)
+        trace.write(directory)
+    return analyze(directory).targets[0].what_if
+
+
+def test_ranges_in_a_trace_make_layouts_surer(tmp_path: Path) -> None:
+    alone, told = (
+        next(each for each in two_stages(tmp_path / str(ranged), ranged=ranged).candidates if each.what == "5+3 layers")
+        for ranged in (False, True)
+    )
+    assert alone.low is not None
+    assert told.low is not None
+    assert alone.high is not None
+    assert told.high is not None
+    before, after = (
+        simulate([[first], [last]], [[2 * first], [2 * last]], 8, rendezvous=True).step_ms
+        for first, last in ((60.0, 1.4 * 23.0), (50.0, 1.4 * 33.0))
+    )
+    for each in (alone, told):
+        assert each.low <= before / after <= each.high
+    assert told.high - told.low < 0.8 * (alone.high - alone.low)
