@@ -16,9 +16,19 @@ from tests.gpu.parts import PARTS
 PAGE = f"# Figures\n\n{page.BEGIN}\n\nNot run yet.\n\n{page.END}\n\nThe end.\n"
 
 
+#: The ranks of a part begin at once as well.
+PART = """
+import runpy
+from megaprof.testing import launcher
+from tests.warm_ranks import Server
+with Server(launcher.start) as server:
+    launcher.start = server.start
+    runpy.run_module({module!r}, run_name='__main__', alter_sys=True)
+"""
+
+
 def begun_at_once(command: list[str], *, timeout: float, **_: object) -> Any:
-    code = f"import runpy; runpy.run_module({command[2]!r}, run_name='__main__', alter_sys=True)"
-    return programs.run(code, *command[3:], limit=timeout)
+    return programs.run(PART.format(module=command[2]), *command[3:], limit=timeout)
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def train(workload: GPTWorkload, library: str | None, directory: str) -> None:
 
 
 QUICK = ("pp2",)
-NAMES = ("pp2", "pp4", "pp2-vpp2", "pp2-vpp2-overlap")
+NAMES = ("pp2", "pp2-vpp2-overlap")
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
