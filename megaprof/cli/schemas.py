@@ -22,15 +22,13 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Coverage, Fleet, Recording, StepTimes, Synchronisation
-from megaprof.analysis.fleet.slow import Straggler
 from megaprof.analysis.foreign.facts import Foreign, RankFacts
 from megaprof.analysis.report import diff
 from megaprof.analysis.report.document import PER_STEP, Report
-from megaprof.analysis.stages.loads import Cause
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import ChunkTimes, Stage, TargetStages
-from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import CostFit
@@ -46,6 +44,23 @@ from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+#: Fields of a cause that its JSON has under the same names.
+_AS_THEY_ARE = (
+    "kind",
+    "stage",
+    "stages",
+    "chunk",
+    "ranks",
+    "hosts",
+    "link",
+    "group",
+    "share",
+    "while_ms",
+    "since",
+    "parts",
+)
 
 
 def schemas() -> dict[str, dict[str, Any]]:
@@ -131,24 +146,38 @@ def _report() -> Any:
         (StepTimes, _names(StepTimes)),
         (Synchronisation, _names(Synchronisation)),
         (Recording, _names(Recording)),
-        (Fleet, _names(Fleet, "key directory coverage times synchronisation recording stragglers")),
-        stragglers=(
-            _many(_shape("Straggler", (Straggler, _names(Straggler, "gain_ms")))),
-            _about(Fleet)["stragglers"],
-        ),
-        findings=(texts, "What is slow or gone, in sentences."),
+        (Fleet, _names(Fleet, "key directory coverage times synchronisation recording")),
+        findings=(texts, "Where the run stood still, which ranks are gone, and what became slower, in sentences."),
         notes=(texts, "What else must be known, in sentences."),
     )
+    cause: dict[str, tuple[Any, str]] = {
+        **{
+            name: (hint, _about(Cause).get(name, ""))
+            for name, hint in get_type_hints(Cause).items()
+            if name in _AS_THEY_ARE
+        },
+        "rank": (int | None, "The rank, where it is one."),
+        "gain_ms": (float, _about(Cause)["price"]),
+        "low_ms": (float, "The lower end of its 90 % interval."),
+        "high_ms": (float, "The upper end."),
+        "evidence": (text, "What is so, and where, in a sentence."),
+    }
     step_time = _shape("TargetSpread", (TargetStages, "step_time_ms"))
     target = _shape(
         "Target",
         (TargetStages, _names(TargetStages, "step_time_ms stages unjudgeable tokens links")),
-        (Verdict, "imbalance slowest_stage"),
         step_time_ms=(number, _about(TargetStages)["step_time_ms"] + " The mean."),
         spread=(step_time, "The same with its spread."),
         stages=(_many(stage), _about(TargetStages)["stages"]),
-        causes=(_many(_shape("Cause", (Cause, _names(Cause, "ranks")))), _about(Verdict)["causes"]),
-        notes=(texts, "The verdict in a sentence; empty where there is none."),
+        imbalance=(number, "Compute of the slowest stage over the average over stages; null where it is not known."),
+        slowest_stage=(int | None, "The stage that costs most by what it holds or computes; null where none does."),
+        causes=(_many(_shape("Cause", **cause)), _about(Diagnosis)["causes"]),
+        perhaps=(_many(_shape("Perhaps", (Cause, "more_steps"), **cause)), _about(Diagnosis)["perhaps"]),
+        rest_ms=(number, _about(Diagnosis)["rest_ms"]),
+        diagnosed_ms=(number, "Milliseconds of the average step that causes are priced in."),
+        diagnosed_steps=(int | None, _about(Diagnosis)["steps"]),
+        withheld=(text | None, "Why no cause can be named; null where there is a diagnosis."),
+        notes=(texts, "The verdict in a sentence."),
         what_if=(what_if, "What would be faster."),
         fleet=(fleet | None, "The whole run on all ranks; null without timelines."),
     )

@@ -15,7 +15,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from megaprof.analysis.report import sentences
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import boxes, timelines
 from megaprof.analysis.report.html import page
@@ -96,14 +95,14 @@ def _begin(most_bytes: int | None) -> None:
 
 
 def _brief(target: Any, standstill: Standstill | None) -> Brief:
-    said = sentences.in_brief(target.verdict, target.fleet, standstill)
+    said = target.in_brief(standstill)
     step = target.measured.step_time_ms
     return Brief(
         words.title(*target.key),
         said.severity,
         said.text,
         step.mean if step else None,
-        target.verdict.imbalance,
+        target.measured.imbalance,
         target.measured.sizes.pp,
         target.measured.sizes.world,
     )

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.fleet.stragglers import coupled
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
@@ -34,6 +33,22 @@ VARIANTS = 4
 _HEAD, _CHECK = struct.Struct("<BI"), struct.Struct("<I")
 
 _Floats = npt.NDArray[np.float64]
+
+
+def coupled(layout: WorldLayout, rank: int) -> frozenset[int]:
+    """The ranks that wait for ``rank`` inside a microbatch, itself included: its tensor- and context-parallel peers,
+    its expert-parallel group, and theirs in turn."""
+    sizes, stride = layout.sizes, layout.strides
+    axes = [(stride[axis], getattr(sizes, axis)) for axis in ("tp", "cp", "ep") if getattr(sizes, axis) > 1]
+    found, new = {rank}, [rank]
+    while new:
+        own = new.pop()
+        for step, size in axes:
+            start = own - own // step % size * step
+            peers = set(range(start, start + size * step, step)) - found
+            found |= peers
+            new += peers
+    return frozenset(found)
 
 
 @dataclass(frozen=True)

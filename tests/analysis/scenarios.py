@@ -56,8 +56,9 @@ _Times = list[list[list[float]]]  # milliseconds, [stage][chunk][microbatch]
 
 @dataclass(frozen=True)
 class Scenario:
-    """One run. ``expected``: the causes that must be named, as ``kind``, ``kind:stage`` or ``kind:group``; nothing else
-    may be. Times in milliseconds; a backward takes twice a forward.
+    """One run. ``expected``: the causes that must be named, in their order, as ``kind``, ``kind:stage`` or
+    ``kind:group``, with what they cost in percent of the step; nothing else may be. Times in milliseconds; a backward
+    takes twice a forward.
 
     ``layers``: per stage, or per stage and chunk. ``slow``: factor by stage, on its rank with tp=1 where ``peers`` of
     them are captured. ``uneven``: microbatches take 1 - uneven to 1 + uneven times the mean. ``exposed``: communication
@@ -80,7 +81,7 @@ class Scenario:
     """
 
     name: str
-    expected: tuple[str, ...] = ()
+    expected: dict[str, float] = field(default_factory=dict)
     layers: tuple[Any, ...] = (4, 4, 4, 4)
     layer: float = 5.0
     loss: float = 0.0

@@ -36,8 +36,8 @@ def test_the_replay_reproduces_real_gpus(name: str, most: float, tmp_path: Path)
 
 def test_the_long_last_stage_is_named(tmp_path: Path) -> None:
     target = real("bytedance-ST", tmp_path)
-    assert target.verdict.slowest_stage == 3
-    assert [cause.stage for cause in target.verdict.causes if cause.kind == "embedding_or_loss"] == [3]
+    assert target.slowest_stage == 3
+    assert [cause.stage for cause in target.causes if cause.kind == "embedding_or_loss"] == [3]
     (even,) = [each for each in target.what_if.candidates if each.kind == "balanced"]
     # Published: a last stage like the others would make the step 1.22 times as fast.
     assert 1.1 < even.speedup < 1.25
@@ -71,7 +71,7 @@ def test_starts_and_ends_by_iteration_are_read(tmp_path: Path) -> None:
     assert (target.measured.steps, target.measured.microbatches) == ((1, 2, 3), 4)
     assert target.measured.step_time_ms is not None
     assert target.measured.step_time_ms.mean == pytest.approx(run.step_ms)
-    assert target.verdict.slowest_stage == 1
+    assert target.slowest_stage == 1
 
 
 def test_a_trace_of_several_chunks_is_read(tmp_path: Path) -> None:

@@ -113,11 +113,11 @@ def _peak(pid: int) -> int:
 
 
 def report(directory: Path, out: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """What the report cost, and the stragglers that it names."""
+    """What the report cost, and the causes that are a rank's."""
     seconds, used, megabytes = run("report", directory, "--json", out)
     (target,) = json.loads(out.read_text())["targets"]
     cost = {"seconds": round(seconds, 2), "cpu_seconds": round(used, 2), "rss_mb": round(megabytes)}
-    return cost, target["fleet"]["stragglers"]
+    return cost, [cause for cause in target["causes"] if cause["ranks"]]
 
 
 def truth(found: list[dict[str, Any]], world: WorldLayout, injected: list[Slow]) -> tuple[int, int]:
@@ -125,10 +125,10 @@ def truth(found: list[dict[str, Any]], world: WorldLayout, injected: list[Slow])
     right = 0
     for slow in injected:
         right += any(
-            each["what"] == slow.kind
+            each["kind"] == "slow_rank"
             and set(each["ranks"]) == coupled(world, slow.rank or 0)
-            and abs(each["from_step"] - slow.from_step) <= _FOUND_WITHIN
-            and each["until"] is None
+            and each["since"] is not None
+            and abs(each["since"] - slow.from_step) <= _FOUND_WITHIN
             for each in found
         )
     return right, len(found) - right

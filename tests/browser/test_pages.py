@@ -128,7 +128,7 @@ def test_fields_change_the_answer_and_the_chart_at_once(opened: Open, top: Path)
 def test_verdicts_come_into_the_list(opened: Open, top: Path) -> None:
     page = opened("/")
     page.wait_for_selector(".brief.slow")
-    assert "stage 0 slow" in page.locator("table").inner_text()
+    assert "layers of stage 0" in page.locator("table").inner_text()
 
 
 def test_two_charts_share_their_axis(opened: Open, top: Path) -> None:

@@ -155,7 +155,7 @@ def test_the_page_is_opened_where_a_browser_is(tmp_path: Path) -> None:
     while not (note.exists() and note.stat().st_size) and time.monotonic() < until:
         time.sleep(0.05)  # the command does not wait for a browser to end
     page = Path(unquote(note.read_text().removeprefix("file://")))
-    assert "Stage 0 is slow" in page.read_text()
+    assert "Stage 0 holds 6 layers" in page.read_text()
     assert f"To look at it: python3 -m webbrowser file://{page}" in run.stdout
     page.unlink()
     page.parent.rmdir()

@@ -19,7 +19,6 @@ from megaprof.analysis.report.report import analyze
 from megaprof.formats.timeline import SUFFIX
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import before_exchange, layers, linger
-from tests.analysis.telling import findings
 
 #: Milliseconds that a layer waits in a forward and in a backward, ...
 FORWARD, BACKWARD = 12.0, 24.0
@@ -109,7 +108,7 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
 def named(directory: Path) -> set[str]:
     """What the report names."""
     (target,) = analyze(directory).targets
-    return {f"{c.kind}:{c.group if c.kind == 'communication' else c.stage}" for c in target.verdict.causes}
+    return {f"{c.kind}:{c.group if c.kind == 'communication' else c.stage}" for c in target.causes}
 
 
 @pytest.mark.alone
@@ -163,8 +162,6 @@ def run_replicas(directory: str) -> None:
 def test_a_rank_that_is_slow_again_and_again(tmp_path: Path) -> None:
     run_ranks(run_replicas, REPLICAS.world_size, str(tmp_path), timeout=300)
     (target,) = analyze(tmp_path).targets
-    assert target.fleet is not None
-    (slow,) = (s for s in target.fleet.stragglers if s.until is None)
-    assert (slow.what, slow.ranks, slow.last_step) == ("compute", (1,), COMES_AND_GOES - 1)
+    slow = target.causes[0]
+    assert (slow.kind, slow.ranks, slow.since) == ("slow_rank", (1,), None)
     assert slow.share == pytest.approx(0.5, abs=0.1)
-    assert "slow again and again" in findings(target.fleet)[0]

@@ -47,18 +47,18 @@ def test_the_list_names_every_capture_with_its_verdict(client: TestClient, top: 
         assert {"href": f"/capture/{address(top, name)}"} in home.all("a")
         assert name in home.text
     brief = Reader(client.get(f"/brief/{address(top, 'before')}").text)
-    assert "stage 0 slow" in brief.text
+    assert "layers of stage 0" in brief.text
     assert "imbalance 1.50" in brief.text
     # Once it is read the list has it at once, and the script has no reason to ask.
     cells = [cell.get("data-brief") for cell in page(client, "/").all("td")]
     assert f"/brief/{address(top, 'before')}" not in cells
-    assert "stage 0 slow" in page(client, "/").text
+    assert "layers of stage 0" in page(client, "/").text
 
 
 def test_a_capture_is_the_report(client: TestClient, top: Path) -> None:
     where = f"/capture/{address(top, 'before')}"
     shown = page(client, where)
-    assert "Stage 0 is slow" in shown.text
+    assert "Stage 0 holds 6 layers" in shown.text
     links = [link["href"] for link in shown.all("a")]
     assert links[:2] == ["/", f"{where}/what-if"]
     policy = client.get(where).headers["content-security-policy"]

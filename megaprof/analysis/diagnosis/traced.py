@@ -9,7 +9,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.table import CALLS, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import Key
-from megaprof.analysis.stages.consistency import Findings
+from megaprof.analysis.stages.consistency import Findings, opened_apart
 from megaprof.analysis.stages.stages import counted
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call, grouped
 from megaprof.analysis.trace.intervals import covered, intervals
@@ -46,6 +46,11 @@ def _table(key: Key, calls: list[Call]) -> Table:
     whole = [call for call in calls if not call.incomplete]
     if not whole:
         raise Unfit(f"no step was recorded whole: {calls[-1].incomplete}")
+    by_step = grouped(whole, lambda call: call.key).values()
+    apart = [opened_apart(step) for step in by_step]
+    whole = [call for step, why in zip(by_step, apart, strict=True) if why is None for call in step]
+    if not whole:
+        raise Unfit(str(apart[-1]))
     if any(phase.kind == ranges.COMBINED for call in whole for phase in call.phases):
         raise Unfit("forwards and backwards run combined, so their own times are not known")
     alike = grouped(whole, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only))

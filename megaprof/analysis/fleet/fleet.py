@@ -7,22 +7,19 @@ communication inside a microbatch (tensor-, expert- and context-parallel), which
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
 from megaprof.analysis.fleet.reading import INDEX_BITS, FleetReading, Key, RankSeries, Series, bucketed, percentile
-from megaprof.analysis.fleet.slow import Group, Straggler, late_ranks, matrix_of, slow_groups, slow_ranks
+from megaprof.analysis.fleet.shifts import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.standstills import standstills
-from megaprof.analysis.fleet.stragglers import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.timeline_calls import longest_pass
 from megaprof.analysis.fleet.trends import (
-    LASTING_STEPS,
+    EXCESS,
     Floats,
     Percentiles,
     Shift,
@@ -34,21 +31,14 @@ from megaprof.analysis.fleet.trends import (
     shifts,
     single_steps,
 )
-from megaprof.analysis.stages.slow import EXCESS
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.ranges import RangeName
 from megaprof.formats.timeline import Cost
 
+Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with each other
+
 #: A gradient synchronisation is compared with this part of the step added, so that what is told takes 1 % of it.
 OF_STEP = 0.1
-#: Replicas get unequal work when the slowest one computes for longer than the average by more than this fraction, ...
-UNBALANCED = 0.15
-#: ... is the same one in at most this part of the steps, and the same on all stages in at least that part.
-_MOST_OFTEN = 0.75
-_AGREED = 0.6
-#: Stalls are single ones when they hit a rank in at most this part of its steps; this part of them take about as long.
-RARE = 0.06
-_ALIKE = 0.7
 #: A rank's data ends early when it lacks this many steps, and the last of them were this many step times ago.
 LACKS_STEPS = 3
 LACKS_TIME = 10
@@ -141,32 +131,6 @@ class Synchronisation:
 
 
 @dataclass(frozen=True)
-class Unbalanced:
-    """Replicas of which another one is the slowest in every step: they get unequal work."""
-
-    ratio: float
-    """Compute of the slowest replica over the average, in the median step."""
-    step_ms: float
-    """Milliseconds that the median step takes."""
-    balanced_ms: float
-    """Milliseconds that it would take if all replicas had the average work."""
-
-
-@dataclass(frozen=True)
-class Stalls:
-    """Single steps in which one rank or another computes for longer, in turn."""
-
-    ranks: tuple[int, ...]
-    """Those that it hits."""
-    count: int
-    """How many such steps of a rank there are."""
-    longer_ms: float
-    """Milliseconds by which the median one is longer."""
-    examples: tuple[tuple[int, int], ...]
-    """Some of them: rank and step."""
-
-
-@dataclass(frozen=True)
 class Recording:
     """How the timelines were made."""
 
@@ -206,14 +170,8 @@ class Fleet:
     """Compute of the slowest stage over the average over stages, by bucket."""
     synchronisation: Synchronisation
     """How long gradient synchronisation took."""
-    stragglers: tuple[Straggler, ...]
-    """Ranks that hold the others up, those first that compute longer until the end."""
     recording: Recording
     """What recording cost."""
-    unbalanced: Unbalanced | None = None
-    """Replicas that get unequal work from step to step; None where they do not."""
-    stalls: Stalls | None = None
-    """Single stalls that hit many ranks in turn; None where there are none."""
     standstills: tuple[Standstill, ...] = ()
     """Steps in which the job stood still, or in the middle of which it ended; they count for no time."""
 
@@ -251,30 +209,17 @@ def _fleet(
     ranks = sorted(series.ranks, key=lambda r: r.coords.rank)
     step_ms, buckets = _buckets(series, ranks, width)
     times = _times(series, step_ms, buckets)
-    compute = matrix_of(ranks, "compute", buckets)
+    compute = _matrix(ranks, buckets)
     at_stage = {
         pp: [n for n, r in enumerate(ranks) if r.coords.pp == pp] for pp in sorted({r.coords.pp for r in ranks})
     }
     stage_ms = np.array([low_median(compute[rows]) for rows in at_stage.values()])
     shifts_of = dict(zip(at_stage, relative_shifts(stage_ms, buckets), strict=True))
-    stragglers = slow_ranks(key, ranks, at_stage, compute, buckets)
     synchronisation = Synchronisation((None,) * len(step_ms))
     if key.sizes.dp * key.sizes.cp > 1 and series.synchronising:
         groups, rows = _by_group(series.synchronising, buckets)
         floor = OF_STEP * times.step.p50 if times.step else 0.0
         synchronisation = _synchronisation(groups, rows, buckets, floor)
-        stragglers += [
-            *slow_groups(ranks, groups, rows, buckets, floor),
-            *late_ranks(
-                ranks,
-                matrix_of(ranks, "finalize", buckets),
-                compute,
-                matrix_of(ranks, "between", buckets),
-                step_ms,
-                buckets,
-                stragglers,
-            ),
-        ]
     if series.at_most:
         at_most = _plain(low_median(_by_group(series.at_most, buckets)[1]))
         synchronisation = replace(synchronisation, at_most_ms=at_most)
@@ -291,47 +236,18 @@ def _fleet(
         ),
         imbalance=_plain(_imbalance(stage_ms, key)),
         synchronisation=synchronisation,
-        stragglers=tuple(stragglers),
         recording=_recording(ranks),
-        unbalanced=_unbalanced(series, times, stragglers),
-        stalls=_stalls(ranks, len(series.steps)),
         standstills=standstills(series.stood, max(r.last_step for r in ranks), place),
     )
 
 
-def _unbalanced(series: Series, times: StepTimes, stragglers: Iterable[Straggler]) -> Unbalanced | None:
-    """Where another replica is the slowest in every step, the same one on all stages, by enough to matter."""
-    found = [each for each in series.replicas.values() if each.steps >= LASTING_STEPS]
-    if not found or times.step is None or any(s.what == "compute" and s.until is None for s in stragglers):
-        return None
-    ratio, often = (float(np.median(each)) for each in zip(*((one.ratio, one.often) for one in found), strict=True))
-    if ratio <= 1 + UNBALANCED or often > _MOST_OFTEN:
-        return None
-    # By chance the stages of one pipeline are not the slowest together.
-    by_stage = [series.replicas[group].slowest for group in sorted(series.replicas) if group[1] == 0]
-    if len(by_stage) > 1:
-        common = set(by_stage[0]).intersection(*by_stage[1:])
-        agreed = [sum(own[step] == by_stage[0][step] for own in by_stage[1:]) for step in common]
-        if not agreed or float(np.mean(agreed)) / (len(by_stage) - 1) < _AGREED:
-            return None
-    lost = max(each.lost_ms for each in found)
-    return Unbalanced(ratio, times.step.p50, times.step.p50 - lost)
-
-
-def _stalls(ranks: Sequence[RankSeries], steps: int) -> Stalls | None:
-    """Without the steps that stall on many ranks at once, as for an evaluation or a longer sequence."""
-    every = [(rank.coords.rank, *stall) for rank in ranks for stall in rank.stalls]
-    at_once, most = Counter(step for _, step, _ in every), max(1, len(ranks) // 4)
-    alone = sorted((each for each in every if at_once[each[1]] <= most), key=itemgetter(1))
-    hit = tuple(sorted({rank for rank, _, _ in alone}))
-    if len(hit) < max(3, len(ranks) / 4) or len(alone) > RARE * steps * len(ranks):
-        return None
-    longer = float(np.median([ms for _, _, ms in alone]))
-    alike = sum(longer / 2 <= ms <= 2 * longer for _, _, ms in alone)
-    if alike < _ALIKE * len(alone):
-        return None
-    first = {rank: (rank, step) for rank, step, _ in reversed(alone)}
-    return Stalls(hit, len(alone), longer, tuple(sorted(first.values()))[:3])
+def _matrix(ranks: Sequence[RankSeries], buckets: Buckets) -> Floats:
+    """What every rank computes, [rank, bucket], NaN where it has no steps."""
+    matrix = np.full((len(ranks), len(buckets.first)), np.nan)
+    for row, rank in zip(matrix, ranks, strict=True):
+        begin = rank.first - buckets.begin
+        row[begin : begin + len(rank.counts)] = rank.compute
+    return matrix
 
 
 def _buckets(series: Series, ranks: Sequence[RankSeries], width: int) -> tuple[Floats, Buckets]:
@@ -404,8 +320,8 @@ def _recording(ranks: Sequence[RankSeries]) -> Recording:
     )
 
 
-def _by_group(times: Mapping[Group, tuple[int, Floats]], buckets: Buckets) -> tuple[list[Group], Floats]:
-    """Every group of ranks that synchronise gradients with each other, and [row, bucket] of what it took."""
+def _by_group(times: Mapping[tuple[int, int], tuple[int, Floats]], buckets: Buckets) -> tuple[list[Group], Floats]:
+    """Every group that synchronises gradients, and what that took its quickest rank [row, bucket]."""
     groups = sorted(times)
     rows = np.full((len(groups), len(buckets.first)), np.nan)
     for row, group in zip(rows, groups, strict=True):

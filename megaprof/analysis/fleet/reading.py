@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.fleet.standstills import StoodStill, stood_still, told_by
-from megaprof.analysis.fleet.trends import AROUND, LASTING_BUCKETS, Floats, Integers, moving_median, scatter
+from megaprof.analysis.fleet.trends import Floats, Integers
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.formats import timeline as format
@@ -35,30 +35,6 @@ _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
 _WORTH_IT = 512 << 20
 _MOST_TOLD = 5
 INDEX_BITS = 16
-#: Steps of which it is kept which replica was the slowest.
-_LAST_STEPS = 1000
-_MOST_PLACES = 1 << 18
-#: A step stalls when it computes for longer than those around by this part of them, ...
-_STALL = 0.05
-#: ... by so many standard deviations, and milliseconds.
-_STALL_SIGMAS = 8.0
-_STALL_MS = 20.0
-_MOST_STALLS = 64
-
-
-class Replicas(NamedTuple):
-    """How much ranks that do the same work on other data differ from each other, step by step."""
-
-    ratio: float
-    """Compute of the slowest one over the average, in the median step."""
-    lost_ms: float
-    """The difference, in milliseconds."""
-    often: float
-    """The fraction of the steps in which the rank that is the slowest most often is it."""
-    steps: int
-    """Steps that all of them have."""
-    slowest: dict[int, tuple[int, int]]
-    """The last steps, each with the data- and context-parallel rank of the slowest one."""
 
 
 class Key(NamedTuple):
@@ -84,10 +60,6 @@ class RankSeries:
     """The number of its first bucket."""
     compute: npt.NDArray[np.float32]
     """Forward, backward and combined passes of a step, by bucket."""
-    finalize: npt.NDArray[np.float32]
-    """Its gradient synchronisation with waiting, by bucket."""
-    between: npt.NDArray[np.float32]
-    """From the end of the step before to its start, by bucket."""
     counts: npt.NDArray[np.int32]
     """Steps, by bucket."""
     mean_ms: float
@@ -106,8 +78,6 @@ class RankSeries:
     """What recording cost, as it was known last; None: not measured."""
     device_clock: bool
     """Whether its times are the GPU's."""
-    stalls: tuple[tuple[int, float], ...] = ()
-    """Single steps that computed for much longer than those around, and by how many milliseconds, the worst ones."""
 
 
 @dataclass
@@ -125,8 +95,6 @@ class Series:
     gradient synchronisation, of steps that all of them have."""
     at_most: dict[tuple[int, int], tuple[int, Floats]] = field(default_factory=dict)
     """The same of the ranks that have a timeline, of all steps: what it took at most without waiting."""
-    replicas: dict[tuple[int, int], Replicas] = field(default_factory=dict)
-    """By pp and tp: how ranks that synchronise gradients differ, where all of them have a timeline."""
     histograms: dict[int, Integers] = field(default_factory=dict)
     """How many steps of a stage computed for how long, by stage."""
     most: dict[int, float] = field(default_factory=dict)
@@ -141,7 +109,6 @@ class Series:
         self.steps, self.longest = _merge(self.steps, self.longest, other.steps, other.longest, np.maximum)
         self.synchronising.update(other.synchronising)
         self.at_most.update(other.at_most)
-        self.replicas.update(other.replicas)
         for pp, histogram in other.histograms.items():
             self._count(pp, histogram, other.most[pp])
 
@@ -255,7 +222,7 @@ def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
             place = parts[-1].metadata.coords
             found.files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
             usable = _add_rank(found.series.setdefault(key, Series()), parts, width.get(key[:2], 1))
-            groups.setdefault((key, place.pp, place.tp), _Group()).add(usable, place)
+            groups.setdefault((key, place.pp, place.tp), _Group()).add(usable)
     for (key, pp, tp), group in groups.items():
         size, series = key.sizes.dp * key.sizes.cp, found.series[key]
         for least, kept in ((size, series.synchronising), (1, series.at_most)):
@@ -263,8 +230,6 @@ def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
             if len(steps):
                 first, medians, _ = bucketed(steps, times, width.get(key[:2], 1))
                 kept[pp, tp] = first, medians
-        if size > 1 and (replicas := group.replicas(size)) is not None:
-            series.replicas[pp, tp] = replicas
     return found
 
 
@@ -272,17 +237,11 @@ class _Group:
     """The gradient synchronisation of ranks that take part in it together."""
 
     def __init__(self) -> None:
-        empty = np.empty(0, dtype=np.int64), np.empty(0)
-        self._ranks, self._quickest, self._compute, self._slowest = empty, empty, empty, empty
-        self._places: list[RankCoords] = []
+        self._ranks = np.empty(0, dtype=np.int64), np.empty(0)
+        self._quickest = self._ranks
 
-    def add(self, calls: npt.NDArray[Any], place: RankCoords) -> None:
-        numbers, compute = _numbers(calls), _compute(calls).astype(np.float64)
-        self._compute = _merge(*self._compute, numbers, compute, np.add)
-        # The slowest one's microseconds and which it is, in one number.
-        coded = compute * _MOST_PLACES + len(self._places)
-        self._slowest = _merge(*self._slowest, numbers, coded, np.maximum)
-        self._places.append(place)
+    def add(self, calls: npt.NDArray[Any]) -> None:
+        numbers = _numbers(calls)
         self._ranks = _merge(*self._ranks, numbers, np.ones(len(numbers)), np.add)
         self._quickest = _merge(*self._quickest, numbers, calls["finalize"] / 1e3, np.minimum)
 
@@ -291,27 +250,6 @@ class _Group:
         be the one that the others waited for."""
         whole = self._ranks[1] >= size
         return self._quickest[0][whole] >> INDEX_BITS, self._quickest[1][whole]
-
-    def replicas(self, size: int) -> Replicas | None:
-        """None without steps that ``size`` ranks have."""
-        whole = self._ranks[1] == size
-        if not whole.any():
-            return None
-        average = self._compute[1][whole] / size
-        longest, which = np.divmod(self._slowest[1][whole], _MOST_PLACES)
-        usable = average > 0
-        if not usable.any():
-            return None
-        numbers, which = self._ranks[0][whole][usable] >> INDEX_BITS, which[usable].astype(np.int64)
-        places = [(place.dp, place.cp) for place in self._places]
-        last = slice(-_LAST_STEPS, None)
-        return Replicas(
-            float(np.median(longest[usable] / average[usable])),
-            float(np.median(longest[usable] - average[usable])) / 1e3,
-            float(np.bincount(which).max() / len(which)),
-            len(which),
-            {step: places[rank] for step, rank in zip(numbers[last].tolist(), which[last].tolist(), strict=True)},
-        )
 
 
 def _numbers(calls: npt.NDArray[Any]) -> Integers:
@@ -395,15 +333,12 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
     series.stood += told_by(calls, compute, metadata.coords)
     compute = compute[timed]
     first, medians, counts = bucketed(usable["step"], compute / 1e3, width)
-    _, finalize, _ = bucketed(usable["step"], usable["finalize"] / 1e3, width)
     series.ranks.append(
         RankSeries(
             coords=metadata.coords,
             host=metadata.host,
             first=first,
             compute=medians.astype(np.float32),
-            finalize=finalize.astype(np.float32),
-            between=_between(usable, first, width, len(counts)),
             counts=counts.astype(np.int32),
             mean_ms=float(compute.mean()) / 1e3 if len(compute) else np.nan,
             left_out=int(len(calls) - len(usable) - stood.sum()),
@@ -413,37 +348,12 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
             ended=int(last["start_ns"]) + 1000 * int(last["duration"]),
             cost=next((part.cost for part in reversed(parts) if part.cost is not None), None),
             device_clock=bool((usable["flags"] & format.DEVICE_CLOCK).any()),
-            stalls=_stalls(usable["step"], compute / 1e3),
         )
     )
     series.count(metadata.coords.pp, compute)
     longest = usable["duration"] / 1e3
     series.steps, series.longest = _merge(series.steps, series.longest, _numbers(usable), longest, np.maximum)
     return usable
-
-
-def _between(calls: npt.NDArray[Any], first: int, width: int, size: int) -> npt.NDArray[np.float32]:
-    """Milliseconds between a call and the one before, medians by bucket; NaN where none follows another."""
-    found = np.full(size, np.nan, dtype=np.float32)
-    following = np.flatnonzero((np.diff(calls["step"]) <= 1) & (calls["index"][1:] == 0)) + 1
-    if len(following):
-        before = calls[following - 1]
-        gaps = (calls["start_ns"][following] - before["start_ns"]) / 1e6 - before["duration"] / 1e3
-        begin, medians, _ = bucketed(calls["step"][following], gaps, width)
-        part = found[begin - first : begin - first + len(medians)]
-        part[:] = medians[: len(part)]
-    return found
-
-
-def _stalls(steps: Integers, compute: Floats) -> tuple[tuple[int, float], ...]:
-    """Single steps that stand out of those around, and by how many milliseconds."""
-    if len(compute) < 2 * LASTING_BUCKETS:
-        return ()
-    usual = moving_median(compute, min(2 * AROUND + 1, (len(compute) - 1) | 1))
-    longer = compute - usual
-    stalled = np.flatnonzero(longer > np.maximum(_STALL * usual, max(_STALL_SIGMAS * scatter(longer), _STALL_MS)))
-    worst = stalled[np.argsort(-longer[stalled], kind="stable")][:_MOST_STALLS]
-    return tuple((int(steps[n]), float(longer[n])) for n in sorted(worst.tolist()))
 
 
 def _compute(calls: npt.NDArray[Any]) -> Integers:

@@ -1,7 +1,7 @@
 """Levels, changes and outliers of a series of times, by medians: a few slow steps move none of them.
 
 A series is split where a stretch stands out most, and its parts again. A split counts when the medians of both sides
-differ by more than `slow.EXCESS`, by more than `SIGMAS` standard errors, and each side lasts for `LASTING_STEPS` steps.
+differ by more than `EXCESS`, by more than `SIGMAS` standard errors, and each side lasts for `LASTING_STEPS` steps.
 All of it is done on logarithms: what disturbs a time multiplies it.
 """
 
@@ -17,8 +17,9 @@ import numpy.typing as npt
 from numpy.lib.stride_tricks import sliding_window_view
 
 from megaprof.analysis.stages.samples import MAD, MEDIAN_ERROR
-from megaprof.analysis.stages.slow import exceeds
 
+#: By how much a level must exceed another one, as a fraction of that.
+EXCESS = 0.10
 #: How many standard errors a change must be. Many series are looked at, at many places of each.
 SIGMAS = 6.0
 #: What is shorter is a few slow steps and no level.
@@ -145,7 +146,9 @@ def shifts(found: Sequence[Level], first_steps: Integers, last_steps: Integers) 
 def differ(before: Level, after: Level) -> bool:
     """Whether two levels differ by more than the thresholds of this module."""
     low, high = sorted((before.value, after.value))
-    return exceeds(high, low, error=math.hypot(before.error, after.error), errors=SIGMAS)
+    error = math.hypot(before.error, after.error)
+    # On logarithms: what disturbs a time multiplies it. Nothing exceeds a time that is not above zero.
+    return low > 0 and math.log(high / low) > max(math.log1p(EXCESS), SIGMAS * error)
 
 
 def scatter(x: Floats) -> float:

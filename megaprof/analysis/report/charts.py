@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report import sentences
 from megaprof.analysis.stages.samples import Spread, mean_of
@@ -181,7 +183,7 @@ class Curve:
     """Milliseconds at the upper end."""
 
 
-def curve(fleet: Fleet) -> Curve | None:
+def curve(fleet: Fleet, causes: Iterable[Cause]) -> Curve | None:
     """None with fewer than two points."""
     known = [ms for ms in fleet.times.step_ms if ms is not None]
     if len(known) < 2 or max(known) <= 0:
@@ -194,7 +196,7 @@ def curve(fleet: Fleet) -> Curve | None:
             stretches.append([])
         else:
             stretches[-1].append(f"{(step - begin) / span * WIDTH:.1f},{(1 - ms / top) * (HEIGHT - 10) + 5:.1f}")
-    onsets = {s.from_step for s in fleet.stragglers if not s.since_start}
+    onsets = {cause.since for cause in causes if cause.since is not None}
     onsets |= {shift.step for shift in fleet.shifts if shift.change > 0}
     marks = tuple((step, (step - begin) / span * WIDTH) for step in sorted(onsets))
     return Curve(tuple(" ".join(points) for points in stretches if points), marks, top)

@@ -109,7 +109,7 @@ class TargetDiff:
     stages: tuple[StageDiff, ...]
     """By pipeline rank."""
     slowest_before: int | None
-    """The stage that is called slow, None where none is."""
+    """The stage that costs most by what it holds or computes, None where none does."""
     slowest_after: int | None
     """The same in the second capture."""
     prediction: Kept | None
@@ -176,8 +176,8 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
         role=first.role,
         step_time=_change(first.step_time_ms, second.step_time_ms, [], []),
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys())),
-        slowest_before=before.verdict.slowest_stage,
-        slowest_after=after.verdict.slowest_stage,
+        slowest_before=before.slowest_stage,
+        slowest_after=after.slowest_stage,
         prediction=_kept(before, after) if alike and first.sizes.pp == second.sizes.pp else None,
         notes=(*_withheld(before, after), *_notes(first, second)),
     )
@@ -208,14 +208,14 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
 
 
 def _withheld(before: TargetReport, after: TargetReport) -> Iterator[str]:
-    """Why no stage can be called slow, where that is so."""
-    first, second = before.verdict.withheld, after.verdict.withheld
+    """Why there is no diagnosis, where that is so."""
+    first, second = before.withheld, after.withheld
     if first == second is not None:
-        yield f"no stage is called slow: {first}"
+        yield f"no cause of lost time is named: {first}"
         return
     for where, reason in (("first", first), ("second", second)):
         if reason is not None:
-            yield f"no stage is called slow in the {where} capture: {reason}"
+            yield f"no cause of lost time is named in the {where} capture: {reason}"
 
 
 def _notes(before: TargetStages, after: TargetStages) -> list[str]:

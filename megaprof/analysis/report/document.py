@@ -14,12 +14,13 @@ from typing import Any
 
 import msgspec
 
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
+from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
-from megaprof.analysis.report import sentences
+from megaprof.analysis.report import causes, sentences
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import Stage, TargetStages
-from megaprof.analysis.stages.verdict import Verdict
 from megaprof.analysis.trace.calls import GROUPS, Call
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
@@ -41,22 +42,49 @@ class TargetReport:
 
     measured: TargetStages
     """Its stages, with warnings about what was measured."""
-    verdict: Verdict
-    """Which stage is slow, and why time is lost."""
+    diagnosis: Diagnosis | None
+    """Why time is lost, the dearest cause first; None where ``withheld`` says why."""
     what_if: WhatIf
     """What would be faster."""
+    withheld: str | None = None
+    """Why there is no diagnosis, a clause."""
     fleet: Fleet | None = None
     """The whole run on all ranks; None without timelines."""
+    captured: bool = True
+    """Whether the diagnosis is of the captured steps, and not of timelines."""
 
     @property
     def key(self) -> tuple[str, str | None]:
         """Target and role."""
         return self.measured.target, self.measured.role
 
+    @property
+    def causes(self) -> tuple[Cause, ...]:
+        """Those of the diagnosis."""
+        return self.diagnosis.causes if self.diagnosis is not None else ()
+
+    @property
+    def slowest_stage(self) -> int | None:
+        """The stage that costs most by what it holds or computes; None where none does."""
+        return next((each.stage for each in self.causes if each.kind in causes.OF_A_STAGE), None)
+
+    @property
+    def findings(self) -> tuple[sentences.Finding, ...]:
+        """The verdict in sentences, the dearest cause first."""
+        return causes.findings(self.measured, self.diagnosis, self.withheld, self.fleet, captured=self.captured)
+
+    @property
+    def basis(self) -> str | None:
+        """Which steps the causes are of, where these are others than the captured ones."""
+        return None if self.captured or self.diagnosis is None else causes.basis(self.diagnosis)
+
+    def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:
+        """The verdict in a few words; ``standstill``: where the job stands or was killed."""
+        return causes.in_brief(self.diagnosis, self.fleet, standstill)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
-        measured, verdict = self.measured, self.verdict
-        said = sentences.of_verdict(verdict)
+        measured, diagnosis = self.measured, self.diagnosis
         return {
             "target": measured.target,
             "role": measured.role,
@@ -69,10 +97,18 @@ class TargetReport:
             "step_time_basis": measured.step_time_basis,
             "spread": {"step_time_ms": _spread(measured.step_time_ms)},
             "stages": [_stage(stage) for stage in measured.stages],
-            "imbalance": verdict.imbalance,
-            "slowest_stage": verdict.slowest_stage,
-            "causes": [_without(asdict(cause), "ranks") for cause in verdict.causes],
-            "notes": [said.text] if said else [],
+            "imbalance": measured.imbalance,
+            "slowest_stage": self.slowest_stage,
+            "causes": [_cause(each, measured) for each in self.causes],
+            "perhaps": [
+                _cause(each, measured) | {"more_steps": each.more_steps}
+                for each in (diagnosis.perhaps if diagnosis is not None else ())
+            ],
+            "rest_ms": diagnosis.rest_ms if diagnosis is not None else None,
+            "diagnosed_ms": diagnosis.step_ms if diagnosis is not None else None,
+            "diagnosed_steps": diagnosis.steps if diagnosis is not None else None,
+            "withheld": self.withheld,
+            "notes": [self.findings[0].text],
             "framework": measured.framework,
             "what_if": self.what_if.to_json() | {"host_options": self._host_options()},
             "warnings": list(measured.warnings),
@@ -165,8 +201,46 @@ def _target_of(raw: Mapping[str, Any]) -> TargetReport:
     sizes = {axis: size for axis, size in raw["sizes"].items() if size is not None}
     spread = raw["spread"]["step_time_ms"]
     measured = {**raw, "sizes": sizes, "stages": stages, "step_time_ms": spread, "unjudgeable": None}
-    verdict = {name: raw[name] for name in ("imbalance", "slowest_stage")}
-    return TargetReport(msgspec.convert(measured, TargetStages), msgspec.convert(verdict, Verdict), _what_if_of(raw))
+    diagnosis = Diagnosis(
+        step_ms=raw.get("diagnosed_ms") or 0.0,
+        steps=raw.get("diagnosed_steps") or 0,
+        replayed_ms=0.0,
+        causes=tuple(_cause_of(each) for each in raw["causes"]),
+        perhaps=(),
+        rest_ms=0.0,
+    )
+    found = msgspec.convert(measured, TargetStages)
+    return TargetReport(found, diagnosis, _what_if_of(raw), msgspec.convert(raw.get("withheld"), str | None))
+
+
+def _cause_of(raw: Mapping[str, Any]) -> Cause:
+    """What two reports are compared by. Older reports give no interval."""
+    gain = raw["gain_ms"] or 0.0
+    price = msgspec.convert({"ms": gain, "low": raw.get("low_ms", gain), "high": raw.get("high_ms", gain)}, Price)
+    kind, stage = msgspec.convert(raw["kind"], str), msgspec.convert(raw["stage"], int | None)
+    return Cause(kind, price, share=1.0, while_ms=price.ms, since=None, stage=stage)
+
+
+def _cause(cause: Cause, measured: TargetStages) -> dict[str, Any]:
+    return {
+        "kind": cause.kind,
+        "stage": cause.stage,
+        "stages": list(cause.stages),
+        "chunk": cause.chunk,
+        "rank": cause.ranks[0] if len(cause.ranks) == 1 else None,
+        "ranks": list(cause.ranks),
+        "hosts": list(cause.hosts),
+        "link": None if cause.link is None else list(cause.link),
+        "group": cause.group,
+        "gain_ms": cause.price.ms,
+        "low_ms": cause.price.low,
+        "high_ms": cause.price.high,
+        "share": cause.share,
+        "while_ms": cause.while_ms,
+        "since": cause.since,
+        "parts": dict(cause.parts),
+        "evidence": causes.evidence(cause, measured),
+    }
 
 
 def _what_if_of(raw: Mapping[str, Any]) -> WhatIf:
@@ -225,10 +299,12 @@ def _fleet(fleet: Fleet) -> dict[str, Any]:
     plain = asdict(fleet)
     parts = {name: plain.pop(name) for name in ("coverage", "times", "synchronisation", "recording")}
     found = plain | {name: value for part in parts.values() for name, value in part.items()}
-    found = _without(found, "key", "directory", "again")
-    found["stragglers"] = [_without(each, "gain_ms") for each in found["stragglers"]]
     findings = [finding.plain for finding in sentences.of_fleet(fleet)]
-    return {**found, "findings": findings, "notes": list(sentences.notes_of(fleet))}
+    return {
+        **_without(found, "key", "directory", "again"),
+        "findings": findings,
+        "notes": list(sentences.notes_of(fleet)),
+    }
 
 
 def _without(plain: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.trends import Percentiles
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.printing import number_columns, show_finding, table, text
-from megaprof.analysis.stages.words import ABSENT, counted, number
+from megaprof.analysis.stages.words import ABSENT, number
 
 _TICKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 20
@@ -19,19 +19,16 @@ _WIDTH = 20
 _MOST_STAGES = 16
 
 
-def show_fleet(fleet: Fleet, console: Console) -> None:
-    """Print what is said of the whole run."""
-    console.print(
-        f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, "
-        f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}"
-    )
-    for finding in sentences.of_fleet(fleet):
+def show_ends(fleet: Fleet, console: Console) -> None:
+    """Print where the job stood still, and whose data end early: that comes before all else."""
+    for finding in sentences.ends(fleet):
         show_finding(console, finding)
-    console.print("\nIn detail:")
 
 
 def show_over_the_run(fleet: Fleet, console: Console) -> None:
-    """Print percentiles over the run, and how the times went."""
+    """Print what changed over the run, percentiles, and how the times went."""
+    for finding in sentences.changes(fleet):
+        show_finding(console, finding, quiet=True)
     made = table("over the run, ms per step", left=[""])
     number_columns(made, "ranks", "p50", "p95", "p99", "max")
     made.add_column(f"steps {fleet.coverage.steps[0]}-{fleet.coverage.steps[1]}", no_wrap=True)

@@ -26,9 +26,10 @@ def heading(console: Console, title: str) -> None:
     console.print(text(title, "bold"))
 
 
-def show_finding(console: Console, finding: Finding) -> None:
-    """Its text in its colour, and its command below it in one piece, to be copied."""
-    console.print(text(finding.text, STYLES[finding.severity]))
+def show_finding(console: Console, finding: Finding, *, quiet: bool = False) -> None:
+    """Its text in its colour, without one where another finding is the headline; and its command below it in one
+    piece, to be copied."""
+    console.print(text(finding.text, "" if quiet else STYLES[finding.severity]))
     if finding.command is not None:
         console.print(text("  " + finding.command), soft_wrap=True)
     if finding.host_command is not None:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
-from megaprof.analysis.diagnosis.diagnose import diagnose
-from megaprof.analysis.diagnosis.examine import examine
+from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
+from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.files import tables
 from megaprof.analysis.diagnosis.table import Table, Unfit
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
 from megaprof.analysis.fleet.timeline_calls import detail_of
-from megaprof.analysis.fleet.trends import LASTING_STEPS, SIGMAS
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.sentences import evidence
-from megaprof.analysis.stages.causes import OF_STEP
-from megaprof.analysis.stages.loads import Cause
-from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages, measure
-from megaprof.analysis.stages.verdict import judge
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
@@ -32,8 +26,7 @@ from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
-from megaprof.analysis.what_if.gains import replayed, with_gains
-from megaprof.analysis.what_if.what_if import WhatIf, what_if, withheld
+from megaprof.analysis.what_if.what_if import what_if, withheld
 from megaprof.formats.checks import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
@@ -85,13 +78,14 @@ def analyze(
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
     warnings += fleet.warnings_of_files()
     fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
-    of_jobs = tables(calls, fleet, workers)
-    calls += _details(fleet, fleets, tuple(calls))
+    found = {key: _diagnosed(table) for key, table in tables(calls, fleet, workers).items()}
+    traced = {_key(call) for call in calls}
+    calls += _details(fleet, fleets, tuple(calls), found)
     if not calls and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
-    targets = tuple(_target(measured, calls, fleets, of_jobs) for measured in measure(calls))
+    targets = tuple(_target(measured, calls, traced, fleets, found) for measured in measure(calls))
     return Report(
         path,
         read,
@@ -149,14 +143,34 @@ def together(warnings: Iterable[str]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _details(fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call]) -> Iterator[Call]:
-    """The last calls of targets that no trace shows."""
+_Diagnosed = tuple[Examined, Diagnosis] | Unfit
+
+
+def _diagnosed(table: Table | Unfit) -> _Diagnosed:
+    if isinstance(table, Unfit):
+        return table
+    try:
+        examined = examine(table)
+    except Unfit as reason:
+        return reason
+    return examined, diagnose(examined)
+
+
+def _key(call: Call) -> Key:
+    return Key(call.label, call.role, call.metadata.sizes)
+
+
+def _details(
+    fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call], diagnosed: Mapping[Key, _Diagnosed]
+) -> Iterator[Call]:
+    """The last calls of targets that no trace shows, where possible of a pipeline that no rank holds back."""
     known = {(call.label, call.role) for call in traced}
     for each in fleets:
         if (each.key.target, each.key.role) in known:
             continue
-        slow = [s for s in each.stragglers if s.what != "synchronisation" and s.until is None]
-        suspects = {rank for s in slow for rank in s.ranks}
+        found = diagnosed.get(each.key)
+        causes = found[1].causes if isinstance(found, tuple) else ()
+        suspects = {rank for cause in causes for rank in cause.ranks}
         places = [rank.coords for rank in fleet.series[each.key].ranks]
         yield from detail_of(each.key, places, fleet.files[each.key], suspects, each.stood_still)
 
@@ -167,83 +181,23 @@ def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[C
 
 
 def _target(
-    measured: TargetStages, calls: list[Call], fleets: Sequence[Fleet], tables: Mapping[Key, Table | Unfit]
+    measured: TargetStages,
+    calls: Sequence[Call],
+    traced: AbstractSet[Key],
+    fleets: Sequence[Fleet],
+    diagnosed: Mapping[Key, _Diagnosed],
 ) -> TargetReport:
-    key = measured.target, measured.role, measured.sizes
-    fleet = next((fleet for fleet in fleets if tuple(fleet.key) == key), None)
-    verdict = judge(measured)
-    causes = verdict.causes
-    if fleet is not None:
-        kept = tuple(c for c in causes if not _was_waiting(c, measured, fleet))
-        causes = _unless_explained((*_slow_ranks(fleet, kept), *kept), measured)
-    verdict = replace(verdict, causes=causes)
-    found = _advice(measured, calls, tables)
-    verdict = replace(verdict, causes=with_gains(measured, causes, found, replayed(measured, calls)))
-    return TargetReport(measured, verdict, found, fleet and _with_gains(fleet, verdict.causes))
-
-
-def _advice(measured: TargetStages, calls: Sequence[Call], tables: Mapping[Key, Table | Unfit]) -> WhatIf:
-    if measured.unjudgeable:
-        return withheld(measured.unjudgeable)
-    job = Key(measured.target, measured.role, measured.sizes)
-    table = tables.get(job, Unfit("no step was recorded whole"))
-    if isinstance(table, Unfit):
-        return withheld(str(table))
-    try:
-        run = examine(table)
-    except Unfit as reason:
-        return withheld(str(reason))
-    own = [call for call in calls if (call.label, call.role, call.metadata.sizes) == job]
-    return what_if(run, diagnose(run), own)
-
-
-def _with_gains(fleet: Fleet, causes: Sequence[Cause]) -> Fleet:
-    """Stragglers that are causes, too, with what these cost."""
-    gains = {cause.ranks or (cause.rank,): cause.gain_ms for cause in causes if cause.kind == "slow_rank"}
-    lasting = [s.what == "compute" and s.until is None for s in fleet.stragglers]
-    told = zip(fleet.stragglers, lasting, strict=True)
-    return replace(fleet, stragglers=tuple(replace(s, gain_ms=gains.get(s.ranks)) if lasts else s for s, lasts in told))
-
-
-def _unless_explained(causes: tuple[Cause, ...], measured: TargetStages) -> tuple[Cause, ...]:
-    """Without a slow stage for no known reason whose captured rank is slower than its peers."""
-    captured = {rank for stage in measured.stages for rank in stage.ranks}
-    explained = {cause.stage for cause in causes if cause.kind == "slow_rank" and cause.rank in captured}
-    return tuple(c for c in causes if c.kind != "unexplained" or c.stage not in explained)
-
-
-def _slow_ranks(fleet: Fleet, known: Sequence[Cause]) -> Iterator[Cause]:
-    """Stragglers of the whole run that the last steps of one rank per stage do not show."""
-    named = {cause.rank for cause in known if cause.kind == "slow_rank"}
-    for each in fleet.stragglers:
-        if each.what == "compute" and each.until is None and not named & set(each.ranks):
-            yield Cause(
-                kind="slow_rank",
-                stage=each.stage,
-                rank=each.ranks[0] if len(each.ranks) == 1 else None,
-                ranks=each.ranks if len(each.ranks) > 1 else (),
-                evidence=evidence(fleet, each),
-                threshold=f"more than {EXCESS:.0%} and {SIGMAS:.0f} standard errors over its peers, for "
-                f"{LASTING_STEPS} steps",
-                excess_ms=(each.own_ms - each.peers_ms) * (1.0 if each.share is None else each.share),
-                basis="per step, compared with its peers",
-            )
-
-
-def _was_waiting(cause: Cause, measured: TargetStages, fleet: Fleet) -> bool:
-    """Whether gradient synchronisation that seems long on the one rank of a stage was waiting for other ranks: it
-    takes no longer than on the rank that came last to it, of those that have a timeline."""
-    steps = {step - step % fleet.width for step in measured.steps}
-    alone = [
-        ms for first, ms in zip(fleet.buckets, fleet.synchronisation.at_most_ms, strict=False) if ms and first in steps
-    ]
-    return (
-        cause.kind == "communication"
-        and cause.group == "dp"
-        and measured.step_time_ms is not None
-        and bool(alone)
-        and max(alone) <= OF_STEP * measured.step_time_ms.mean
-    )
+    """``traced``: what traces tell of."""
+    key = Key(measured.target, measured.role, measured.sizes)
+    fleet = next((fleet for fleet in fleets if fleet.key == key), None)
+    found = diagnosed.get(key, Unfit("no step was recorded whole"))
+    if isinstance(found, Unfit):
+        why = measured.unjudgeable or str(found)
+        return TargetReport(measured, None, withheld(why), why, fleet)
+    examined, diagnosis = found
+    own = [call for call in calls if _key(call) == key]
+    captured = key in traced and set(examined.table.steps.tolist()) <= set(measured.steps)
+    return TargetReport(measured, diagnosis, what_if(examined, diagnosis, own), None, fleet, captured)
 
 
 def _others(directory: Path) -> list[Path]:

@@ -8,20 +8,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megaprof.analysis.fleet.fleet import Ended, Fleet
-from megaprof.analysis.fleet.slow import Straggler
-from megaprof.analysis.fleet.trends import LASTING_BUCKETS, LASTING_STEPS, Shift
+from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.report import standstills
-from megaprof.analysis.stages.loads import Cause
-from megaprof.analysis.stages.slow import EXCESS
 from megaprof.analysis.stages.stages import TargetStages
-from megaprof.analysis.stages.verdict import Comparison, Verdict
-from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, spans, steps
+from megaprof.analysis.stages.words import counted, milliseconds, number, percent, sentence, spans, steps
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
-from megaprof.parallel.selectors import Selector
 
 #: A report on more targets begins with a table of them.
 FEW_TARGETS = 3
@@ -64,68 +59,6 @@ class Finding:
     def plain(self) -> str:
         """The text with the command behind it, in backticks."""
         return self.text if self.command is None else f"{self.text} `{self.command}`"
-
-
-def of_verdict(verdict: Verdict) -> Finding | None:
-    """Whether a stage is slow; None where there is nothing to say."""
-    if verdict.withheld is not None:
-        return Finding("no_verdict", "open", f"No stage is called slow: {verdict.withheld}.")
-    if (found := verdict.comparison) is None:
-        return None
-    if found.outcome == "slow":
-        also = "".join(f" Stage {each.stage} is slow, too: it {_compared(each)}." for each in verdict.also_slow)
-        return Finding("slow_stage", "slow", f"Stage {found.stage} is slow: it {_compared(found)}.{also}")
-    slowest = f"stage {found.stage} is the slowest and {_compared(found)}"
-    if found.outcome == "within":
-        text = f"No stage is slow: {slowest}; a stage is called slow when it is more than {EXCESS:.0%} above."
-        return Finding("no_slow_stage", "fine", text)
-    but = (
-        f"but microbatches vary so much that this may be chance (standard error {number(found.error_ms)} ms)"
-        if found.outcome == "chance"
-        else f"but it is slower in some microbatches only: its quickest one takes {number(found.quickest_ms)} ms, on "
-        f"average over stages the quickest one takes {number(found.average_quickest_ms)} ms"
-    )
-    return Finding("no_slow_stage", "open", f"No stage is called slow: {slowest}, {but}.")
-
-
-def in_brief(verdict: Verdict, fleet: Fleet | None, standstill: Standstill | None = None) -> Finding:
-    """The verdict in a few words, for a table of targets; ``standstill``: where the job stands or was killed."""
-    if standstill is not None:
-        text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
-        text = f"{text} step {standstill.step}"
-        return Finding("in_brief", "slow", text)
-    told, slow = [], sorted(verdict.slow_stages)
-    if slow:
-        told.append(f"{'stage' if len(slow) == 1 else 'stages'} {spans(slow)} slow")
-    over_the_run = [each.kind for each in of_fleet(fleet) if each.severity == "slow"] if fleet else []
-    if fleet is not None and fleet.standstills:
-        told.insert(0, f"stood still in {steps(sorted(fleet.stood_still))}")
-        over_the_run = [kind for kind in over_the_run if kind != "standstill"]
-    told += [f"{kind.replace('_', ' ')} over the run" for kind in dict.fromkeys(over_the_run)]
-    if told:
-        return Finding("in_brief", "slow", ", ".join(told))
-    if (said := of_verdict(verdict)) is None or verdict.withheld is not None:
-        return Finding("in_brief", "open", "no verdict")
-    return Finding(
-        "in_brief", said.severity, "no stage is slow" if said.severity == "fine" else "no stage is called slow"
-    )
-
-
-def _compared(found: Comparison) -> str:
-    above = percent(found.median_ms / found.average_ms - 1)
-    return (
-        f"computes {number(found.median_ms, found.error_ms)} ms per microbatch (median), {above} above the average "
-        f"over stages ({number(found.average_ms, found.error_ms)} ms)"
-    )
-
-
-def of_cause(cause: Cause) -> Finding:
-    """Why time is lost, and how much."""
-    if cause.gain_ms is None:
-        costs = f"It takes {number(cause.excess_ms)} ms {cause.basis}."
-    else:
-        costs = f"It costs {milliseconds(cause.gain_ms)} of the step."
-    return Finding(cause.kind, "open", f"{sentence(cause.evidence)} {costs}")
 
 
 def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = None) -> Finding | None:
@@ -183,28 +116,14 @@ def facts(measured: TargetStages) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class _Told:
-    """A finding on the whole run, with what orders it."""
-
-    finding: Finding
-    """What is said."""
-    cost_ms: float
-    """Milliseconds by which the step would be shorter without it."""
-    over: bool = False
-    """Whether it has ended."""
-
-
 def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
-    """What is slow or gone in the whole run: what costs the step most comes first, and what is over behind what is not;
-    one finding that nothing is, where nothing is."""
-    of_a_place = (*_stragglers(fleet), *_slower_stages(fleet), *_synchronisation(fleet))
-    told = (*of_a_place, *_unequal(fleet), *_steps(fleet))
-    found = [*of_standstills(fleet.standstills)]
-    found += [each.finding for each in sorted(told, key=lambda each: (each.over, -each.cost_ms))]
-    found += _ended(fleet)
-    nothing = "Over the run nothing became slower, and no rank is slower than its peers."
-    return tuple(found) or (Finding("nothing_slow", "fine", nothing),)
+    """What happened over the whole run: where it stood still first, whose data end early, and what changed."""
+    return (*ends(fleet), *changes(fleet))
+
+
+def ends(fleet: Fleet) -> tuple[Finding, ...]:
+    """Where it stood still, and whose data end early."""
+    return (*of_standstills(fleet.standstills), *_ended(fleet))
 
 
 def of_standstills(found: Sequence[Standstill]) -> Iterator[Finding]:
@@ -212,92 +131,19 @@ def of_standstills(found: Sequence[Standstill]) -> Iterator[Finding]:
     return (Finding("standstill", "slow", text) for text in standstills.told(found))
 
 
-def _stragglers(fleet: Fleet) -> Iterator[_Told]:
-    texts = {"compute": _computes_longer, "synchronisation": _slow_group, "arrival": _comes_last}
-    for each in fleet.stragglers:
-        which = each.capture or (str(Selector.of_ranks(each.ranks)) if each.what == "arrival" else None)
-        text, command = sentence(texts[each.what](fleet, each)), None
-        if which is not None:
-            text += f" A capture shows {'what it is' if each.what == 'arrival' else 'which of them it is'}:"
-            command = _trigger(fleet, which)
-        yield _Told(Finding("slow_rank", "slow", text, command), each.cost_ms, each.until is not None)
+def changes(fleet: Fleet) -> tuple[Finding, ...]:
+    """What took longer from some step on, what changed most first and what is over last: a measurement, which says
+    nothing of why."""
+    told = [*_slower_stages(fleet), *_synchronisation(fleet), *_steps(fleet)]
+    return tuple(finding for _, finding in sorted(told, key=lambda each: each[0]))
 
 
-def _computes_longer(fleet: Fleet, s: Straggler) -> str:
-    several, over = len(s.ranks) > 1, s.until is not None
-    verb = ("were" if several else "was") if over else ("have been" if several else "has been")
-    alone = "its peer" if s.peers == 1 else f"its {s.peers} peers"
-    others = f"the {counted(s.peers, 'other such group')} of the stage" if several else alone
-    waiting = ", which wait for each other inside a microbatch," if several else ""
-    slower = f"{percent(s.factor - 1)} slower than" if s.factor < 2 else f"{s.factor:.1f} times as slow as"
-    if s.share is not None:
-        return (
-            f"{ranks(s.ranks)} ({_where(s)}){waiting} {'are' if several else 'is'} slow again and again: {slower} "
-            f"{others} in {percent(s.share)} of the steps, first in step {s.from_step}, last in step {s.last_step}, "
-            f"computing {milliseconds(s.own_ms)} in such a step instead of {milliseconds(s.peers_ms)}"
-            f"{_unseen(fleet, s)}"
-        )
-    grown = ""
-    if not s.since_start:
-        changes = (c for c in fleet.times.step_shifts if c.change > 0 and _together(fleet, c.step, s.from_step))
-        grown = next((f"; the step takes {percent(c.change)} longer since then" for c in changes), "")
-    return (
-        f"{ranks(s.ranks)} ({_where(s)}){waiting} {verb} {slower} {others} {_when_slow(fleet, s)}, computing "
-        f"{milliseconds(s.own_ms)} per step instead of {milliseconds(s.peers_ms)}{grown}{_unseen(fleet, s)}"
-    )
-
-
-def _unseen(fleet: Fleet, s: Straggler) -> str:
-    if not s.unseen:
-        return ""
-    axes = "- or ".join(axis for axis in ("tp", "cp", "ep") if getattr(fleet.key.sizes, axis) > 1)
-    return f"; it may as well be one of the {axes} peers {spans(s.unseen, _MOST)}, which have no timeline"
-
-
-def _slow_group(fleet: Fleet, s: Straggler) -> str:
-    verb = "took" if s.until is not None else "has taken"
-    return (
-        f"gradient synchronisation among {ranks(s.ranks)} ({_where(s)}) {verb} {milliseconds(s.own_ms)} "
-        f"{_when_slow(fleet, s)}; in the {counted(s.peers, 'other group')} of the stage it takes "
-        f"{milliseconds(s.peers_ms)}"
-    )
-
-
-def _comes_last(fleet: Fleet, s: Straggler) -> str:
-    several = len(s.ranks) > 1
-    come = "came" if s.until is not None else "have come" if several else "has come"
-    they = "they spend" if several else "it spends"
-    lost = s.peers_ms - s.own_ms
-    if s.computing_ms is not None and s.computing_ms > lost / 2:
-        why = (
-            f"In these steps a stage of the same pipeline computes {milliseconds(s.computing_ms)} longer than its peers"
-        )
-    elif s.entering_ms is not None and s.entering_ms > lost / 2:
-        enter = "They enter" if several else "It enters"
-        why = (
-            f"{enter} the step {milliseconds(s.entering_ms)} late, since something between the steps takes longer than "
-            "on the others: data loading or other work of the host"
-        )
-    else:
-        none = "None of them computes" if several else "It does not compute"
-        why = f"{none} longer in these steps, so it may be exchanges, data loading or work between steps"
-    return (
-        f"{ranks(s.ranks)} {come} last to the gradient synchronisation {_when_slow(fleet, s)}: the others spend "
-        f"{milliseconds(s.peers_ms)} in it, {they} {milliseconds(s.own_ms)}. {why}"
-    )
-
-
-def evidence(fleet: Fleet, s: Straggler) -> str:
-    """That ranks compute longer than their peers in the whole run, as the evidence of a cause."""
-    when = _when_slow(fleet, s) if s.share is None else f"in {percent(s.share)} of the steps"
-    return (
-        f"{ranks(s.ranks)} of stage {s.stage} compute{'s' * (len(s.ranks) == 1)} {milliseconds(s.own_ms)} per step "
-        f"{when}, other ranks of the stage compute {milliseconds(s.peers_ms)} for the same work"
-    )
+_Told = tuple[tuple[bool, float], Finding]
+"""A finding behind what orders it: whether it is over, and minus the milliseconds by which a step got longer."""
 
 
 def _shifted(shift: Shift, kind: str, text: str, command: str | None = None) -> _Told:
-    return _Told(Finding(kind, "slow", text, command), shift.after_ms - shift.before_ms, shift.until is not None)
+    return (shift.until is not None, shift.before_ms - shift.after_ms), Finding(kind, "slow", text, command)
 
 
 def _slower_stages(fleet: Fleet) -> Iterator[_Told]:
@@ -314,7 +160,7 @@ def _slower_stages(fleet: Fleet) -> Iterator[_Told]:
                 f"{milliseconds(shift.after_ms)} per step instead of {milliseconds(shift.before_ms)}. A capture shows "
                 "why:"
             )
-            yield _shifted(shift, "slow_stage", text, _trigger(fleet, f"pp={stage.pp}"))
+            yield _shifted(shift, "slow_stage", text, trigger(fleet, f"pp={stage.pp}"))
 
 
 def _synchronisation(fleet: Fleet) -> Iterator[_Told]:
@@ -329,46 +175,18 @@ def _synchronisation(fleet: Fleet) -> Iterator[_Told]:
             f"Gradient synchronisation of stage {pp} {_went(fleet, shift)}, compared with that of the other stages: "
             f"{_COLLECTIVE}{tied}. A capture shows whether one of its ranks is slow:"
         )
-        yield _shifted(shift, "slow_synchronisation", text, _trigger(fleet, f"pp={pp}"))
+        yield _shifted(shift, "slow_synchronisation", text, trigger(fleet, f"pp={pp}"))
 
 
 def _steps(fleet: Fleet) -> Iterator[_Told]:
-    told = [
-        *(s.from_step for s in fleet.stragglers if not s.since_start),
-        *(s.until + 1 for s in fleet.stragglers if s.until is not None),
-        *(shift.step for shift in fleet.shifts),
-    ]
     for shift in fleet.times.step_shifts:
-        # What became slower at that time is named already, with its own onset.
-        if shift.change > EXCESS and not any(_together(fleet, shift.step, step) for step in told):
-            if any(_comes_and_goes(s, shift) for s in fleet.stragglers):
-                continue
+        if shift.change > EXCESS:
             yield _shifted(shift, "slow_step", f"The step {_went(fleet, shift)}.")
     if not fleet.times.step_shifts and fleet.times.drift is not None and abs(fleet.times.drift) > EXCESS:
         drifted = percent(fleet.times.drift, sign=True)
         text = f"Step times drift: they change by {drifted} from the first step to the last."
         typical = fleet.times.step.p50 if fleet.times.step else 0.0
-        yield _Told(Finding("drift", "slow", text), fleet.times.drift * typical)
-
-
-def _comes_and_goes(s: Straggler, shift: Shift) -> bool:
-    """Whether a rank that is slow again and again takes as much longer as the step does from ``shift`` on: which of its
-    slow steps there are the most of before and after a step looks like a change of level."""
-    if s.share is None or not s.from_step <= shift.step <= (s.until if s.until is not None else shift.step):
-        return False
-    return s.own_ms - s.peers_ms >= (1 - EXCESS) * (shift.after_ms - shift.before_ms)
-
-
-def _unequal(fleet: Fleet) -> Iterator[_Told]:
-    if (found := fleet.unbalanced) is not None:
-        text = (
-            "The replicas get unequal work, another one the most in every step: the slowest computes "
-            f"{found.ratio:.2f} times as long as the average, and the others wait for it in the gradient "
-            "synchronisation. With the same work for all the step would take about "
-            f"{milliseconds(found.balanced_ms)} instead of {milliseconds(found.step_ms)}: spread long sequences evenly "
-            "over the replicas of a step."
-        )
-        yield _Told(Finding("unequal_replicas", "slow", text), found.step_ms - found.balanced_ms)
+        yield (False, -fleet.times.drift * typical), Finding("drift", "slow", text)
 
 
 def _ended(fleet: Fleet) -> Iterator[Finding]:
@@ -397,13 +215,6 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
             f"{counted(single.count, 'single step')} took much longer than the steps around, as for checkpoints or "
             f"garbage collection{every}: {worst}."
         )
-    if (stalls := fleet.stalls) is not None:
-        shown = ", ".join(f"rank {rank} in step {step}" for rank, step in stalls.examples)
-        yield (
-            f"Single stalls hit {len(stalls.ranks)} of {coverage.ranks} ranks, each in other steps: "
-            f"{counted(stalls.count, 'step')} of a rank took about {milliseconds(stalls.longer_ms)} longer ({shown}). "
-            "Python's garbage collection does this: try Megatron's --manual-gc, with which all ranks collect at once."
-        )
     inside = [name for axis, name in _INSIDE.items() if getattr(sizes, axis) > 1]
     if inside:
         yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
@@ -431,14 +242,6 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
         )
 
 
-def _where(s: Straggler) -> str:
-    return f"stage {s.stage}" + (f", {s.hosts[0]}" if len(s.hosts) == 1 else "")
-
-
-def _when_slow(fleet: Fleet, s: Straggler) -> str:
-    return _when(fleet, None if s.since_start else s.from_step, s.until)
-
-
 def _when(fleet: Fleet, from_step: int | None, until: int | None) -> str:
     """``from_step``: None for the first step; ``until``: None for the last."""
     begin = "the first step" if from_step is None else _about(fleet, from_step)
@@ -457,13 +260,10 @@ def _went(fleet: Fleet, shift: Shift) -> str:
     )
 
 
-def _trigger(fleet: Fleet, selection: str) -> str:
+def trigger(fleet: Fleet, selection: str) -> str:
+    """The command that captures some ranks of the running job."""
     where, target = shlex.quote(str(fleet.directory)), shlex.quote(fleet.key.target)
     return f"megaprof trigger {where} --target {target} --steps 2 --select {shlex.quote(selection)}"
-
-
-def _together(fleet: Fleet, one: int, other: int) -> bool:
-    return abs(one - other) <= 2 * fleet.width + LASTING_BUCKETS
 
 
 def of_foreign(foreign: Foreign) -> str:

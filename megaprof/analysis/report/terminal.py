@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megaprof.analysis.report import sentences
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.fleet_terminal import show_fleet, show_over_the_run
+from megaprof.analysis.report.fleet_terminal import show_ends, show_over_the_run
 from megaprof.analysis.report.foreign_terminal import show_foreign
 from megaprof.analysis.report.printing import (
     STYLES,
@@ -82,8 +82,8 @@ def _show_target(target: TargetReport, console: Console) -> None:
     measured = target.measured
     heading(console, title(*target.key))
     if target.fleet is not None:
-        show_fleet(target.fleet, console)
-    for line in _summary(measured):
+        show_ends(target.fleet, console)
+    for line in _summary(target):
         console.print(text(line))
     _show_verdict(target, console)
     if target.fleet is not None:
@@ -105,8 +105,7 @@ def _show_overview(report: Report, console: Console) -> None:
     number_columns(made, "imbalance", "step time, ms")
     for target in report.targets:
         name, role = target.key
-        said = sentences.in_brief(target.verdict, target.fleet)
-        imbalance = target.verdict.imbalance
+        said, imbalance = target.in_brief(), target.measured.imbalance
         made.add_row(
             text(name),
             text(role or ""),
@@ -119,13 +118,13 @@ def _show_overview(report: Report, console: Console) -> None:
 
 
 def _show_verdict(target: TargetReport, console: Console) -> None:
-    measured, verdict, found = target.measured, target.verdict, target.what_if
-    if verdict.imbalance is not None:
-        console.print(text(f"imbalance {verdict.imbalance:.2f} (slowest stage / average stage, compute only)"))
-    if (said := sentences.of_verdict(verdict)) is not None:
-        show_finding(console, said)
-    for cause in verdict.causes:
-        console.print(text(f"Why ({cause.kind.replace('_', ' ')}): {sentences.of_cause(cause).text}"))
+    measured, found = target.measured, target.what_if
+    if measured.imbalance is not None:
+        console.print(text(f"imbalance {measured.imbalance:.2f} (slowest stage / average stage, compute only)"))
+    first, *others = target.findings
+    show_finding(console, first)
+    for each in others:
+        show_finding(console, each, quiet=True)
     if (advice := sentences.of_what_if(found, measured.framework, measured.role)) is not None:
         show_finding(console, advice)
         if found.best and found.best.activations:
@@ -164,11 +163,17 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
     show_warnings(console, found.warnings)
 
 
-def _summary(measured: TargetStages) -> list[str]:
+def _summary(target: TargetReport) -> list[str]:
+    measured, fleet = target.measured, target.fleet
     lines = [", ".join([*sentences.facts(measured), str(measured.sizes)])]
+    if fleet is not None:
+        first, last = fleet.coverage.steps
+        lines.insert(0, f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}")
     if measured.step_time_ms:
         basis = f", {measured.step_time_basis}" if measured.sizes.pp > 1 else ""
         lines.append(f"step time {with_spread(measured.step_time_ms)} ms{basis}")
+    if target.basis is not None:
+        lines.append(target.basis)
     return lines
 
 

@@ -152,6 +152,15 @@ class TargetStages:
         return ("forward",) if self.forward_only else ("forward", "backward")
 
     @property
+    def imbalance(self) -> float | None:
+        """Compute of the slowest stage over the average over stages; None without a pipeline, or where that of a stage
+        is not known."""
+        compute = [stage.compute_ms.mean for stage in self.stages if stage.compute_ms]
+        if self.unjudgeable or self.sizes.pp == 1 or len(compute) < self.sizes.pp or max(compute) <= 0:
+            return None
+        return max(compute) / statistics.fmean(compute)
+
+    @property
     def step_ms(self) -> float:
         """Milliseconds of the mean step; 0 where no step is whole."""
         return mean_of(self.step_time_ms) or 0.0

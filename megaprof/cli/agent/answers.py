@@ -21,7 +21,7 @@ from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
 #: What a summary leaves out of every document: tables, and what changed over the steps of a run.
-_TABLES = "candidates costs events replay_error_spread single spread stages status stragglers"
+_TABLES = "candidates costs events replay_error_spread single spread stages status"
 _SERIES = "at_most_ms buckets imbalance step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: A replay of more passes than this would keep the server busy.
@@ -96,9 +96,10 @@ def _framework(target: TargetReport) -> tuple[str | None, str | None]:
 
 def _in_brief(target: TargetReport) -> str:
     """As in the table that the report on many targets begins with."""
-    said = sentences.in_brief(target.verdict, target.fleet).text
-    imbalance = "" if target.verdict.imbalance is None else f"; imbalance {target.verdict.imbalance:.2f}"
-    step = target.measured.step_time_ms
+    said = target.in_brief().text
+    measured = target.measured
+    imbalance = "" if measured.imbalance is None else f"; imbalance {measured.imbalance:.2f}"
+    step = measured.step_time_ms
     return f"{title(*target.key)}: {said}{imbalance}" + (f"; a step takes {mean(step)} ms" if step else "")
 
 

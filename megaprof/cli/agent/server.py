@@ -128,7 +128,7 @@ class _Server(MCPServer[Any]):
 def report(directory: _Directory, part: _Part = "", run: _Run = None) -> CallToolResult:
     """Report which pipeline stage is slow, why, what it costs and which layout would be faster, from traces and
     timelines: the JSON of megaprof report DIR --json. Parts: targets/0/stages (every stage's times),
-    targets/0/stages/pp=3, targets/0/what_if/candidates, targets/0/fleet/stragglers, ..."""
+    targets/0/stages/pp=3, targets/0/what_if/candidates, targets/0/fleet/stages, ..."""
     return _answered("report", partial(answers.of_report, directory, run), part, answers.DETAILS)
 
 

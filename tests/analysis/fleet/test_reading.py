@@ -14,7 +14,7 @@ from megaprof.analysis.fleet.reading import BIN, bucketed, find_timelines, perce
 from megaprof.formats import timeline as format
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
-from tests.analysis.telling import findings, notes
+from tests.analysis.telling import notes
 from tests.formats.steps import StepRecord, step_record
 
 LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
@@ -131,4 +131,4 @@ def test_a_damaged_file_is_told_and_raises_nothing(tmp_path: Path, position: int
     assert {0, 1, 3} <= ranks
     assert ranks == {0, 1, 2, 3} or told
     for fleet in survey(reading, tmp_path):
-        assert findings(fleet)
+        assert notes(fleet)

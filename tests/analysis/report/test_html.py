@@ -73,7 +73,7 @@ def boxes(row):
 def test_the_verdict_is_above_the_timeline_and_the_numbers_below(tmp_path):
     pipeline(tmp_path, [6, 2])
     text, reader = render(tmp_path)
-    order = ["Stage 0 is slow", "Why: ", "<canvas", "Where the time of a step goes", "How far microbatches lie apart"]
+    order = ["Stage 0 holds 6 layers", "<canvas", "Where the time of a step goes", "How far microbatches lie apart"]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
     assert "emb+6" in text
@@ -283,5 +283,5 @@ def test_many_targets_begin_with_a_table_that_leads_to_each(tmp_path):
     assert re.findall(r'href="#(\w+)"', overview) == ["t0", "t1", "t2", "t3"]
     assert {"t0", "t1", "t2", "t3"} <= {a.get("id") for _, a in reader.elements}
     assert "&lt;reward&gt;" in overview
-    assert overview.count('<td class="slow">stage 0 slow</td>') == 1
-    assert overview.count('<td class="fine">no stage is slow</td>') == 3
+    assert overview.count('<td class="slow">layers of stage 0') == 1
+    assert overview.count('<td class="slow">few microbatches') == 3

@@ -4,75 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from megaprof.analysis.report import sentences
-from megaprof.analysis.report.sentences import Finding
-from megaprof.analysis.stages.loads import Cause
-from megaprof.analysis.stages.verdict import Comparison, Outcome, Verdict
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
-
-COMPARISON = Comparison(0, "slow", 94.35, 61.51, 1.2, 90.0, 60.0)
-
-
-@pytest.mark.parametrize(
-    ("outcome", "severity", "text"),
-    [
-        (
-            "slow",
-            "slow",
-            "Stage 0 is slow: it computes 94 ms per microbatch (median), 53% above the average over stages (62 ms).",
-        ),
-        (
-            "within",
-            "fine",
-            "No stage is slow: stage 0 is the slowest and computes 94 ms per microbatch (median), 53% above the "
-            "average over stages (62 ms); a stage is called slow when it is more than 10% above.",
-        ),
-        (
-            "chance",
-            "open",
-            "No stage is called slow: stage 0 is the slowest and computes 94 ms per microbatch (median), 53% above the "
-            "average over stages (62 ms), but microbatches vary so much that this may be chance (standard error 1.20 "
-            "ms).",
-        ),
-        (
-            "some_microbatches",
-            "open",
-            "No stage is called slow: stage 0 is the slowest and computes 94 ms per microbatch (median), 53% above the "
-            "average over stages (62 ms), but it is slower in some microbatches only: its quickest one takes 90.0 ms, "
-            "on average over stages the quickest one takes 60.0 ms.",
-        ),
-    ],
-)
-def test_the_verdict(outcome: Outcome, severity: str, text: str) -> None:
-    said = sentences.of_verdict(Verdict(comparison=replace(COMPARISON, outcome=outcome)))
-    assert said is not None
-    assert (said.severity, said.text, said.command) == (severity, text, None)
-
-
-def test_a_verdict_that_is_withheld_says_why() -> None:
-    said = sentences.of_verdict(Verdict(withheld="there is no pipeline (pp=1)"))
-    assert said == Finding("no_verdict", "open", "No stage is called slow: there is no pipeline (pp=1).")
-    assert sentences.of_verdict(Verdict()) is None
-
-
-def test_a_cause_says_what_it_costs() -> None:
-    cause = Cause("layers", 0, "6 layers against 2", "", 26.04)
-    text = "6 layers against 2. It takes 26.0 ms per microbatch, compared with the average over stages."
-    assert sentences.of_cause(cause) == Finding("layers", "open", text)
-    text = "6 layers against 2. It costs 212 ms of the step."
-    assert sentences.of_cause(replace(cause, gain_ms=212.4)) == Finding("layers", "open", text)
-
-
-def test_two_slow_stages_are_both_named() -> None:
-    also = replace(COMPARISON, stage=2, median_ms=80.0)
-    said = sentences.of_verdict(Verdict(slowest_stage=0, comparison=COMPARISON, also_slow=(also,)))
-    assert said is not None
-    assert said.text.endswith(
-        "Stage 2 is slow, too: it computes 80 ms per microbatch (median), 30% above the average over stages (62 ms)."
-    )
 
 
 def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:

@@ -38,7 +38,7 @@ def says_nothing(target: TargetReport) -> bool:
 
 def test_every_kernel_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = reported(UNEVEN, tmp_path, monkeypatch, **ON_GPU)
-    assert target.verdict.slowest_stage == 0
+    assert target.slowest_stage == 0
     assert not target.measured.warnings
 
 
@@ -65,7 +65,7 @@ def test_a_model_on_a_gpu_without_gpu_activity(
     target = reported(UNEVEN, tmp_path, monkeypatch, lambda trace, event: not is_cuda(event), top, **metadata)
     assert says_nothing(target)
     assert len(target.measured.warnings) == 1
-    assert target.verdict.withheld == target.measured.warnings[0]
+    assert target.withheld == target.measured.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_run_on_a_cpu_is_one(
 ) -> None:
     scenario = Scenario("uneven on a CPU", layers=(6, 4, 4, 4), gpu=False)
     target = reported(scenario, tmp_path, monkeypatch, top=top, **metadata)
-    assert target.verdict.slowest_stage == 0
+    assert target.slowest_stage == 0
 
 
 def without(part: int) -> Callable[[TraceBuilder, Event], bool]:
@@ -94,15 +94,15 @@ def test_a_rank_that_lost_more_than_one_launch_in_a_hundred_has_no_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = reported(UNEVEN, tmp_path, monkeypatch, without(30), **ON_GPU)
-    assert target.verdict.withheld is not None
-    assert not target.verdict.causes
+    assert target.withheld is not None
+    assert not target.causes
     stages = target.to_json()["stages"]
     assert [stage["compute_ms"] is None for stage in stages] == [False, False, True, False]
     assert {stage["bubble_ms"] for stage in stages} == {None}
 
 
 def test_few_lost_kernels_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reported(UNEVEN, tmp_path, monkeypatch, without(128), **ON_GPU).verdict.slowest_stage == 0
+    assert reported(UNEVEN, tmp_path, monkeypatch, without(128), **ON_GPU).slowest_stage == 0
 
 
 @pytest.mark.parametrize("merged", [False, True])
@@ -115,7 +115,7 @@ def test_a_step_that_lost_kernels_leaves_the_others(
         scenario, tmp_path, monkeypatch, lambda trace, event: not (is_kernel(event) and event["ts"] < 4e6), **ON_GPU
     )
     assert target.measured.steps == (6,)
-    assert target.verdict.slowest_stage == 0
+    assert target.slowest_stage == 0
     assert any("step 5" in warning for warning in target.measured.warnings)
 
 
@@ -125,5 +125,5 @@ def test_of_two_tools_the_one_that_saw_the_gpu_counts(tmp_path: Path, monkeypatc
         reported(UNEVEN, tmp_path / "torch", patched, lambda trace, event: not is_cuda(event), **ON_GPU)
     reported(UNEVEN, tmp_path / "another", monkeypatch, **ON_GPU)
     (target,) = analyze(tmp_path).targets
-    assert target.verdict.slowest_stage == 0
+    assert target.slowest_stage == 0
     assert not target.measured.warnings

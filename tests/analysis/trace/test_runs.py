@@ -91,7 +91,7 @@ def test_the_newest_run_is_reported_and_the_others_are_told(tmp_path: Path) -> N
     report = analyze(tmp_path)
     (target,) = report.targets
     assert target.fleet is not None
-    assert not target.fleet.stragglers
+    assert "slow_rank" not in {cause.kind for cause in target.causes}
     assert not any("ran twice" in note for note in notes(target.fleet))
     assert {path.parent.name for path in report.timelines} == {"new"}
     assert (report.run, report.runs, report.warnings) == (2, 2, ())
@@ -101,8 +101,7 @@ def test_an_earlier_run_is_reported_on_demand(tmp_path: Path) -> None:
     two_runs(tmp_path)
     report = analyze(tmp_path, run=1)
     (target,) = report.targets
-    assert target.fleet is not None
-    assert [(slow.ranks, slow.from_step) for slow in target.fleet.stragglers] == [((1,), 20)]
+    assert [cause.ranks for cause in target.causes if cause.kind == "slow_rank"] == [(1,)]
     assert {path.parent.name for path in report.timelines} == {"old"}
     assert (report.run, report.runs) == (1, 2)
     assert {call.metadata.steps for call in report.drawn} == {(59, 59)}

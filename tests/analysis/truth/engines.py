@@ -55,37 +55,12 @@ class Said:
 def report(directory: Path) -> Said:
     """`megaprof report`, by its JSON."""
     (target,) = analyze(directory).to_json()["targets"]
-    found: dict[tuple[Any, ...], Named] = {}
-    # A rank is told as a cause, with its price, and again among the ranks of the run.
-    for each in (*_causes(target), *(_of_fleet(target["fleet"]) if target["fleet"] else ())):
-        key = (each.kind, each.ranks or each.stage, each.group)
-        if key not in found:
-            found[key] = each
-    return Said(tuple(found.values()), tuple(_layouts(target["what_if"])), in_order=False)
+    return Said(tuple(map(_named, target["causes"])), tuple(_layouts(target["what_if"])), in_order=True)
 
 
-def _causes(target: Mapping[str, Any]) -> Iterator[Named]:
-    for cause in target["causes"]:
-        ranks = () if cause["rank"] is None else (cause["rank"],)
-        if cause["kind"] == "slow_rank" and cause["rank"] is None:
-            continue  # several ranks, which the run's stragglers name
-        # The stage of a communication is the one with the most of it, not the place of a fault.
-        stage = None if cause["kind"] in ("communication", "host_bound") else cause["stage"]
-        yield Named(cause["kind"], stage, ranks, cause["group"], cause["gain_ms"])
-
-
-def _of_fleet(fleet: Mapping[str, Any]) -> Iterator[Named]:
-    kinds = {"compute": "slow_rank", "arrival": "late_entry", "synchronisation": "slow_synchronisation"}
-    for each in fleet["stragglers"]:
-        yield Named(kinds[each["what"]], each["stage"], tuple(each["ranks"]))
-    for stage in fleet["stages"]:
-        if any(shift["after_ms"] > 1.1 * shift["before_ms"] for shift in stage["shifts"]):
-            yield Named("slow_stage", stage["pp"])
-    if fleet["unbalanced"]:
-        lost = fleet["unbalanced"]["step_ms"] - fleet["unbalanced"]["balanced_ms"]
-        yield Named("unequal_replicas", price=lost)
-    if fleet["stalls"]:
-        yield Named("stalls")
+def _named(cause: Mapping[str, Any]) -> Named:
+    where, prices = cause["stage"], (cause["gain_ms"], cause["low_ms"], cause["high_ms"])
+    return Named(cause["kind"], where, tuple(cause["ranks"]), cause["group"], *prices)
 
 
 def _layouts(found: Mapping[str, Any]) -> Iterator[Advised]:

@@ -34,6 +34,7 @@ from megaprof.formats.job.requests import Answer
 from megaprof.metrics.look import View, look_at
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
 from tests.cli.jobs.test_status import Job
 from tests.cli.running import ROOT, check
@@ -106,7 +107,7 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
         assert all(tool.description for tool in listed)
 
         summary = await call(client, "report", directory=before)
-        assert summary["headline"][0].startswith("train_actor: stage 0 slow; imbalance 1.50; a step takes ")
+        assert summary["headline"][0].startswith("train_actor: layers of stage 0 (")
         (target,), (whole,) = summary["targets"], reports[before]["targets"]
         for name in ("causes", "notes", "slowest_stage", "imbalance", "step_time_ms", "sizes", "warnings"):
             assert target[name] == whole[name]
@@ -117,11 +118,11 @@ def test_the_tools_give_the_json_of_the_commands(tmp_path: Path, capsys: pytest.
         assert await call(client, "report", directory=before, part="targets") == reports[before]["targets"]
 
         (target,), (whole,) = (await call(client, "report", directory=run))["targets"], reports[run]["targets"]
-        assert "over the run" in (await call(client, "report", directory=run, part="headline"))[0]
+        assert "slow rank 1 (" in (await call(client, "report", directory=run, part="headline"))[0]
         assert target["fleet"]["findings"] == whole["fleet"]["findings"]
         assert target["fleet"]["step_ms"]["items"] == len(whole["fleet"]["step_ms"]) == 60
-        asked = await call(client, "report", directory=run, part="targets/0/fleet/stragglers")
-        assert asked == whole["fleet"]["stragglers"]
+        asked = await call(client, "report", directory=run, part="targets/0/fleet/stages")
+        assert asked == whole["fleet"]["stages"]
 
         layouts = await call(client, "layouts", directory=before)
         predicted = reports[before]["targets"][0]["what_if"]
@@ -433,7 +434,7 @@ def test_nothing_but_the_protocol_is_written_to_standard_output(tmp_path: Path) 
         rest = process.stdout.read()
         assert process.wait(60) == 0
     assert [each["id"] for each in received] == [1, 2]
-    assert "stage 0 slow" in received[1]["result"]["content"][0]["text"]
+    assert "layers of stage 0" in received[1]["result"]["content"][0]["text"]
     assert rest == ""
 
 
@@ -466,13 +467,13 @@ def test_documents_help_and_schemas_can_be_read() -> None:
 
 
 def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> None:
-    pipeline(tmp_path, [2] * 40 + [4] + [2] * 23)
+    write(Scenario("many stages", layers=(2,) * 40 + (4,) + (2,) * 23, microbatches=32, gpu=False), tmp_path)
     found = excerpt(answers.of_report(str(tmp_path), None), details=answers.DETAILS)
     assert len(found) <= MOST
     summary = json.loads(found)
     (target,) = summary["targets"]
     assert (target["slowest_stage"], target["stages"]["items"]) == (40, 64)
-    assert "stage 40 slow" in summary["headline"][0]
+    assert "layers of stage 40" in summary["headline"][0]
     assert ("layers", 40) in [(cause["kind"], cause["stage"]) for cause in target["causes"]]
 
 

@@ -57,9 +57,9 @@ def test_the_stage_built_slow_is_the_one_named(tmp_path: Path, capfd: pytest.Cap
         for target in report["targets"]:
             assert target["slowest_stage"] in (1, None)
             assert {cause["stage"] for cause in target["causes"] if cause["kind"] == "layers"} <= {1}
-        evidence = [cause["evidence"] for target in report["targets"] for cause in target["causes"]]
-        if any("6 layers against 2" in text for text in evidence):
-            assert "Stage 1 is slow" in stdout
+        named = [(cause["kind"], cause["stage"]) for target in report["targets"] for cause in target["causes"]]
+        if ("layers", 1) in named:
+            assert "Stage 1 holds 6 layers" in " ".join(stdout.split())
             return
     raise AssertionError(f"no capture named the slow stage; the last one: {report['targets']}")
 
@@ -70,7 +70,7 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
     assert main(["demo", *SMALL, "--pp", "1", "--layers", "2", "--out", str(out)]) == 0
     for target in json.loads((out / "report.json").read_text())["targets"]:
         assert target["slowest_stage"] is None
-        assert target["causes"] == []
+        assert {cause["stage"] for cause in target["causes"]} <= {0, None}
         assert [stage["bubble_ms"] for stage in target["stages"]] == [0.0]
 
 
@@ -255,6 +255,3 @@ def test_the_report_names_the_fault(
         assert "The demo has ended after 40 steps.\n" in stdout
     (target,) = (t for t in json.loads((out / "report.json").read_text())["targets"] if t["target"] == "train_actor")
     assert cause in [(each["kind"], each["rank"]) for each in target["causes"]]
-    if steps:
-        (slow,) = (each for each in target["fleet"]["stragglers"] if each["until"] is None)
-        assert (slow["ranks"], slow["what"]) == ([3], "compute")

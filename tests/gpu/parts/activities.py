@@ -47,7 +47,7 @@ def _look(found: Found, cpu: bool, name: str, directory: Path) -> None:
     known: dict[str, Any] = {
         "compute": stage.compute_ms is not None,
         "bubble": stage.bubble_ms is not None,
-        "causes": bool(target.verdict.causes),
+        "causes": bool(target.causes),
     }
     if stage.compute_ms is not None:
         found.figures[f"{name}_compute_ms"] = stage.compute_ms.mean

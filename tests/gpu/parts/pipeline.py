@@ -43,13 +43,13 @@ def compare(work: Path, cpu: bool, built: tuple[int, ...], even: tuple[int, ...]
     step, error = target.measured.step_time_ms, target.what_if.replay_error
     found = Found(
         {
-            "imbalance": target.verdict.imbalance,
+            "imbalance": target.measured.imbalance,
             "step_ms": step.mean if step else None,
             "replay_error": error.mean if error else None,
             "plus_or_minus_ms": other.uncertainty_ms if other else None,
         }
     )
-    found.on_a_gpu(cpu, "the slow stage is the one with six layers", target.verdict.slowest_stage, 0)
+    found.on_a_gpu(cpu, "the slow stage is the one with six layers", target.slowest_stage, 0)
     expected = 2 * (vpp or 1) * len(traces) * workload(cpu).microbatches
     found.expect("every microbatch has its passes", len(passes), expected)
     found.on_a_gpu(

@@ -50,5 +50,5 @@ def run(work: Path, cpu: bool) -> Found:
     (target,) = analyze(work / "traces").targets
     step = target.measured.step_time_ms
     found.within(cpu, "the report's step (ms) is the usual one", step.mean if step else None, usual, 0.1)
-    found.within(cpu, "the imbalance of an even pipeline", target.verdict.imbalance, 1.0, 0.1)
+    found.within(cpu, "the imbalance of an even pipeline", target.measured.imbalance, 1.0, 0.1)
     return found

@@ -1,0 +1,336 @@
+"""What a diagnosis says, in sentences: made here from data, for every output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
+from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.fleet.fleet import Fleet
+from megaprof.analysis.report.sentences import Finding, trigger
+from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, steps
+from megaprof.analysis.stages.words import stages as stages_in_words
+from megaprof.formats.checks import listed
+from megaprof.formats.job.standstill import Standstill
+from megaprof.parallel.selectors import Selector
+
+#: Causes that are about what a stage holds or computes.
+OF_A_STAGE = frozenset(
+    ("layers", "embedding_or_loss", "recomputation", "slow_forward", "slow_backward", "unexplained", "slow_chunk")
+)
+_MOST = 8
+#: Causes in a table of targets.
+_IN_BRIEF = 3
+#: Of more captured steps than this nobody thinks.
+_MANY_STEPS = 100
+_GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
+
+
+def findings(
+    measured: TargetStages,
+    diagnosis: Diagnosis | None,
+    withheld: str | None,
+    fleet: Fleet | None = None,
+    *,
+    captured: bool = True,
+) -> tuple[Finding, ...]:
+    """The verdict: the dearest cause first, then the others, what may be one, and what nobody can name.
+
+    ``withheld``: why there is no diagnosis; ``fleet``: of a job that can be asked for a capture; ``captured``:
+    whether the diagnosis is of captured steps, and not of timelines.
+    """
+    if diagnosis is None:
+        return (Finding("no_verdict", "open", f"No cause of lost time is named: {withheld}."),)
+    found = [_finding(cause, measured, diagnosis, fleet) for cause in diagnosis.causes]
+    if not found:
+        surely = " surely" * bool(diagnosis.perhaps)
+        text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
+        found.append(Finding("no_cause", "open" if diagnosis.perhaps else "fine", text))
+    found += [_perhaps(cause, measured, diagnosis, captured=captured) for cause in diagnosis.perhaps]
+    if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
+        lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
+        text = f"{lost} is lost to single passes that took longer than usual, now here and now there."
+        found.append(Finding("rest", "open", text))
+    return tuple(found)
+
+
+def in_brief(diagnosis: Diagnosis | None, fleet: Fleet | None, standstill: Standstill | None = None) -> Finding:
+    """The verdict in a few words, for a table of targets; ``standstill``: where the job stands or was killed."""
+    if standstill is not None:
+        text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
+        return Finding("in_brief", "slow", f"{text} step {standstill.step}")
+    told = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
+    for cause in diagnosis.causes if diagnosis is not None else ():
+        told.append(f"{name_of(cause)} ({percent(cause.price.ms / diagnosis.step_ms)})" if diagnosis else "")
+    if told:
+        return Finding("in_brief", "slow", listed(told, _IN_BRIEF))
+    if diagnosis is None:
+        return Finding("in_brief", "open", "no verdict")
+    may = " surely" * bool(diagnosis.perhaps)
+    return Finding("in_brief", "open" if may else "fine", f"nothing{may} costs {percent(LEAST)} of the step")
+
+
+def name_of(cause: Cause) -> str:
+    """``slow rank 5``, ``layers of stage 0``: a few words for a table."""
+    kind = cause.kind.replace("_", " ")
+    if cause.kind == "slow_rank":
+        return f"slow {ranks(cause.ranks, _MOST)}"
+    if cause.ranks:
+        return f"{kind} of {ranks(cause.ranks, _MOST)}"
+    if cause.link is not None:
+        return f"{kind} {cause.link[0]}-{cause.link[1]}"
+    if cause.group is not None:
+        return f"exposed {cause.group} communication"
+    if cause.kind == "slow_chunk":
+        return f"slow chunk {cause.chunk} of stage {cause.stage}"
+    of = cause.stages or (() if cause.stage is None or cause.kind == "data_wait" else (cause.stage,))
+    return f"{kind} of {stages_in_words(of)}" if of else kind
+
+
+def evidence(cause: Cause, measured: TargetStages) -> str:
+    """What is so, and where: a sentence or two."""
+    return _SENTENCES[cause.kind](cause, measured)
+
+
+def price(cause: Cause, diagnosis: Diagnosis) -> str:
+    """What that costs, a sentence."""
+    at = cause.price
+    if at.ms <= 0.0:
+        return "Mending it alone gains nothing, because another cause here holds the step back as much."
+    text = f"It costs {milliseconds(at.ms)} ({percent(at.ms / diagnosis.step_ms)} of the step)"
+    text += _interval(at.low, at.high)
+    if cause.share < 1.0:
+        text += f"; {milliseconds(cause.while_ms)} of each step in which it is there"
+    return text + "."
+
+
+def basis(diagnosis: Diagnosis) -> str:
+    """Which steps causes are priced in, where these are others than those of the tables."""
+    step = milliseconds(diagnosis.step_ms)
+    return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
+
+
+def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, fleet: Fleet | None) -> Finding:
+    text, command = f"{evidence(cause, measured)} {price(cause, diagnosis)}", None
+    if len(cause.ranks) > 1 and cause.kind == "slow_rank" and fleet is not None:
+        text += " A capture shows which of them it is:"
+        command = trigger(fleet, str(Selector.of_ranks(cause.ranks)))
+    return Finding(cause.kind, "slow", text, command)
+
+
+def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> Finding:
+    """What may be a cause, with the option that captures enough steps to tell."""
+    text = (
+        f"Perhaps {name_of(cause)}: {milliseconds(max(cause.price.ms, 0.0))} "
+        f"({percent(max(cause.price.ms, 0.0) / diagnosis.step_ms)} of the step)"
+        f"{_interval(cause.price.low, cause.price.high)}."
+    )
+    more = counted(cause.more_steps, "more step")
+    if cause.more_steps > _MANY_STEPS:
+        return Finding("perhaps", "open", f"{text} It would take more than {_MANY_STEPS} more steps to tell.")
+    if not captured or not measured.steps:
+        return Finding("perhaps", "open", sentence(f"{text} {more} of the run would tell"))
+    begin = measured.steps[0]
+    option = f"--profile-steps {measured.target}={begin}:{begin + diagnosis.steps + cause.more_steps}"
+    return Finding("perhaps", "open", f"{text} {_capital(more)} would tell:", option)
+
+
+def _interval(low: float, high: float) -> str:
+    """From where to where a price goes, in words where that is nearly anything."""
+    if low <= 0.0:
+        return f", and could be anything up to {milliseconds(high)}"
+    return f", between {number(low)} and {milliseconds(high)}" if number(low) != number(high) else ""
+
+
+def _layers(cause: Cause, measured: TargetStages) -> str:
+    held = {stage.pp: [c.holds.layers if c.holds else None for c in stage.chunks] for stage in measured.stages}
+    most = cause.stages or (() if cause.stage is None else (cause.stage,))
+    whole = {pp: sum(each or 0 for each in own) for pp, own in held.items() if None not in own}
+    if not most or len(whole) < len(held) or any(pp not in whole for pp in most):
+        return "The layers are not spread evenly over the model chunks."
+    others = [count for pp, count in whole.items() if pp not in most]
+    hold, each = ("holds", "") if len(most) == 1 else ("hold", " each")
+    against = f", and the others hold {_reach(others)}" if others else ""
+    return f"{_capital(stages_in_words(most))} {hold} {counted(whole[most[0]], 'layer')}{each}{against}."
+
+
+def _reach(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def _ends(cause: Cause, measured: TargetStages) -> str:
+    own = [c.holds for stage in measured.stages if stage.pp == cause.stage for c in stage.chunks if c.holds]
+    names = {
+        "the embedding": any(each.embedding for each in own),
+        "MTP layers": any(each.mtp for each in own),
+        "the output layer and loss": any(each.loss for each in own),
+    }
+    held = [name for name, there in names.items() if there] or ["an embedding, or an output layer and loss"]
+    return f"Stage {cause.stage} holds {_and(held)} beside its layers, which takes {_parts(cause)} of each microbatch."
+
+
+def _recomputation(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"The backwards of stage {cause.stage} take {_part(cause, 'backward_ms')} longer for each microbatch than its "
+        "layers need, about as long as one forward: this stage seems to recompute activations, and the others do not."
+    )
+
+
+def _one_kind(own: str, other: str) -> Callable[[Cause, TargetStages], str]:
+    def said(cause: Cause, measured: TargetStages) -> str:
+        return (
+            f"The {own}s of stage {cause.stage} take {_part(cause, f'{own}_ms')} longer for each microbatch than its "
+            f"layers need; its {other}s take what they should."
+        )
+
+    return said
+
+
+def _unexplained(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"Stage {cause.stage} is slow: it takes {_parts(cause)} longer for each microbatch than its layers need, and "
+        "nothing that was recorded says why."
+    )
+
+
+def _chunk(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"Chunk {cause.chunk} of stage {cause.stage} takes {_parts(cause)} longer for each microbatch than other "
+        "chunks with as many layers."
+    )
+
+
+def _slow_rank(cause: Cause, measured: TargetStages) -> str:
+    several = len(cause.ranks) > 1
+    peers = "the other ranks of their stage" if several else "its peers"
+    waiting = ", which wait for each other inside a microbatch," if several else ""
+    factor = cause.parts.get("factor")
+    longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
+    return f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_when(cause)}."
+
+
+def _late_entry(cause: Cause, measured: TargetStages) -> str:
+    enter, there = ("enter", "them") if len(cause.ranks) > 1 else ("enters", "it")
+    return (
+        f"{_who(cause)} {enter} the step later than the others{_when(cause)}: something between the steps takes "
+        f"longer on {there}, such as data loading or other work of the host."
+    )
+
+
+def _slow_link(cause: Cause, measured: TargetStages) -> str:
+    one, other = cause.link or (cause.stage or 0, (cause.stage or 0) + 1)
+    return f"Exchanges between stages {one} and {other} take longer than those of the other links."
+
+
+def _data_wait(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"The first forward takes longer than the others{_when(cause)}, on the first stage alone: it seems to wait for "
+        "its data."
+    )
+
+
+def _uneven(cause: Cause, measured: TargetStages) -> str:
+    if cause.stage is not None:
+        return f"On stage {cause.stage} some microbatches take longer than others, and the pipeline waits for them."
+    tokens = measured.tokens.values()
+    lengths = f" (from {min(tokens):,} to {max(tokens):,} tokens)" if tokens else ""
+    return f"Microbatches differ in their work{lengths}, alike on all stages, and the pipeline waits for the long ones."
+
+
+def _unequal(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"The replicas get unequal work{_when(cause)}, and all wait in the gradient reduction for the one that has the "
+        "most: spread long sequences evenly over the replicas of a step."
+    )
+
+
+def _communication(cause: Cause, measured: TargetStages) -> str:
+    if cause.group == "pp":
+        return "Exchanges between stages take time in which the stage that waits for them computes nothing."
+    if cause.group == "dp":
+        return f"The gradient reduction goes on behind the last pass, where no compute hides it{_when(cause)}."
+    name = _GROUPS.get(cause.group or "")
+    which = f"{name} communication" if name else "communication of a group that the recording does not name"
+    return f"{_capital(which)} is exposed: no compute hides it."
+
+
+def _host_bound(cause: Cause, measured: TargetStages) -> str:
+    return "The GPU waits for the host inside passes: it has nothing to do, because nothing was launched in time."
+
+
+def _stalls(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"Single passes stall{_when(cause)}, on one rank or another. Python's garbage collection does this: try "
+        "Megatron's --manual-gc, with which all ranks collect at once."
+    )
+
+
+def _filling(cause: Cause, measured: TargetStages) -> str:
+    count = counted(measured.microbatches or 0, "microbatch")
+    return f"{count} are few for {counted(measured.sizes.pp, 'stage')}: filling and draining the pipeline takes long."
+
+
+_SENTENCES: dict[str, Callable[[Cause, TargetStages], str]] = {
+    "layers": _layers,
+    "embedding_or_loss": _ends,
+    "recomputation": _recomputation,
+    "slow_forward": _one_kind("forward", "backward"),
+    "slow_backward": _one_kind("backward", "forward"),
+    "unexplained": _unexplained,
+    "slow_chunk": _chunk,
+    "slow_rank": _slow_rank,
+    "slow_link": _slow_link,
+    "late_entry": _late_entry,
+    "data_wait": _data_wait,
+    "uneven_microbatches": _uneven,
+    "unequal_replicas": _unequal,
+    "communication": _communication,
+    "host_bound": _host_bound,
+    "stalls": _stalls,
+    "few_microbatches": _filling,
+}
+#: All that a diagnosis names.
+KINDS = frozenset(_SENTENCES)
+
+
+def _who(cause: Cause) -> str:
+    """``Rank 37 (stage 2, node-0004)``."""
+    where = [f"stage {cause.stage}"] if cause.stage is not None else []
+    where += cause.hosts if len(cause.hosts) == 1 else ()
+    return _capital(ranks(cause.ranks, _MOST)) + (f" ({', '.join(where)})" if where else "")
+
+
+def _when(cause: Cause) -> str:
+    """In which steps it is so, where not in all."""
+    if cause.share == 1.0:
+        return ""
+    begins = f" since step {cause.since}" if cause.since is not None else ""
+    return begins or f" in {percent(cause.share)} of the steps"
+
+
+def _times(factor: float) -> str:
+    """``1.3 times``; what is beyond all measure in words."""
+    if factor < 100:
+        return f"{factor:.2g} times"
+    return "hundreds of times" if factor < 1000 else "thousands of times"
+
+
+def _parts(cause: Cause) -> str:
+    """``9.1 ms (3.0 forward, 6.1 backward)``."""
+    known = {name.removesuffix("_ms"): ms for name, ms in cause.parts.items() if name in ("forward_ms", "backward_ms")}
+    text = milliseconds(sum(known.values()))
+    return text if len(known) < 2 else f"{text} ({', '.join(f'{number(ms)} {kind}' for kind, ms in known.items())})"
+
+
+def _part(cause: Cause, name: str) -> str:
+    return milliseconds(cause.parts.get(name, 0.0))
+
+
+def _and(things: Sequence[str]) -> str:
+    return things[0] if len(things) == 1 else f"{', '.join(things[:-1])} and {things[-1]}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,118 @@
+"""Causes of runs whose timelines are known, and every kind of cause in sentences."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
+from megaprof.analysis.diagnosis.examine import Price
+from megaprof.analysis.report import causes
+from megaprof.analysis.report.report import analyze
+from megaprof.analysis.stages.stages import TargetStages
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.analysis.job_timelines import Slow, write_timelines
+
+PIPELINE = WorldLayout(ParallelSizes.of(8, pp=2))
+EXPERTS = WorldLayout(ParallelSizes.of(16, tp=2, pp=2, ep=2))
+TWO_REPLICAS = WorldLayout(ParallelSizes.of(4, pp=2))
+STEPS, MICROBATCHES, PASSES_MS = 120, 8, 30.0
+_RANDOM = random.Random(0)
+#: In every step the ranks of another replica are slow.
+UNEQUAL = [
+    Slow(rank=4 * pp + replica, from_step=step, until_step=step, factor=1.4)
+    for step, replica in enumerate([_RANDOM.randrange(4) for _ in range(STEPS)])
+    for pp in range(2)
+]
+
+
+def now_and_then(rank: int, every: int, lasts: int, factor: float) -> list[Slow]:
+    starts = range(8, STEPS, every)
+    return [Slow(rank=rank, from_step=step, until_step=step + lasts - 1, factor=factor) for step in starts]
+
+
+@pytest.mark.parametrize(
+    ("layout", "slow", "expected"),
+    [
+        # Kind, ranks, since, the part of the steps, and milliseconds of a microbatch that it takes longer then.
+        (PIPELINE, [Slow(rank=5, from_step=70, factor=1.31)], ("slow_rank", (5,), 70, 50 / 120, 0.31)),
+        (PIPELINE, [Slow(rank=3, factor=1.5)], ("slow_rank", (3,), None, 1.0, 0.5)),
+        (EXPERTS, [Slow(rank=9, from_step=60, factor=1.4)], ("slow_rank", (8, 9, 10, 11), 60, 0.5, 0.4)),
+        (PIPELINE, now_and_then(5, 16, 8, 1.5), ("slow_rank", (5,), None, 0.47, 0.5)),
+        (TWO_REPLICAS, now_and_then(1, 19, 6, 1.6), ("slow_rank", (1,), None, 0.3, 0.6)),
+        (PIPELINE, UNEQUAL, ("unequal_replicas", (), None, 1.0, 0.3)),
+        (PIPELINE, [Slow(from_step=50, factor=8, kind="finalize")], ("communication", (), 50, 0.58, 40 / 240)),
+        (PIPELINE, [], None),
+    ],
+    ids=["slow since", "slow", "slow group", "now and then", "of two replicas", "unequal", "slow reduction", "healthy"],
+)
+def test_the_causes_of_a_run(
+    tmp_path: Path, layout: WorldLayout, slow: list[Slow], expected: tuple[Any, ...] | None
+) -> None:
+    write_timelines(tmp_path, layout, steps=STEPS, microbatches=MICROBATCHES, slow=slow)
+    (target,) = analyze(tmp_path).targets
+    assert target.findings[0].kind == (expected[0] if expected else "no_cause")
+    assert target.findings[0].severity == ("slow" if expected else "fine")
+    assert [(each.kind, each.ranks) for each in target.causes] == ([expected[:2]] if expected else [])
+    for cause in target.causes:
+        assert expected is not None
+        _, _, since, share, longer = expected
+        # Every third step is looked at.
+        assert (cause.since is None) == (since is None)
+        assert abs((cause.since or 0) - (since or 0)) <= 3
+        assert cause.share == pytest.approx(share, abs=0.07)
+        assert cause.while_ms == pytest.approx(longer * PASSES_MS * MICROBATCHES, rel=0.2)
+        assert cause.price.low < cause.price.ms < cause.price.high
+
+
+SIZES = ParallelSizes.of(8, pp=4)
+MEASURED = TargetStages("train_actor", None, SIZES, "1f1b", False, 8, (5, 6), None, "", (), None, ())
+
+
+def cause(kind: str, **about: Any) -> Cause:
+    fields: dict[str, Any] = {"price": Price(40.0, 30.0, 50.0), "share": 1.0, "while_ms": 40.0, "since": None}
+    return Cause(kind, **(fields | about))
+
+
+def diagnosis(*found: Cause, perhaps: tuple[Cause, ...] = (), rest_ms: float = 0.0) -> Diagnosis:
+    return Diagnosis(400.0, 2, 400.0, found, perhaps, rest_ms)
+
+
+@pytest.mark.parametrize("kind", sorted(causes.KINDS))
+def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
+    about: dict[str, Any] = {"stage": 2}
+    about |= {"ranks": (5,), "hosts": ("node-1",)} if kind in ("slow_rank", "late_entry") else {}
+    about |= {"link": (2, 3)} if kind == "slow_link" else {"chunk": 1} if kind == "slow_chunk" else {}
+    found = diagnosis(cause(kind, parts={"forward_ms": 3.0, "backward_ms": 6.0}, **about))
+    (said,) = causes.findings(MEASURED, found, None)
+    assert (said.kind, said.severity, said.command) == (kind, "slow", None)
+    assert said.text.endswith("It costs 40.0 ms (10% of the step), between 30.0 and 50.0 ms.")
+    assert ("node-1" in said.text) == ("ranks" in about)
+    assert "None" not in said.text
+
+
+def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
+    few = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=6)
+    first, second = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None)
+    assert first.severity == "open"
+    assert second.command == "--profile-steps train_actor=5:13"
+    assert "could be anything up to 20.0 ms" in second.text
+    (_, of_the_run) = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None, captured=False)
+    assert of_the_run.command is None
+    many = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=4000)
+    (_, hopeless) = causes.findings(MEASURED, diagnosis(perhaps=(many,)), None)
+    assert (hopeless.command, "more than 100" in hopeless.text) == (None, True)
+
+
+def test_what_nobody_can_name_is_said_where_it_is_much() -> None:
+    assert [found.kind for found in causes.findings(MEASURED, diagnosis(rest_ms=9.0), None)] == ["no_cause", "rest"]
+    assert [found.severity for found in causes.findings(MEASURED, diagnosis(rest_ms=7.0), None)] == ["fine"]
+
+
+def test_without_a_diagnosis_it_says_why() -> None:
+    (said,) = causes.findings(MEASURED, None, "1 of 2 stages captured")
+    assert (said.kind, said.severity) == ("no_verdict", "open")
+    assert said.text.endswith(": 1 of 2 stages captured.")
