@@ -15,5 +15,7 @@ FILLED = 4
 DRAWS = 24
 #: Steps that are looked into, evenly spread over the run: what a report has time for.
 STEPS = 48
-#: What a replay with changed times is wrong by, as a part of what it gains, on pipelines whose gains are known.
+#: Standard error of a price that no draw shows, as a part of it: what disturbs a step moves when that changes.
+#: Of drawn pipelines (`make bench-truth`) two thirds of the prices are 0.8 % off at most, one in ten by more than 13 %;
+#: with this number intervals of 90 % hold 91 to 93 %.
 REPLAYED = 0.02
