@@ -189,9 +189,11 @@ def _one_kind(own: str, other: str) -> Callable[[Cause, TargetStages], str]:
 
 
 def _unexplained(cause: Cause, measured: TargetStages) -> str:
+    # A stage that became slow on the way takes usually what its layers need.
+    longer = f"{_parts(cause)} longer for each microbatch" if number(sum(cause.parts.values())) != "0.00" else "longer"
     return (
-        f"Stage {cause.stage} is slow: it takes {_parts(cause)} longer for each microbatch than its layers need, and "
-        "nothing that was recorded says why."
+        f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need, and nothing that was recorded "
+        "says why."
     )
 
 
