@@ -67,7 +67,7 @@ def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = N
     if found.advice is None:
         return None
     if found.best is None or found.best.kind == "no_straggler":
-        return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice))
+        return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice), found.capture)
     own = options_of(framework, role, found.best.flags)
     told = None if own is None else f"{framework}: {shlex.join(own)}"
     return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags), told)
