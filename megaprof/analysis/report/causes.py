@@ -192,8 +192,8 @@ def _unexplained(cause: Cause, measured: TargetStages) -> str:
     # A stage that became slow on the way takes usually what its layers need.
     longer = f"{_parts(cause)} longer for each microbatch" if number(sum(cause.parts.values())) != "0.00" else "longer"
     return (
-        f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need, and nothing that was recorded "
-        "says why."
+        f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need, and nothing that was "
+        "recorded says why."
     )
 
 
