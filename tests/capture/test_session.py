@@ -172,7 +172,9 @@ def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Pat
     assert all(trace.metadata.microbatches is None for trace in files(tmp_path).values())
     (target,) = analyze(tmp_path).targets
     measured = target.measured
-    assert len(measured.stages[0].microbatch_ms) == 2 * len(measured.steps)
+    (forwards,) = [chunk.forward_ms for chunk in measured.stages[0].chunks]
+    assert forwards is not None
+    assert forwards.count == 2 * len(measured.steps)
     assert [message for message in measured.warnings if "belong" in message] == []
     assert target.diagnosis is None
     assert target.withheld is not None

@@ -151,11 +151,6 @@ def differ(before: Level, after: Level) -> bool:
     return low > 0 and math.log(high / low) > max(math.log1p(EXCESS), SIGMAS * error)
 
 
-def scatter(x: Floats) -> float:
-    """Standard deviation by the median absolute deviation."""
-    return MAD * float(np.median(np.abs(x - np.median(x))))
-
-
 def logarithms(times: Floats) -> Floats:
     """Natural ones; no time is below a microsecond, the unit of a timeline."""
     return np.asarray(np.log(np.maximum(times, 1e-3)))
@@ -209,18 +204,6 @@ def low_median(values: Floats) -> Floats:
     place = np.maximum((count - 1) // 2, 0)
     picked: Floats = np.take_along_axis(ordered, np.expand_dims(place, 0), axis=0)[0]
     return np.where(count > 0, picked, np.nan)
-
-
-def others_median(values: Floats) -> Floats:
-    """For every row the `low_median` of the other rows; NaN where there is none."""
-    there = np.isfinite(values)
-    ordered = np.sort(values, axis=0)
-    count = np.broadcast_to(there.sum(axis=0), values.shape)
-    place = np.argsort(np.argsort(values, axis=0, kind="stable"), axis=0, kind="stable")  # of each row in its column
-    middle = np.maximum((count - 2) // 2, 0)
-    middle = np.minimum(middle + (place <= middle), len(values) - 1)
-    picked: Floats = np.take_along_axis(ordered, middle, axis=0)
-    return np.where(there & (count > 1), picked, np.nan)
 
 
 def _level(x: Floats, a: int, b: int, noise: float) -> tuple[float, float]:

@@ -48,9 +48,3 @@ class Spread:
 def mean_of(spread: Spread | None) -> float | None:
     """The average; None for no samples."""
     return spread.mean if spread else None
-
-
-def scatter(samples: Sequence[float]) -> float:
-    """Standard deviation by the median absolute deviation: a few disturbed samples do not count."""
-    middle = statistics.median(samples)
-    return MAD * statistics.median(abs(sample - middle) for sample in samples)

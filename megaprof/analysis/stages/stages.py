@@ -8,9 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from megaprof.analysis.stages.between import FirstInput, Link, first_inputs, lateness, links_of
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
@@ -33,18 +31,9 @@ WARM_UP = 1.25
 COLLECTING = 0.01
 
 
-class Sample(NamedTuple):
-    """One pass of one rank."""
-
-    key: tuple[int, int, int | None]
-    """Step, which of its calls, and microbatch."""
-    ms: float
-    """Milliseconds that it computed."""
-
-
 @dataclass(frozen=True)
 class ChunkTimes:
-    """One model chunk of a stage: what it holds, and one sample per microbatch, step and rank."""
+    """One model chunk of a stage: what it holds, and what a pass over it takes."""
 
     chunk: int
     """Its number on the stage, from 0."""
@@ -54,8 +43,6 @@ class ChunkTimes:
     """Milliseconds of a whole forward; on a GPU, of what it computed for one."""
     backward_ms: Spread | None
     """The same of a backward."""
-    compute_ms: dict[str, tuple[Sample, ...]] = field(default_factory=dict)
-    """The samples by kind of pass (``forward``, ``backward``, ``combined``), without exposed communication."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +86,6 @@ class Stage:
     """The bubble's parts: ``warmup_ms``, ``steady_ms``, ``cooldown_ms``."""
     host_ms: dict[str, Spread | None] = field(default_factory=dict)
     """On a GPU trace the host's time in ``forward`` and ``backward``."""
-    microbatch_ms: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    """Milliseconds that the slowest rank computed for a microbatch, by step, call and microbatch."""
-    by_rank: dict[int, tuple[ChunkTimes, ...]] = field(default_factory=dict)
-    """The chunks of each rank alone."""
-    exposed_by_rank: dict[int, dict[str, float | None]] = field(default_factory=dict)
-    """``exposed_ms`` of each rank alone: the mean by group."""
-    late_ms: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """By rank how many milliseconds it entered each step late, of the steps that tell it."""
-    first_inputs: tuple[FirstInput, ...] = ()
-    """How long the first microbatch of every call took, and the others."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +120,6 @@ class TargetStages:
     """The host that trained; None for another one."""
     tokens: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """Tokens by step, call and microbatch, where the traces say them."""
-    links: tuple[Link, ...] = ()
-    """How long exchanges took, by pair of stages; none without a common clock."""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -209,7 +184,6 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
 def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
     by_stage = grouped(calls, lambda call: call.stage)
     steps = {key: lay_out(step, findings) for key, step in grouped(calls, lambda call: call.key).items()}
-    late = lateness(calls, steps)
     first = calls[0]
     counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
     for message in without_ranges([each for call in calls for each in call.metadata.ranges.without]):
@@ -230,12 +204,11 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         steps=tuple(sorted({call.step for call in calls})),
         step_time_ms=Spread.of([step.ms for step in steps.values() if step.ms is not None]),
         step_time_basis=ONE_CLOCK if all(step.one_clock for step in steps.values()) else LONGEST,
-        stages=tuple(_stage(pp, by_stage[pp], steps, late, findings) for pp in sorted(by_stage)),
+        stages=tuple(_stage(pp, by_stage[pp], steps, findings) for pp in sorted(by_stage)),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
         framework=first.metadata.framework,
         tokens={key: tokens for call in calls for key, tokens in _tokens(call)},
-        links=links_of(calls, steps),
     )
 
 
@@ -248,9 +221,7 @@ def _tokens(call: Call) -> Iterator[tuple[tuple[int, int, int], int]]:
                 yield (call.step, call.index, number), tokens
 
 
-def _stage(
-    pp: int, calls: list[Call], steps: dict[_StepKey, Step], late: dict[int, tuple[float, ...]], findings: Findings
-) -> Stage:
+def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Findings) -> Stage:
     for call in calls:
         _explain(call, pp, findings)
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
@@ -289,15 +260,7 @@ def _stage(
         pp_waiting_ms=_spread([each.waiting_ns for each in met]) if len(met) == len(on_gpu) else None,
         host_bound_ms=_spread([total(call.gpu.host_bound) for call in on_gpu if call.gpu]),
         host_ms={kind: _of_passes([] if combined else hosted, kind, "duration_ns") for kind in ranges.PASSES[:2]},
-        microbatch_ms=_microbatches(of_one_pass),
         modules_ms=_modules(calls),
-        by_rank={rank: _chunks(own) for rank, own in _by_rank(of_one_pass)},
-        exposed_by_rank={
-            rank: {group: mean_of(each) for group, each in _exposed(own, steps).items()}
-            for rank, own in _by_rank(whole)
-        },
-        late_ms={call.rank: late[call.rank] for call in calls if call.rank in late},
-        first_inputs=first_inputs(whole),
     )
 
 
@@ -335,25 +298,8 @@ def _spread(nanoseconds: list[int | None]) -> Spread | None:
     return Spread.of([ns / 1e6 for ns in nanoseconds if ns is not None]) if None not in nanoseconds else None
 
 
-def _by_rank(calls: Iterable[Call]) -> list[tuple[int, list[Call]]]:
-    return sorted(grouped(calls, lambda call: call.rank).items())
-
-
 def _exposed(calls: list[Call], steps: dict[_StepKey, Step]) -> dict[str, Spread | None]:
     return {group: _spread([steps[call.key].exposed_ns(call, group) for call in calls]) for group in GROUPS}
-
-
-def _microbatches(calls: list[Call]) -> dict[tuple[int, int, int], float]:
-    """Computation of every microbatch on all chunks of the stage, where it is complete."""
-    found: dict[tuple[int, int, int], float] = {}
-    for call in calls:
-        parts = _parts(each for each in call.phases if each.kind != ranges.COMBINED)
-        complete = max(map(len, parts.values()), default=0)
-        for microbatch, each in parts.items():
-            if len(each) == complete:
-                key = (*call.key, microbatch)
-                found[key] = max(found.get(key, 0.0), sum(one.compute_ns for one in each) / 1e6)
-    return found
 
 
 def _parts(passes: Iterable[MeasuredPass]) -> dict[int, list[MeasuredPass]]:
@@ -371,21 +317,17 @@ def _modules(calls: list[Call]) -> dict[str, Spread]:
 
 def _chunks(calls: list[Call]) -> tuple[ChunkTimes, ...]:
     holds = calls[0].metadata.chunks if calls else ()
-    by_chunk: dict[int, list[tuple[_StepKey, MeasuredPass]]] = {chunk: [] for chunk in range(len(holds))}
+    by_chunk: dict[int, list[MeasuredPass]] = {chunk: [] for chunk in range(len(holds))}
     for call in calls:
         for phase in call.phases:
             if phase.chunk is not None:
-                by_chunk.setdefault(phase.chunk, []).append((call.key, phase))
+                by_chunk.setdefault(phase.chunk, []).append(phase)
     return tuple(
         ChunkTimes(
             chunk=chunk,
             holds=holds[chunk] if chunk < len(holds) else None,
-            forward_ms=Spread.of([p.pass_ns / 1e6 for _, p in passes if p.kind == ranges.FORWARD]),
-            backward_ms=Spread.of([p.pass_ns / 1e6 for _, p in passes if p.kind == ranges.BACKWARD]),
-            compute_ms={
-                kind: tuple(Sample((*at, p.microbatch), p.compute_ns / 1e6) for at, p in passes if p.kind == kind)
-                for kind in ranges.PASSES
-            },
+            forward_ms=Spread.of([p.pass_ns / 1e6 for p in passes if p.kind == ranges.FORWARD]),
+            backward_ms=Spread.of([p.pass_ns / 1e6 for p in passes if p.kind == ranges.BACKWARD]),
         )
         for chunk, passes in sorted(by_chunk.items())
     )

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from megaprof.analysis.fleet.trends import (
     LASTING_STEPS,
@@ -16,7 +13,6 @@ from megaprof.analysis.fleet.trends import (
     lasting,
     levels,
     low_median,
-    others_median,
     shifts,
     single_steps,
 )
@@ -98,18 +94,6 @@ def test_a_slow_growth_is_a_drift_and_noise_is_none() -> None:
     assert drift(series((120, 100.0), (80, 109.0))) is None  # one jump, too small for a change of level
 
 
-@given(arrays.arrays(np.float64, st.tuples(st.integers(2, 7), st.integers(1, 4)), elements=st.floats(1, 100)))
-def test_the_median_of_the_others_leaves_the_own_value_out(values: Floats) -> None:
-    found = others_median(values)
-    for row in range(len(values)):
-        others = np.delete(values, row, axis=0)
-        assert np.array_equal(found[row], np.sort(others, axis=0)[(len(others) - 1) // 2])
-        assert np.array_equal(found[row], low_median(others))
-
-
 def test_medians_without_what_is_not_there() -> None:
     values = np.array([[1.0, np.nan], [np.nan, np.nan], [5.0, 7.0]])
     assert low_median(values).tolist() == [1.0, 7.0]
-    others = others_median(values)
-    assert (others[0, 0], others[2, 0]) == (5.0, 1.0)
-    assert np.isnan(others[[0, 1, 1, 2], [1, 0, 1, 1]]).all()
