@@ -123,12 +123,12 @@ def test_the_readmes_commands_run_as_printed(tmp_path: Path) -> None:
         ran = _run(["bash", "-c", line], tmp_path)
         assert ran.returncode == 0, ran.stdout + ran.stderr
         said.append(ran.stdout)
-    assert "Stage 0 holds 6 layers" in " ".join(said[1].split())
-    assert "step 4: loss" in said[0]
-    assert "step 4: loss" in said[2]
+    assert "emb+6" in said[1]
+    assert "step 9: loss" in said[0]
+    assert "step 9: loss" in said[2]
     names = [sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("traces", "traces2")]
     assert names[0] == names[1]
-    assert len(names[0]) == 2
+    assert len(names[0]) == 12
 
 
 @pytest.mark.slow
@@ -142,8 +142,7 @@ def test_the_tutorials_commands_lead_where_it_says(tmp_path: Path) -> None:
         said.append(ran.stdout)
     first, again, _, compared = (" ".join(each.split()) for each in said)  # sentences are wrapped
     for each in (first, again):
-        assert "Stage 0 holds 6 layers" in " ".join(each.split())
-        assert "6 layers against 2" in each
+        assert "emb+6" in each
     assert "emb+6 → emb+4" in compared
 
 

@@ -146,7 +146,7 @@ def traces(tmp_path: Path) -> Path:
 
 #: Arguments, the exit code, and something that it says.
 READERS = [
-    (["report", "traces"], 0, "6 layers against 2"),
+    (["report", "traces"], 0, "holds 6 layers"),
     (["report", "traces", "--html", "report.html", "--json", "report.json"], 0, "The same"),
     (["report", "job"], 0, "train_actor"),
     (["merge", "traces", "-o", "step.json.gz"], 0, "train_actor step 5: 2 ranks"),
@@ -264,7 +264,7 @@ def test_an_agent_is_answered_from_an_environment_without_torch(empty: Path, tra
     line = [str(empty / "python"), "-c", code, str(empty / "megaprof")]
     ran = subprocess.run(line, env=alone(), cwd=traces, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
-    assert "Stage 0 holds 6 layers" in " ".join(ran.stdout.split())
+    assert "layers of stage 0" in ran.stdout
     assert {"# The report", "# Options", "# For agents"} <= set(ran.stdout.splitlines())
 
 

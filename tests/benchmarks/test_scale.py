@@ -38,7 +38,7 @@ def test_a_real_rank_does_as_many_file_operations_as_the_table_counts() -> None:
 @pytest.mark.slow  # the report on 256 ranks twice
 def test_the_benchmark_finds_what_was_put_there_and_its_last_line_is_json() -> None:
     run = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.scale", "--ranks", "256", "--steps", "50"],
+        [sys.executable, "-m", "tests.benchmarks.scale", "--ranks", "1024", "--steps", "50"],
         capture_output=True,
         text=True,
         timeout=300,

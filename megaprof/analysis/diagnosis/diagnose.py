@@ -31,14 +31,19 @@ class Cause:
     since: int | None
     """The first of these steps, where it is there in all from then on, and not before; None otherwise."""
     stage: int | None = None
+    """The stage that it is on."""
     stages: tuple[int, ...] = ()
     """All of them, where there are several."""
     chunk: int | None = None
+    """The model chunk of that stage, counted from 0."""
     ranks: tuple[int, ...] = ()
-    """Several: ranks that wait for each other, one of which it is."""
+    """The ranks that it is on. Several: ranks that wait for each other, one of which it is."""
     hosts: tuple[str, ...] = ()
+    """Their hosts."""
     link: tuple[int, int] | None = None
+    """The two stages that exchange."""
     group: str | None = None
+    """The process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """``forward_ms``, ``backward_ms`` of one microbatch, where a stage has its own excess. While it is there:
     ``factor`` of a slow rank against its peers, of the longest microbatch or replica against the average;

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.model import Model, drawn_steps, fit
+from megaprof.analysis.diagnosis.model import Model, blocks, drawn_steps, fit
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.state import measured
 from megaprof.analysis.diagnosis.table import Floats, Table, Unfit
@@ -84,19 +84,36 @@ class Examined:
         mean = float(gain.mean())
         # What is seen once a step, in one step, may be anything.
         of_one = 0.5 * mean * (term.once and len(gain) == 1)
-        error = float(np.sqrt(self._of_steps(gain) ** 2 + of_one**2 + of_content**2))
+        # What one step has of contents may be what disturbed it; that microbatches or ranks differ is a fact of it.
+        gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
+        of_steps = self._of_steps(gains, len(gain), mean)
+        error = float(np.sqrt(of_steps**2 + of_one**2 + of_content**2))
         return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
 
     def of_replay(self, gain: Floats) -> Price:
         """Returns the price of what the model of passes has no part in."""
-        mean, error = float(gain.mean()), self._of_steps(gain)
+        mean = float(gain.mean())
+        error = self._of_steps(gain, len(gain), mean)
         return Price(mean, mean - LEVEL * error, mean + LEVEL * error)
 
-    def _of_steps(self, gain: Floats) -> float:
-        """Standard error of an average gain: steps differ, and a replay that misses the step misses it."""
-        mean, n = float(gain.mean()), len(gain)
-        of_steps = float(gain.std(ddof=1)) / n**0.5 if n > 1 else 0.0
+    def _of_steps(self, gains: Floats, count: int, mean: float) -> float:
+        """Standard error of a gain of ``mean``, the average over ``count`` steps that differ as ``gains`` do; and a
+        replay that misses the step misses it."""
+        of_steps = float(gains.std(ddof=1)) / count**0.5 if len(gains) > 1 else 0.0
         return float(np.hypot(of_steps, (self.missed + REPLAYED) * mean))
+
+    def _in_other_blocks(self, term: Term) -> Floats:
+        """[draw]: what a term costs in the steps that a single one might as well have been: of other blocks of its
+        microbatches."""
+        before, after = self.view.state, _apply(term, self.view).state
+        columns = blocks(len(self.rows), before.passes.shape[-1], np.random.default_rng(0))
+        took = []
+        for state in (before, after):
+            passes = np.moveaxis(state.passes[0][..., columns], -2, 0)
+            entry, link = (np.repeat(each, len(columns), axis=0) for each in (state.entry, state.link))
+            took.append(self.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
+        found: Floats = took[0] - took[1]
+        return found
 
 
 def examine(table: Table) -> Examined:

@@ -132,13 +132,9 @@ def divided(content: Floats, layers: Floats, free: np.random.Generator | None = 
 
 
 def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator) -> Floats:
-    """[draw, s, c, k]: contents from drawn steps and, within them, blocks of microbatches: bursts hit neighbours."""
-    m = log.shape[-1]
-    length = max(1, round(m**0.5))
-    blocks = random.integers(0, m, (len(steps), -(-m // length)))
-    chosen = (blocks[:, :, None] + np.arange(length)).reshape(len(steps), -1)[:, :m] % m
+    """[draw, s, c, k]: contents from drawn steps and, within them, blocks of microbatches."""
     found = []
-    for rows, columns in zip(steps, chosen, strict=True):
+    for rows, columns in zip(steps, blocks(len(steps), log.shape[-1], random), strict=True):
         own = log[rows][..., columns]
         found.append(_quantile(np.moveaxis(own, (2, 3, 4), (0, 1, 2)).reshape(*log.shape[2:5], -1), QUARTILE, -1))
     return np.exp(np.stack(found))
@@ -243,6 +239,13 @@ def _shrunk(log: Floats, noise: float) -> Floats:
 
 def _scatter(values: Floats) -> float:
     return float(_MAD * np.median(np.abs(values)))
+
+
+def blocks(count: int, microbatches: int, random: np.random.Generator) -> npt.NDArray[np.intp]:
+    """[count, microbatches]: drawn with replacement, in blocks: what disturbs one disturbs its neighbours."""
+    length = max(1, round(microbatches**0.5))
+    first = random.integers(0, microbatches, (count, -(-microbatches // length)))
+    return (first[:, :, None] + np.arange(length)).reshape(count, -1)[:, :microbatches] % microbatches
 
 
 def drawn_steps(count: int, random: np.random.Generator) -> npt.NDArray[np.intp]:

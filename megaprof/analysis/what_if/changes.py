@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.examine import Examined
-from megaprof.analysis.diagnosis.model import drawn_steps
+from megaprof.analysis.diagnosis.model import blocks, drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.simulation.replay import Replay
@@ -140,10 +140,7 @@ class Captured:
     def as_several(self) -> Captured:
         """One step as the steps that it might as well have been: of other blocks of its microbatches, since what
         disturbs one disturbs its neighbours."""
-        m = self.passes.shape[-1]
-        length = max(1, round(m**0.5))
-        blocks = np.random.default_rng(0).integers(0, m, (len(self.rows), -(-m // length)))
-        chosen = (blocks[:, :, None] + np.arange(length)).reshape(len(blocks), -1)[:, :m] % m
+        chosen = blocks(len(self.rows), self.passes.shape[-1], np.random.default_rng(0))
         passes, beside = (np.stack([each[0][..., own] for own in chosen]) for each in (self.passes, self.beside))
         entry, link = (np.repeat(each[:1], len(chosen), axis=0) for each in (self.entry, self.link))
         return replace(self, passes=passes, beside=beside, entry=entry, link=link)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload
 
 DESCRIPTION = """Train a small real Megatron-Core GPT over gloo on this machine's CPU, no GPU needed, with its layers
-split unevenly on purpose; capture three training steps and three log-prob passes on one rank per pipeline stage; and
+split unevenly on purpose; capture six training steps and six log-prob passes on one rank per pipeline stage; and
 report which stage is slow and which layout would be faster. With --live the job runs on until Ctrl-C, to be watched and
 asked for captures from another shell."""
 #: Steps of each target that are captured: one alone may be disturbed, and nothing would tell.
-_CAPTURED = 3
-_STEPS = 6
+_CAPTURED = 6
+_STEPS = 9
 #: Beside the steps: starting the ranks, the evaluation pass, finishing the files.
 _OTHER_PHASES = 3
 _PP = 2

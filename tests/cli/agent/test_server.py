@@ -497,12 +497,13 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
 @pytest.mark.slow  # 2,048 timelines
 def test_a_report_on_thousands_of_ranks_fits_and_names_the_slow_one(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(2048, tp=8, pp=16))
-    write_timelines(tmp_path, layout, steps=40, slow=[Slow(rank=1700, factor=1.6)], events=False)
+    write_timelines(tmp_path, layout, steps=40, slow=[Slow(rank=1700, factor=1.6)])
     found = excerpt(answers.of_report(str(tmp_path), None), details=answers.DETAILS)
     assert len(found) <= MOST
     (target,) = json.loads(found)["targets"]
     assert target["fleet"]["ranks"] == 2048
-    assert any("1696" in each for each in target["fleet"]["findings"]), "it and those that wait for it in a microbatch"
+    # It and those that wait for it in a microbatch.
+    assert ("slow_rank", list(range(1696, 1704))) in [(cause["kind"], cause["ranks"]) for cause in target["causes"]]
 
 
 # -- a real job -------------------------------------------------------------------------------------------------------
