@@ -70,6 +70,8 @@ class Diagnosis:
     """What may, if more steps were recorded."""
     rest_ms: float
     """What passes of single microbatches took beyond all of that: nobody can name it."""
+    closing_ms: float = 0.0
+    """What closing other windows added to the average step; it is taken out of all of these."""
 
 
 def diagnose(run: Examined) -> Diagnosis:
@@ -104,6 +106,7 @@ def diagnose(run: Examined) -> Diagnosis:
         causes=tuple(causes),
         perhaps=tuple(perhaps),
         rest_ms=_rest(run),
+        closing_ms=run.closing_ms,
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.model import Model, blocks, drawn_steps, fit
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
-from megaprof.analysis.diagnosis.state import measured
+from megaprof.analysis.diagnosis.state import State, measured
 from megaprof.analysis.diagnosis.table import Floats, Table, Unfit
 from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
@@ -44,6 +44,8 @@ class Examined:
     """[draw]: which step that is."""
     replayed_ms: float
     """Milliseconds of the average step, replayed as it was."""
+    closing_ms: float = 0.0
+    """What closing other windows added to the average step, which is in neither."""
 
     @property
     def step_ms(self) -> float:
@@ -120,12 +122,29 @@ def examine(table: Table) -> Examined:
     """A job with the model that fits it. Raises Unfit where another schedule ran than the table has."""
     _check_order(table)
     state, replay = measured(table)
+    as_recorded = table
+    table, state = _without_closing(table, state, replay)
     steps = drawn_steps(len(table.steps), np.random.default_rng(0))
     model = fit(table, steps)
     view = viewed(table, state, model)
     rows = steps[:, 0]
     replayed_ms = float(np.mean(state.step_ms(replay)))
-    return Examined(table, replay, model, view, view.at(rows, model.draws), rows, replayed_ms)
+    closing_ms = float(as_recorded.length.mean() - table.length.mean())
+    return Examined(table, replay, model, view, view.at(rows, model.draws), rows, replayed_ms, closing_ms)
+
+
+def _without_closing(table: Table, state: State, replay: Replay) -> tuple[Table, State]:
+    """Steps whose window opened right behind another one's, as if all ranks had entered them together: when each was
+    through with closing that other window says nothing about the job."""
+    behind = table.opening.copy()
+    behind[0] = False
+    behind[1:] &= np.diff(table.steps) <= 1
+    late = np.nan_to_num(table.entry) * behind[:, None, None]
+    if not late.any():
+        return table, state
+    together = replace(state, entry=state.entry - late)
+    longer = state.step_ms(replay) - together.step_ms(replay)
+    return replace(table, length=table.length - longer), together
 
 
 def _check_order(table: Table) -> None:

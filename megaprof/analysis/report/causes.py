@@ -105,9 +105,12 @@ def price(cause: Cause, diagnosis: Diagnosis) -> str:
     return text + "."
 
 
-def basis(diagnosis: Diagnosis) -> str:
-    """Which steps causes are priced in, where these are others than those of the tables."""
+def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
+    """Which steps causes are priced in, where these are others than those of the tables, or shorter."""
     step = milliseconds(diagnosis.step_ms)
+    if captured:
+        less = milliseconds(diagnosis.closing_ms)
+        return f"causes and predictions: of {step} a step, without {less} in which other windows were closed"
     return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
 
 

@@ -75,8 +75,9 @@ class TargetReport:
 
     @property
     def basis(self) -> str | None:
-        """Which steps the causes are of, where these are others than the captured ones."""
-        return None if self.captured or self.diagnosis is None else causes.basis(self.diagnosis)
+        """Which steps the causes are of, where these are others than the captured ones, or shorter."""
+        same = self.diagnosis is None or (self.captured and not self.diagnosis.closing_ms)
+        return None if same or self.diagnosis is None else causes.basis(self.diagnosis, captured=self.captured)
 
     def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:
         """The verdict in a few words; ``standstill``: where the job stands or was killed."""

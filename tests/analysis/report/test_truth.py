@@ -40,6 +40,7 @@ HEALTHY = [
     Scenario("healthy, noise 8 %, CPU, three steps", gpu=False, noise=0.08, steps=3, merged=True),
     Scenario("healthy, a slow first step", steps=3, first_step=3.0),
     Scenario("healthy, layers not counted", counted=False, loss=1.0),
+    Scenario("healthy, one rank closes its windows late, CPU", late={0: 200.0}, steps=4, gpu=False),
     Scenario("healthy, vpp=2, microbatches differ a little", layers=TWICE, uneven=0.15),
     Scenario("healthy, other load in bursts, log probs, CPU", target="train_log_probs", gpu=False, load=0.2, steps=3),
     Scenario("healthy, tiny, a profiler's start, CPU", layers=(2, 2), layer=1.0, gpu=False, opening=4.0, steps=3),

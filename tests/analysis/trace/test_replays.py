@@ -52,7 +52,7 @@ def test_a_replayed_step_is_reported_as_the_same_step_without_a_graph(scenario: 
         assert measured(found) == measured(expected)
     (expected,), (found,) = measure(calls(usual)), measure(calls(graphed))
     for before, now in zip(expected.stages, found.stages, strict=True):
-        for name in ("forward_ms", "backward_ms", "compute_ms", "exposed_ms", "pp_waiting_ms", "by_rank"):
+        for name in ("forward_ms", "backward_ms", "compute_ms", "exposed_ms", "pp_waiting_ms", "chunks"):
             assert getattr(now, name) == getattr(before, name), name
         # In a replay nothing waits for the host.
         assert now.bubble_ms.mean == pytest.approx(before.bubble_ms.mean, abs=0.1)
