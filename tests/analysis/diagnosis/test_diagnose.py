@@ -235,6 +235,22 @@ def test_one_step_shows_what_every_microbatch_shows_and_only_perhaps_what_comes_
     assert cause.more_steps >= 1
 
 
+def test_what_disturbed_some_passes_of_a_single_step_makes_no_cause_sure(tmp_path):
+    """A backward that is a little long on a stage is not sure to cost what disturbed backwards took."""
+    slow = replace(
+        HEALTHY, stages=2, microbatches=6, steps=1, noise=0.05, faults=(Fault("slow_backward", 1.3, stage=0),)
+    )
+    quiet = table_of(with_layers(slow, 3, 5), tmp_path)
+    replay = examine(quiet).replay
+    passes = quiet.passes.copy()
+    passes[:, :, 0, :, 1, :2] *= 4.0
+    end, length = replay.ends(passes, entry=quiet.entry), replay.step_ms(passes, entry=quiet.entry)
+    disturbed = replace(quiet, start=end - passes, end=end, compute=passes[:, :, :, None], length=length.max(axis=1))
+    found = diagnose(examine(disturbed))
+    assert found.causes == ()
+    assert ("slow_backward", 0) in [(cause.kind, cause.stage) for cause in found.perhaps]
+
+
 def test_on_two_stages_with_other_layers_the_interval_says_what_cannot_be_told_apart(tmp_path):
     two = replace(HEALTHY, stages=2, noise=0.001)
     equal = replace(with_layers(two, 4, 4), faults=(Fault("embedding_or_loss", 4.0, stage=1),))
