@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, field, replace
 import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined, Price, most_gained
-from megaprof.analysis.diagnosis.naming import BOTH, active, looks
+from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
 from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.diagnosis.terms import Term, terms
@@ -29,7 +29,7 @@ class Cause:
     while_ms: float
     """What it costs in those."""
     since: int | None
-    """The first of these steps, where it is there in all from then on, and not before; None otherwise."""
+    """The step from which on it is there nearly always, and before it hardly ever; None otherwise."""
     stage: int | None = None
     """The stage that it is on."""
     stages: tuple[int, ...] = ()
@@ -176,8 +176,8 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         kind, parts = _of_content(term, run.view)
     else:
         parts = _parts(term, run.view, there)
-    begins = np.flatnonzero(there)[0]
-    since = int(table.steps[begins]) if begins > 0 and there[begins:].all() else None
+    begins = began(there)
+    since = int(table.steps[begins]) if begins else None
     hosts: tuple[str, ...] = ()
     if term.ranks:
         names = {

@@ -70,8 +70,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
     rank = np.zeros((t, d, s))
     if d > 1 and s == 1:
-        # Without a pipeline a rank is a replica: it is slow where it is so step after step, and has more work else.
-        rank = np.maximum(_lasting(_against_others(level, 1)), 0.0)[..., None]
+        rank = _own_of_replicas(level)[..., None]
         level = level - rank[:, :, 0]
     elif d > 1:
         alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
@@ -112,11 +111,10 @@ def divided(content: Floats, layers: Floats, free: np.random.Generator | None = 
     middle = flat[..., 1:-1, :]
     if s * c > 3:
         unit = _quantile(middle, 0.5, -2)
-    elif s * c == 3:
-        unit = np.median(flat, axis=-2)
     else:
+        # Of three, two may be slow.
         unit = flat.min(axis=-2)
-        if free is not None and np.ptp(held) > 0:
+        if s * c == 2 and free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
     layers_ms = np.maximum(held * unit[..., None, None, :], 1e-9)
     alone = np.maximum(content / layers_ms, 1.0)
@@ -163,22 +161,14 @@ def _own(log: Floats) -> Floats:
     return found
 
 
-def _lasting(values: Floats) -> Floats:
-    """[t, ...]: the lower quartile of a series, apart before and from the step at which its mean changes most, if that
-    leaves a quarter of the steps on either side."""
-    t = len(values)
-    found = np.broadcast_to(_quantile(values, QUARTILE, 0), values.shape).copy()
-    fewest = max(4, round(QUARTILE * t))
-    cuts = np.arange(fewest, t - fewest + 1)
-    if not len(cuts):
-        return found
-    sums = values.cumsum(axis=0)
-    weights = cuts.reshape(-1, *[1] * (values.ndim - 1))
-    apart = np.abs(sums[cuts - 1] - sums[-1] * weights / t) / (weights * (t - weights)) ** 0.5
-    best = cuts[apart.argmax(axis=0)]
-    for place in np.ndindex(values.shape[1:]):
-        for part in (slice(None, int(best[place])), slice(int(best[place]), None)):
-            found[(part, *place)] = _quantile(values[(part, *place)], QUARTILE, 0)
+def _own_of_replicas(level: Floats) -> Floats:
+    """[t, d]: what a replica takes longer than the others because of its rank, where there is no pipeline. Work is
+    dealt anew in every step, so that is what one has more of than the others over all steps, beyond chance."""
+    longer = np.maximum(_against_others(level, 1), 0.0)
+    total, chance = longer.sum(axis=0, keepdims=True), (longer**2).sum(axis=0, keepdims=True)
+    more = np.maximum(_against_others(total, 1), 0.0)
+    sure = np.maximum(0.0, 1.0 - chance / np.maximum(more**2, 1e-18))
+    found: Floats = longer * sure * more / np.maximum(total, 1e-9)
     return found
 
 

@@ -26,3 +26,13 @@ def active(gain: Floats) -> np.typing.NDArray[np.bool_]:
     much = float(np.quantile(gain, 0.9))
     found: np.typing.NDArray[np.bool_] = gain > 0.5 * much
     return found if found.any() else np.ones(len(gain), dtype=bool)
+
+
+def began(there: np.typing.NDArray[np.bool_]) -> int | None:
+    """Returns where a cause began that is there in nine of ten steps from then on, and in one of ten before at most; 0
+    for one that was there from the first step on, None for one that comes and goes."""
+    n = len(there)
+    after = there[::-1].cumsum()[::-1] / np.arange(n, 0, -1)
+    before = np.concatenate(([0], there.cumsum()[:-1])) / np.maximum(np.arange(n), 1)
+    first = int(np.argmax(after - before))
+    return first if after[first] >= 0.9 and before[first] <= 0.1 else None
