@@ -26,6 +26,9 @@ FORWARD, BACKWARD = 12.0, 24.0
 LATE, DATA, LINK = 150.0, 120.0, 20.0
 PIPELINE = GPTWorkload(pp=3, layers=3, hidden=32, seq_length=16, microbatches=8)
 REPLICAS = GPTWorkload(dp=3, layers=1, hidden=32, seq_length=16, microbatches=4)
+#: Work of the microbatches of a step, where it is uneven.
+VERY_UNEVEN = (0.1, 2.4, 0.2, 2.2, 0.3, 2.0, 0.2, 0.6)
+UNEVEN = (0.4, 1.4, 0.7, 1.9, 1.0, 0.5, 1.6, 1.1)
 #: What a pipeline without a fault loses at most to one cause, as a part of the step.
 THERE = 0.05
 #: Steps of a fault: those from the first to the second are captured as one trace, the timeline has the others.
@@ -70,19 +73,22 @@ def run_faults(directory: str, faults: Sequence[str]) -> None:
     rng = random.Random(stage)
     passes = 0
     fault = "healthy"
+    dealt: list[float] = []
 
     def times(_: float) -> tuple[float, float]:
-        nonlocal passes
+        nonlocal passes, dealt
         passes += 1
         forward, backward = at_stage(fault, stage)
         first = (passes - 1) % PIPELINE.microbatches == 0
         if fault == "one hiccup" and stage == 1 and gpt.step == CAPTURED[0] + 1 and passes % PIPELINE.microbatches == 5:
             forward *= 7
         if fault == "one-stage spread" and stage == 1:
-            work = rng.choice((0.1, 0.5, 1.0, 1.5, 1.9))
+            # As much in every step: else the stage is slow in some of them.
+            dealt = dealt or rng.sample(VERY_UNEVEN, len(VERY_UNEVEN))
+            work = dealt.pop()
             forward, backward = forward * work, backward * work
         if fault == "uneven microbatches":  # the same ones on every stage
-            work = (0.4, 1.4, 0.7, 1.9, 1.0, 0.5, 1.6, 1.1)[(passes - 1) % PIPELINE.microbatches]
+            work = UNEVEN[(passes - 1) % PIPELINE.microbatches]
             forward, backward = forward * work, backward * work
         return forward + (DATA if fault == "waiting for data" and stage == 0 and first else 0.0), backward
 
