@@ -95,7 +95,7 @@ def test_the_finish_command_runs_and_the_last_files_are_waited_for(
         "enable": True,
         "save_path": str(out),
         "finish_hook_cmd": 'echo "$VERL_PROFILE_RANK" $PROFILED_FILES > "$VERL_PROFILE_SAVE_PATH/uploaded"',
-        "tool_config": {"torch": {"contents": ["cpu"]}},
+        "tool_config": {"torch": {"contents": ["cpu"], "discrete": True}},
     }
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
