@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -155,13 +156,15 @@ def test_hybrid_context_parallelism_has_sub_samples(one_rank: Any, tmp_path: Pat
     if not hasattr(schedules, "hybrid_context_parallel_forward_backward"):
         pytest.skip("this megatron-core has no hybrid context parallelism")
 
+    typed = "model_type" in inspect.signature(schedules.backward_step).parameters  # 0.19 has it no more
+
     def sub_samples(step: Any, data: Any, model: Any, number: int, taken: Any, grad: Any, store: Any, config: Any,
                     *others: Any) -> Any:  # fmt: skip
         for current in range(2):
             output, tokens = schedules.forward_step(
                 step, data, model, number, taken, store, config, cp_group_size=1, current_microbatch=current
             )
-            schedules.backward_step(taken, output, grad, others[-1], config)
+            schedules.backward_step(taken, output, grad, *others[-1:] * typed, config)
         return store, tokens
 
     monkeypatch.setattr(schedules, "hybrid_context_parallel_forward_backward", sub_samples)
