@@ -227,8 +227,8 @@ def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:
     part = content.ends if term.kind == "ends" else content.whole * (1.0 - 1.0 / getattr(content, term.kind))
     part = part[0, term.stage]
     own = part[term.chunk] if term.chunk is not None else part.sum(axis=0)
-    kind = looks(own, view.content.whole[0, term.stage].sum(axis=0))
-    if kind == BOTH:
+    kind = looks(own, content.whole[0, term.stage].sum(axis=0))
+    if kind == BOTH or term.kind == "ends":
         kind = {"ends": "embedding_or_loss", "stage": "unexplained", "chunk": "slow_chunk"}[term.kind]
     names = ("forward_ms", "backward_ms")
     return kind, {name: float(ms) for name, ms in zip(names, own, strict=False)}

@@ -44,6 +44,8 @@ class Examined:
     """[draw]: which step that is."""
     replayed_ms: float
     """Milliseconds of the average step, replayed as it was."""
+    restless_ms: float
+    """Variance of what disturbs a rank, in square milliseconds, by the milliseconds of its work that it comes from."""
     closing_ms: float = 0.0
     """What closing other windows added to the average step, which is in neither."""
 
@@ -99,10 +101,12 @@ class Examined:
         return Price(mean, mean - LEVEL * error, mean + LEVEL * error)
 
     def _of_steps(self, gains: Floats, count: int, mean: float) -> float:
-        """Standard error of a gain of ``mean``, the average over ``count`` steps that differ as ``gains`` do; and a
+        """Standard error of a gain of ``mean``, the average over ``count`` steps that differ as ``gains`` do. What
+        disturbs comes when it comes: a shorter step has other disturbances where it ended and in what it lost. And a
         replay that misses the step misses it."""
-        of_steps = float(gains.std(ddof=1)) / count**0.5 if len(gains) > 1 else 0.0
-        return float(np.hypot(of_steps, (self.missed + REPLAYED) * mean))
+        of_steps = float(gains.var(ddof=1)) / count if len(gains) > 1 else 0.0
+        of_moments = 2.0 * self.restless_ms * abs(mean) / count
+        return float(np.sqrt(of_steps + of_moments + ((self.missed + REPLAYED) * mean) ** 2))
 
     def _in_other_blocks(self, term: Term) -> Floats:
         """[draw]: what a term costs in the steps that a single one might as well have been: of other blocks of its
@@ -130,7 +134,21 @@ def examine(table: Table) -> Examined:
     rows = steps[:, 0]
     replayed_ms = float(np.mean(state.step_ms(replay)))
     closing_ms = float(as_recorded.length.mean() - table.length.mean())
-    return Examined(table, replay, model, view, view.at(rows, model.draws), rows, replayed_ms, closing_ms)
+    drawn = view.at(rows, model.draws)
+    return Examined(table, replay, model, view, drawn, rows, replayed_ms, _restless(table, model, view), closing_ms)
+
+
+def _restless(table: Table, model: Model, view: View) -> float:
+    """Of quarters of the steps of all ranks: what disturbs one pass disturbs its neighbours, but less than all."""
+    over = view.state.passes - view.waited() - view.stalls() - model.expected
+    t, d, s = over.shape[:3]
+    order = np.argsort(table.start.reshape(t, d, s, -1), axis=3)
+    over, took = (np.take_along_axis(each.reshape(t, d, s, -1), order, axis=3) for each in (over, table.passes))
+    length = over.shape[3] // 4
+    if length == 0:
+        return 0.0
+    sums = over[..., : 4 * length].reshape(t, d, s, 4, length).sum(axis=4)
+    return float(sums.var(axis=3, ddof=1).mean() / (took.mean() * length))
 
 
 def _without_closing(table: Table, state: State, replay: Replay) -> tuple[Table, State]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.diagnosis.naming import of_both
 from megaprof.analysis.diagnosis.policy import DRAWS, QUARTILE
 from megaprof.analysis.diagnosis.table import Floats, Table
 
@@ -123,6 +124,8 @@ def divided(content: Floats, layers: Floats, free: np.random.Generator | None = 
     over = np.maximum(content / stage - layers_ms, 0.0)
     ends = np.zeros_like(content)
     if s * c > 1:
+        # Embedding and loss have a backward, too: what makes one kind of pass long is another matter.
+        over = np.where(of_both(over)[..., None], over, 0.0)
         ends[..., 0, 0, :] = over[..., 0, 0, :]
         ends[..., -1, -1, :] = over[..., -1, -1, :]
     rest = np.maximum(content / stage / (layers_ms + ends), 1.0)

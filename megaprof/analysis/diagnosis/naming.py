@@ -13,12 +13,18 @@ BOTH, FORWARD, BACKWARD, AGAIN = "both", "slow_forward", "slow_backward", "recom
 def looks(excess: Floats, whole: Floats) -> str:
     """Returns which kind of pass has the excess [k] of a stage whose passes take ``whole`` [k]. A backward that is
     longer by one forward computes that again."""
-    if len(excess) == 1:
+    if of_both(excess):
         return BOTH
     forward, backward = float(excess[0]), float(excess[1])
-    if backward > 0 and forward < QUARTILE * backward:
-        return AGAIN if abs(backward - float(whole[0])) < QUARTILE * float(whole[0]) else BACKWARD
-    return FORWARD if forward > 0 and backward < QUARTILE * forward else BOTH
+    if forward > backward:
+        return FORWARD
+    return AGAIN if abs(backward - float(whole[0])) < QUARTILE * float(whole[0]) else BACKWARD
+
+
+def of_both(excess: Floats) -> np.typing.NDArray[np.bool_]:
+    """Returns whether every kind of pass has the excess [..., k], and not one of them nearly all of it."""
+    found: np.typing.NDArray[np.bool_] = excess.min(axis=-1) >= QUARTILE * excess.max(axis=-1)
+    return found
 
 
 def active(gain: Floats) -> np.typing.NDArray[np.bool_]:

@@ -21,7 +21,7 @@ from tests.analysis.kineto import launched
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.synthetic import TraceBuilder, chunk
 from tests.analysis.truth.pipelines import Pipeline, Run
-from tests.analysis.truth.programs import KINDS, Pass
+from tests.analysis.truth.programs import FORWARD, KINDS, Pass
 from tests.analysis.truth.simulation import Done, Times
 
 START_NS = 1_790_000_000_000_000_000
@@ -221,16 +221,19 @@ class _Cpu:
             last = origin + float(self.rank.done[-1].end[step, self.rank.replica])
             self.finalized(last, origin + float(self.rank.finish[step]))
 
-    def parts(self, step: int, length: float) -> tuple[float, float, list[tuple[str, float]], float]:
-        """Of a pass: what this rank computes, what it waits for its peers, communication by group, and idling."""
-        run = self.rank.run
-        one = length / (1.0 + sum(run.exposed.values()) + run.idle)
-        own = one * float(run.share[self.rank.stage, self.rank.peer, step]) if self.rank.pipeline.peers > 1 else one
-        return own, one - own, [(group, part * one) for group, part in run.exposed.items()], run.idle * one
+    def parts(self, what: Pass, step: int, length: float) -> tuple[float, float, list[tuple[str, float]], float]:
+        """Of a pass: what this rank computes, what it waits for its peers, communication by group, and idling. What it
+        waits for data is part of what it computes; no communication takes longer for it."""
+        run, stage = self.rank.run, self.rank.stage
+        first = stage == 0 and what == Pass(FORWARD, 0, 0)
+        wait = sum(fault.size for fault in self.rank.pipeline.faults if fault.kind == "data_wait") if first else 0.0
+        one = (length - wait) / (1.0 + sum(run.exposed.values()) + run.idle)
+        own = one * float(run.share[stage, self.rank.peer, step]) if self.rank.pipeline.peers > 1 else one
+        return own + wait, one - own, [(group, part * one) for group, part in run.exposed.items()], run.idle * one
 
     def computed(self, what: Pass, step: int, start: float, end: float) -> None:
         self.trace.event(f"megaprof/{KINDS[what.kind]} mb={what.microbatch} chunk={what.chunk}", start, end - start)
-        own, waits, exposed, _ = self.parts(step, end - start)
+        own, waits, exposed, _ = self.parts(what, step, end - start)
         self.trace.event("aten::mm", start, own, cat="cpu_op")
         now = start + own
         if waits:
@@ -257,7 +260,7 @@ class _Gpu(_Cpu):
         self.correlation = 0
 
     def computed(self, what: Pass, step: int, start: float, end: float) -> None:
-        own, waits, exposed, idle = self.parts(step, end - start)
+        own, waits, exposed, idle = self.parts(what, step, end - start)
         # The host is ahead of the GPU, except where the GPU waits for it.
         hosted = (end - start) * (0.95 if idle else 0.6)
         self.trace.event(

@@ -76,7 +76,9 @@ def names_of(fault: Fault, pipeline: Pipeline) -> tuple[str, ...]:
 
 def same_place(named: Named, fault: Fault, pipeline: Pipeline) -> bool:
     if fault.kind == "communication":
-        return named.group == fault.group
+        # Collectives of a CPU trace and of Nsight Systems name no group; where there are several, nobody can tell.
+        nameless = pipeline.recording in ("cpu trace", "nsys") and fault.group in ("tp", "cp", "ep")
+        return named.group == fault.group or nameless and named.group == "unknown"
     if fault.kind == "slow_link":
         # Both ends: the stage that sends forwards or the one that sends backwards.
         at = fault.stage or 0
@@ -160,16 +162,14 @@ def grade(number: int, priced: Priced, said: Said) -> Graded:
     step_ms = float(priced.length(priced.all).mean())
     beside = incidental(pipeline)
     named = [each for each in said.named if not _few_microbatches(each, pipeline)]
-    mended: list[Fault] = []
+    before = _Before([], [])
     claims, found = [], set()
     for each in named:
         fault, exact = _meant(each, priced)
-        claims.append(_claim(each, fault, exact, priced, mended if said.in_order else (), step_ms))
-        if fault is not None:
-            if exact:
-                found.add(fault)
-            if fault not in mended:
-                mended.append(fault)
+        before = before if said.in_order else _Before([], [])
+        claims.append(_claim(each, fault, exact, priced, before, step_ms))
+        if fault is not None and exact:
+            found.add(fault)
     faults = tuple(
         Judged(f.kind, _where(f), float(priced.price(f).mean()) / step_ms, f not in beside, f in found)
         for f in pipeline.faults
@@ -207,8 +207,19 @@ def _most(fault: Fault, priced: Priced) -> float:
     return max(_active(fault, priced.price(fault)), _active(fault, priced.price(fault, others)))
 
 
+@dataclass
+class _Before:
+    """What was named before: faults that are gone since, those that are spread evenly, and milliseconds."""
+
+    mended: list[Fault]
+    spread: list[Fault]
+    debt_ms: float = 0.0
+    """By how much the step is longer for what gains only together with what is named next, and is said to cost
+    nothing by itself."""
+
+
 def _claim(
-    named: Named, fault: Fault | None, exact: bool, priced: Priced, mended: Sequence[Fault], step_ms: float
+    named: Named, fault: Fault | None, exact: bool, priced: Priced, before: _Before, step_ms: float
 ) -> Claim:
     parts = [None if ms is None else float(ms) / step_ms for ms in (named.price, named.low, named.high)]
     price, low, high = parts
@@ -217,11 +228,19 @@ def _claim(
     there = _most(fault, priced) >= NOTHING * step_ms
     # What goes by another name has the neutral of that name.
     spread = named.kind in _TO_SPREAD and fault.kind not in _TO_SPREAD
-    gains = (priced.price_of_place if spread else priced.price)(fault, [f for f in mended if f != fault])
+    again = fault in before.mended or fault in before.spread
+    others = [f for f in before.mended if f != fault], [f for f in before.spread if f != fault]
+    gains = priced.price(fault, *others, to_spread=spread)
+    (before.spread if spread else before.mended).append(fault)
     # What is not there in all steps costs so much in those, or less on average: either may be told.
     truths = [ms / step_ms for ms in dict.fromkeys((float(gains.mean()), _active(fault, gains)))]
+    if price == low == high == 0.0:
+        before.debt_ms += min(float(gains.mean()), 0.0)
+        return Claim(named.kind, str(named), there, price, low, high, truths[0], None)
+    truths = [truth + before.debt_ms / step_ms for truth in truths]
+    before.debt_ms = 0.0
     inside = None
-    if price is not None and exact and fault not in mended:
+    if price is not None and exact and not again:
         if low is not None and high is not None:
             inside = any(low <= truth <= high for truth in truths)
         else:

@@ -213,21 +213,22 @@ class Priced:
         self.links = Fault("communication", pipeline.link_ms, group="pp")
         self.all = frozenset((*pipeline.faults, self.links))
 
-    def _length(self, faults: frozenset[Fault]) -> Times:
-        return self.run(faults).length
+    def _length(self, faults: frozenset[Fault], spread: frozenset[Fault] = frozenset()) -> Times:
+        """``spread``: of these what passes take longer is not where it was, but spread evenly over all stages."""
+        passes = content(self.pipeline, faults)
+        longer = [content(self.pipeline, faults | {each}) - passes for each in spread]
+        even = sum(each.mean(axis=(0, 1)) for each in longer)
+        return self.run(faults | spread, passes + even).length
 
-    def price(self, fault: Fault, mended: Collection[Fault] = ()) -> Times:
-        """Milliseconds by which every step is shorter without it, where others are mended already."""
-        there = self.all - frozenset(mended)
-        return self.length(there) - self.length(there - {fault})
-
-    def price_of_place(self, fault: Fault, mended: Collection[Fault] = ()) -> Times:
-        """The same if what passes take longer were not gone but spread evenly over all stages."""
-        there = self.all - frozenset(mended)
-        without = content(self.pipeline, there - {fault})
-        longer = content(self.pipeline, there) - without
-        even = without + longer.sum(axis=(0, 1)) / (longer.shape[0] * longer.shape[1])
-        return self.length(there) - self.run(there - {fault}, even).length
+    def price(
+        self, fault: Fault, mended: Collection[Fault] = (), spread: Collection[Fault] = (), to_spread: bool = False
+    ) -> Times:
+        """Milliseconds by which every step is shorter without it, or if it were spread evenly (``to_spread``), where
+        others are mended or spread already."""
+        even = frozenset(spread)
+        there = self.all - frozenset(mended) - even
+        neutral = even | {fault} if to_spread else even - {fault}
+        return self.length(there, even) - self.length(there - {fault}, neutral)
 
     def speedup(self, layout: Times) -> float:
         """Of other layers, by stage and chunk, with all faults but that layers are uneven."""

@@ -134,7 +134,7 @@ def test_a_slow_stage_that_goes_by_the_name_of_work_is_priced_as_spread():
     one = plain(faults=(Fault("slow_stage", 1.5, stage=3),))
     priced = Priced(one)
     # 6 layers' worth beside 4, 4 and 4: spread it is 4.5 on each.
-    assert priced.price_of_place(one.faults[0]).mean() == pytest.approx(
+    assert priced.price(one.faults[0], to_spread=True).mean() == pytest.approx(
         priced.price(one.faults[0]).mean() - 0.5 * 3 * 15
     )
 
