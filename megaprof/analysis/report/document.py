@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,12 @@ class TargetReport:
 
     @property
     def basis(self) -> str | None:
-        """Which steps the causes are of, where these are others than the captured ones, or shorter."""
-        same = self.diagnosis is None or (self.captured and not self.diagnosis.closing_ms)
-        return None if same or self.diagnosis is None else causes.basis(self.diagnosis, captured=self.captured)
+        """Which steps the causes are of, where these are others than those of the tables, or shorter."""
+        found = self.diagnosis
+        if found is None:
+            return None
+        other = found.closing_ms if self.captured else not isclose(found.step_ms, self.measured.step_ms)
+        return causes.basis(found, captured=self.captured) if other else None
 
     def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:
         """The verdict in a few words; ``standstill``: where the job stands or was killed."""

@@ -20,7 +20,7 @@ def number(ms: float | None, error: float = 0.0) -> str:
     meaningless; ``-`` for None."""
     if ms is None:
         return ABSENT
-    digits = 0 if abs(ms) >= 100 else 1 if abs(ms) >= 10 else 2
+    digits = 0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2
     return f"{ms:.{min(digits, _digits(error)) if error else digits}f}"
 
 
