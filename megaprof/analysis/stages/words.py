@@ -30,6 +30,16 @@ def with_error(ms: float, error: float) -> str:
     return f"{ms:.{digits}f} ±{error:.{digits}f}"
 
 
+def speedup(factor: float, reach: tuple[float, float]) -> str:
+    """``1.13 (1.08 to 1.18)``: a factor and from where to where it may go."""
+    return f"{factor:.2f} ({reach[0]:.2f} to {reach[1]:.2f})"
+
+
+def within(ms: float, reach: tuple[float, float]) -> str:
+    """``806 (775 to 842)``: milliseconds and from where to where they may go."""
+    return f"{number(ms)} ({number(reach[0])} to {number(reach[1])})"
+
+
 def mean(spread: Spread | None) -> str:
     """``216``; ``-`` for None."""
     return number(spread.mean) if spread else ABSENT
