@@ -24,17 +24,16 @@ demo: $(DEMO)/ready
 
 # Minutes; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
-	$(PYTEST) $(SHARED) -m "not slow and not hosts and not alone" $(ARGS)
+	$(PYTEST) $(SHARED) -m "not slow and not hosts" $(ARGS)
 
-# 5 is pytest's word for no tests: ARGS may choose none of one kind. tests/nsys has a target of its own.
+# 5 is pytest's word for no tests: ARGS may choose none. tests/nsys has a target of its own.
 test-slow: .venv/ready
-	$(PYTEST) $(SHARED) -m "slow and not hosts and not alone" --ignore=tests/nsys $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m "alone and not hosts" $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) $(SHARED) -m "slow and not hosts" --ignore=tests/nsys $(ARGS) || [ $$? = 5 ]
 
 # The quick tests of what touches megatron-core, on other versions of it. `make test-mcore-0.14.0 QUICK=` runs the slow
 # tests too.
 ON_EACH := $(addprefix tests/,capture hooks integration parallel testing/test_gpt.py test_install.py)
-QUICK ?= -m "not slow and not alone"
+QUICK ?= -m "not slow"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready

@@ -467,7 +467,7 @@ def test_documents_help_and_schemas_can_be_read() -> None:
 
 
 def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> None:
-    write(Scenario("many stages", layers=(2,) * 40 + (4,) + (2,) * 23, microbatches=32, gpu=False), tmp_path)
+    write(Scenario("many stages", layers=(2,) * 40 + (4,) + (2,) * 23, microbatches=16, gpu=False), tmp_path)
     found = excerpt(answers.of_report(str(tmp_path), None), details=answers.DETAILS)
     assert len(found) <= MOST
     summary = json.loads(found)
