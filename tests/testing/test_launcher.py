@@ -64,7 +64,8 @@ def fail_by_rank() -> str:
     return "well"
 
 
-def test_every_way_to_fail_is_told() -> None:
+def test_every_way_to_fail_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GRACE", 100)  # they all end by themselves, on a busy machine late
     with pytest.raises(RanksFailed) as failure:
         run_ranks(fail_by_rank, 4)
     raised, exited, signalled, _ = failure.value.reports
