@@ -295,6 +295,8 @@ def test_a_server_that_may_capture_asks_nobody_and_says_what_is_missing(job: Job
 
 def test_a_request_is_withdrawn_when_the_client_hangs_up(job: Job, tmp_path: Path) -> None:
     async def conversation(client: Client) -> None:
+        for rank in (0, 1):
+            job.status(rank)  # however long the server took to begin
         arguments = {"directory": str(job.directory), "target": "train_actor"}
         calling = asyncio.create_task(client.call_tool("trigger", arguments))
         until = time.monotonic() + 60
