@@ -15,7 +15,7 @@ FILLED = 4
 DRAWS = 24
 #: Steps that are looked into, evenly spread over the run: what a report has time for.
 STEPS = 48
-#: Standard error of a price that no draw shows, as a part of it: the order of what waits for what may differ. Of drawn
-#: pipelines (`make bench-truth`) that nothing disturbs half of the prices are off by less than 0.2 %, one in ten by more
-#: than 2.5 %; with this number intervals of 90 % hold 93 %.
+#: Standard error of a price that no draw shows, as a part of it: what waits for what may differ. Of drawn pipelines
+#: (`make bench-truth`) that nothing disturbs half of the prices are off by less than 0.2 %, one in ten by more than
+#: 2.5 %; with this number intervals of 90 % hold 93 %.
 REPLAYED = 0.015

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +77,7 @@ def same_place(named: Named, fault: Fault, pipeline: Pipeline) -> bool:
     if fault.kind == "communication":
         # Collectives of a CPU trace and of Nsight Systems name no group; where there are several, nobody can tell.
         nameless = pipeline.recording in ("cpu trace", "nsys") and fault.group in ("tp", "cp", "ep")
-        return named.group == fault.group or nameless and named.group == "unknown"
+        return named.group == fault.group or (nameless and named.group == "unknown")
     if fault.kind == "slow_link":
         # Both ends: the stage that sends forwards or the one that sends backwards.
         at = fault.stage or 0
@@ -218,9 +217,7 @@ class _Before:
     nothing by itself."""
 
 
-def _claim(
-    named: Named, fault: Fault | None, exact: bool, priced: Priced, before: _Before, step_ms: float
-) -> Claim:
+def _claim(named: Named, fault: Fault | None, exact: bool, priced: Priced, before: _Before, step_ms: float) -> Claim:
     parts = [None if ms is None else float(ms) / step_ms for ms in (named.price, named.low, named.high)]
     price, low, high = parts
     if fault is None:
