@@ -54,7 +54,6 @@ _EXTRAS = {
     "markupsafe": "report",
     "mcp": "mcp",
     "megatron": "train",
-    "msgspec": "report",
     "pyarrow": "export",
     "rich": "report",
     "shtab": "completion",

@@ -9,15 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megaprof.cli import main
 from megaprof.formats.job.run import RunRecord
-from megaprof.formats.names import host
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.cli.running import check
 from tests.control import places
@@ -32,23 +31,17 @@ class Job:
     def __init__(self, directory: Path, layout: WorldLayout = LAYOUT) -> None:
         self.directory, self.layout = directory, layout
         self.run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
-        self.gate: places.Gated | None = None
+        self.paths = places.Paths.of(directory, None, layout.sizes.world)
 
     def begin(self) -> None:
-        self.gate = places.Gated(self.directory, self.run)
         self.write_run()
-        (self.gate.paths.root / "status").mkdir()
 
     def write_run(self) -> None:
-        places.write(places.Paths.of(self.directory, None, self.layout.sizes.world).run, self.run.as_record())
+        places.write(self.paths.run, self.run)
 
     def status(self, rank: int, **other: Any) -> None:
-        assert self.gate is not None
-        coords, now = self.layout.coords(rank), time.time()
-        status = {"run": self.run.run, "rank": rank, "host": host(), "name": "here", "pid": os.getpid(), "time": now}
-        status |= {"coords": {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")}}
-        status |= {"interval": 0.1, "since": now, "calls": [{"target": "train_actor", "begun": 5, "seconds": 0.2}]}
-        places.write(self.gate.paths.status(rank), status | other)
+        calls = {"calls": [{"target": "train_actor", "begun": 5, "seconds": 0.2}]}
+        places.write(self.paths.status(rank), places.status(self.run, self.layout, rank, **calls | other))
 
 
 @pytest.fixture
