@@ -1,4 +1,4 @@
-"""JSON Schemas of what the commands print, from the dataclasses and structs: ``python -m megaprof.cli.schemas DIR`` writes them.
+"""JSON Schemas of what the commands print, from their classes: ``python -m megaprof.cli.schemas DIR`` writes them.
 
 Where a command's JSON is a dataclass as it stands, so is its schema. Where it differs (means beside their spreads,
 parts of the fleet side by side), `_shape` says how, from the dataclass that it is made of.
