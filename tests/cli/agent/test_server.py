@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.shared.exceptions import MCPError
 from mcp.types import CallToolResult, ElicitResult, TextContent
+from msgspec.structs import replace
 
 from megaprof.cli import FAILED, main
 from megaprof.cli.agent import answers, pages
@@ -29,6 +29,7 @@ from megaprof.cli.agent.server import CANNOT_ASK, DECLINED, server
 from megaprof.cli.jobs import status as job_status
 from megaprof.cli.report import analyzed
 from megaprof.control.blame import find_culprits
+from megaprof.control.job import RunningJob
 from megaprof.metrics.look import View, look_at
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -450,7 +451,7 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
     run = replace(job.run, sizes=layout.sizes)
     now = time.time()
     statuses = {rank: replace(one, rank=rank, since=now, time=now) for rank in range(16384)}
-    running_job = replace(job_status.find(job.directory), run=run)
+    running_job = RunningJob(job.directory, None, run)
     blame = find_culprits(run, statuses, now, 60.0)
     view = View(running_job, statuses, now, blame, None, None)
     document = {"headline": job_status.in_words(view), **job_status.as_json(view)}
