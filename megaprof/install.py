@@ -32,11 +32,9 @@ from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.dispatch import Dispatcher
-from megaprof.hooks.graphs import patch_graphs
-from megaprof.hooks.microbatches import patch_microbatches
-from megaprof.hooks.p2p import patch_p2p
+from megaprof.hooks.megatron import patch_megatron
 from megaprof.hooks.patching import Patches
-from megaprof.hooks.schedules import patch_schedules
+from megaprof.hooks.plain import tell
 from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
@@ -196,9 +194,9 @@ class _Process:
     def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None, *, pipeline: bool) -> None:
         """Put the hooks in for ``session``. When that fails, whatever was put in is taken out again.
 
-        ``pipeline``: Megatron's schedules are patched; else the caller tells of every step.
+        ``pipeline``: Megatron's schedules are patched; else batches of the host are steps, or the caller tells of them.
         """
-        patched = self._patched
+        patched = bool(self._patches)
         try:
             self._acquire(handle, session, models, pipeline=pipeline)
         except BaseException:
@@ -219,13 +217,11 @@ class _Process:
                 contract.when_over[what].append(task)
         if not self.handles:
             self._dispatcher = Dispatcher()
+            tell(self._dispatcher)
         if pipeline and not self._patched:
             self._patched = True
-            patch_schedules(self._patches, self._dispatcher)
-            patch_microbatches(self._patches, self._dispatcher)
-            patch_p2p(self._patches, self._dispatcher)
-            patch_graphs(self._patches, self._dispatcher)
-            registry.adapt(self._patches)
+            patch_megatron(self._patches, self._dispatcher)
+        registry.adapt(self._patches)
         self.handles.append(handle)
         self._dispatcher.add(session, models)
         roles.attach(session)
@@ -330,13 +326,19 @@ def install_hooks(
     return _install(_models(model), _settle(config), role, iteration, pipeline=True)
 
 
-def install_without_pipeline(model: Any, config: ProfileConfig, iteration: Callable[[], int | None]) -> Handle:
-    """`install_hooks` for a trainer without Megatron: all ranks are one data-parallel group, and nothing is patched.
+def install_without_pipeline(
+    model: Any = None,
+    config: ProfileConfig | argparse.Namespace | None = None,
+    *,
+    role: str | None = None,
+    iteration: Callable[[], int | None] | None = None,
+) -> Handle:
+    """`install_hooks` for a trainer without Megatron's schedule: all ranks are one data-parallel group.
 
-    The caller tells of every step and every pass, through `PlainSteps` on the handle's ``dispatcher``. Raises
-    ValueError as `install_hooks` does.
+    The batches of hosts that are known are steps (`megaprof.hooks.batch.Batch`). Another caller tells of every step and
+    every pass itself, through `PlainSteps` on the handle's ``dispatcher``. Raises ValueError as `install_hooks` does.
     """
-    return _install((model,), config, None, iteration, pipeline=False)
+    return _install(_models(model), _settle(config), role, iteration, pipeline=False)
 
 
 def _install(

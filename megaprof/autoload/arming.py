@@ -2,7 +2,8 @@
 
 ``arm()`` waits for ``megatron.core.pipeline_parallel.schedules`` to be imported and wraps ``get_forward_backward_func``
 there, before any host can import the name. The first time the host asks, its ranks are laid out and its arguments are
-parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. The functions of a host that say more
+parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. A host that trains without Megatron's
+schedule gets its hooks before its first batch. The functions of a host that say more
 about a call (`megaprof.integrations`) are wrapped when their modules are imported.
 
 `environment` is what a process must be started with to arm itself: the directory ``path`` beside this file goes on
@@ -17,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -127,6 +129,7 @@ def _loaded(name: str) -> None:
         elif name == _SCHEDULES:
             _watch(sys.modules[name])
         elif _watched(name):
+            from megaprof.hooks.batch import when_asked
             from megaprof.hooks.patching import Patches
             from megaprof.integrations import contract
             from megaprof.integrations.registry import adapt
@@ -134,6 +137,7 @@ def _loaded(name: str) -> None:
             if install not in contract.when_settled:
                 contract.when_settled.append(install)
                 contract.when_over["job"].append(_finish_job)
+                when_asked.append(partial(install, pipeline=False))
             adapt(Patches(), name)
     except Exception as fault:
         logger.error("megaprof: %s cannot be hooked: %s: %s", name, type(fault).__name__, fault)
@@ -176,25 +180,26 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
-def install() -> bool:
+def install(*, pipeline: bool = True) -> bool:
     """Install now, for any model: what the hooks above do when a host asks for its schedule.
 
-    False: too early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
+    ``pipeline`` is False where the host is about to run a step without Megatron's schedule; where Megatron's process
+    groups exist all the same, its schedule is waited for. False: too early, ask again. A configuration that this world
+    cannot honour is a ValueError, as ever.
     """
     try:
-        from megatron.core import parallel_state
-
-        if not parallel_state.model_parallel_is_initialized():
-            unmet.asked_too_early()
+        if pipeline != _has_groups():
+            if pipeline:
+                unmet.asked_too_early()
             return False
         from megaprof.config.arguments import check_host_profilers
         from megaprof.config.options import ProfileConfig
-        from megaprof.install import install_hooks
+        from megaprof.install import install_hooks, install_without_pipeline
         from megaprof.integrations import registry
 
         config = _settled or registry.config() or ProfileConfig.from_env()
         check_host_profilers(config, registry.arguments())
-        install_hooks(None, config)
+        (install_hooks if pipeline else install_without_pipeline)(None, config)
     except ValueError:
         raise
     except Exception as fault:
@@ -202,3 +207,9 @@ def install() -> bool:
             "megaprof: the hooks could not be installed, profiling is off: %s: %s", type(fault).__name__, fault
         )
     return True
+
+
+def _has_groups() -> bool:
+    """Whether Megatron's process groups exist. Imports nothing of it."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    return parallel_state is not None and bool(parallel_state.model_parallel_is_initialized())
