@@ -29,10 +29,14 @@ def active(gain: Floats) -> np.typing.NDArray[np.bool_]:
 
 
 def began(there: np.typing.NDArray[np.bool_]) -> int | None:
-    """Returns where a cause began that is there in nine of ten steps from then on, and in one of ten before at most; 0
-    for one that was there from the first step on, None for one that comes and goes."""
-    n = len(there)
-    after = there[::-1].cumsum()[::-1] / np.arange(n, 0, -1)
-    before = np.concatenate(([0], there.cumsum()[:-1])) / np.maximum(np.arange(n), 1)
-    first = int(np.argmax(after - before))
-    return first if after[first] >= 0.9 and before[first] <= 0.1 else None
+    """Returns since which step a cause is there: 0 for one that was there from the first step on, None for one that
+    comes and goes.
+
+    No other step leaves fewer exceptions: steps before it in which the cause is there, and steps from it on in which
+    it is not. A cause comes and goes when the exceptions are more than a quarter of the steps in which it is there.
+    """
+    missing_after = (~there)[::-1].cumsum()[::-1]
+    there_before = there.cumsum() - there
+    exceptions = there_before + missing_after
+    first = int(np.argmin(exceptions))
+    return first if exceptions[first] <= QUARTILE * there.sum() else None
