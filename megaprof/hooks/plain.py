@@ -75,12 +75,14 @@ def _plain(model: Any, microbatches: int | None, *, forward_only: bool = False) 
 
 
 class _Passes:
-    """Numbers the passes of one call: forwards and backwards in turns, or forwards alone."""
+    """Numbers the passes of one call: forwards and backwards in turns, or forwards alone. How many microbatches it has
+    is counted where it was not known before."""
 
     def __init__(self, dispatcher: Dispatcher, facts: CallFacts) -> None:
         self._dispatcher = dispatcher
         self._model = facts.chunks[0]
         self._forward_only = facts.forward_only
+        self._counts = facts.microbatches is None
         self._backward_runs = False
         self.microbatch = 0
 
@@ -91,6 +93,8 @@ class _Passes:
             return codes.FORWARD | int(call.tape.position(self._model, self.microbatch))
 
         def produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
+            if self._counts:
+                call.facts = call.facts._replace(microbatches=self.microbatch + 1)
             self.microbatch += self._forward_only
             return call.tape.produced(result)
 

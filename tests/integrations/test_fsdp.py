@@ -1,4 +1,4 @@
-"""Trainers without Megatron: verl's and SkyRL's own FSDP workers, from their released wheels, on two data-parallel ranks.
+"""Trainers without Megatron: verl's and SkyRL's own FSDP workers, from their released wheels, on two ranks.
 
 Real: ``FSDPEngineWithLMHead`` below verl's ``ActorRolloutRefWorker`` and the methods of its trainer, as in test_verl;
 SkyRL's ``PolicyWorkerBase`` and ``RefWorkerBase`` with its ``HFModelWrapper`` and ``FSDPStrategy.backward``; a Llama of
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.hosts
 
 RANKS = 2
 STEPS = (4, 5)
+WITHOUT_KERNELS = {"VERL_DISABLE_FLASH_ATTN_CE": "1"}
 SKYRL_WORKERS = "skyrl.backends.skyrl_train.workers.worker"
 
 
@@ -111,6 +112,7 @@ def of_skyrl(host: str) -> None:
             worker.cfg = test_skyrl.configuration("trainer.strategy=fsdp")
             worker.model, worker.optimizer = model, optimizer
             worker.strategy = FSDPStrategy.__new__(FSDPStrategy)
+            worker.strategy.world_size = RANKS
             worker.mesh_rank = SimpleNamespace(dp_size=RANKS)
             worker.device_mesh = SimpleNamespace(get_group=lambda axis: None)
             worker.scheduler = SimpleNamespace(get_last_lr=lambda: [0.0])
@@ -127,7 +129,7 @@ def of_skyrl(host: str) -> None:
 
 
 HOSTS = {
-    "verl": (of_verl, "verl.workers.engine_workers", test_verl.EDGES, WORKLOAD.microbatches // MINI_BATCHES),
+    "verl": (of_verl, "verl.workers.engine_workers", test_verl.EDGES, WORKLOAD.microbatches // MINI_BATCHES // RANKS),
     "skyrl": (of_skyrl, SKYRL_WORKERS, test_skyrl.EDGES, WORKLOAD.microbatches),
 }
 
@@ -147,7 +149,7 @@ def test_windows_without_a_pipeline(
         activities=("cpu",),
         tool=("torch", "timeline"),
     )
-    env = host_environment(host, config) | {"VERL_DISABLE_FLASH_ATTN_CE": "1"}
+    env = host_environment(host, config) | WITHOUT_KERNELS
     skip_unless_importable(module, env, *edges)
     run_ranks(train, RANKS, str(host), timeout=400, env=env)
 
@@ -156,20 +158,23 @@ def test_windows_without_a_pipeline(
         kind, place = path.name.split(".pp0-tp0-cp0-ep0-dp")
         found[kind].append(place[0])
     kinds = ["train_actor.actor.step000005", "train_log_probs.actor.step000005", "train_log_probs.ref.step000005"]
-    assert found == dict.fromkeys([*(["evaluate.actor.step000001"] if name == "skyrl" else []), *kinds], ["0", "1"])
+    evaluated = ["evaluate.actor.step000001"] if name == "skyrl" else []
+    assert found == {kind: ["0", "1"] for kind in evaluated + kinds}
     for kind, trace in traces(tmp_path).items():
         passes = update if kind.startswith("train_actor") else WORKLOAD.microbatches
         assert labels(trace).count("forward") == passes
         assert labels(trace).count("backward") == (passes if kind.startswith("train_actor") else 0)
         assert trace["megaprof"]["schedule"] == "no_pipelining"
         assert trace["megaprof"]["framework"] == name
+        assert trace["megaprof"]["microbatches"] == passes
 
     capsys.readouterr()
     assert main(["report", str(tmp_path), "--json", "-"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    print(json.dumps(report)[:3000])
-    assert main(["report", str(tmp_path)]) == 0
-    print(capsys.readouterr().out)
+    (training,) = (each for each in json.loads(capsys.readouterr().out)["targets"] if each["target"] == "train_actor")
+    (stage,) = training["stages"]
+    assert (training["schedule"], training["steps"], stage["ranks"]) == ("no_pipelining", [5], [0, 1])
+    assert stage["forward_ms"] > 0
+    assert stage["backward_ms"] > 0
 
 
 def test_verls_own_settings(wheel: Callable[[str], Path], tmp_path: Path) -> None:
