@@ -307,6 +307,7 @@ def install_hooks(
     *,
     role: str | None = None,
     iteration: Callable[[], int | None] | None = None,
+    groups: Any = None,
 ) -> Handle:
     """Hook Megatron's schedules for ``model`` and return a handle that removes everything again.
 
@@ -316,6 +317,8 @@ def install_hooks(
     it is loaded, else the ``MEGAPROF_*`` environment. ``role`` is whose model it is (actor, ref, critic, ...), in
     file names and for the steps and ranks that the configuration has per role; ``megaprof.role`` scopes override it.
     ``iteration`` returns the host's current iteration number, or None; those of known hosts are found by themselves.
+    ``groups`` are the model's process groups (megatron-core's ``ProcessGroupCollection``) in a job that has no
+    ``parallel_state``; without them, those that the model itself has.
 
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
     same model again with the same configuration returns the first handle.
@@ -323,7 +326,7 @@ def install_hooks(
     Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
     or megatron-core is not installed.
     """
-    return _install(_models(model), _settle(config), role, iteration, pipeline=True)
+    return _install(_models(model), _settle(config), role, iteration, groups, pipeline=True)
 
 
 def install_without_pipeline(
@@ -346,6 +349,7 @@ def _install(
     settled: ProfileConfig,
     role: str | None,
     iteration: Callable[[], int | None] | None,
+    groups: Any = None,
     *,
     pipeline: bool,
 ) -> Handle:
@@ -365,7 +369,7 @@ def _install(
     _require("torch")
     if pipeline:
         _require("megatron.core")
-    here = ThisRank.of(settled, role, models, pipeline=pipeline)
+    here = ThisRank.of(settled, role, models, groups, pipeline=pipeline)
     here.announce(settled)
     store = _store(settled, here.coords) if here.records(settled) else None
     if store is None:

@@ -174,23 +174,43 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal pending
         if pending:
             pending = not install()
-        return original(*args, **kwargs)
+        schedule = original(*args, **kwargs)
+        return waiting(schedule) if pending else schedule
+
+    def waiting(schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """``schedule``, whose first call brings the hooks: it is given the process groups, where those that are
+        Megatron's own are not to exist (several modules, Megatron-Bridge's ``use_decentralized_pg``)."""
+
+        @functools.wraps(schedule)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal pending
+            if pending:
+                pending = not install(groups=kwargs.get("pg_collection"))
+            hooked: Any = getattr(sys.modules[_SCHEDULES], schedule.__name__, None)
+            if getattr(hooked, "__wrapped__", None) is schedule:
+                return hooked(*args, **kwargs)
+            return schedule(*args, **kwargs)
+
+        return forward_backward
 
     get_forward_backward_func._megaprof = True  # type: ignore[attr-defined]
     return get_forward_backward_func
 
 
-def install(*, pipeline: bool = True) -> bool:
+def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     """Install now, for any model: what the hooks above do when a host asks for its schedule.
 
     ``pipeline`` is False where the host is about to run a step without Megatron's schedule; where Megatron's process
-    groups exist all the same, its schedule is waited for. False: too early, ask again. A configuration that this world
-    cannot honour is a ValueError, as ever.
+    groups exist all the same, its schedule is waited for. ``groups``: those that the schedule was given. False: too
+    early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
     """
     try:
-        if pipeline != _has_groups():
-            if pipeline:
-                unmet.asked_too_early()
+        from megaprof.parallel.topology import NoGrid, has_groups
+
+        if pipeline and not has_groups() and groups is None:
+            unmet.asked_too_early()
+            return False
+        if not pipeline and has_groups():
             return False
         from megaprof.config.arguments import check_host_profilers
         from megaprof.config.options import ProfileConfig
@@ -199,7 +219,12 @@ def install(*, pipeline: bool = True) -> bool:
 
         config = _settled or registry.config() or ProfileConfig.from_env()
         check_host_profilers(config, registry.arguments())
-        (install_hooks if pipeline else install_without_pipeline)(None, config)
+        if pipeline:
+            install_hooks(None, config, groups=groups)
+        else:
+            install_without_pipeline(None, config)
+    except NoGrid as reason:
+        logger.error("megaprof: profiling is off: %s", reason)
     except ValueError:
         raise
     except Exception as fault:
@@ -207,9 +232,3 @@ def install(*, pipeline: bool = True) -> bool:
             "megaprof: the hooks could not be installed, profiling is off: %s: %s", type(fault).__name__, fault
         )
     return True
-
-
-def _has_groups() -> bool:
-    """Whether Megatron's process groups exist. Imports nothing of it."""
-    parallel_state = sys.modules.get("megatron.core.parallel_state")
-    return parallel_state is not None and bool(parallel_state.model_parallel_is_initialized())
