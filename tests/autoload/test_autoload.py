@@ -211,6 +211,7 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
         assert files == ["train_actor.step000000.pp0-tp0-cp0-ep0-dp0"]
 
 
+@pytest.mark.slow
 def test_a_recorder_of_an_installed_package_works_through_megaprof_run(env: dict[str, str], tmp_path: Path) -> None:
     package = tmp_path / "site"
     (package / "acme-1.0.dist-info").mkdir(parents=True)
