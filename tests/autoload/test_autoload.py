@@ -193,7 +193,8 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     given = own if not several else SimpleNamespace(module_pgs={"images": own, "language": own}, **vars(own))
     monkeypatch.setattr("megaprof.parallel.topology.has_groups", lambda: False)
     monkeypatch.setattr("megaprof.capture.this_rank.has_groups", lambda: False)
-    monkeypatch.setattr(arming, "_settled", ProfileConfig(("train_actor",), str(tmp_path), activities=("cpu",)))
+    config = ProfileConfig(("train_actor",), str(tmp_path), steps="0", activities=("cpu",))
+    monkeypatch.setattr(arming, "_settled", config)
     asked = arming._asked(lambda: schedules.forward_backward_no_pipelining)
     run = asked()
     try:
