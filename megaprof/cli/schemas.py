@@ -117,7 +117,7 @@ def _report() -> Any:
         "Prediction",
         (Prediction, _names(Prediction, "step_ms flags fits")),
         step_time_ms=(float, _about(Prediction)["step_ms"]),
-        step_ms=(float, "The same as `step_time_ms`, which is the one to read: only earlier readers need this one."),
+        uncertainty_ms=(float, "Plus or minus milliseconds of that: as uncertain as the speedup."),
         flags=(text, "Megatron's arguments for it, quoted for a shell; empty where no argument does it."),
     )
     cost = _shape(

@@ -73,26 +73,28 @@ class Kept:
     """Milliseconds of the step that it took."""
     predicted: float
     """The predicted speedup."""
-    uncertainty: float
-    """Plus or minus, of the predicted speedup."""
+    low: float
+    """The lower end of its 90 % interval."""
+    high: float
+    """The upper end."""
     measured: float
     """The step before over the step after."""
     error: float
     """``predicted_ms`` over ``measured_ms``, minus 1."""
     inside: bool | None
-    """Whether ``measured`` is within the uncertainty of ``predicted``; None where that spans quicker and slower, so
-    that nothing was predicted."""
+    """Whether ``measured`` is in the interval; None where that spans quicker and slower, so that nothing was
+    predicted."""
 
     @property
     def told(self) -> str:
         """All of it, a clause."""
         measured = f"measured {self.measured:.2f} times as fast ({words.number(self.measured_ms)} ms)"
-        predicted = f"{words.with_error(self.predicted, self.uncertainty)} times as fast"
+        predicted = f"{words.between(self.predicted, self.low, self.high)} times as fast"
         if self.inside is None:
             return f"{self.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
         return (
             f"{self.what}: predicted {predicted} ({words.number(self.predicted_ms)} ms), {measured}: the prediction is "
-            f"{words.percent(self.error, sign=True)} off, {'within' if self.inside else 'outside'} its uncertainty"
+            f"{words.percent(self.error, sign=True)} off, {'inside' if self.inside else 'outside'} its interval"
         )
 
 
@@ -192,17 +194,17 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
     for each in before.what_if.candidates:
         if each.layout == layout:
             measured = old.mean / new.mean
-            told = abs(each.speedup - 1.0) > each.speedup_uncertainty
             return Kept(
                 what=each.what,
                 layout=layout,
                 predicted_ms=each.step_ms,
                 measured_ms=new.mean,
                 predicted=each.speedup,
-                uncertainty=each.speedup_uncertainty,
+                low=each.low,
+                high=each.high,
                 measured=measured,
                 error=each.step_ms / new.mean - 1.0,
-                inside=abs(each.speedup - measured) <= each.speedup_uncertainty if told else None,
+                inside=each.low <= measured <= each.high if each.tells else None,
             )
     return None
 

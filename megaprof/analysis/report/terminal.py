@@ -28,6 +28,7 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import (
     ABSENT,
+    between,
     counted,
     layers,
     mean,
@@ -36,7 +37,6 @@ from megaprof.analysis.stages.words import (
     reach,
     sentence,
     title,
-    with_error,
     with_spread,
 )
 from megaprof.analysis.trace.calls import GROUPS
@@ -148,9 +148,7 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
         predicted = table(left=["predicted"])
         number_columns(predicted, "step, ms", "speedup")
         for each in shown:
-            step = with_error(each.step_ms, each.uncertainty_ms)
-            speedup = with_error(each.speedup, each.speedup_uncertainty)
-            predicted.add_row(text(each.what), step, speedup)
+            predicted.add_row(text(each.what), number(each.step_ms), between(each.speedup, each.low, each.high))
         console.print(predicted)
         for caveat in sentences.caveats(shown):
             console.print(text(caveat, "dim"))

@@ -30,6 +30,11 @@ def with_error(ms: float, error: float) -> str:
     return f"{ms:.{digits}f} ±{error:.{digits}f}"
 
 
+def between(value: float, low: float, high: float) -> str:
+    """``1.20 (1.08 to 1.32)``: a factor and its interval."""
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
+
+
 def mean(spread: Spread | None) -> str:
     """``216``; ``-`` for None."""
     return number(spread.mean) if spread else ABSENT
