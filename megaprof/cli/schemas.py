@@ -117,7 +117,6 @@ def _report() -> Any:
         "Prediction",
         (Prediction, _names(Prediction, "step_ms flags fits")),
         step_time_ms=(float, _about(Prediction)["step_ms"]),
-        uncertainty_ms=(float, "Plus or minus milliseconds of that: as uncertain as the speedup."),
         flags=(text, "Megatron's arguments for it, quoted for a shell; empty where no argument does it."),
     )
     cost = _shape(

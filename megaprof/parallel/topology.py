@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import permutations
 from typing import Any
 
@@ -98,7 +98,7 @@ class RankCoords(Place):
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON: the coordinates by name and `sizes` as a nested dict."""
-        return asdict(self)
+        return {**vars(self), "sizes": dict(vars(self.sizes))}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankCoords:

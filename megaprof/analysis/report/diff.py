@@ -89,7 +89,7 @@ class Kept:
     def told(self) -> str:
         """All of it, a clause."""
         measured = f"measured {self.measured:.2f} times as fast ({words.number(self.measured_ms)} ms)"
-        predicted = f"{words.between(self.predicted, self.low, self.high)} times as fast"
+        predicted = f"{words.speedup(self.predicted, (self.low, self.high))} times as fast"
         if self.inside is None:
             return f"{self.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
         return (

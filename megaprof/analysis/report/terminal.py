@@ -28,7 +28,6 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import (
     ABSENT,
-    between,
     counted,
     layers,
     mean,
@@ -36,8 +35,10 @@ from megaprof.analysis.stages.words import (
     percent,
     reach,
     sentence,
+    speedup,
     title,
     with_spread,
+    within,
 )
 from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.trace.nsys.files import is_nsys
@@ -148,7 +149,7 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
         predicted = table(left=["predicted"])
         number_columns(predicted, "step, ms", "speedup")
         for each in shown:
-            predicted.add_row(text(each.what), number(each.step_ms), between(each.speedup, each.low, each.high))
+            predicted.add_row(text(each.what), within(each.step_ms, each.reach_ms), speedup(each.speedup, each.reach))
         console.print(predicted)
         for caveat in sentences.caveats(shown):
             console.print(text(caveat, "dim"))

@@ -20,7 +20,7 @@ def number(ms: float | None, error: float = 0.0) -> str:
     meaningless; ``-`` for None."""
     if ms is None:
         return ABSENT
-    digits = 0 if abs(ms) >= 100 else 1 if abs(ms) >= 10 else 2
+    digits = 0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2
     return f"{ms:.{min(digits, _digits(error)) if error else digits}f}"
 
 
@@ -30,9 +30,14 @@ def with_error(ms: float, error: float) -> str:
     return f"{ms:.{digits}f} ±{error:.{digits}f}"
 
 
-def between(value: float, low: float, high: float) -> str:
-    """``1.20 (1.08 to 1.32)``: a factor and its interval."""
-    return f"{value:.2f} ({low:.2f} to {high:.2f})"
+def speedup(factor: float, reach: tuple[float, float]) -> str:
+    """``1.13 (1.08 to 1.18)``: a factor and from where to where it may go."""
+    return f"{factor:.2f} ({reach[0]:.2f} to {reach[1]:.2f})"
+
+
+def within(ms: float, reach: tuple[float, float]) -> str:
+    """``806 (775 to 842)``: milliseconds and from where to where they may go."""
+    return f"{number(ms)} ({number(reach[0])} to {number(reach[1])})"
 
 
 def mean(spread: Spread | None) -> str:

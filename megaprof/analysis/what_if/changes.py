@@ -73,14 +73,15 @@ class Prediction:
         return not self.low <= 1.0 <= self.high
 
     @property
-    def speedup_uncertainty(self) -> float:
-        """Plus or minus, of the speedup: half of its interval."""
-        return (self.high - self.low) / 2
+    def reach(self) -> tuple[float, float]:
+        """The interval of the speedup."""
+        return self.low, self.high
 
     @property
-    def uncertainty_ms(self) -> float:
-        """Plus or minus milliseconds of the step, as uncertain as the speedup."""
-        return self.speedup_uncertainty / self.speedup * self.step_ms
+    def reach_ms(self) -> tuple[float, float]:
+        """The same of the step, in milliseconds."""
+        measured_ms = self.step_ms * self.speedup
+        return measured_ms / self.high, measured_ms / self.low
 
 
 @dataclass(frozen=True)

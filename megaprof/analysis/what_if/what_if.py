@@ -319,11 +319,10 @@ def _gains(each: Prediction, measured_ms: float) -> str:
 
 
 def _times(each: Prediction) -> str:
-    return f"{words.between(each.speedup, each.low, each.high)} times as fast"
+    return f"{words.speedup(each.speedup, each.reach)} times as fast"
 
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
     values = asdict(prediction)
     del values["fits"]
-    more = {"step_time_ms": values.pop("step_ms"), "uncertainty_ms": prediction.uncertainty_ms}
-    return {**values, **more, "flags": shlex.join(prediction.flags)}
+    return {**values, "step_time_ms": values.pop("step_ms"), "flags": shlex.join(prediction.flags)}
