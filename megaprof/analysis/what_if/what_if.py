@@ -323,6 +323,5 @@ def _times(each: Prediction) -> str:
 
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
-    values = asdict(prediction)
-    del values["fits"]
-    return {**values, "step_time_ms": values.pop("step_ms"), "flags": shlex.join(prediction.flags)}
+    values = asdict(prediction) | {"step_time_ms": prediction.step_ms, "flags": shlex.join(prediction.flags)}
+    return {name: value for name, value in values.items() if name not in ("step_ms", "fits")}
