@@ -117,7 +117,6 @@ def _report() -> Any:
         "Prediction",
         (Prediction, _names(Prediction, "step_ms flags fits")),
         step_time_ms=(float, _about(Prediction)["step_ms"]),
-        step_ms=(float, "The same as `step_time_ms`, which is the one to read: only earlier readers need this one."),
         flags=(text, "Megatron's arguments for it, quoted for a shell; empty where no argument does it."),
     )
     cost = _shape(
