@@ -51,6 +51,7 @@ class Culprit:
     """A rank that keeps others waiting."""
 
     rank: int
+    """Its number."""
     stage: int | None
     """Its place in its pipeline group; None where the dumps do not say."""
     why: Why
@@ -59,8 +60,9 @@ class Culprit:
     and its device did not. ``differs``: it called something else, or another size, in this place. ``crossed``: it and
     others wait for each other, for they call the operations of two groups in different orders."""
     awaited: Awaited
+    """What others wait in, of several operations the first; ``stuck``, ``not_begun``: what it does not finish."""
     waiting: tuple[int, ...]
-    """The ranks that have called the operation and wait in it."""
+    """The ranks that wait for it, in this operation or in another."""
     instead: str | None
     """What it called in this place, and its sizes: ``differs`` alone."""
 
@@ -113,27 +115,30 @@ def hang(dumps: Mapping[int, Dump], warnings: Sequence[str] = ()) -> Hang:
     job = _Job(dumps)
     missing = tuple(sorted({rank for ranks in job.members.values() for rank in ranks} - dumps.keys()))
     culprits = list(_differing(job))
-    differ = {culprit.rank for culprit in culprits}
-    # A rank that called something else waits for nobody that came.
-    waits = {rank: missed for rank, missed in job.waits().items() if rank not in differ}
-    behind = {rank: others for rank, others in job.behind().items() if rank not in differ}
     device = dict(_by_device(job))
+    # A rank that called something else, or whose device stands still, waits for nobody.
+    known = device.keys() | {culprit.rank for culprit in culprits}
+    waits = {rank: missed for rank, missed in job.waits().items() if rank not in known}
+    behind = {rank: others for rank, others in job.behind().items() if rank not in known}
     together = job.together()
     sinks = dict(_sinks(waits, behind))
     held = {rank: together[rank] for rank in sinks if rank in together and rank not in device}
     found = {rank: why for rank, why in sinks.items() if rank not in held}
     for rank, why in {**found, **device}.items():
-        if rank not in differ:
+        if all(rank != culprit.rank for culprit in culprits):
             culprits.append(job.culprit(rank, why if rank in dumps else "no_dump", waits))
     named = {culprit.rank for culprit in culprits}
-    unended = held or ({} if culprits else together)
+    unended = {
+        (one.group, one.number, frozenset(() if one.peer is None else (rank, one.peer))): one
+        for rank, one in sorted((held or ({} if culprits else together)).items(), key=lambda item: -item[1].called)
+    }
     return Hang(
         1,
         tuple(sorted(dumps)),
         missing,
         tuple(sorted(culprits, key=lambda culprit: (culprit.awaited.since, culprit.rank))),
         sum(bool(dump.pending) for rank, dump in dumps.items() if rank not in named),
-        tuple(dict.fromkeys(unended.values())),
+        tuple(job.awaited(operation) for operation in unended.values()),
         (*warnings, *job.disagreements()),
     )
 
@@ -206,11 +211,11 @@ class _Job:
                     some[rank].setdefault(operation.peer, operation)
         return dict(waits or sends)
 
-    def together(self) -> dict[int, Awaited]:
+    def together(self) -> dict[int, Operation]:
         """By rank, the first operation that does not end on it, where it is the first on all ranks that take part."""
         behind = self.behind()
         return {
-            rank: self.awaited(dump.pending[0])
+            rank: dump.pending[0]
             for rank, dump in self.dumps.items()
             if dump.pending and not behind.get(rank) and self._all_called(rank, dump.pending[0])
         }
