@@ -19,7 +19,7 @@ from megaprof.artifacts.finish import FinishHook
 from megaprof.artifacts.store import Store
 from megaprof.artifacts.writer import Writer
 from megaprof.capture import roles
-from megaprof.capture.agenda import Number
+from megaprof.capture.agenda import HostNumbers
 from megaprof.capture.lines import Lines
 from megaprof.capture.repeats import Repeats, remove
 from megaprof.capture.session import Session
@@ -153,7 +153,7 @@ class Handle:
             *([] if self._timeline is None else [self._timeline.close]),
             *([] if writer is None else [lambda: writer.close(max(0.0, deadline - time.monotonic()))]),
             *([] if self._listener is None else [self._listener.close]),
-            *([] if self._lines is None or session is None else [partial(self._lines.end, session.agenda, self.role)]),
+            *([] if self._lines is None or session is None else [partial(self._lines.end, session.agenda)]),
         )
 
     def _keep(self, session: Session | None, reason: str, seconds: float) -> None:
@@ -368,7 +368,8 @@ def _install(
     store = _store(settled, here.coords) if here.records(settled) else None
     if store is None:
         return handle
-    session = _assemble(handle, here, store, iteration or registry.iteration, iteration or contract.host_step)
+    numbers = HostNumbers(iteration or registry.iteration, contract.iteration, iteration or contract.host_step)
+    session = _assemble(handle, here, store, numbers)
     with Contained("installing the hooks", lambda: _undo(handle)):
         _process.acquire(handle, session, models, pipeline=pipeline)
         handle._session = session
@@ -383,7 +384,7 @@ def _store(config: ProfileConfig, coords: RankCoords) -> Store | None:
     return Store.make(str(config.dir), shard(coords), hook)
 
 
-def _assemble(handle: Handle, here: ThisRank, store: Store, iteration: Number, host_step: Number) -> Session:
+def _assemble(handle: Handle, here: ThisRank, store: Store, numbers: HostNumbers) -> Session:
     """Give ``handle`` its parts, and return the session that drives them. Raises ValueError where a recorder cannot run
     in this process."""
     config, writer = handle.config, store.writer
@@ -405,9 +406,7 @@ def _assemble(handle: Handle, here: ThisRank, store: Store, iteration: Number, h
         here.coords,
         handle._recorders,
         role=handle.role,
-        iteration=iteration,
-        pass_iteration=contract.iteration,
-        host_step=host_step,
+        numbers=numbers,
         timeline=handle._timeline,
         window_ended=window_ended,
         repeat=Repeats(store.local, here.coords),

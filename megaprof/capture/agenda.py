@@ -1,11 +1,18 @@
-"""What a rank is to capture and what it has captured, by target and role: numbers only, no recorder, no clock."""
+"""Which calls get a window: a function of the configuration and of the calls so far. No recorder, no clock, no log.
+
+At a call the session asks three things: whether the open window goes on (`Agenda.goes_on`), which windows are wanted
+(`Agenda.wanted`), and, when the call ends, whether its window ends with it (`Agenda.is_complete`). `plan` asks the same
+for a whole run at once, as a table.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from megaprof.capture.demand import Demand
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import (
     ANNOTATED,
@@ -14,28 +21,60 @@ from megaprof.config.windows import (
     TRAIN_OVERALL,
     Plan,
     Schedule,
-    StepList,
 )
-from megaprof.formats.checks import counted
-from megaprof.parallel.selectors import join_spans, spans_of
 from megaprof.parallel.topology import RankCoords
-from megaprof.runtime.logs import logger
 
-Key = tuple[str, "str | None"]
+TargetRole = tuple[str, "str | None"]
 """Target and role: what calls are counted by."""
 
-Number = Callable[[], "int | None"]
+StepNumber = Callable[[], "int | None"]
 """Returns the host's number of the running step, None where the host has none."""
 
 #: Steps that may wait for a free call; beyond that the oldest is given up, and said at the end.
 _MOST_OWED = 1000
-#: How many steps a message lists.
-_LISTED = 5
+
+
+@dataclass(frozen=True)
+class HostNumbers:
+    """How the host numbers its steps. None: it does not."""
+
+    iteration: StepNumber | None = None
+    """Numbers training steps and annotated work."""
+    pass_iteration: StepNumber | None = None
+    """Numbers log-prob passes. A host numbers its iterations, not its forward-only passes: several share a number, and
+    the first of them is the one that can be captured."""
+    host_step: StepNumber | None = None
+    """Numbers the step of the host's own loop, which all of them share; without an answer it is that of `iteration`."""
+
+    def of(self, target: str) -> tuple[int | None, int | None]:
+        """Returns the number of a call of ``target`` that begins, and that of the host's step that it is in."""
+        trains = target in (TRAIN_ACTOR, ANNOTATED)
+        numbered = self.iteration if trains else self.pass_iteration if target == TRAIN_LOG_PROBS else None
+        number = None if numbered is None else numbered()
+        shared = None if self.host_step is None else self.host_step()
+        if shared is None and number is not None and number >= 0:
+            shared = number
+        elif shared is None and not trains and self.iteration is not None:
+            shared = self.iteration()
+        return number, shared
+
+
+class Call(NamedTuple):
+    """A schedule call, or annotated work, that begins."""
+
+    target: str
+    """What it is: a target of a call, or ``annotated``."""
+    role: str | None = None
+    """Whose it is; None: no role was said."""
+    number: int | None = None
+    """The host's number of it; None, or negative: it has none."""
+    host_step: int | None = None
+    """The number of the host's step that it is in; None: unknown. Negative: the host counts, and is in no step."""
 
 
 @dataclass(slots=True)  # frozen ones take longer to make, and every call makes two
-class Step:
-    """Which step a call belongs to, or begins."""
+class CountedStep:
+    """A step that begins with a call: the call's own, or the host's."""
 
     target: str
     """Whose step: a target of a call, ``train_overall`` for the host's step, or ``annotated``."""
@@ -49,9 +88,49 @@ class Step:
     """True: `number` is the host's own."""
 
 
+class Begun(NamedTuple):
+    """The steps that begin with a call."""
+
+    step: CountedStep
+    """The call's own."""
+    host_step: CountedStep | None
+    """The host's; None: the call is in the middle of one."""
+
+    @property
+    def steps(self) -> tuple[CountedStep, ...]:
+        """Both, the host's first: a window of it holds the other."""
+        return (self.step,) if self.host_step is None else (self.host_step, self.step)
+
+
 @dataclass
-class _Entry:
-    """One target and role."""
+class PlannedWindow:
+    """A window: which steps are in it, and how it ends."""
+
+    first: CountedStep
+    """Its first step."""
+    last: CountedStep
+    """Its last step so far."""
+    merges: bool = False
+    """True: wanted steps that follow go into it, too."""
+    asked: int | None = None
+    """The wanted step that `last` is captured instead of; None: itself."""
+    demand: Demand | None = None
+    """What asked for it while the job ran; None: the configuration."""
+
+    @property
+    def target(self) -> str:
+        """What is captured."""
+        return self.first.target
+
+    @property
+    def outlasts_call(self) -> bool:
+        """True: it ends with the host's step, or with annotated work, and not with a call."""
+        return self.target in (TRAIN_OVERALL, ANNOTATED)
+
+
+@dataclass
+class Wish:
+    """What is wanted of one target and role, and what came of it."""
 
     plan: Plan | None
     """The steps that this rank captures; None: it captures none of them."""
@@ -59,7 +138,7 @@ class _Entry:
     """The first and the last step number that ran; empty before the first."""
     ran: int = 0
     """How often it ran."""
-    settled: int | None = None
+    handled: int | None = None
     """The step that was captured, or put off, last: a step that runs again is not captured again."""
     captured: set[int] = field(default_factory=set)
     """Wanted steps that have their file."""
@@ -68,257 +147,246 @@ class _Entry:
     owed: deque[int] = field(default_factory=deque)
     """Wanted steps in which another window was open, oldest first: each takes the next free call instead."""
 
+    def wants(self, step: CountedStep) -> bool:
+        """Whether ``step`` is to be captured. A host may run one iteration twice (Megatron's rerun machinery); its
+        first run is the one that is kept."""
+        return self.plan is not None and self.handled != step.number and self.plan.captures(step.number, step.index)
+
+    def owes(self, step: CountedStep) -> int | None:
+        """The step that ``step`` is captured instead of, None for none. Not another call of the same number."""
+        return self.owed[0] if self.owed and self.handled != step.number else None
+
 
 class Agenda:
-    """Numbers the calls of one session and says which of them are captured."""
+    """Numbers the calls of one session, and says which of them begin or end a window."""
 
-    def __init__(
-        self,
-        config: ProfileConfig,
-        coords: RankCoords,
-        role: str | None = None,
-        *,
-        iteration: Number | None = None,
-        pass_iteration: Number | None = None,
-        host_step: Number | None = None,
-    ) -> None:
-        """``iteration`` numbers training steps and annotated work, ``pass_iteration`` log-prob passes, ``host_step``
-        the step of the host's own loop, which all of them share; without an answer it is that of ``iteration``."""
+    def __init__(self, config: ProfileConfig, coords: RankCoords, role: str | None = None) -> None:
+        """``role``: whose model it is."""
         self._config = config
         self._coords = coords
-        self._role = role
-        self._iteration = iteration
-        self._pass_iteration = pass_iteration
-        self._entries: dict[Key, _Entry] = {}
-        self._number_of_host = host_step
-        self._host_step: int | None = None
-        self._begun: Step | None = None  # with the call that began it
-        self._host_steps = 0
+        self.role = role
+        #: By target and role, of those that ran or that something was asked of.
+        self.wishes: dict[TargetRole, Wish] = {}
         #: By target and role: how many calls have begun. Read by the background thread.
-        self.calls: dict[Key, int] = {}
+        self.calls: dict[TargetRole, int] = {}
+        self._host_step: int | None = None
+        self._host_steps = 0
+        self._begun: CountedStep | None = None  # the host's last step
 
-    def begin(self, target: str, role: str | None) -> Step:
-        """Count a call, or annotated work, that begins.
-
-        A host numbers its iterations, not its forward-only passes: several log-prob passes share a number. Where it
-        says of the pass itself which iteration it belongs to, the first of them is the one that can be captured.
-        """
+    def begins(self, call: Call) -> Begun:
+        """Counts a call, or annotated work, that begins."""
+        target, role, number, _ = call
         index = self.calls.get((target, role), 0)
         self.calls[target, role] = index + 1
-        if target == TRAIN_LOG_PROBS:
-            numbered = self._pass_iteration
-        else:
-            numbered = self._iteration if target in (TRAIN_ACTOR, ANNOTATED) else None
-        iteration = None if numbered is None else numbered()
-        hosts = iteration is not None and iteration >= 0
-        step = Step(target, role, int(iteration) if hosts and iteration is not None else index, index, hosts)
-        self._ran(step)
-        return step
+        hosts = number is not None and number >= 0
+        step = CountedStep(target, role, int(number) if hosts and number is not None else index, index, hosts)
+        self._note(step)
+        host_step = self._host_step_of(step, call.host_step)
+        if host_step is not None:
+            self._note(host_step)
+        return Begun(step, host_step)
 
-    def host_step(self, step: Step) -> Step | None:
-        """The step of the host's that begins with the call of ``step``; None: that call is in the middle of one.
-
-        A step of the host's is all calls with the same number, from the first one of a role that this rank captures on.
-        Where the host numbers nothing, it begins with each grad-accumulation step of a role.
-        """
-        number = None if self._number_of_host is None else self._number_of_host()
-        if number is None and step.hosts:
-            number = step.number
-        elif number is None and step.target not in (TRAIN_ACTOR, ANNOTATED) and self._iteration is not None:
-            number = self._iteration()  # of those two it has been asked, and had no answer
+    def _host_step_of(self, step: CountedStep, number: int | None) -> CountedStep | None:
+        """A step of the host's is all calls with the same number, from the first one of a role that this rank captures
+        on. Where the host numbers nothing, it begins with each grad-accumulation step of a role."""
+        if step.target == ANNOTATED:
+            return None
         if number is not None and number >= 0:
             before = self._begun
             if number != self._host_step or before is None:
                 self._host_step, index = int(number), self._host_steps
                 self._host_steps += 1
-            elif self._wants_step(before.role) or not self._wants_step(step.role):
+            elif self._captures_host_steps(before.role) or not self._captures_host_steps(step.role):
                 return None
             else:
                 index = before.index
-            begun = self._begun = Step(TRAIN_OVERALL, step.role, int(number), index, True)
-        elif step.target == TRAIN_ACTOR and (self._host_step is None or number is not None):
-            begun = Step(TRAIN_OVERALL, step.role, step.number, step.index, False)
+            self._begun = CountedStep(TRAIN_OVERALL, step.role, int(number), index, True)
+            return self._begun
+        if step.target == TRAIN_ACTOR and (self._host_step is None or number is not None):
+            return CountedStep(TRAIN_OVERALL, step.role, step.number, step.index, False)
+        return None
+
+    def goes_on(self, window: PlannedWindow, begun: Begun) -> bool:
+        """Whether ``window``, which is open, stays open when ``begun`` begins. A wanted step that follows goes into a
+        merged window: it is its last one then."""
+        if window.target == ANNOTATED:
+            return True
+        last, step = window.last, begun.host_step if window.target == TRAIN_OVERALL else begun.step
+        if step is None or step.number == last.number:
+            return True
+        # Counted steps are a role's own: another role's are part of the window. So is every call of another kind.
+        if (step.target, step.role) != (last.target, last.role) and not (step.target == TRAIN_OVERALL and step.hosts):
+            return True
+        if not window.merges:
+            return False
+        if window.asked is None:
+            asked, joins = None, self._follows(step, last)
         else:
+            asked = self.wish(step).owes(step)
+            joins = asked is not None
+        if joins:
+            self.has_file(window)
+            self._take(step, asked)
+            window.last, window.asked = step, asked
+        return joins
+
+    def is_complete(self, window: PlannedWindow) -> bool:
+        """Whether ``window`` ends with its last step so far, and no wanted step goes into it any more."""
+        last, wish = window.last, self.wish(window.last)
+        if not window.merges or wish.plan is None:
+            return True
+        return not (wish.plan.continues(last.number, last.index) if window.asked is None else wish.owed)
+
+    def wanted(self, begun: Begun, demand: Demand | None = None) -> list[PlannedWindow]:
+        """The windows that are to open when ``begun`` begins, the first of them that can. What is wanted and cannot
+        open is to be `put_off`, but for a window that takes a free call in the place of such a one."""
+        wanted: list[PlannedWindow] = []
+        owed: list[PlannedWindow] = []
+        if demand is not None and (step := self._demanded(demand, begun)) is not None:
+            wanted.append(PlannedWindow(step, step, demand=demand))
+        for step in begun.steps:
+            wish = self.wish(step)
+            if wish.plan is None:
+                continue
+            merges = self._config.merge_steps and step.target != ANNOTATED
+            if wish.wants(step):
+                wanted.append(PlannedWindow(step, step, merges))
+            elif (asked := wish.owes(step)) is not None:
+                owed.append(PlannedWindow(step, step, merges, asked))
+        return wanted + owed
+
+    def _demanded(self, demand: Demand, begun: Begun) -> CountedStep | None:
+        step, counted = begun.step, (demand.counted, demand.role)
+        own = (step.target, step.role) == counted
+        upcoming = step.index if own else self.calls.get(counted, 0)
+        if not demand.due(upcoming, own=own, begins=begun.host_step is not None):
             return None
-        self._ran(begun)
-        return begun
+        return begun.host_step if demand.target == TRAIN_OVERALL else step
 
-    def concerns(self, step: Step) -> bool:
-        """Whether anything is to be done with ``step``: with most of them nothing is, and that is known at once."""
-        entry = self._entry(step.target, step.role)
-        if entry.plan is None:
+    def opens(self, window: PlannedWindow) -> None:
+        """``window`` is about to be opened."""
+        if window.demand is None:
+            self._take(window.first, window.asked)
+
+    def put_off(self, window: PlannedWindow, inside: str | None) -> bool:
+        """``window`` is wanted, and a window of target ``inside`` is open (None: no window can be opened): the next
+        free call is captured instead. False: nothing is missed, since that window holds all the work inside it, or
+        since what ``window`` was to replace still waits."""
+        target = window.target
+        if window.asked is not None or inside == ANNOTATED or inside == target == TRAIN_OVERALL:
             return False
-        return bool(entry.owed) or entry.plan.captures(step.number, step.index)
+        wish = self.wish(window.first)
+        wish.handled = window.first.number
+        wish.owed.append(window.first.number)
+        if len(wish.owed) > _MOST_OWED:
+            wish.owed.popleft()
+        return True
 
-    def due(self, step: Step) -> bool:
-        """Whether ``step`` is to be captured."""
-        entry = self._entry(step.target, step.role)
-        if entry.plan is None or not entry.plan.captures(step.number, step.index):
-            return False
-        # A host may run one iteration twice (Megatron's rerun machinery); its first run is the one that is kept.
-        return entry.settled != step.number
+    def has_file(self, window: PlannedWindow) -> None:
+        """``window`` has closed with a file, or its last step so far is complete."""
+        if window.demand is None:
+            self.wish(window.last).captured.add(window.last.number if window.asked is None else window.asked)
 
-    def comes(self, step: Step) -> bool:
-        """Whether the step behind ``step`` is to be captured."""
-        plan = self._entry(step.target, step.role).plan
-        return plan is not None and plan.captures(step.number + 1, step.index + 1)
-
-    def joins(self, step: Step, before: Step) -> bool:
-        """Whether ``step`` goes into the same merged window as ``before``, the last one of the same target and role."""
-        plan = self._entry(before.target, before.role).plan
-        if plan is None or not (isinstance(plan, Schedule) or step.number == before.number + 1):
-            return False
-        return plan.continues(before.number, before.index)
-
-    def goes_on(self, step: Step) -> bool:
-        """Whether the step behind ``step`` is wanted in the same merged window."""
-        plan = self._entry(step.target, step.role).plan
-        return plan is not None and plan.continues(step.number, step.index)
-
-    def put_off(self, step: Step) -> None:
-        """``step`` is wanted and another window is open in it: the next free call is captured instead."""
-        entry = self._entry(step.target, step.role)
-        entry.settled = step.number
-        entry.owed.append(step.number)
-        if len(entry.owed) > _MOST_OWED:
-            entry.owed.popleft()
-
-    def owed(self, step: Step) -> int | None:
-        """The step that the call of ``step`` is captured for instead, None for none. Not another call of the same."""
-        entry = self._entry(step.target, step.role)
-        return entry.owed[0] if entry.owed and entry.settled != step.number else None
-
-    def owes(self, step: Step) -> bool:
-        """Whether a wanted step of the same target and role still waits for a free call."""
-        return bool(self._entry(step.target, step.role).owed)
-
-    def take(self, step: Step, asked: int | None = None) -> None:
-        """A window captures ``step``, in the place of the step ``asked`` where that is given."""
-        entry = self._entry(step.target, step.role)
-        entry.settled = step.number
-        if asked is not None and asked in entry.owed:
-            entry.owed.remove(asked)
-
-    def has_file(self, step: Step, asked: int | None = None) -> None:
-        """The window of ``step`` has closed with a file."""
-        self._entry(step.target, step.role).captured.add(step.number if asked is None else asked)
-
-    def lose(self, step: Step, asked: int | None, reason: str) -> None:
-        """The window of ``step`` failed, because of ``reason``: it has no file."""
-        self._entry(step.target, step.role).lost[step.number if asked is None else asked] = reason
+    def lose(self, window: PlannedWindow, reason: str) -> None:
+        """``window`` failed, because of ``reason``: it has no file."""
+        self.wish(window.last).lost[window.last.number if window.asked is None else window.asked] = reason
 
     def repeats(self, target: str, role: str | None, number: int) -> bool:
         """The last call of a target and role failed, and runs again: whether it was step ``number``, captured alone. It
         is captured again then."""
-        entry = self._entry(target, role)
-        if not entry.seen or entry.seen[1] != number or number not in entry.captured:
+        wish = self._wish(target, role)
+        if not wish.seen or wish.seen[1] != number or number not in wish.captured:
             return False
-        entry.captured.discard(number)
-        entry.settled = None
+        wish.captured.discard(number)
+        wish.handled = None
         return True
 
-    def captures(self, target: str) -> bool:
-        """Whether ``target`` is asked for at all."""
-        return target == ANNOTATED or target in self._config.target
+    def comes(self, step: CountedStep) -> bool:
+        """Whether the step behind ``step`` is to be captured."""
+        plan = self.wish(step).plan
+        return plan is not None and plan.captures(step.number + 1, step.index + 1)
 
-    @property
-    def roles(self) -> set[str]:
-        """The roles that ran."""
-        return {role for _, role in self._entries if role is not None}
+    def wish(self, step: CountedStep) -> Wish:
+        """What is wanted of the target and role of ``step``."""
+        return self._wish(step.target, step.role)
 
-    def unmet(self) -> Iterator[str]:
-        """What was asked for and has not come, a sentence each, without a full stop."""
-        for target in self._config.target:
-            entries = {role: entry for (of, role), entry in self._entries.items() if of == target and entry.seen}
-            if not entries:
-                plans = (self._plan(target, role) for role in {self._role, *self.roles})
-                if any(plan not in (None, StepList(())) for plan in plans):
-                    yield f"{target} never ran"
-            elif target == TRAIN_OVERALL:  # one window holds the work of all roles
-                entries = {None: _together([entry for entry in entries.values() if entry.plan is not None])}
-            for role, entry in sorted(entries.items(), key=lambda each: each[0] or ""):
-                whose = target if role is None else f"{target} of {role}"
-                yield from (f"{whose}: {missing}" for missing in _missing(entry))
-
-    def _ran(self, step: Step) -> None:
-        entry = self._entry(step.target, step.role)
-        if entry.seen:
-            entry.seen[1] = step.number
-        else:
-            entry.seen = [step.number, step.number]
-        entry.ran += 1
-
-    def _wants_step(self, role: str | None) -> bool:
-        """Whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
-        return self._entry(TRAIN_OVERALL, role).plan is not None
-
-    def _entry(self, target: str, role: str | None) -> _Entry:
-        entry = self._entries.get((target, role))
-        if entry is None:
-            entry = self._entries[target, role] = _Entry(self._plan(target, role))
-        return entry
-
-    def _plan(self, target: str, role: str | None) -> Plan | None:
+    def plan_of(self, target: str, role: str | None) -> Plan | None:
         """The captured steps of a target and role; None when this rank captures none of them."""
         config = self._config
-        if not config.windowed or not self.captures(target):
+        if not config.windowed or (target != ANNOTATED and target not in config.target):
             return None
         selector = config.selector(role)
         if selector is None or not selector.selects(self._coords):
             return None
         return config.plan(target, role)
 
+    def _follows(self, step: CountedStep, before: CountedStep) -> bool:
+        """Whether ``step`` goes into the same merged window as ``before``."""
+        plan = self.wish(before).plan
+        if plan is None or not (isinstance(plan, Schedule) or step.number == before.number + 1):
+            return False
+        return plan.continues(before.number, before.index)
 
-def _together(entries: list[_Entry]) -> _Entry:
-    """Several roles' entries of one target as one."""
-    seen = [number for entry in entries for number in entry.seen]
-    return _Entry(
-        plan=entries[0].plan if entries else None,
-        seen=[min(seen), max(seen)] if seen else [],
-        captured=set().union(*(entry.captured for entry in entries)),
-        lost={number: reason for entry in entries for number, reason in entry.lost.items()},
-        owed=deque(number for entry in entries for number in entry.owed),
-        ran=max((entry.ran for entry in entries), default=0),
-    )
+    def _take(self, step: CountedStep, asked: int | None) -> None:
+        """A window captures ``step``, in the place of the step ``asked`` where that is given."""
+        wish = self.wish(step)
+        wish.handled = step.number
+        if asked is not None and asked in wish.owed:
+            wish.owed.remove(asked)
 
+    def _note(self, step: CountedStep) -> None:
+        wish = self.wish(step)
+        if wish.seen:
+            wish.seen[1] = step.number
+        else:
+            wish.seen = [step.number, step.number]
+        wish.ran += 1
 
-def _missing(entry: _Entry) -> Iterator[str]:
-    if not entry.seen:
-        return
-    first, last = entry.seen
-    ran = f"step {first} ran" if first == last else f"steps {first}-{last} ran"
-    if isinstance(entry.plan, StepList):
-        left = entry.plan.left(entry.captured | entry.lost.keys() | set(entry.owed), _LISTED)
-        if left:
-            more = ", ..." if len(left) == _LISTED else ""
-            steps = "step" if len(left) == 1 else "steps"
-            yield f"{steps} {join_spans(spans_of(left), ', ')}{more} never came: {ran}"
-    elif isinstance(entry.plan, Schedule) and entry.plan.repeat:
-        windows = entry.plan.active * entry.plan.repeat
-        there = len(entry.captured | entry.lost.keys()) + len(entry.owed)
-        if there < windows:
-            needed = entry.plan.skip_first + entry.plan.cycle * entry.plan.repeat
-            came = f"{there} of {counted(windows, 'step')} of the schedule came"
-            yield f"{came}: it needs {counted(needed, 'call')}, and {entry.ran} ran"
-    if entry.lost:
-        listed = join_spans(spans_of(list(entry.lost)[:_LISTED]), ", ")
-        more = ", ..." if len(entry.lost) > _LISTED else ""
-        yield f"step {listed}{more} was not captured: {list(entry.lost.values())[-1]}"
-    if entry.owed:
-        listed = join_spans(spans_of(list(entry.owed)[:_LISTED]), ", ")
-        yield f"step {listed} was not captured: another window was open, and no free call came after it"
+    def _captures_host_steps(self, role: str | None) -> bool:
+        """Whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
+        return self._wish(TRAIN_OVERALL, role).plan is not None
+
+    def _wish(self, target: str, role: str | None) -> Wish:
+        wish = self.wishes.get((target, role))
+        if wish is None:
+            wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
+        return wish
 
 
-def check_role(config: ProfileConfig, role: str, coords: RankCoords) -> None:
-    """Say it where the ranks of ``role``, which runs in this world for the first time, do not all exist in it.
+def plan(
+    config: ProfileConfig, coords: RankCoords, calls: Iterable[Call], demand: Demand | None = None
+) -> Sequence[PlannedWindow]:
+    """Returns the windows of a run with these calls, in order, if every one of them opens: what a session does, without
+    recorders. Annotated work is a call that ends at once. A window that is open at the end is the last one.
 
-    Which role runs in which process is not known before it runs, and worlds have different sizes: ranks of a role of
-    another world are no mistake in this one.
+    ``plan(config, coords, [Call("train_actor", number=n) for n in range(5)])``, with ``--profile-steps 1,3``, are two
+    windows, of steps 1 and 3.
     """
-    selector = config.selector(role)
-    if selector is None:
-        return
-    try:
-        selector.check(coords.sizes, option=config.select_option(role))
-    except ValueError as mistake:
-        logger.warning("megaprof: %s; %s is captured on the ranks that exist", mistake, role)
+    agenda = Agenda(config, coords)
+    windows: list[PlannedWindow] = []
+    opened: PlannedWindow | None = None
+
+    def end() -> None:
+        nonlocal opened
+        if opened is not None:
+            agenda.has_file(opened)
+            if opened.demand is not None:
+                opened.demand.closes()
+        opened = None
+
+    for call in calls:
+        begun = agenda.begins(call)
+        if opened is not None and not agenda.goes_on(opened, begun):
+            end()
+        for window in agenda.wanted(begun, demand):
+            if opened is not None:
+                agenda.put_off(window, opened.target)
+                continue
+            agenda.opens(window)
+            opened = window
+            windows.append(window)
+            if demand is not None and window.demand is demand:
+                demand.taken.append(window.first.number)
+        if opened is not None and opened.target != TRAIN_OVERALL and agenda.is_complete(opened):
+            end()
+    return windows

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from megaprof.capture.agenda import Step
+from megaprof.capture.agenda import CountedStep
 from megaprof.recorders import Recorder
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.isolation import in_full
@@ -23,11 +23,11 @@ class Pace:
     """How closely a session's calls follow each other. Costs a clock's reading a call."""
 
     def __init__(self) -> None:
-        self._before: Sequence[Step] = ()
+        self._before: Sequence[CountedStep] = ()
         self._began = 0
         self._between = 0
 
-    def begins(self, steps: Sequence[Step]) -> tuple[Step, ...]:
+    def begins(self, steps: Sequence[CountedStep]) -> tuple[CountedStep, ...]:
         """A call begins, and with it ``steps``. Returns those of them that follow the one before without another call
         between them: the next call is probably the next step then, as it is in a job that only trains. Where calls
         share a number, as RL's mini-batches do, nobody knows which is the last."""

@@ -66,9 +66,10 @@ class Demand:
         self.over = upcoming >= self.first + self.steps
         return not self.over
 
-    def comes(self, index: int) -> bool:
-        """Whether the call with this number is to be captured, if it is one of those that are counted."""
-        return not (self.over or self.cancelled) and self.first <= index < self.first + self.steps
+    def comes(self, target: str, role: str | None, index: int) -> bool:
+        """Whether the call of this target and role with this number is to be captured."""
+        counted = (target, role) == (self.counted, self.role)
+        return counted and not (self.over or self.cancelled) and self.first <= index < self.first + self.steps
 
     def closes(self) -> None:
         """A window of it ended."""

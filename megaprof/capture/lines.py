@@ -6,17 +6,23 @@ Rank 0 says the first one, and the lowest rank that captures says the others, so
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from megaprof.capture.agenda import Agenda
+from megaprof.capture.agenda import Agenda, Wish
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
+from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList
+from megaprof.formats.checks import counted
 from megaprof.formats.names import artifact_name, shard
-from megaprof.parallel.selectors import Selector
+from megaprof.parallel.selectors import Selector, join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Window
 from megaprof.runtime.logs import logger
 from megaprof.runtime.ray import in_ray_worker
+
+#: How many steps a message lists.
+_LISTED = 5
 
 
 def selected(selectors: Iterable[Selector], coords: RankCoords, layout: WorldLayout | None) -> list[int] | None:
@@ -111,22 +117,75 @@ class Lines:
         whose = window.target if window.role is None else f"{window.target} of {window.role}"
         logger.info("megaprof captured %s %s%s: %s", whose, steps, instead, where)
 
-    def end(self, agenda: Agenda, role: str | None) -> None:
-        """Say at the end of the run what there is, and what was asked for and never came. ``role``: the session's."""
+    def end(self, agenda: Agenda) -> None:
+        """Say at the end of the run what there is, and what was asked for and never came."""
         if self._ended or not self._speaks or not self._config.windowed or self._config.steps_are_none:
             return
         self._ended = True
-        unmet = [*agenda.unmet(), *(self._unknown_roles(agenda) if role is None else ())]
+        unmet = list(never_came(self._config, agenda))
         done = f"{self._windows or 'no'} window{'s' * (self._windows != 1)} captured into {self._config.dir}"
         if unmet:
             logger.warning("megaprof ends: %s; %s", done, "; ".join(unmet))
         else:
             logger.info("megaprof ends: %s", done)
 
-    def _unknown_roles(self, agenda: Agenda) -> list[str]:
-        """Roles with options of their own that did not run here. Another process of the job may run them."""
-        missing = [name for name in self._config.roles if name not in agenda.roles]
-        if not missing:
-            return []
-        ran = f"roles that ran: {', '.join(sorted(agenda.roles))}" if agenda.roles else "no role ran"
-        return [f"{', '.join(missing)} never ran in this process ({ran})"]
+
+def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
+    """What was asked for and has not come, a sentence each, without a full stop."""
+    ran = {role for _, role in agenda.wishes if role is not None}
+    for target in config.target:
+        wishes = {role: wish for (of, role), wish in agenda.wishes.items() if of == target and wish.seen}
+        if not wishes:
+            plans = (agenda.plan_of(target, role) for role in {agenda.role, *ran})
+            if any(plan not in (None, StepList(())) for plan in plans):
+                yield f"{target} never ran"
+        elif target == TRAIN_OVERALL:  # one window holds the work of all roles
+            wishes = {None: _together([wish for wish in wishes.values() if wish.plan is not None])}
+        for role, wish in sorted(wishes.items(), key=lambda item: item[0] or ""):
+            whose = target if role is None else f"{target} of {role}"
+            yield from (f"{whose}: {missing}" for missing in _missing(wish))
+    # Roles with options of their own that did not run here. Another process of the job may run them.
+    unknown = [name for name in config.roles if name not in ran]
+    if unknown and agenda.role is None:
+        there = f"roles that ran: {', '.join(sorted(ran))}" if ran else "no role ran"
+        yield f"{', '.join(unknown)} never ran in this process ({there})"
+
+
+def _together(wishes: list[Wish]) -> Wish:
+    """Several roles' wishes for one target as one."""
+    seen = [number for wish in wishes for number in wish.seen]
+    return Wish(
+        plan=wishes[0].plan if wishes else None,
+        seen=[min(seen), max(seen)] if seen else [],
+        captured=set().union(*(wish.captured for wish in wishes)),
+        lost={number: reason for wish in wishes for number, reason in wish.lost.items()},
+        owed=deque(number for wish in wishes for number in wish.owed),
+        ran=max((wish.ran for wish in wishes), default=0),
+    )
+
+
+def _missing(wish: Wish) -> Iterator[str]:
+    if not wish.seen:
+        return
+    first, last = wish.seen
+    ran = f"step {first} ran" if first == last else f"steps {first}-{last} ran"
+    if isinstance(wish.plan, StepList):
+        left = wish.plan.left(wish.captured | wish.lost.keys() | set(wish.owed), _LISTED)
+        if left:
+            more = ", ..." if len(left) == _LISTED else ""
+            steps = "step" if len(left) == 1 else "steps"
+            yield f"{steps} {join_spans(spans_of(left), ', ')}{more} never came: {ran}"
+    elif isinstance(wish.plan, Schedule) and wish.plan.repeat:
+        windows = wish.plan.active * wish.plan.repeat
+        there = len(wish.captured | wish.lost.keys()) + len(wish.owed)
+        if there < windows:
+            needed = wish.plan.skip_first + wish.plan.cycle * wish.plan.repeat
+            came = f"{there} of {counted(windows, 'step')} of the schedule came"
+            yield f"{came}: it needs {counted(needed, 'call')}, and {wish.ran} ran"
+    if wish.lost:
+        listed = join_spans(spans_of(list(wish.lost)[:_LISTED]), ", ")
+        more = ", ..." if len(wish.lost) > _LISTED else ""
+        yield f"step {listed}{more} was not captured: {list(wish.lost.values())[-1]}"
+    if wish.owed:
+        listed = join_spans(spans_of(list(wish.owed)[:_LISTED]), ", ")
+        yield f"step {listed} was not captured: another window was open, and no free call came after it"

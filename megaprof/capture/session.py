@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megaprof.artifacts.neighbours import Neighbours
-from megaprof.capture.agenda import Agenda, Number, Step, check_role
+from megaprof.capture.agenda import Agenda, Begun, Call, CountedStep, HostNumbers, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
 from megaprof.capture.demand import Demand
 from megaprof.capture.opened import OpenWindow
 from megaprof.capture.scope import current
+from megaprof.capture.this_rank import check_role
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.formats import ranges
@@ -63,18 +64,16 @@ class Session:
         recorders: Sequence[Recorder],
         *,
         role: str | None = None,
-        iteration: Number | None = None,
-        pass_iteration: Number | None = None,
-        host_step: Number | None = None,
+        numbers: HostNumbers,
         timeline: TimelineRecorder | None = None,
         window_ended: Callable[[Window], None] = lambda window: None,
         repeat: Callable[[Window], int] = lambda window: 1,
         framework: str | None = None,
         termination: Termination | None = None,
     ) -> None:
-        """``iteration``, ``pass_iteration``, ``host_step``: see `Agenda`. ``window_ended`` is called once every file of
-        a window is with the writer; ``repeat`` says the how-manieth window of its names one is that opens;
-        ``framework`` names the host; ``termination`` keeps a SIGTERM from ending a window half-way."""
+        """``numbers``: of the host's steps. ``window_ended`` is called once every file of a window is with the writer;
+        ``repeat`` says the how-manieth window of its names one is that opens; ``framework`` names the host;
+        ``termination`` keeps a SIGTERM from ending a window half-way."""
         self.off: str | None = None
         """Why nothing more is recorded in this run, after a fault; None: it is."""
         self._termination = termination
@@ -88,9 +87,8 @@ class Session:
         self.role = role
         self._recorders = tuple(recorders)
         self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
-        self.agenda = Agenda(
-            config, coords, role, iteration=iteration, pass_iteration=pass_iteration, host_step=host_step
-        )
+        self.agenda = Agenda(config, coords, role)
+        self._numbers = numbers
         #: A capture that was asked for while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
         self._roles = {role}
@@ -124,25 +122,21 @@ class Session:
             role = self.role if (own := current().role) is None else own
             if role not in self._roles:
                 self._meet(role)
-            agenda = self.agenda
-            step = agenda.begin(facts.target, role)
-            begun = agenda.host_step(step)
+            begun = self._begins(facts.target, role)
             if self._recorders or self.demand is not None:
-                self._coming = self._needed_next([step] if begun is None else [begun, step])
-            if (
-                self._open_window is not None
-                or Session._ahead is not None
-                or self.demand is not None
-                or agenda.concerns(step)
-                or (begun is not None and agenda.concerns(begun))
-            ):
+                self._coming = self._needed_next(begun.steps)
+            if self._open_window is not None and not capturing():
                 with self._held:
-                    self._change_windows(facts, step, begun)
+                    self._end_or_extend(self._open_window, facts, begun)
+            wanted = self.agenda.wanted(begun, self.demand)
+            if wanted or Session._ahead is not None:
+                with self._held:
+                    self._open_first(wanted, facts)
                     if facts.graph != "capture":  # nothing may be synchronised while it is captured
                         self._leave_prepared()
             elif self._termination is not None and self._termination.armed:
                 self._termination.settle()  # the last window's files may be written by now
-            return self._record(facts, step)
+            return self._record(facts, begun.step)
         except BaseException as fault:
             if not contained("opening a window", self.abandon, fault):
                 raise
@@ -160,7 +154,9 @@ class Session:
             with self._held:
                 if opened is not None and failed:
                     self._close("the host raised an exception")
-                elif opened is not None and opened.overall is None and not (opened.merges and self._goes_on(opened)):
+                elif (
+                    opened is not None and not opened.planned.outlasts_call and self.agenda.is_complete(opened.planned)
+                ):
                     self._close(None)
                 if coming and not failed and Session._holder is None and not capturing() and self._pace.ends():
                     Session._ahead = Prepared(self, coming)
@@ -176,7 +172,11 @@ class Session:
         if not self.disabled and self.config.discrete and threading.get_ident() == self._thread:
             with Contained("opening a window", self.abandon), self._held:
                 self._meet(role)
-                opened = self._begin_work(self.agenda.begin(ANNOTATED, role))
+                begun = self._begins(ANNOTATED, role)
+                free = Session._holder is None and not capturing()
+                if free and self._offloading.refusal(()) is None:
+                    self._open_first(self.agenda.wanted(begun), NO_CALL)
+                    opened = self._open_window is not None
         return opened
 
     def end_work(self, *, failed: bool) -> None:
@@ -213,7 +213,7 @@ class Session:
         opened = self._open_window
         if opened is not None and opened.window.target == TRAIN_OVERALL:
             with Contained("closing the window of a step", self.abandon), self._held:
-                if not (opened.merges and self._goes_on(opened)):
+                if self.agenda.is_complete(opened.planned):
                     self._close(None)
 
     def interrupt(self, call: RecordedCall, reason: str) -> None:
@@ -248,14 +248,17 @@ class Session:
         if Session._ahead is not None and Session._ahead.owner is self:
             Session._ahead = None
 
-    def _needed_next(self, steps: list[Step]) -> Sequence[Recorder]:
+    def _begins(self, target: str, role: str | None) -> Begun:
+        return self.agenda.begins(Call(target, role, *self._numbers.of(target)))
+
+    def _needed_next(self, steps: Sequence[CountedStep]) -> Sequence[Recorder]:
         """What records the next call, if that is the step behind one of ``steps`` and to be captured; else nothing."""
         demand = self.demand
-        for each in self._pace.begins(steps):
-            if self.agenda.comes(each):
+        for step in self._pace.begins(steps):
+            if self.agenda.comes(step):
                 return self._recorders
-            if demand is not None and (each.target, each.role) == (demand.counted, demand.role):
-                return demand.recorders if demand.comes(each.index + 1) else ()
+            if demand is not None and demand.comes(step.target, step.role, step.index + 1):
+                return demand.recorders
         return ()
 
     def _leave_prepared(self) -> None:
@@ -265,122 +268,66 @@ class Session:
             ahead.leave(() if self._open_window is None else self._recorders_of(self._open_window))
 
     def _recorders_of(self, opened: OpenWindow) -> Sequence[Recorder]:
-        return self._recorders if opened.demand is None else opened.demand.recorders
+        demand = opened.planned.demand
+        return self._recorders if demand is None else demand.recorders
 
     def _meet(self, role: str | None) -> None:
         if role not in self._roles:
             self._roles.add(role)
             check_role(self.config, str(role), self.coords)
 
-    def _change_windows(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
-        """Close the window that ends with this call, and open the one that is due."""
-        if self._open_window is not None and not capturing():
-            self._settle_open_window(self._open_window, facts, step, begun)
-        if self.demand is None or not self._open_demanded(self.demand, facts, step, begun):
-            self._open_due(facts, step, begun)
-
-    def _settle_open_window(self, opened: OpenWindow, facts: CallFacts, step: Step, begun: Step | None) -> None:
-        """Close the window that is open, where this call ends it, or take the step that begins into it."""
-        if opened.window.target == ANNOTATED:
-            if opened.call is None and (refusal := self._offloading.refusal(facts.chunks)) is not None:
-                logger.error("megaprof: annotated work of %s is not captured: %s", opened.last.role, refusal)
-                in_full(*(recorder.discard for recorder in self._recorders), self._release)
-        elif opened.window.target == TRAIN_OVERALL:
-            # Counted steps are a role's own: another role's are part of the window.
-            another = begun is not None and begun.number != opened.last.number
-            if begun is not None and another and (begun.hosts or begun.role == opened.last.role):
-                self._extend_or_close(opened, begun)
-        elif opened.merges and opened.is_of(step) and step.number != opened.last.number:
-            self._extend_or_close(opened, step)
-
-    def _extend_or_close(self, opened: OpenWindow, step: Step) -> None:
-        if not opened.merges:
+    def _end_or_extend(self, opened: OpenWindow, facts: CallFacts, begun: Begun) -> None:
+        """A call begins while ``opened`` is open: it ends there, takes a further step, or nothing changes."""
+        planned, last = opened.planned, opened.planned.last
+        if not self.agenda.goes_on(planned, begun):
             self._close(None)
-        elif opened.asked is None and self.agenda.joins(step, opened.last):
-            self._extend(opened, step, None)
-        elif opened.asked is not None and (owed := self.agenda.owed(step)) is not None:
-            self._extend(opened, step, owed)
-        else:
-            self._close(None)
-
-    def _extend(self, opened: OpenWindow, step: Step, asked: int | None) -> None:
-        self.agenda.has_file(opened.last, opened.asked)
-        self.agenda.take(step, asked)
-        opened.last, opened.asked = step, asked
-        if opened.overall is not None:
+        elif planned.last is not last and opened.overall is not None:
             opened.overall.close()
-            opened.overall = self._whole_step(step)
-
-    def _goes_on(self, opened: OpenWindow) -> bool:
-        return self.agenda.goes_on(opened.last) if opened.asked is None else self.agenda.owes(opened.last)
-
-    def _open_demanded(self, demand: Demand, facts: CallFacts, step: Step, begun: Step | None) -> bool:
-        """Open the window that was asked for while the job runs, if it is this call's. A tool that fails ends the
-        demand and nothing else: whoever asked is told, and can ask again."""
-        own = (step.target, step.role) == (demand.counted, demand.role)
-        upcoming = step.index if own else self.calls.get((demand.counted, demand.role), 0)
-        if not demand.due(upcoming, own=own, begins=begun is not None):
-            return False
-        captured = begun if demand.target == TRAIN_OVERALL and begun is not None else step
-        refusal = self._offloading.refusal(facts.chunks, demand.holding) if demand.target == TRAIN_OVERALL else None
-        if Session._holder is not None:
-            refusal = "another window was open"
-        elif facts.graph == "capture":
-            refusal = "a CUDA graph was captured"
-        if refusal is not None:
-            demand.give_up(refusal)
-            return False
-        opens = self._open(captured, demand=demand)
-        if opens:
-            demand.taken.append(captured.number)
-        return opens
-
-    def _open_due(self, facts: CallFacts, step: Step, begun: Step | None) -> None:
-        """Open the window that is due with this call, if any. What cannot be opened now takes a later call."""
-        steps = [step] if begun is None else [begun, step]
-        if not any(map(self.agenda.concerns, steps)):
-            return
-        due = [each for each in steps if self.agenda.due(each)]
-        opened = Session._holder._open_window if Session._holder is not None else None
-        # Nothing may be synchronised while a CUDA graph is captured.
-        if opened is None and facts.graph != "capture":
-            self._open_first(facts, steps, due)
-        for each in due:
-            self._put_off(each, opened)
-
-    def _open_first(self, facts: CallFacts, steps: list[Step], due: list[Step]) -> None:
-        """Open the first window of ``due``, which it leaves; or one that is owed."""
-        while due:
-            chosen = due.pop(0)
-            self.agenda.take(chosen)
-            refusal = self._refusal_of(facts, chosen)
+            opened.overall = self._whole_step(planned.last)
+        elif planned.target == ANNOTATED and opened.call is None:
+            refusal = self._offloading.refusal(facts.chunks)
             if refusal is not None:
-                logger.error("megaprof: %s step %d is not captured: %s", chosen.target, chosen.number, refusal)
-            elif self._open(chosen):
-                return
-        for each in steps:
-            asked = self.agenda.owed(each)
-            if asked is not None and self._refusal_of(facts, each) is None:
-                self.agenda.take(each, asked)
-                if self._open(each, asked=asked):
-                    return
+                logger.error("megaprof: annotated work of %s is not captured: %s", planned.last.role, refusal)
+                in_full(*(recorder.discard for recorder in self._recorders), self._release)
 
-    def _put_off(self, step: Step, opened: OpenWindow | None) -> None:
-        """``step`` is wanted, and a window is open, which ``opened`` was before this call."""
-        inside = Session._holder._open_window if Session._holder is not None else opened
-        target = inside.window.target if inside is not None else None
-        if target == ANNOTATED or target == step.target == TRAIN_OVERALL:
-            return  # such a window holds all the work inside it
-        self.agenda.put_off(step)
-        reason = "a CUDA graph is captured in it" if inside is None else f"a window of {target} is open in it"
-        logger.info("megaprof: %s step %d: %s, so the next free call is captured", step.target, step.number, reason)
+    def _open_first(self, wanted: Sequence[PlannedWindow], facts: CallFacts) -> None:
+        """Open the first of ``wanted`` that can be. What cannot be opened now takes a later call, if it is to be."""
+        for planned in wanted:
+            holder = Session._holder
+            inside = None if holder is None or holder._open_window is None else holder._open_window.planned.target
+            if holder is not None or facts.graph == "capture":  # nothing may be synchronised while it is captured
+                self._wait(planned, inside)
+            elif (refusal := self._refusal_of(facts, planned)) is not None:
+                self._refuse(planned, refusal)
+            else:
+                self._open(planned)
 
-    def _refusal_of(self, facts: CallFacts, step: Step) -> str | None:
-        """Why no window may open for ``step``, None where it may."""
-        outlasts = step.target == TRAIN_OVERALL or self.config.merge_steps
-        return self._offloading.refusal(facts.chunks) if outlasts else None
+    def _wait(self, planned: PlannedWindow, inside: str | None) -> None:
+        """``planned`` cannot be opened, because a window of target ``inside`` is open, or for None, because a CUDA
+        graph is captured."""
+        if planned.demand is not None:
+            planned.demand.give_up("a CUDA graph was captured" if inside is None else "another window was open")
+        elif self.agenda.put_off(planned, inside):
+            reason = "a CUDA graph is captured in it" if inside is None else f"a window of {inside} is open in it"
+            step = f"{planned.target} step {planned.first.number}"
+            logger.info("megaprof: %s: %s, so the next free call is captured", step, reason)
 
-    def _record(self, facts: CallFacts, step: Step) -> RecordedCall | None:
+    def _refuse(self, planned: PlannedWindow, refusal: str) -> None:
+        if planned.demand is not None:
+            planned.demand.give_up(refusal)
+        elif planned.asked is None:
+            self.agenda.opens(planned)
+            self.agenda.lose(planned, refusal)
+            step = f"{planned.target} step {planned.first.number}"
+            logger.error("megaprof: %s is not captured: %s", step, refusal)
+
+    def _refusal_of(self, facts: CallFacts, planned: PlannedWindow) -> str | None:
+        """Why no window may open for ``planned``, None where it may."""
+        if planned.target != TRAIN_OVERALL and not planned.merges:
+            return None
+        return self._offloading.refusal(facts.chunks, None if planned.demand is None else planned.demand.holding)
+
+    def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """What is recorded of the call, in the open window and in the timeline; None: nothing."""
         holder = Session._holder
         window = holder._open_window if holder is not None else None
@@ -403,41 +350,36 @@ class Session:
             call.line = timeline.begin(call, step.target, step.role, step.number, captured=captured)
         return call if window is not None or call.line is not None or call.ranged or self._coming else None
 
-    def _begin_work(self, step: Step) -> bool:
-        if self._offloading.refusal(()) is not None or capturing():
-            return False
-        free = Session._holder is None
-        self._open_due(NO_CALL, step, None)
-        return free and self._open_window is not None
-
     def _memory_ran_out(self, reason: str) -> None:
         if Session._holder is self:
             Session.memory_full = reason
             Session.urgent = True
 
-    def _open(self, step: Step, *, asked: int | None = None, demand: Demand | None = None) -> bool:
-        """False: it could not start."""
+    def _open(self, planned: PlannedWindow) -> None:
+        """Open ``planned``; where its recorders cannot start, it is lost."""
+        step = planned.first
+        self.agenda.opens(planned)
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
-        window = Window(step.target, role, step.number, self.coords, asked=asked)
+        window = Window(step.target, role, step.number, self.coords, asked=planned.asked)
         window = replace(window, repeat=self._repeat(window))
         Session._holder = self
-        merges = self.config.merge_steps and demand is None and step.target != ANNOTATED
-        self._open_window = opened = OpenWindow(window, step, merges, asked, demand=demand)
+        self._open_window = opened = OpenWindow(window, planned)
         try:
             self._guard.start()
-            for recorder in reversed(self._recorders if demand is None else demand.recorders):
+            for recorder in reversed(self._recorders_of(opened)):
                 recorder.start(window)
         except Exception as fault:
             if from_host(fault):
                 raise
             self._lose(opened, "it could not start", fault)
-            return False
-        if step.target in (ANNOTATED, TRAIN_OVERALL):
+            return
+        if planned.demand is not None:
+            planned.demand.taken.append(step.number)
+        if planned.outlasts_call:
             opened.overall = self._whole_step(step)
-        return True
 
-    def _whole_step(self, step: Step) -> Range:
+    def _whole_step(self, step: CountedStep) -> Range:
         (entering := Range(ranges.step_range(step.target, step.number, self.coords))).__enter__()
         return entering
 
@@ -457,13 +399,13 @@ class Session:
             for recorder in recorders:
                 recorder.discard()
         self._release()
-        if opened.demand is not None:
-            opened.demand.closes()
+        if opened.planned.demand is not None:
+            opened.planned.demand.closes()
 
     def _save(self, opened: OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
         """Have the files of a window written."""
         self._guard.closes()
-        window = replace(opened.window, last=opened.last.number)
+        window = replace(opened.window, last=opened.planned.last.number)
         call = opened.call or RecordedCall(NO_CALL, _NOTHING, Tape())
         try:
             metadata = describe(window, call, self.config, truncated, self._framework)
@@ -475,19 +417,19 @@ class Session:
                 raise
             self._lose(opened, "it could not be written", fault)
         else:
-            if opened.demand is None:
-                self.agenda.has_file(opened.last, opened.asked)
+            self.agenda.has_file(opened.planned)
 
     def _lose(self, opened: OpenWindow, why: str, fault: Exception) -> None:
         """A tool failed: there is no file of this window. Later ones are tried again, and the timeline goes on."""
         in_full(*(recorder.discard for recorder in self._recorders_of(opened)), self._release)
         reason, kind = f"{why}: {fault}", f"{why}: {type(fault).__name__}"
-        if opened.demand is not None:
-            opened.demand.give_up(reason)
+        planned = opened.planned
+        if planned.demand is not None:
+            planned.demand.give_up(reason)
         else:
-            self.agenda.lose(opened.last, opened.asked, reason)
+            self.agenda.lose(planned, reason)
         if kind not in self._losses:  # each kind is said once: every window may fail
-            step = f"{opened.window.target} step {opened.last.number}"
+            step = f"{planned.target} step {planned.last.number}"
             logger.error("megaprof: %s is not captured, and all else goes on: %s: %r", step, why, fault)
         self._losses.add(kind)
 

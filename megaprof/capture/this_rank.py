@@ -15,7 +15,7 @@ from megaprof.parallel.topology import (
     coords_from_parallel_state,
     layout_from_parallel_state,
 )
-from megaprof.runtime.logs import show_lines
+from megaprof.runtime.logs import logger, show_lines
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,18 @@ def _place(chunks: int | None, *, pipeline: bool) -> tuple[RankCoords, WorldLayo
     rank, world = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
     layout = WorldLayout(ParallelSizes(dp=world))
     return layout.coords(rank), layout
+
+
+def check_role(config: ProfileConfig, role: str, coords: RankCoords) -> None:
+    """Say it where the ranks of ``role``, which runs in this world for the first time, do not all exist in it.
+
+    Which role runs in which process is not known before it runs, and worlds have different sizes: ranks of a role of
+    another world are no mistake in this one.
+    """
+    selector = config.selector(role)
+    if selector is None:
+        return
+    try:
+        selector.check(coords.sizes, option=config.select_option(role))
+    except ValueError as mistake:
+        logger.warning("megaprof: %s; %s is captured on the ranks that exist", mistake, role)

@@ -12,14 +12,14 @@ import torch
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import ahead
-from megaprof.capture.agenda import Step
+from megaprof.capture.agenda import CountedStep
 from megaprof.capture.ahead import Pace
 from megaprof.install import _process
 from megaprof.recorders.torch_profiler import TorchRecorder
 
 
-def step(number: int, target: str = "train_actor", role: str | None = None) -> Step:
-    return Step(target, role, number, number, True)
+def step(number: int, target: str = "train_actor", role: str | None = None) -> CountedStep:
+    return CountedStep(target, role, number, number, True)
 
 
 @pytest.fixture

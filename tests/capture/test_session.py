@@ -15,6 +15,7 @@ import torch
 from megaprof import ProfileConfig, analyze, annotate, install_hooks, role
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
+from megaprof.capture.agenda import Call
 from megaprof.install import _process
 from megaprof.integrations import megatron_lm
 from megaprof.recorders.nsys_command import windows
@@ -92,17 +93,6 @@ def test_every_target_gets_its_files(one_rank: Any, tmp_path: Path, caplog: Any)
     assert "captured train_actor step 5 (instead of step 4, in which another window was open)" in caplog.text
 
 
-def test_the_count_for_nsys_is_the_number_of_windows(one_rank: Any, tmp_path: Path) -> None:
-    host = Host(one_rank)
-    config = on(tmp_path, "train_overall", "train_actor", steps="2:4")
-    with install_hooks(one_rank.chunks, config, iteration=host.number):
-        host.run(*range(2, 8))
-    assert sorted(short(tmp_path)) == [f"{n}.step{s:06d}" for n, s in (("train_actor", 4), ("train_actor", 5))] + [
-        f"train_overall.step{s:06d}" for s in (2, 3)
-    ]
-    assert windows(config) == 4
-
-
 def test_a_target_that_finds_no_free_call_any_more_is_named_at_the_end(
     one_rank: Any, tmp_path: Path, caplog: Any
 ) -> None:
@@ -110,19 +100,6 @@ def test_a_target_that_finds_no_free_call_any_more_is_named_at_the_end(
     with install_hooks(one_rank.chunks, on(tmp_path, "train_overall", "train_actor", steps="1"), iteration=host.number):
         host.run(0, 1)
     assert "train_actor: step 1 was not captured: another window was open, and no free call" in caplog.text
-
-
-def test_a_schedule_without_an_end_has_calls_for_every_target(one_rank: Any, tmp_path: Path) -> None:
-    host = Host(one_rank)
-    targets = ("train_overall", "train_actor", "train_log_probs")
-    config = on(tmp_path, *targets, skip_first=0, wait=1, active=1, repeat=0)
-    with install_hooks(one_rank.chunks, config, iteration=host.number):
-        host.run(*range(6))
-    asked = {name: each["asked_step"] for name, each in metadata(tmp_path).items()}
-    assert asked == {
-        **{f"train_overall.step{step:06d}": None for step in (1, 3, 5)},
-        **{f"{target}.step{step:06d}": step - 1 for target in targets[1:] for step in (2, 4)},
-    }
 
 
 # ---- the host's step
@@ -203,29 +180,6 @@ def test_a_step_that_failed_and_ran_again_has_the_file_of_the_second_run(one_ran
     assert name.endswith(".rank00000.2")
 
 
-def test_a_hosts_step_begins_with_the_first_role_that_this_rank_captures(one_rank: Any, tmp_path: Path) -> None:
-    """Here also on demand: a window that is open then goes on."""
-    config = on(tmp_path, "train_overall", steps="1", role_select={"ref": [], "actor": [0]})
-    number = [0]
-    with install_hooks(one_rank.chunks, config, iteration=lambda: number[0]):
-        for number[0] in range(3):
-            for whose, run in (("ref", one_rank.log_probs_pass), ("actor", one_rank.log_probs_pass)):
-                with role(whose):
-                    run()
-            with role("actor"):
-                one_rank.train_step()
-    (trace,) = files(tmp_path).values()
-    assert steps(trace) == ["train_overall 1", "train_log_probs 1", "train_actor 1"]
-
-
-def test_a_schedule_counts_the_hosts_steps_for_train_overall(one_rank: Any, tmp_path: Path) -> None:
-    host = Host(one_rank, mini_batches=2)
-    config = on(tmp_path, "train_overall", skip_first=1, wait=1, active=1, repeat=2)
-    with install_hooks(one_rank.chunks, config, iteration=host.number):
-        host.run(*range(10, 17))
-    assert sorted(short(tmp_path)) == ["train_overall.step000012", "train_overall.step000014"]
-
-
 # ---- merged steps
 
 
@@ -250,19 +204,6 @@ def test_merged_steps_are_one_trace(one_rank: Any, tmp_path: Path) -> None:
     assert merged.stat().st_size > 0
 
 
-def test_merged_active_calls_of_each_cycle(one_rank: Any, tmp_path: Path) -> None:
-    config = on(tmp_path, "train_log_probs", skip_first=1, wait=0, active=2, repeat=2, merge_steps=True)
-    with install_hooks(one_rank.chunks, config):
-        for _ in range(7):
-            one_rank.log_probs_pass()
-    found = short(tmp_path)
-    assert {name: steps(trace) for name, trace in found.items()} == {
-        "train_log_probs.step000001": ["train_log_probs 1", "train_log_probs 2"],
-        "train_log_probs.step000003": ["train_log_probs 3", "train_log_probs 4"],
-    }
-    assert windows(config) == 2
-
-
 def test_merged_train_overall_has_a_range_for_each_step(one_rank: Any, tmp_path: Path) -> None:
     host = Host(one_rank, mini_batches=2)
     config = on(tmp_path, "train_overall", steps="1:3", merge_steps=True)
@@ -274,18 +215,6 @@ def test_merged_train_overall_has_a_range_for_each_step(one_rank: Any, tmp_path:
         *("train_overall 2", "train_actor 2", "train_actor 2"),
     ]
     assert (trace.metadata.steps, trace.metadata.truncated) == ((1, 2), False)
-
-
-def test_a_step_that_does_not_follow_begins_another_file(one_rank: Any, tmp_path: Path) -> None:
-    host = Host(one_rank)
-    with install_hooks(
-        one_rank.chunks, on(tmp_path, "train_actor", steps="1:9", merge_steps=True), iteration=host.number
-    ):
-        host.run(1, 2, 5, 6, 12)
-    assert {name: trace.metadata.steps for name, trace in short(tmp_path).items()} == {
-        "train_actor.step000001": (1, 2),
-        "train_actor.step000005": (5, 6),
-    }
 
 
 # ---- discrete
@@ -337,7 +266,8 @@ def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: P
         session = other._session
         assert session is not None
         one_rank.log_probs_pass()
-        session._open(session.agenda.begin("train_log_probs", None))
+        (planned,) = session.agenda.wanted(session.agenda.begins(Call("train_log_probs")))
+        session._open(planned)
         assert session._open_window is not None
         assert session._open_window.window.repeat == 2
         session.finish("no call came")

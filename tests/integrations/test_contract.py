@@ -15,7 +15,7 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.autoload import slime as slime_entry
 from megaprof.capture import roles
-from megaprof.capture.agenda import Agenda
+from megaprof.capture.agenda import Agenda, Call, HostNumbers
 from megaprof.capture.evaluation import evaluating
 from megaprof.hooks.patching import Patches
 from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
@@ -105,10 +105,11 @@ def test_facts_hold_inside_a_context_manager(adapted: Any) -> None:
 def test_all_calls_of_a_hosts_step_know_its_number() -> None:
     config = ProfileConfig(target=("train_overall",), steps="none", dir="traces")
     coords = WorldLayout(ParallelSizes()).coords(0)
-    agenda = Agenda(config, coords, iteration=registry.iteration, host_step=contract.host_step)
+    agenda = Agenda(config, coords)
+    numbers = HostNumbers(registry.iteration, host_step=contract.host_step)
 
     def begun(target: str) -> int | None:
-        step = agenda.host_step(agenda.begin(target, None))
+        step = agenda.begins(Call(target, None, *numbers.of(target))).host_step
         return None if step is None else step.number
 
     assert begun("evaluate") is None

@@ -1,0 +1,181 @@
+"""Which calls get a window, as a table: calls in, windows out. No recorder runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megaprof import ProfileConfig
+from megaprof.capture.agenda import Call, PlannedWindow, plan
+from megaprof.capture.demand import Demand
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.recorders.nsys_command import windows
+
+ACTOR, LOG_PROBS, EVALUATE, OVERALL = "train_actor", "train_log_probs", "evaluate", "train_overall"
+
+
+def train(*numbers: int, **given: Any) -> list[Call]:
+    return [Call(ACTOR, number=number, host_step=number, **given) for number in numbers]
+
+
+def rl(*numbers: int, mini_batches: int = 1) -> list[Call]:
+    """Steps of a host that numbers its own: log-probs, which have no number, and then training."""
+    return [call for number in numbers for call in (Call(LOG_PROBS, host_step=number), *train(number) * mini_batches)]
+
+
+def in_words(windows: Any) -> list[str]:
+    """``target[.role] first[-last][ for asked]`` of each window."""
+
+    def one(window: PlannedWindow) -> str:
+        whose = window.target if window.first.role is None else f"{window.target}.{window.first.role}"
+        first, last = window.first.number, window.last.number
+        steps = f"{first}" if first == last else f"{first}-{last}"
+        return f"{whose} {steps}" + ("" if window.asked is None else f" for {window.asked}")
+
+    return [one(window) for window in windows]
+
+
+def planned(calls: list[Call], *targets: str, demand: Demand | None = None, **options: Any) -> list[str]:
+    config = ProfileConfig(targets or (ACTOR,), "traces", **options)
+    coords = WorldLayout(ParallelSizes(dp=2)).coords(1)
+    return in_words(plan(config, coords, calls, demand))
+
+
+NOT_NUMBERED = [Call(ACTOR)] * 8
+BY_SCHEDULE: dict[str, Any] = {"select": "all", "skip_first": 1, "wait": 1}
+#: What it shows, the calls, and what is asked for -> the windows.
+TABLE: dict[str, tuple[list[Call], tuple[str, ...], dict[str, Any], list[str]]] = {
+    "the steps that are named": (train(0, 1, 2, 3), (ACTOR,), {"steps": "1,3"}, ["train_actor 1", "train_actor 3"]),
+    "a rank that is not selected": (train(0, 1, 2), (ACTOR,), {"steps": "1", "select": "0"}, []),
+    "a host that continues from a checkpoint": (train(100, 101), (ACTOR,), {"steps": "1,101"}, ["train_actor 101"]),
+    "without numbers, calls are counted": (NOT_NUMBERED, (ACTOR,), {"steps": "2"}, ["train_actor 2"]),
+    "a step that runs again is captured once": (train(1, 1, 2, 1), (ACTOR,), {"steps": "1"}, ["train_actor 1"]),
+    "of mini-batches of one number, the first": (train(4, 4, 4), (ACTOR,), {"steps": "4"}, ["train_actor 4"]),
+    "warm-up calls are none": (
+        NOT_NUMBERED,
+        (ACTOR,),
+        {**BY_SCHEDULE, "wait": 0, "warmup": 1, "active": 2, "repeat": 2},
+        ["train_actor 2", "train_actor 3", "train_actor 5", "train_actor 6"],
+    ),
+    "active calls, merged": (
+        [Call(LOG_PROBS)] * 7,
+        (LOG_PROBS,),
+        {**BY_SCHEDULE, "wait": 0, "active": 2, "repeat": 2, "merge_steps": True},
+        ["train_log_probs 1-2", "train_log_probs 3-4"],
+    ),
+    "merged steps that follow each other": (
+        train(*range(1, 9)),
+        (ACTOR,),
+        {"steps": "2:5,7", "merge_steps": True},
+        ["train_actor 2-4", "train_actor 7"],
+    ),
+    "a number that is left out begins another window": (
+        train(1, 2, 5, 6, 12),
+        (ACTOR,),
+        {"steps": "1:9", "merge_steps": True},
+        ["train_actor 1-2", "train_actor 5-6"],
+    ),
+    "the host's step with all that is in it": (
+        rl(6, 7, 8, mini_batches=3),
+        (OVERALL,),
+        {"steps": "7"},
+        ["train_overall 7"],
+    ),
+    "host's steps are counted once, whatever is in them": (
+        rl(*range(10, 17), mini_batches=2),
+        (OVERALL,),
+        {**BY_SCHEDULE, "active": 1, "repeat": 2},
+        ["train_overall 12", "train_overall 14"],
+    ),
+    "merged steps of the host": (
+        rl(*range(5)),
+        (OVERALL,),
+        {"steps": "1:3", "merge_steps": True},
+        ["train_overall 1-2"],
+    ),
+    "without numbers, a host's step is a training step": (
+        [Call(EVALUATE), *NOT_NUMBERED],
+        (OVERALL,),
+        {"steps": "1,2"},
+        ["train_overall 1", "train_overall 2"],
+    ),
+    "the host's step begins with the first role that this rank captures": (
+        [Call(LOG_PROBS, "ref", host_step=1), Call(LOG_PROBS, "actor", host_step=1), *train(1, 2, role="actor")],
+        (OVERALL,),
+        {"steps": "1", "role_select": {"ref": [], "actor": [1]}},
+        ["train_overall.actor 1"],
+    ),
+    "what another window holds takes the next free call": (
+        rl(3, 4, 5, 6),
+        (OVERALL, ACTOR, LOG_PROBS),
+        {"steps": "4;train_log_probs=0"},
+        ["train_log_probs 0", "train_overall 4", "train_actor 5 for 4"],
+    ),
+    "as many windows as were asked for": (
+        rl(*range(2, 8)),
+        (OVERALL, ACTOR),
+        {"steps": "2:4"},
+        ["train_overall 2", "train_overall 3", "train_actor 4 for 2", "train_actor 5 for 3"],
+    ),
+    "a schedule without an end has calls for every target": (
+        rl(*range(5)),
+        (OVERALL, ACTOR, LOG_PROBS),
+        {**BY_SCHEDULE, "skip_first": 0, "active": 1, "repeat": 0},
+        [
+            *("train_overall 1", "train_log_probs 2 for 1", "train_actor 2 for 1"),
+            *("train_overall 3", "train_log_probs 4 for 3", "train_actor 4 for 3"),
+        ],
+    ),
+    "every role has its steps": (
+        [call for number in range(3) for role in ("actor", "critic") for call in train(number, role=role)],
+        (ACTOR,),
+        {"steps": "1", "role_steps": "critic=2"},
+        ["train_actor.actor 1", "train_actor.critic 2"],
+    ),
+    "annotated work": (
+        [Call("annotated", "rollout"), *train(0), Call("annotated", "rollout"), *train(1)],
+        (ACTOR,),
+        {"steps": "train_actor=9;annotated=1", "discrete": True},
+        ["annotated.rollout 1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_which_calls_get_a_window(row: str) -> None:
+    calls, targets, options, expected = TABLE[row]
+    assert planned(calls, *targets, **{"select": "all", **options}) == expected
+
+
+def test_the_count_for_nsys_is_the_number_of_windows() -> None:
+    config = ProfileConfig((OVERALL, ACTOR), "traces", steps="2:4")
+    assert windows(config) == len(planned(rl(*range(2, 8)), OVERALL, ACTOR, steps="2:4", select="all")) == 4
+
+
+@pytest.mark.parametrize(
+    ("demand", "expected", "reason"),
+    [
+        (Demand(ACTOR, None, 2, 2, []), ["train_actor 12", "train_actor 13"], None),
+        (Demand(OVERALL, None, 1, 2, []), ["train_overall 11", "train_overall 12"], None),
+        (Demand(LOG_PROBS, None, 9, 1, []), [], None),
+        (Demand(ACTOR, None, 1, 1, [], cancelled=True), [], "cancelled"),
+    ],
+)
+def test_windows_on_demand_are_counted_by_calls(demand: Demand, expected: list[str], reason: str | None) -> None:
+    assert planned(rl(*range(10, 16)), ACTOR, demand=demand, steps="none") == expected
+    assert (demand.reason, demand.closed) == (reason, len(expected))
+
+
+def test_a_rank_that_hears_of_it_too_late_captures_nothing() -> None:
+    demand = Demand(ACTOR, None, -1, 1, [])
+    assert planned(train(10, 11), ACTOR, demand=demand, steps="none") == []
+    assert demand.reason == "the call came too early"
+
+
+def test_a_step_that_falls_into_a_window_on_demand_takes_the_next_free_call() -> None:
+    demand = Demand(ACTOR, None, 1, 1, [])
+    assert planned(train(0, 1, 2, 3), ACTOR, demand=demand, steps="1", select="all") == [
+        "train_actor 1",
+        "train_actor 2 for 1",
+    ]
