@@ -183,16 +183,8 @@ def test_four_thousand_ranks_fit_on_a_screen(
         records_of[rank] = record(run, rank, *phase, since=since, time=now)
     places.write(paths.run, run)
     for rank, written in records_of.items():
-<<<<<<< HEAD
         places.write(paths.status(rank), written)
-=======
-        path = paths.status(rank)
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True)
-        places.overwrite(path, written, SIZE)
-    assert max(len(json.dumps(each)) for each in records_of.values()) < SIZE
     monkeypatch.setattr(time, "time", lambda: now)  # however long it took to write them
->>>>>>> main
     assert main(["status", str(tmp_path)]) == 3
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 40
