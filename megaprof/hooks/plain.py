@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import codes
-from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.dispatch import ranged
 from megaprof.recorders.call import CallFacts, RecordedCall
 
 

@@ -14,14 +14,14 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.evaluation import evaluating
-from megaprof.hooks.dispatch import Dispatcher
 from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.modules import patch_modules
-from megaprof.hooks.patching import Patches
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts
 from megaprof.runtime.isolation import Contained, contained
+from megaprof.runtime.patching import Patches
 
 SCHEDULES = {
     "forward_backward_no_pipelining": "no_pipelining",
@@ -75,7 +75,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
     """``label`` names the schedule; None: ``original`` is ``FullCudaGraphWrapper.__call__``, which holds one."""
 
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
-        if dispatcher.inside is not None or dispatcher.empty:
+        if dispatcher.inside is not None or not dispatcher.sessions:
             return original(*args, **kwargs)
         failed = True
         try:
