@@ -5,7 +5,8 @@ MEGATRON_CORE ?= megatron-core==0.16.1
 # The versions that the suite runs on besides MEGATRON_CORE: the oldest and the newest. 0.14.0 and 0.15.3 work as well.
 MATRIX ?= 0.12.3 0.19.2
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# What is imported is compiled then, and never what is not: most of an environment.
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 PYTEST := $(BIN)/python -m pytest
 # So many files of tests at once; JOBS= for one. More only with cores to spare: most tests start two ranks of their own.
 JOBS ?= 2
@@ -24,17 +25,17 @@ demo: $(DEMO)/ready
 
 # Minutes; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
-	$(PYTEST) $(SHARED) -m "not slow and not hosts and not alone" $(ARGS)
+	$(PYTEST) $(SHARED) -m "not slow and not hosts" $(ARGS)
 
-# 5 is pytest's word for no tests: ARGS may choose none of one kind. tests/nsys has a target of its own.
+# 5 is pytest's word for no tests: ARGS may choose none. tests/nsys has a target of its own.
 test-slow: .venv/ready
-	$(PYTEST) $(SHARED) -m "slow and not hosts and not alone" --ignore=tests/nsys $(ARGS) || [ $$? = 5 ]
-	$(PYTEST) -m "alone and not hosts" $(ARGS) || [ $$? = 5 ]
+	$(PYTEST) $(SHARED) -m "slow and not hosts" --ignore=tests/nsys $(ARGS) || [ $$? = 5 ]
 
 # The quick tests of what touches megatron-core, on other versions of it. `make test-mcore-0.14.0 QUICK=` runs the slow
 # tests too.
-ON_EACH := $(addprefix tests/,capture hooks integration parallel testing/test_gpt.py test_install.py)
-QUICK ?= -m "not slow and not alone"
+ON_EACH := $(addprefix tests/,capture hooks integration parallel/test_topology.py parallel/test_schedules.py \
+    testing/test_gpt.py test_install.py)
+QUICK ?= -m "not slow"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
@@ -53,7 +54,7 @@ test-ui: .venv/ui/ready
 #
 # Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, and verl on it), on that.
 test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
-	.venv/hosts/bin/python -m pytest -rs $(ARGS) tests/integrations tests/trainers \
+	.venv/hosts/bin/python -m pytest -rs -m hosts $(ARGS) tests/integrations tests/trainers \
 	    --ignore=tests/trainers/on_ray || [ $$? = 5 ]
 	.venv/hosts-0.19.2/bin/python -m pytest -rs $(ARGS) tests/integrations/test_megatron_bridge.py \
 	    tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
@@ -99,14 +100,12 @@ dist: .venv/ready
 
 .venv/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
 	$(PYTHON) -m venv .venv
-	$(PIP) "$(TORCH)"
-	$(PIP) "$(MEGATRON_CORE)" "$(TORCH)"
-	$(PIP) --editable ".[dev]" "$(TORCH)"
+	$(BIN)/python $(INSTALL) "$(TORCH)" "$(MEGATRON_CORE)" --editable ".[dev]"
 	touch $@
 
-# torch's own index has it without CUDA, which is several GB. What is never imported is never compiled.
+# torch's own index has it without CUDA, which is several GB.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
+LEAN := .venv/demo/bin/python $(INSTALL)
 
 .venv/demo/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
 	$(PYTHON) -m venv .venv/demo
@@ -122,7 +121,7 @@ LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check
 	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
 	own=$$(.venv/mcore-$*/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
-	.venv/mcore-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	.venv/mcore-$*/bin/python $(INSTALL) --no-deps --ignore-requires-python \
 	    "megatron-core==$*" $(if $(filter 0.17.% 0.18.% 0.19.%,$*),einops triton)
 	touch $@
 
@@ -132,7 +131,7 @@ LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check
 	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
 	own=$$(.venv/viewers/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
-	.venv/viewers/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[viewers]" "$(TORCH)"
+	.venv/viewers/bin/python $(INSTALL) --editable ".[viewers]" "$(TORCH)"
 	touch $@
 
 # One for the browser's driver, and axe-core beside it where npm is.
@@ -141,7 +140,7 @@ LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check
 	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
 	own=$$(.venv/ui/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
-	.venv/ui/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[browser]" "$(TORCH)"
+	.venv/ui/bin/python $(INSTALL) --editable ".[browser]" "$(TORCH)"
 	cd .venv/ui && if command -v npm > /dev/null; then \
 	    tar -xzf "$$(npm pack --silent axe-core@4)" package/axe.min.js; fi
 	touch $@
@@ -152,7 +151,7 @@ LEAN := .venv/demo/bin/python -m pip install --quiet --disable-pip-version-check
 	base=$$($(BIN)/python -c "import site; print(site.getsitepackages()[0])"); \
 	own=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
-	.venv/hosts/bin/python -m pip install --quiet --disable-pip-version-check --editable ".[hosts]" "$(TORCH)"
+	.venv/hosts/bin/python $(INSTALL) --editable ".[hosts]" "$(TORCH)"
 	touch $@
 
 DOCS := print(*p['options.extras_require']['docs'].split())
@@ -160,7 +159,7 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 # One for the documentation, which reads the sources; its gallery runs the report, which needs no torch.
 .venv/docs/ready: setup.cfg Makefile
 	$(PYTHON) -m venv .venv/docs
-	.venv/docs/bin/python -m pip install --quiet --disable-pip-version-check \
+	.venv/docs/bin/python $(INSTALL) \
 	    $$($(PYTHON) -c "import configparser as c; p = c.ConfigParser(); p.read('setup.cfg'); $(DOCS)")
 	touch $@
 
@@ -170,9 +169,9 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	base=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	own=$$(.venv/hosts-0.19.2/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
-	.venv/hosts-0.19.2/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	.venv/hosts-0.19.2/bin/python $(INSTALL) --no-deps --ignore-requires-python \
 	    megatron-core==0.19.2
-	.venv/hosts-0.19.2/bin/python -m pip install --quiet --disable-pip-version-check transformers==5.9.0
+	.venv/hosts-0.19.2/bin/python $(INSTALL) transformers==5.9.0
 	touch $@
 
 # And over that one, with what trainers on Ray import beside.
@@ -181,7 +180,7 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	base=$$(.venv/hosts-0.19.2/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	own=$$(.venv/trainers-0.19.2/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
-	.venv/trainers-0.19.2/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	.venv/trainers-0.19.2/bin/python $(INSTALL) --no-deps \
 	    TransferQueue==0.1.11 cachetools==8.0.1 pybase64==1.5.1 pyzmq==27.3.0 zstandard==0.25.0
 	touch $@
 
@@ -191,7 +190,7 @@ DOCS := print(*p['options.extras_require']['docs'].split())
 	base=$$(.venv/hosts/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	own=$$(.venv/trainers-slime/bin/python -c "import site; print(site.getsitepackages()[0])"); \
 	echo "import site; site.addsitedir('$$base')" > $$own/base.pth
-	.venv/trainers-slime/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	.venv/trainers-slime/bin/python $(INSTALL) --no-deps \
 	    numpy==1.26.4 pyarrow==20.0.0
 	touch $@
 
@@ -243,7 +242,7 @@ bench-scale: .venv/ready
 	$(BIN)/python -m tests.benchmarks.scale $(ARGS)
 
 .venv/bench: .venv/ready
-	$(PIP) --editable ".[bench]" "$(TORCH)"
+	$(BIN)/python $(INSTALL) --editable ".[bench]" "$(TORCH)"
 	touch $@
 
 clean:

@@ -103,6 +103,7 @@ def test_the_readmes_script_is_the_example_and_two_lines_are_all_that_was_added(
     assert (EXAMPLES / "unedited.py").read_text().split("\n\n", 1)[1] == code
 
 
+@pytest.mark.slow
 def test_the_documented_test_of_an_integration_runs(tmp_path: Path) -> None:
     (snippet,) = blocks("python", (ROOT / "docs" / "testing.md").read_text())
     (tmp_path / "snippet.py").write_text(snippet)

@@ -42,6 +42,7 @@ def fail_by_rank() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_fork_is_like_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setenv("OF_THE_TEST", "1")
     warm = run_ranks(facts, 2, timeout=120)
@@ -49,6 +50,7 @@ def test_a_fork_is_like_a_fresh_interpreter(monkeypatch: pytest.MonkeyPatch, req
     assert warm == run_ranks(facts, 2, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forks on Linux only")
 def test_they_are_forks_unless_a_variable_is_read_when_an_interpreter_begins() -> None:
     def parents(**env: str) -> set[int]:

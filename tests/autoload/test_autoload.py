@@ -173,6 +173,7 @@ class Recorder:
 """
 
 
+@pytest.mark.slow
 def test_a_recorder_of_an_installed_package_works_through_megaprof_run(env: dict[str, str], tmp_path: Path) -> None:
     package = tmp_path / "site"
     (package / "acme-1.0.dist-info").mkdir(parents=True)

@@ -1,20 +1,39 @@
-"""Runs the command as a user does, in a process of its own, and holds its JSON against the schemas in docs/schemas."""
+"""Runs the command, and holds its JSON against the schemas in docs/schemas."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from jsonschema import Draft202012Validator
+
+from megaprof.cli import main
 
 ROOT = Path(__file__).parents[2]
 
 
 def megaprof(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process, in a terminal of 100 columns."""
+    typed = list(map(str, arguments))
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="\n", write_through=True) for _ in range(2))
+    with mock.patch.dict(os.environ, {"COLUMNS": "100", **environment}), redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main(typed)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
+    told = (stream.buffer.getvalue().decode() for stream in (out, err))
+    return subprocess.CompletedProcess(typed, code, *told)
+
+
+def as_a_user(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, with what an interpreter reads from ``environment`` when it begins."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [sys.executable, "-m", "megaprof", *map(str, arguments)],

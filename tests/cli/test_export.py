@@ -9,7 +9,7 @@ import pytest
 
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import write_timelines
-from tests.cli.running import megaprof
+from tests.cli.running import as_a_user, megaprof
 
 
 @pytest.fixture
@@ -60,6 +60,6 @@ def test_without_pyarrow_the_extra_is_named(job: Path, tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     (hidden / "pyarrow.py").write_text("raise ModuleNotFoundError(\"No module named 'pyarrow'\", name='pyarrow')")
-    run = megaprof("export", job, "--parquet", tmp_path / "out", PYTHONPATH=str(hidden))
+    run = as_a_user("export", job, "--parquet", tmp_path / "out", PYTHONPATH=str(hidden))
     assert (run.returncode, run.stdout) == (1, "")
     assert run.stderr == "megaprof export: needs pyarrow: pip install 'megaprof[export]'\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.analysis.synthetic import pipeline
-from tests.cli.running import ROOT, megaprof
+from tests.cli.running import ROOT, as_a_user, megaprof
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_help_and_version(arguments, says):
 
 
 def test_an_ascii_terminal_is_no_reason_to_fail(traces):
-    run = megaprof("report", traces, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    run = as_a_user("report", traces, LC_ALL="C", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (run.returncode, run.stderr) == (0, "")
 
 

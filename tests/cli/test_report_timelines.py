@@ -9,7 +9,7 @@ import pytest
 
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
-from tests.cli.running import megaprof
+from tests.cli.running import as_a_user, megaprof
 
 LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
 
@@ -57,7 +57,7 @@ def test_json_has_the_fleet_and_html_shows_the_same(timelines: Path, tmp_path: P
 
 
 def test_an_ascii_terminal_shows_it_too(timelines: Path) -> None:
-    run = megaprof("report", timelines, PYTHONIOENCODING="ascii")
+    run = as_a_user("report", timelines, PYTHONIOENCODING="ascii")
     assert run.returncode == 0
     assert "Rank 5 (stage 1, node-0000)" in run.stdout
 

@@ -16,7 +16,7 @@ from megaprof.control.job import find_job
 from megaprof.control.requester import Outcome, Requester
 from megaprof.formats.job.requests import Refused, Request
 from megaprof.testing import run_ranks
-from tests.cli.running import megaprof
+from tests.cli.running import as_a_user
 from tests.control.control_jobs import SMALL, Running, running, train
 from tests.control.malformed import MALFORMED
 from tests.control.places import Paths
@@ -43,7 +43,7 @@ def places(directory: Path, files: list[Path]) -> set[tuple[int, int]]:
 
 def test_trigger_captures_the_same_steps_on_every_stage(job: Running) -> None:
     assert not list(job.directory.glob("*.gz"))
-    asked = megaprof("trigger", job.directory, "--target", "train_actor", "--steps", 2, "--timeout", 90)
+    asked = as_a_user("trigger", job.directory, "--target", "train_actor", "--steps", 2, "--timeout", 90)
     assert asked.returncode == 0, asked.stderr
     files = [Path(line) for line in asked.stdout.splitlines()]
     assert sorted(files) == sorted(job.directory.glob("*.pt.trace.json.gz"))
@@ -55,7 +55,7 @@ def test_trigger_captures_the_same_steps_on_every_stage(job: Running) -> None:
 def test_trigger_captures_whole_steps_of_the_host(tmp_path: Path) -> None:
     flags = ["--profile-target", "train_overall", "--profile-steps", "none", "--profile-on-demand"]
     with running(tmp_path / "traces", flags) as job:
-        asked = megaprof("trigger", job.directory, "--target", "train_overall", "--steps", 2, "--timeout", 90)
+        asked = as_a_user("trigger", job.directory, "--target", "train_overall", "--steps", 2, "--timeout", 90)
         assert asked.returncode == 0, asked.stderr
         files = [Path(line) for line in asked.stdout.splitlines()]
     assert sorted(files) == sorted(job.directory.glob("train_overall.*.pt.trace.json.gz"))
@@ -105,21 +105,21 @@ def test_fifty_requests_and_fifty_malformed_ones_at_once(job: Running) -> None:
 
 
 def test_refusals_say_why(job: Running) -> None:
-    usage = megaprof("trigger", job.directory, "--target", "train_actor", "--select", "0,7")
+    usage = as_a_user("trigger", job.directory, "--target", "train_actor", "--select", "0,7")
     assert (usage.returncode, usage.stdout) == (2, "")
     assert "--select: rank 7 in '0,7' is outside the world of 2 ranks" in usage.stderr
-    assert megaprof("trigger", job.directory, "--target", "rollout").returncode == 2
-    refused = megaprof("trigger", job.directory, "--target", "train_actor", "--tool", "nsys", "--timeout", 60)
+    assert as_a_user("trigger", job.directory, "--target", "rollout").returncode == 2
+    refused = as_a_user("trigger", job.directory, "--target", "train_actor", "--tool", "nsys", "--timeout", 60)
     assert refused.returncode == 1
     assert "does not run under nsys" in refused.stderr
     assert refused.stderr.count("Traceback") == 0
-    nobody = megaprof("trigger", job.directory, "--target", "evaluate", "--timeout", 60)
+    nobody = as_a_user("trigger", job.directory, "--target", "evaluate", "--timeout", 60)
     assert nobody.returncode == 1, nobody.stderr
     assert "nobody has run evaluate in this job so far; what runs is train_actor" in nobody.stderr
 
 
 def test_status_of_a_healthy_job(job: Running) -> None:
-    status = megaprof("status", job.directory)
+    status = as_a_user("status", job.directory)
     assert status.returncode == 0, status.stderr
     assert "2 ranks (tp1 pp2 cp1 ep1 dp1 vpp1)" in status.stdout
     assert "!" not in status.stdout
@@ -128,7 +128,7 @@ def test_status_of_a_healthy_job(job: Running) -> None:
 
 def test_training_is_untouched(job: Running) -> None:
     results = job.end()
-    ended = megaprof("trigger", job.directory, "--target", "train_actor")
+    ended = as_a_user("trigger", job.directory, "--target", "train_actor")
     assert ended.returncode == 1
     assert "the job has ended" in ended.stderr
     steps = len(results[1][0])

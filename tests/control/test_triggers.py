@@ -1,4 +1,4 @@
-"""A real job of two stages in which one becomes slow: it captures that by itself, once."""
+"""A real job of two stages of which one is slow: it captures that by itself, once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import pytest
 from megaprof.control.job import find_job
 from tests.control.control_jobs import Slow, running
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.slow
 
-#: From this step on the second stage sleeps for so many seconds in each step, which took a small part of it before,
-#: also where the machine is busy.
-SLOW = Slow(rank=1, step=25, microbatch=1, seconds=0.8)
+#: The second stage sleeps for so many seconds in each step, many times what a busy machine makes of the first.
+SLOW = Slow(rank=1, step=0, microbatch=1, seconds=0.6)
 
 
 def captured(directory: Path) -> set[tuple[int, int]]:
@@ -29,12 +28,11 @@ def captured(directory: Path) -> set[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("trigger", [("step-time", "2.5"), ("imbalance", "1.5")], ids=lambda trigger: trigger[0])
-def test_what_becomes_slow_is_captured_once(trigger: tuple[str, str], tmp_path: Path) -> None:
-    name, factor = trigger
+def test_an_uneven_stage_is_captured_once(tmp_path: Path) -> None:
+    # Steps that become slow: test_watchdog.py, with times that are written and not measured.
     figures = tmp_path / "megaprof.prom"
     flags = [
-        *("--profile-tool", "timeline", f"--profile-trigger-{name}", factor, "--profile-trigger-cooldown", "1"),
+        *("--profile-tool", "timeline", "--profile-trigger-imbalance", "1.5", "--profile-trigger-cooldown", "1"),
         *("--profile-prometheus", str(figures)),
     ]
     with running(tmp_path / "traces", flags, slow=SLOW, quick=True) as job:
@@ -48,12 +46,11 @@ def test_what_becomes_slow_is_captured_once(trigger: tuple[str, str], tmp_path: 
         while len(captured(job.directory)) < 4 and time.monotonic() < deadline:
             time.sleep(0.2)
         first = step()
-        while step() < first + 8 and time.monotonic() < deadline:  # eight times the cool-down, and as slow as before
+        while step() < first + 8 and time.monotonic() < deadline:  # five times the cool-down, and as uneven as before
             time.sleep(0.2)
         written = figures.read_text()
     steps = sorted({step for _, step in captured(job.directory)})
     assert len(steps) == 2
     assert captured(job.directory) == {(pp, step) for pp in (0, 1) for step in steps}
-    assert steps[0] >= SLOW.step
     (line,) = [line for line in written.splitlines() if line.startswith("megaprof_imbalance_ratio{")]
     assert float(line.split()[-1]) > 1.3

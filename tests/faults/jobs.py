@@ -179,7 +179,7 @@ def full_disk(directory: Path, mebibytes: float) -> Any:
 
 def dies_while_others_write(directory: Path) -> None:
     """Rank 0 is killed in the middle of the captured step's successor; rank 1 has files to finish."""
-    rank, _ = init_distributed(timeout=20)
+    rank, _ = init_distributed()
     with cpu_megatron():
         gpt = build(WORKLOAD)
         install_hooks(gpt.chunks, config(directory, steps="1"))
@@ -193,7 +193,7 @@ def dies_while_others_write(directory: Path) -> None:
 
 def interrupted(directory: Path) -> str:
     """Ctrl-C on the last stage, in the second captured step's forward: what the host then sees on either rank."""
-    rank, _ = init_distributed(timeout=20)
+    rank, _ = init_distributed()
     with cpu_megatron():
         gpt = build(WORKLOAD)
         handle = install_hooks(gpt.chunks, config(directory))

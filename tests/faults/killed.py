@@ -53,7 +53,7 @@ def main(directory: str, jobs: str, seed: str) -> None:
                 os._exit(1)
         os.close(said)
         data = os.read(listening, 4)  # the first step is over
-        time.sleep(chance.uniform(0, 1.6))
+        time.sleep(chance.uniform(0, 3))
         os.kill(child, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         while more := os.read(listening, 1 << 16):

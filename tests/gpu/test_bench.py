@@ -44,6 +44,7 @@ def test_every_part_is_as_expected_in_a_rehearsal(name: str, monkeypatch: pytest
     assert [check for check in part["checks"] if check["held"] is False] == []
 
 
+@pytest.mark.slow
 def test_one_part_that_fails_leaves_the_others_and_the_last_line_is_all_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,8 @@ WORKLOADS = {
     "tp2-pp2": GPTWorkload(tp=2, pp=2, **SMALL),
     "ep2-pp2": GPTWorkload(ep=2, pp=2, **SMALL),
 }
-EVERY = [pytest.param(n, marks=pytest.mark.slow) if w.world_size > 2 else n for n, w in WORKLOADS.items()]
+QUICK = ("pp2", "pp2-vpp2-overlap")
+EVERY = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in WORKLOADS]
 SCHEDULES = {"pp1": "no_pipelining", "pp2-vpp2": "interleaved", "pp2-vpp2-overlap": "interleaved"}
 STEPS = 3
 
@@ -151,14 +152,10 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path)
                 assert {"wait_recv_prev"} <= exchanges
             assert ("finalize_grads" in {r.label for r in found}) is backwards
 
-
-def test_capture_changes_no_bit(tmp_path: Path) -> None:
-    workload = WORKLOADS["pp2"]
-    captured = run_ranks(train, 2, workload, profile_flags(tmp_path), timeout=180)
-    plain = run_ranks(train, 2, workload, [], timeout=180)
-    assert len(list(tmp_path.iterdir())) == 4
-    assert [rank["numbers"] for rank in captured] == [rank["numbers"] for rank in plain]
-    assert captured[1]["numbers"][0][0] != captured[1]["numbers"][0][1], "the model did not learn: nothing was compared"
+    if name == "pp2":  # a capture changes no bit
+        plain = run_ranks(train, 2, workload, [], timeout=180)
+        assert [rank["numbers"] for rank in ranks] == [rank["numbers"] for rank in plain]
+        assert plain[1]["numbers"][0][0] != plain[1]["numbers"][0][1], "the model did not learn: nothing was compared"
 
 
 @pytest.mark.slow

@@ -56,11 +56,8 @@ def train(workload: GPTWorkload, library: str | None, directory: str) -> None:
             time.sleep(BEHIND * workload.world_size + 0.05)  # until the GPU has done it all
 
 
-QUICK = ("pp2",)
-NAMES = ("pp2", "pp2-vpp2-overlap")
-
-
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pp2", "pp2-vpp2-overlap"])
 def test_what_the_schedules_write_is_what_they_write_on_the_hosts_clock(name: str, tmp_path: Path) -> None:
     workload = WORKLOADS[name]
     library = str(compiled(tmp_path))

@@ -16,8 +16,7 @@ from megaprof.testing import GPTWorkload, run_ranks
 from tests.integration.test_capture import STEPS, WORKLOADS, train
 
 FLAGS = ["--profile-target", "train_actor", "train_log_probs", "evaluate", "--profile-tool", "timeline"]
-QUICK = ("pp2", "pp2-vpp2-overlap")
-EVERY = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ("pp1", "pp4", "ep2-pp2"))]
+EVERY = ["pp2-vpp2-overlap", *(pytest.param(n, marks=pytest.mark.slow) for n in ("pp1", "pp2", "pp4", "ep2-pp2"))]
 COMBINED = GPTWorkload(
     pp=2,
     vpp=2,
@@ -94,15 +93,9 @@ def test_every_phase_of_every_step_is_there(name: str, tmp_path: Path) -> None:
             assert fixed["flags"] == 0
         # Steps of one kind have one shape, and an evaluation runs as a log-prob pass does.
         assert len(timeline.shapes) == 2
-
-
-@pytest.mark.slow
-def test_numbers_are_bitwise_the_same(tmp_path: Path) -> None:
-    workload = WORKLOADS["pp2"]
-    off = run_ranks(train, 2, workload, [], timeout=240)
-    on = run_ranks(train, 2, workload, [*FLAGS, "--profile-dir", str(tmp_path)], timeout=240)
-    assert [rank["numbers"] for rank in on] == [rank["numbers"] for rank in off]
-    assert len(timelines(tmp_path)) == 2
+    if name == "pp2":  # a timeline changes no bit
+        off = run_ranks(train, 2, workload, [], timeout=240)
+        assert [rank["numbers"] for rank in known] == [rank["numbers"] for rank in off]
 
 
 def test_windows_beside_it_are_marked(tmp_path: Path) -> None:

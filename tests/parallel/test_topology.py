@@ -101,7 +101,7 @@ def test_all_120_orders_agree_and_the_same_ones_are_refused(sizes: dict[str, int
                 pass
             continue
         accepted += 1
-        for rank in range(0, 16, 3):
+        for rank in (6, 15):
             with megatron(rank, 16, order, **sizes):
                 assert coords_from_parallel_state() == layout.coords(rank)
     assert 0 < accepted < len(ORDERS)

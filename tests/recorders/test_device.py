@@ -105,12 +105,12 @@ def test_a_step_is_recorded_behind_the_host(one_rank: Any, gpu: FakeGpu, in_c: b
     with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
         one_rank.train_step()
         recorded(handle).drain()
-        gpu.behind(0.05)
+        gpu.behind(1.0)
         made, before = gpu.python, gpu.recorded
         one_rank.train_step()
         recorded(handle).drain()
         assert [step for step, _ in steps(tmp_path)] == [0], "the GPU has not done the second one"
-        time.sleep(0.06)
+        time.sleep(1.0)
         recorded(handle).drain()
         # Three forwards, three backwards and the finalisation, and the step around them.
         assert gpu.recorded - before == 16

@@ -39,7 +39,7 @@ def steps(directory: Path) -> list[tuple[int, int]]:
 def test_a_finished_step_is_on_disk_without_anybody_asking(one_rank: Any, tmp_path: Path) -> None:
     with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
         one_rank.train_step()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not (found := steps(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert found == [(0, 0)]
@@ -49,7 +49,7 @@ def test_a_finished_step_is_on_disk_without_anybody_asking(one_rank: Any, tmp_pa
 
 
 def _ends() -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if "megaprof-background" not in {thread.name for thread in threading.enumerate()}:
             return True

@@ -64,7 +64,7 @@ def waits_in_a_window(gpt: BuiltGPT, directory: str) -> None:
     gpt.train_step()
 
 
-def waits_in_a_write(gpt: BuiltGPT, directory: str) -> None:
+def waits_in_a_write(gpt: BuiltGPT, directory: str, seconds: float = 1.0) -> None:
     """Half of a file is written when the signal comes; the other half within a second of it."""
     copy = writer.publish.__globals__["shutil"].copyfileobj
 
@@ -72,13 +72,17 @@ def waits_in_a_write(gpt: BuiltGPT, directory: str) -> None:
         sink.write(source.read(100))
         sink.flush()
         print("ready", flush=True)
-        time.sleep(1)
+        time.sleep(seconds)
         copy(source, sink, size)
 
     writer.publish.__globals__["shutil"].copyfileobj = slowly
     install(gpt, directory, skip_first=0)
     gpt.train_step()
     wait()
+
+
+def is_long_in_a_write(gpt: BuiltGPT, directory: str) -> None:
+    waits_in_a_write(gpt, directory, seconds=200)
 
 
 def waits_when_all_is_done(gpt: BuiltGPT, directory: str) -> None:

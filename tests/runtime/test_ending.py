@@ -104,7 +104,7 @@ def of_the_dead(path: Path) -> bool:
     return not Path("/proc", path.parent.name.split(".")[-2]).exists()
 
 
-@pytest.mark.parametrize("what", ["waits_in_a_window", "waits_in_a_write"])
+@pytest.mark.parametrize("what", ["waits_in_a_window", "is_long_in_a_write"])
 def test_sigkill_leaves_nothing_broken_and_the_next_run_cleans_up(what: str, directory: Path) -> None:
     assert run(what, directory, signal.SIGKILL).returncode == -signal.SIGKILL
     assert traces(directory) == []

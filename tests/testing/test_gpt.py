@@ -20,6 +20,7 @@ COMPARED = {
     "1F1B": UNEVEN,
     "interleaved": GPTWorkload(pp=2, vpp=2, **SMALL),
 }
+STEPS = 6
 GENERAL = GPTWorkload(pp=4, layout=(2, 1, 2, 1), **{**SMALL, "layers": 6})
 
 
@@ -44,7 +45,7 @@ def run_twice(workload: GPTWorkload) -> list[dict[str, Any]]:
     for once in (False, True):
         gpt = build(workload)
         func = get_forward_backward_func() if once else None
-        losses = [gpt.train_step(func) for _ in range(12)]
+        losses = [gpt.train_step(func) for _ in range(STEPS)]
         log_probs = gpt.log_probs_pass(func)
         evaluated = gpt.evaluate(func)
         runs.append(
@@ -99,7 +100,7 @@ def test_uneven_layout_is_built(two: list[dict[str, Any]]) -> None:
 
 def test_training_learns(two: list[dict[str, Any]]) -> None:
     losses = two[1]["uneven"][0]["losses"]
-    assert [len(step) for step in losses] == [UNEVEN.microbatches] * 12
+    assert [len(step) for step in losses] == [UNEVEN.microbatches] * STEPS
     assert sum(losses[-1]) < 0.9 * sum(losses[0])
     assert all(step == [] for step in two[0]["uneven"][0]["losses"])
 

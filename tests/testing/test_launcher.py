@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megaprof.testing import RanksFailed, init_distributed, launcher, run_ranks
 
-pytestmark = pytest.mark.usefixtures("fresh_ranks")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_ranks")]
 
 
 def join_and_add(offset: int, *, scale: int) -> tuple[int, int, float, str | None]:
@@ -63,7 +64,8 @@ def fail_by_rank() -> str:
     return "well"
 
 
-def test_every_way_to_fail_is_told() -> None:
+def test_every_way_to_fail_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GRACE", 100)  # they all end by themselves, on a busy machine late
     with pytest.raises(RanksFailed) as failure:
         run_ranks(fail_by_rank, 4)
     raised, exited, signalled, _ = failure.value.reports
@@ -89,12 +91,16 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
+def write(path: Path, pid: int) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(str(pid))
+    partial.rename(path)
+
+
 def stay_here_for_good(directory: Path) -> None:
     # A session of its own, as torchrun gives its workers: killing the rank's process group would miss it.
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    partial = directory / "partial"
-    partial.write_text(str(child.pid))
-    partial.rename(directory / "grandchild")
+    write(directory / "grandchild", child.pid)
     wait_for(directory / "never")
 
 
@@ -102,6 +108,7 @@ def one_hangs(directory: Path) -> int:
     rank = int(os.environ["RANK"])
     if rank == 1:
         stay_here_for_good(directory)
+    write(directory / "returned", os.getpid())
     return rank
 
 
@@ -119,12 +126,20 @@ def assert_grandchild_is_gone(directory: Path) -> None:
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
-@pytest.mark.alone
-def test_hanging_rank_is_reported_with_its_stack_and_killed(tmp_path: Path) -> None:
+def test_hanging_rank_is_reported_with_its_stack_and_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time is up as soon as one has returned and the other one hangs, however long these took to begin."""
+    returned, grandchild = tmp_path / "returned", tmp_path / "grandchild"
+
+    def now() -> float:
+        over = grandchild.exists() and returned.exists() and not Path("/proc", returned.read_text()).exists()
+        return time.monotonic() + 600 * over
+
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=now)
+    monkeypatch.setattr(launcher, "time", clock)
     with pytest.raises(RanksFailed, match="rank 1 hung, killed at the time limit") as failure:
-        run_ranks(one_hangs, 2, tmp_path, timeout=12)
-    returned, hung = failure.value.reports
-    assert (returned.outcome, hung.outcome) == ("returned", "hung")
+        run_ranks(one_hangs, 2, tmp_path, timeout=300)
+    well, hung = failure.value.reports
+    assert (well.outcome, hung.outcome) == ("returned", "hung")
     assert "in stay_here_for_good" in hung.stack
     assert "in wait_for" in str(failure.value)
     assert_grandchild_is_gone(tmp_path)

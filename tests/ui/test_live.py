@@ -226,7 +226,7 @@ def test_a_request_that_makes_no_sense_is_refused(job: Job, tmp_path: Path, fiel
 
 
 def _until(client: Any, where: str, text: str) -> str:
-    for _ in range(100):
+    for _ in range(600):
         if text in (shown := page(client, where).text):
             return shown
         time.sleep(0.1)

@@ -320,7 +320,7 @@ def test_a_capture_of_64_stages_stays_small(tmp_path: Path) -> None:
         holds = chunk(2 if pp else 3, embedding=pp == 0, loss=pp == 63)
         forward = 10.0 if pp else 15.0
         stage = plain_stage(
-            pp, 64, forward, 2 * forward, start=0.1 * pp, chunks=[holds], microbatches=64, sizes={"dp": 256}
+            pp, 64, forward, 2 * forward, start=0.1 * pp, chunks=[holds], microbatches=16, sizes={"dp": 256}
         )
         stage.write(tmp_path / "run")
     with browsing(tmp_path) as client:

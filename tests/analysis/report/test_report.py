@@ -149,7 +149,7 @@ METADATA = st.dictionaries(
 )
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(EVENTS, METADATA), min_size=1, max_size=3))
 def test_whatever_the_traces_hold_there_is_a_report_or_a_reason(tmp_path, contents):
     directory = tmp_path / "fuzz"

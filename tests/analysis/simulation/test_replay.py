@@ -38,7 +38,7 @@ def passes_of(run) -> np.ndarray:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(runs(), st.booleans(), st.data())
 def test_links_and_entries_of_their_own_equal_brute_force(run, rendezvous, data):
     rendezvous = rendezvous and not no_rendezvous(run)

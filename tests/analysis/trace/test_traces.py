@@ -314,7 +314,7 @@ EVENT = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(EVENT | JSON, max_size=12))
 def test_no_event_can_break_reading_or_attribution(tmp_path, events):
     path = tmp_path / "x.pt.trace.json"
@@ -324,7 +324,7 @@ def test_no_event_can_break_reading_or_attribution(tmp_path, events):
         assert all(phase.compute_ns >= 0 for phase in call.phases)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(["traceEvents", "megaprof", "baseTimeNanoseconds", "other"]), JSON) | JSON)
 def test_no_document_raises_anything_but_unreadable(tmp_path, document):
     path = tmp_path / "x.pt.trace.json"
@@ -333,7 +333,7 @@ def test_no_document_raises_anything_but_unreadable(tmp_path, document):
         read_trace(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from(sorted(TraceBuilder().document()["megaprof"])), JSON, max_size=4))
 def test_no_metadata_raise_anything_but_unreadable(tmp_path, change):
     trace = TraceBuilder(metadata=change)

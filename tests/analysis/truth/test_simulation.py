@@ -97,7 +97,7 @@ def test_two_that_receive_from_each_other_first_are_told():
         simulate(both, np.ones((2, 1, 2, 1, 1, 1)), np.zeros((2, 1, 1)), np.zeros((2, 1, 1)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SIZES)
 def test_every_pass_runs_once_in_an_order_that_its_inputs_allow(sizes):
     stages, chunks, groups, more, forward_only, exchanges = sizes
@@ -128,7 +128,7 @@ def test_every_pass_runs_once_in_an_order_that_its_inputs_allow(sizes):
             assert (each.start >= made.end).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SIZES)
 def test_a_message_holds_what_its_receiver_computes_next(sizes):
     """The n-th receive of a channel is the input of the n-th pass that needs one from there."""
