@@ -25,10 +25,7 @@ from megaprof.config.per_role import checked_role
 from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
-from megaprof.hooks.graphs import patch_graphs
-from megaprof.hooks.microbatches import patch_microbatches
-from megaprof.hooks.p2p import patch_p2p
-from megaprof.hooks.schedules import patch_schedules
+from megaprof.hooks.megatron import patch_megatron
 from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
@@ -108,6 +105,7 @@ def install_hooks(
     *,
     role: str | None = None,
     iteration: Callable[[], int | None] | None = None,
+    groups: Any = None,
 ) -> Handle:
     """Hook Megatron's schedules for ``model`` and return a handle that removes everything again.
 
@@ -117,6 +115,8 @@ def install_hooks(
     it is loaded, else the ``MEGAPROF_*`` environment. ``role`` is whose model it is (actor, ref, critic, ...), in
     file names and for the steps and ranks that the configuration has per role; ``megaprof.role`` scopes override it.
     ``iteration`` returns the host's current iteration number, or None; those of known hosts are found by themselves.
+    ``groups`` are the model's process groups (megatron-core's ``ProcessGroupCollection``) in a job that has no
+    ``parallel_state``; without them, those that the model itself has.
 
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
     same model again with the same configuration returns the first handle.
@@ -124,16 +124,22 @@ def install_hooks(
     Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
     or megatron-core is not installed.
     """
-    return _install(_models(model), _config(config), role, iteration, pipeline=True)
+    return _install(_models(model), _config(config), role, iteration, groups, pipeline=True)
 
 
-def install_without_pipeline(model: Any, config: ProfileConfig, iteration: Callable[[], int | None]) -> Handle:
-    """`install_hooks` for a trainer without Megatron: all ranks are one data-parallel group, and nothing is patched.
+def install_without_pipeline(
+    model: Any = None,
+    config: ProfileConfig | argparse.Namespace | None = None,
+    *,
+    role: str | None = None,
+    iteration: Callable[[], int | None] | None = None,
+) -> Handle:
+    """`install_hooks` for a trainer without Megatron's schedule: all ranks are one data-parallel group.
 
-    The caller tells of every step and every pass, through `PlainSteps` on the handle's ``dispatcher``. Raises
-    ValueError as `install_hooks` does.
+    The batches of hosts that are known are steps (`megaprof.hooks.batch.Batch`). Another caller tells of every step and
+    every pass itself, through `PlainSteps` on the handle's ``dispatcher``. Raises ValueError as `install_hooks` does.
     """
-    return _install((model,), config, None, iteration, pipeline=False)
+    return _install(_models(model), _config(config), role, iteration, pipeline=False)
 
 
 def _install(
@@ -141,6 +147,7 @@ def _install(
     config: ProfileConfig,
     role: str | None,
     iteration: Callable[[], int | None] | None,
+    groups: Any = None,
     *,
     pipeline: bool,
 ) -> Handle:
@@ -160,7 +167,7 @@ def _install(
     _require("torch")
     if pipeline:
         _require("megatron.core")
-    here = ThisRank.of(config, role, models, pipeline=pipeline)
+    here = ThisRank.of(config, role, models, groups, pipeline=pipeline)
     here.announce(config)
     store = _store(config, here.coords) if here.records(config) else None
     if store is None:
@@ -169,7 +176,7 @@ def _install(
     session = _session(config, here, models, store, role, numbers)
     session.handle = handle = Handle(config, role, session)
     with Contained("installing the hooks", partial(_undo, session)):
-        profiler.enter(session, _patch if pipeline else None)
+        profiler.enter(session, _with_schedules if pipeline else _without_schedules)
         if config.listens:
             handle._listener = _listen(session, here.layout, store.writer, store.local)
             if handle._listener is not None:
@@ -211,10 +218,14 @@ def _session(
     )
 
 
-def _patch(patches: Patches, dispatcher: Dispatcher) -> None:
+def _with_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
     """Hook Megatron, and what is loaded of the hosts."""
-    for patch in (patch_schedules, patch_microbatches, patch_p2p, patch_graphs):
-        patch(patches, dispatcher)
+    patch_megatron(patches, dispatcher)
+    registry.adapt(patches)
+
+
+def _without_schedules(patches: Patches, dispatcher: Dispatcher) -> None:
+    """Hook what is loaded of the hosts: their batches are steps, or the caller tells of them."""
     registry.adapt(patches)
 
 

@@ -35,6 +35,7 @@ class Profiler:
         """The thread of everything that is done beside the training."""
         self.termination = Termination(self._save, self._unsaved)
         """What holds a SIGTERM up while something is unsaved."""
+        self._put_in: list[Callable[[Patches, Dispatcher], None]] = []
         self._forks_watched = False
 
     @property
@@ -42,9 +43,9 @@ class Profiler:
         """The sessions whose hooks are in, now."""
         return process.sessions.copy()
 
-    def enter(self, session: Session, patch: Callable[[Patches, Dispatcher], None] | None) -> None:
-        """The hooks of ``session`` go in. ``patch`` puts those of the process in where they are not yet; None: somebody
-        else tells of its calls. When that fails, whatever was put in is taken out again."""
+    def enter(self, session: Session, patch: Callable[[Patches, Dispatcher], None]) -> None:
+        """The hooks of ``session`` go in: ``patch`` puts them in, once. When that fails, whatever was put in is taken
+        out again."""
         if not self._forks_watched:
             self._forks_watched = True
             os.register_at_fork(after_in_child=self._forget)
@@ -55,10 +56,11 @@ class Profiler:
         self.dispatcher.add(session)
         patched = bool(self.patches)
         try:
-            if patch is not None and not patched:
+            if patch not in self._put_in:
                 patch(self.patches, self.dispatcher)
+                self._put_in.append(patch)
         except BaseException:
-            in_full(None if patched else self.patches.restore, partial(self.remove, session))
+            in_full(None if patched else self._put_back, partial(self.remove, session))
             raise
 
     def remove(self, session: Session) -> None:
@@ -66,8 +68,12 @@ class Profiler:
         with self.termination:
             self.dispatcher.remove(session)
             if not process.sessions:
-                self.patches.restore()
+                self._put_back()
                 not_at_exit(self._at_exit)
+
+    def _put_back(self) -> None:
+        self.patches.restore()
+        self._put_in.clear()
 
     def leave(self, session: Session) -> None:
         """Close the window of ``session``, finish its files and take its hooks out: now, or as soon as the training
@@ -141,7 +147,7 @@ class Profiler:
         for session in self.sessions:
             session.removed.set()
             session.recorders = ()
-        self.patches.restore()
+        self._put_back()
         self.dispatcher.forget()
         in_forked_child(recording=process.window is not None)
         process.forget()

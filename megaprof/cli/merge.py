@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
+from megaprof.formats.checks import of_several
 from megaprof.formats.remote import place
 
 if TYPE_CHECKING:
@@ -51,7 +53,11 @@ class Answer:
     warnings: tuple[str, ...]
     """What must be known about it, in sentences."""
     others: tuple[str, ...]
-    """The captured steps that were not merged."""
+    """The captured steps of the same run that were not merged."""
+    run: int
+    """Which of the runs it is of, from 1, the oldest."""
+    runs: int
+    """How many runs have traces there."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,6 +74,12 @@ def add_source(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--target", help="which target, of several (default: train_actor, if it is there)")
     parser.add_argument("--role", help="which role, of several")
     parser.add_argument("--step", type=int, help="which step, of several (default: the latest)")
+    parser.add_argument(
+        "--run",
+        metavar="N",
+        type=int,
+        help="of the N-th run where DIR holds the files of several; 1 is the oldest [the newest]",
+    )
     parser.add_argument(
         "--ranks",
         metavar="SELECTION",
@@ -86,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(asdict(_answer(merged, size))))
         return 0
-    say_merged(merged)
+    say_merged(merged, f"megaprof merge {shlex.quote(str(arguments.dir))} -o {shlex.quote(str(out))}")
     say(f"{out} ({size / 1e6:.1f} MB): drag it into https://ui.perfetto.dev, or: megaprof open {out}")
     return 0
 
@@ -94,24 +106,30 @@ def run(arguments: argparse.Namespace) -> int:
 def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
     """Merge what the arguments choose into ``out``. Raises CommandError."""
     from megaprof.analysis.convert.merge import NothingToMerge, merge
+    from megaprof.analysis.trace.runs import NoSuchRun
     from megaprof.parallel.selectors import OPTION, parse_selector
 
     try:
         ranks = None if arguments.ranks is None else parse_selector(arguments.ranks)
     except ValueError as mistake:
         raise UsageError(str(mistake).replace(OPTION, "--ranks")) from None
-    chosen = {name: getattr(arguments, name) for name in ("target", "role", "step")}
+    chosen = {name: getattr(arguments, name) for name in ("target", "role", "step", "run")}
     try:
         with progress("merging") as advance, writing("-o", out, arguments.dir):
             return merge(arguments.dir, out, **chosen, ranks=ranks, progress=advance)
     except NothingToMerge as fault:
         raise CommandError(str(fault)) from None
+    except NoSuchRun as fault:
+        raise UsageError(f"--run {fault}") from None
     except ValueError as mistake:
         raise UsageError(f"-o {mistake}") from None
 
 
-def say_merged(merged: Merged) -> None:
-    """What was merged, how far clocks were off, and what was not merged."""
+def say_merged(merged: Merged, command: str) -> None:
+    """What was merged, how far clocks were off, and what was not merged. ``command``: what was asked for, without
+    which run."""
+    if merged.runs > 1:
+        say(of_several(merged.run, merged.runs, command))
     say(
         f"{merged.name}: {_count(len(merged.ranks), 'rank')}, {_count(merged.events, 'event')}, "
         f"{_count(merged.arrows, 'arrow')} from a send to its receive"
@@ -142,6 +160,8 @@ def _answer(merged: Merged, size: int) -> Answer:
         clocks=tuple(merged.alignment.sentences()),
         warnings=merged.warnings,
         others=tuple(map(str, merged.others)),
+        run=merged.run,
+        runs=merged.runs,
     )
 
 

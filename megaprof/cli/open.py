@@ -10,6 +10,7 @@ import argparse
 import errno
 import re
 import secrets
+import shlex
 import shutil
 import tempfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="megaprof-") as directory:
         merged = merged_into(arguments, out := Path(directory) / "step.json.gz")
-        say_merged(merged)
+        say_merged(merged, f"megaprof open {shlex.quote(str(arguments.dir))}")
         _hand_over(out, f"{merged.name}.json.gz")
     return 0
 

@@ -137,6 +137,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
 
 
+def of_several(run: int, runs: int, command: str) -> str:
+    """That the files of several runs lie in a directory, which ``command`` reads, and how to see another one."""
+    newest = run == runs
+    which = "the newest" if newest else f"number {run}, where 1 is the oldest"
+    other = f"{command} --run {run - 1 if newest else runs}"
+    there = f"The files of {runs} runs lie here, and this is about {which}."
+    return f"{there} To see {'the one before it' if newest else 'the newest'}: {other}"
+
+
 def listed(names: Sequence[str], most: int = 8) -> str:
     """``a, b, c``; of more than `most` the first ones, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

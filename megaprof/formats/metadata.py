@@ -192,7 +192,7 @@ def _coords(coords: object, sizes: object) -> RankCoords:
 def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
     """Every number that is not checked with the coordinates: its name, and the largest that it may be."""
     yield "rank", metadata.coords.rank, MOST
-    for axis, size in asdict(metadata.sizes).items():
+    for axis, size in vars(metadata.sizes).items():
         yield f"sizes.{axis}", size, MOST
     for step in metadata.steps:
         yield "steps", step, MOST_STEPS - 1

@@ -13,10 +13,12 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -182,7 +184,8 @@ class Timeline:
     """Why reading stopped before the end of the file; None when it did not."""
     cost: Cost | None
     """What recording cost, as far as it was known when the file ended; None: not measured."""
-    _tails: tuple[bytes, ...]
+    _times: _Times
+    """The times of the events of each, empty where nobody wanted them."""
 
     @property
     def is_cut(self) -> bool:
@@ -195,7 +198,7 @@ class Timeline:
         if fixed["flags"] & INCOMPLETE:
             return None
         code = self.shapes[fixed["shape"]]
-        tail = self._tails[position]
+        tail = self._times.of(position)
         if len(tail) != (1 + 4 * code.size if code.size else 0):
             return None
         times = np.frombuffer(tail, dtype="<u2", offset=min(1, len(tail))).astype(np.int64)
@@ -227,42 +230,83 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
         raise UnreadableTimeline(path, "it is no timeline of megaprof's")
     metadata: list[Metadata] = []
     shapes: list[npt.NDArray[np.int64]] = []
-    fixed: list[bytes] = []
-    tails: list[bytes] = []
+    blocks: list[npt.NDArray[Any]] = []
+    where: list[range] = []
     damage = cost = None
+    position = len(MAGIC)
     try:
-        for kind, payload in _records(data):
+        while position < len(data):
+            kind, end = _checked(data, position)
             if kind == STEP:
-                fixed.append(_step(payload, len(metadata), len(shapes)))
-                if events:
-                    tails.append(payload[_FIXED.size :])
+                stride = end - position
+                end = _end_of_run(data, position, stride)
+                blocks.append(_steps(data, position, end, stride))
+                missing = (blocks[-1]["metadata"] >= len(metadata)) | (blocks[-1]["shape"] >= len(shapes))
+                if missing.any():
+                    blocks[-1] = blocks[-1][: int(missing.argmax())]
+                where.append(range(position + _STEP.size, end, stride)[: len(blocks[-1])])
+                if missing.any():
+                    raise ValueError("a step refers to what is not there")
             elif kind == SHAPE and len(shapes) < MOST_NUMBERS:
-                shapes.append(_shape(payload))
+                shapes.append(_shape(data[position + _HEAD.size : end - _CHECK.size]))
             elif kind == METADATA and len(metadata) < MOST_NUMBERS:
-                metadata.append(_metadata(payload))
+                metadata.append(_metadata(data[position + _HEAD.size : end - _CHECK.size]))
             elif kind == COST:
-                cost = _cost(payload)
+                cost = _cost(data[position + _HEAD.size : end - _CHECK.size])
             # A record of a kind that a later version added is skipped.
+            position = end
     except ValueError as fault:
         damage = str(fault)
     except MemoryError:
         raise UnreadableTimeline(path, "it does not fit into memory") from None
-    steps = np.frombuffer(b"".join(fixed), dtype=STEP_TYPE)
+    steps = np.concatenate(blocks) if blocks else np.empty(0, dtype=STEP_TYPE)
     impossible = (steps["step"] < 0) | (steps["step"] >= MOST_STEPS)
     impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)
     if impossible.any():
-        whole = int(impossible.argmax())
-        steps, tails, damage = steps[:whole], tails[:whole], "a step has an impossible number or time"
-    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, cost, tuple(tails))
+        steps, damage = steps[: int(impossible.argmax())], "a step has an impossible number or time"
+    times = _Times(data, tuple(where), tuple(accumulate(map(len, where)))) if events else _Times(b"", (), ())
+    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, cost, times)
 
 
-def _step(payload: bytes, metadata: int, shapes: int) -> bytes:
-    """The fixed part of a step record, whose numbers refer to what has been read."""
-    if len(payload) < _FIXED.size:
+class _Times(NamedTuple):
+    """Where in a file the times of the events of each step are."""
+
+    data: bytes
+    """The file."""
+    runs: tuple[range, ...]
+    """Of records of one length that follow each other the positions of their times."""
+    ends: tuple[int, ...]
+    """How many steps there are up to the end of each run."""
+
+    def of(self, position: int) -> bytes:
+        number = bisect_right(self.ends, position)
+        if number == len(self.ends):
+            return b""
+        run = self.runs[number]
+        at = run[position - self.ends[number]]
+        return self.data[at : at + run.step - _STEP.size - _CHECK.size]
+
+
+def _end_of_run(data: bytes, position: int, stride: int) -> int:
+    """Where the whole records end that begin as the one at ``position`` does, which is whole."""
+    head, size, view = data[position : position + _HEAD.size], stride - _CHECK.size, memoryview(data)
+    last, crc32, check = len(data) - stride, zlib.crc32, _CHECK.unpack_from
+    position += stride
+    while (
+        position <= last
+        and data[position : position + _HEAD.size] == head
+        and crc32(view[position : position + size]) == check(data, position + size)[0]
+    ):
+        position += stride
+    return position
+
+
+def _steps(data: bytes, begin: int, end: int, stride: int) -> npt.NDArray[Any]:
+    """The fixed parts of step records that all have the length of ``stride`` bytes."""
+    if stride < _STEP.size + _CHECK.size:
         raise ValueError("a step is too short")
-    if payload[0] | payload[1] << 8 >= metadata or payload[2] | payload[3] << 8 >= shapes:
-        raise ValueError("a step refers to what is not there")
-    return payload[: _FIXED.size]
+    rows = np.frombuffer(data, dtype=np.uint8, offset=begin, count=end - begin).reshape(-1, stride)
+    return np.ascontiguousarray(rows[:, _HEAD.size : _STEP.size]).view(STEP_TYPE)[:, 0]
 
 
 def _shape(payload: bytes) -> npt.NDArray[np.int64]:
@@ -291,18 +335,14 @@ def _record(kind: int, payload: bytes) -> bytes:
     return b"".join((head, payload, _CHECK.pack(zlib.crc32(payload, zlib.crc32(head)))))
 
 
-def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Raises ValueError at the first one that is not whole."""
-    position, size = len(MAGIC), len(data)
-    view = memoryview(data)
-    while position < size:
-        if position + _HEAD.size > size:
-            raise ValueError(_CUT)
-        kind, length = _HEAD.unpack_from(data, position)
-        end = position + _HEAD.size + length
-        if length > _LONGEST_RECORD or end + _CHECK.size > size:
-            raise ValueError(_CUT)
-        if zlib.crc32(view[position:end]) != _CHECK.unpack_from(data, end)[0]:
-            raise ValueError(f"the record at byte {position} is damaged")
-        yield kind, data[position + _HEAD.size : end]
-        position = end + _CHECK.size
+def _checked(data: bytes, position: int) -> tuple[int, int]:
+    """The kind of a record and where it ends. Raises ValueError where it is not whole."""
+    if position + _HEAD.size > len(data):
+        raise ValueError(_CUT)
+    kind, length = _HEAD.unpack_from(data, position)
+    end = position + _HEAD.size + length
+    if length > _LONGEST_RECORD or end + _CHECK.size > len(data):
+        raise ValueError(_CUT)
+    if zlib.crc32(memoryview(data)[position:end]) != _CHECK.unpack_from(data, end)[0]:
+        raise ValueError(f"the record at byte {position} is damaged")
+    return kind, end + _CHECK.size

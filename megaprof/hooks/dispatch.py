@@ -1,19 +1,62 @@
-"""The wrapper that puts a range around a function of somebody else's."""
+"""The wrappers around functions of somebody else's: a call that may be recorded, and a range inside one."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megaprof.capture.dispatcher import Dispatcher as Dispatcher
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import codes
-from megaprof.recorders.call import RecordedCall
+from megaprof.recorders.call import CallFacts, RecordedCall
 from megaprof.recorders.emit import Range
 from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import contained, in_full
 
 Code = Callable[[RecordedCall, tuple[Any, ...], dict[str, Any]], int]
+
+
+def stepped(
+    original: Callable[..., Any],
+    dispatcher: Dispatcher,
+    facts_of: Callable[[tuple[Any, ...], dict[str, Any]], CallFacts],
+    prepare: Callable[[CallFacts], None],
+) -> Callable[..., Any]:
+    """``original``, which runs all microbatches of a step, as a call that may be recorded.
+
+    ``facts_of(args, kwargs)`` says what the call is; ``prepare`` is called before one that is recorded, and puts in
+    what is replaced until it ends. A fault of ours is contained; an exception of ``original`` passes unchanged.
+    """
+
+    def forward_backward(*args: Any, **kwargs: Any) -> Any:
+        if dispatcher.inside is not None or not dispatcher.sessions:
+            return original(*args, **kwargs)
+        failed = True
+        try:
+            try:
+                dispatcher.inside = threading.get_ident()
+                entered = time.perf_counter_ns()
+                facts = facts_of(args, kwargs)
+                if dispatcher.begin(facts):
+                    prepare(facts)
+                dispatcher.spent(time.perf_counter_ns() - entered)
+            except BaseException as fault:  # not `Contained`, which every step would pay for
+                if not contained("looking at a step", dispatcher.drop, fault):
+                    raise
+            result = original(*args, **kwargs)
+            failed = False
+            return result
+        finally:
+            dispatcher.inside = None
+            try:
+                dispatcher.end(failed=failed)
+            except BaseException as fault:
+                if not contained("closing a window", dispatcher.drop, fault):
+                    raise
+
+    return forward_backward
 
 
 def always(code: int) -> Code:

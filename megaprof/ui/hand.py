@@ -80,7 +80,8 @@ class Answer:
     def severity(self) -> str:
         """``fine`` or ``slow`` where the change is beyond its uncertainty, else nothing."""
         predicted = self.now.prediction
-        if abs(predicted.speedup - 1.0) <= predicted.speedup_uncertainty:
+        low, high = predicted.reach
+        if low <= 1.0 <= high:
             return ""
         return "fine" if self.change < 0 else "slow"
 

@@ -9,7 +9,7 @@ import json
 import random
 import resource
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +154,20 @@ def _mutate_tables(path: Path, random: random.Random) -> None:
                 database.execute(f"CREATE TABLE {table} (start, end AS (hex(zeroblob(900000000))))")
 
 
+def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Kind and content of every record of a timeline."""
+    position = len(format.MAGIC)
+    while position < len(data):
+        kind, length = format._HEAD.unpack_from(data, position)
+        position += format._HEAD.size
+        yield kind, data[position : position + length]
+        position += length + format._CHECK.size
+
+
 def timelines(directory: Path) -> list[tuple[Path, list[tuple[int, bytes]]]]:
     """Paths below ``directory`` and records of healthy timelines: two stages, two replicas, with events."""
     paths = write_timelines(directory, WorldLayout(ParallelSizes.of(4, pp=2)), steps=6, microbatches=2)
-    found = [(path.relative_to(directory), list(format._records(path.read_bytes()))) for path in paths]
+    found = [(path.relative_to(directory), list(_records(path.read_bytes()))) for path in paths]
     for path in paths:
         path.unlink()
     return found

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from megaprof.analysis.fleet.reading import find_timelines
 from megaprof.analysis.trace.nsys.files import NsysFile
-from megaprof.analysis.trace.reading import Source, sources_in, traces_in
+from megaprof.analysis.trace.reading import Source, read, sources_in, traces_in
+from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name, sanitise
@@ -52,9 +55,11 @@ class Chosen:
     files: tuple[Source, ...]
     """Its files."""
     others: tuple[StepName, ...]
-    """Captured steps that are not it."""
+    """Captured steps of the same run that are not it."""
     left_out: int
     """Ranks of it that are not among ``files``."""
+    runs: Runs
+    """The runs that have traces there, of which it is of the chosen one."""
 
 
 def choose(
@@ -65,11 +70,13 @@ def choose(
     role: str | None = None,
     step: int | None = None,
     ranks: Selector | None = None,
+    run: int | None = None,
 ) -> Chosen:
     """The latest step of the first target of `_PREFERRED`, unless ``target``, ``role`` and ``step`` say otherwise, and
-    ``ranks`` of it; None: all, or the lowest of each stage where there are more than `MOST_RANKS`.
+    ``ranks`` of it; None: all, or the lowest of each stage where there are more than `MOST_RANKS`. ``run``: of which
+    run, from 1, by default the newest.
 
-    A file that cannot be used is added to ``warnings``. Raises NothingToMerge.
+    A file that cannot be used is added to ``warnings``. Raises NothingToMerge and NoSuchRun.
     """
     if not source.exists():
         raise NothingToMerge(f"{source} does not exist")
@@ -84,6 +91,8 @@ def choose(
             captures.setdefault(name, []).append((file, coords))
     if not captures:
         raise NothingToMerge(f"{source} holds no trace of megaprof's" + "".join(f"; {w}" for w in warnings[:5]))
+    runs, others = _of_runs(source, captures, run)
+    captures = {name: files for name, files in captures.items() if name not in others}
     wanted = [
         name
         for name in captures
@@ -100,7 +109,29 @@ def choose(
     if not taken:
         raise NothingToMerge(f"{chosen} was captured on {len(there):,} ranks, and none of them is in '{ranks}'")
     used = tuple(dict.fromkeys(file for file, coords in files if coords.rank in taken))
-    return Chosen(chosen, used, tuple(sorted(captures)), len(there) - len(taken))
+    return Chosen(chosen, used, tuple(sorted(captures)), len(there) - len(taken), runs)
+
+
+def _of_runs(
+    source: Path, captures: Mapping[StepName, Iterable[tuple[Source, Place]]], run: int | None
+) -> tuple[Runs, set[StepName]]:
+    """The runs that the captures are of, and the steps that are of others than the chosen one: told by the rank that
+    has the most files. Raises NoSuchRun."""
+    held = Counter(rank for rank, _ in {(place.rank, file) for files in captures.values() for file, place in files})
+    rank, count = max(held.items(), key=lambda each: (each[1], -each[0]))
+    if count == 1 and run is None:
+        return Runs(), set()  # two files of one rank at least are of two runs
+    begun: dict[StepName, list[int]] = {}
+    calls = []
+    for name, files in captures.items():
+        own = [
+            call for file in dict.fromkeys(f for f, place in files if place.rank == rank) for call in read(file).calls
+        ]
+        begun[name] = [call.start for call in own if StepName.of(call.metadata) == name]
+        calls += own
+    timelines = find_timelines(source) if source.is_dir() else []
+    runs = runs_in(calls, timelines, run)
+    return runs, {name for name, starts in begun.items() if starts and not any(map(runs.has, starts))}
 
 
 def _taken(places: Iterable[Place], there: set[int], ranks: Selector | None) -> set[int]:

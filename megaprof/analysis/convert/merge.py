@@ -72,6 +72,10 @@ class Merged:
     """Ranks of this step that were not."""
     warnings: tuple[str, ...]
     """What must be known about it."""
+    run: int
+    """Which of the runs it is of, from 1, the oldest."""
+    runs: int
+    """How many runs have traces there."""
 
 
 @dataclass(frozen=True)
@@ -127,28 +131,30 @@ def merge(
     role: str | None = None,
     step: int | None = None,
     ranks: Selector | None = None,
+    run: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Merged:
     """Merge one captured step below ``source`` into ``out`` (gzipped where that ends in ``.gz``).
 
-    Which step and ranks, of several, `captures.choose` says. ``progress(done, total)`` is called behind every file
+    Which run, step and ranks, of several, `captures.choose` says. ``progress(done, total)`` is called behind every file
     that was read. ``out`` appears whole or not at all, and replaces nothing but an older merged timeline. Files that
     cannot be used become warnings.
 
     Raises:
         NothingToMerge: there is no such step, or none of its files can be read.
+        NoSuchRun: there are fewer runs.
         ValueError: ``out`` is something else than a merged timeline.
         OSError: ``out`` cannot be written.
     """
     _refuse_to_lose(out)
     warnings: list[str] = []
-    chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks)
+    chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks, run=run)
     name, files = chosen.name, chosen.files
     found = []
     for number, file in enumerate(files):
         found += _examine(file, name, warnings)
         progress(number + 1, 2 * len(files))
-    found = _one_file_per_rank(found, warnings)
+    found = _one_file_per_rank((rank for rank in found if chosen.runs.has(rank.start)), warnings)
     if not found:
         raise NothingToMerge(f"no file of {name} can be read: {'; '.join(warnings[:5])}")
     found.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
@@ -165,6 +171,8 @@ def merge(
         others=chosen.others,
         left_out=chosen.left_out,
         warnings=tuple(warnings),
+        run=chosen.runs.chosen + 1,
+        runs=chosen.runs.count,
     )
 
 

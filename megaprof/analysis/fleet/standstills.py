@@ -37,11 +37,13 @@ class StoodStill(NamedTuple):
 def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Which of a rank's ``calls``, in order, stood still, by the rule of `standstill.stands_still`; ``compute``:
     microseconds of the passes of each. A step with an open window does not tell: the profiler makes it longer."""
+    longest = np.maximum(calls["duration"].astype(np.int64), compute)
+    if longest.max(initial=0) <= STUCK_SECONDS * 1e6:
+        return np.zeros(len(calls), dtype=np.bool_)
     usable = calls["flags"] & (format.FAILED | format.CAPTURED) == 0
     usual = float(np.median(calls["duration"][usable])) if usable.any() else 0.0
     least = np.full(len(calls), max(STUCK_SECONDS * 1e6, STUCK_STEPS * usual))
     least[:1] = max(least[0], FIRST_STEP_SECONDS * 1e6) if len(calls) else 0.0
-    longest = np.maximum(calls["duration"].astype(np.int64), compute)
     found: npt.NDArray[np.bool_] = (longest > least) & (calls["flags"] & format.CAPTURED == 0)
     return found
 
@@ -50,9 +52,11 @@ def told_by(calls: npt.NDArray[Any], compute: npt.NDArray[Any], coords: RankCoor
     """The steps of a rank that stood still, and its last one if an exception ended that."""
     stood = stood_still(calls, compute)
     failed = calls["flags"] & format.FAILED != 0
+    which = set(np.flatnonzero(stood).tolist()) | ({len(calls) - 1} if len(calls) and failed[-1] else set())
+    if not which:
+        return []
     usable = ~stood & ~failed
     usual, computes = (float(np.median(each[usable])) if usable.any() else 0.0 for each in (calls["duration"], compute))
-    which = set(np.flatnonzero(stood).tolist()) | ({len(calls) - 1} if len(calls) and failed[-1] else set())
     return [
         StoodStill(
             int(calls["step"][n]),

@@ -43,11 +43,13 @@ def detail_of(
     files: Mapping[int, tuple[Path, ...]],
     suspects: AbstractSet[int] = frozenset(),
     without: AbstractSet[int] = frozenset(),
+    steps: Sequence[int] = (),
 ) -> tuple[Call, ...]:
-    """The calls of the last steps on one rank per stage. ``places``: all ranks of ``key`` whose timelines are there, in
-    ``files`` by rank; ``suspects``: slow ranks; ``without``: steps that do not count."""
+    """The calls of ``steps`` on one rank per stage, by default of the last ones. ``places``: the ranks of ``key`` that
+    may be shown, their timelines in ``files`` by rank; ``suspects``: slow ranks; ``without``: steps that do not
+    count."""
     ranks = column(places, suspects)
-    steps = _common([_calls(key, files[rank]) for rank in ranks], without)
+    steps = steps or _common([_calls(key, files[rank]) for rank in ranks], without)
     if not steps:
         return ()
     traces = {rank: found for rank in ranks if (found := _traces(key, files[rank], set(steps)))}

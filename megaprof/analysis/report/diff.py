@@ -74,20 +74,24 @@ class Kept:
     predicted: float
     """The predicted speedup."""
     uncertainty: float
-    """Plus or minus, of the predicted speedup."""
+    """Half of its interval."""
+    low: float
+    """The lower end of that."""
+    high: float
+    """Its upper end."""
     measured: float
     """The step before over the step after."""
     error: float
     """``predicted_ms`` over ``measured_ms``, minus 1."""
     inside: bool | None
-    """Whether ``measured`` is within the uncertainty of ``predicted``; None where that spans quicker and slower, so
-    that nothing was predicted."""
+    """Whether ``measured`` is from ``low`` to ``high``; None where these are slower and quicker, so that nothing was
+    predicted."""
 
     @property
     def told(self) -> str:
         """All of it, a clause."""
         measured = f"measured {self.measured:.2f} times as fast ({words.number(self.measured_ms)} ms)"
-        predicted = f"{words.with_error(self.predicted, self.uncertainty)} times as fast"
+        predicted = f"{words.speedup(self.predicted, (self.low, self.high))} times as fast"
         if self.inside is None:
             return f"{self.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
         return (
@@ -192,7 +196,7 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
     for each in before.what_if.candidates:
         if each.layout == layout:
             measured = old.mean / new.mean
-            told = abs(each.speedup - 1.0) > each.speedup_uncertainty
+            low, high = each.reach
             return Kept(
                 what=each.what,
                 layout=layout,
@@ -200,9 +204,11 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
                 measured_ms=new.mean,
                 predicted=each.speedup,
                 uncertainty=each.speedup_uncertainty,
+                low=low,
+                high=high,
                 measured=measured,
                 error=each.step_ms / new.mean - 1.0,
-                inside=abs(each.speedup - measured) <= each.speedup_uncertainty if told else None,
+                inside=None if low <= 1.0 <= high else low <= measured <= high,
             )
     return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megaprof.analysis.trace.calls import GROUPS, Call
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats.checks import of_several
 from megaprof.formats.job.standstill import Standstill
 from megaprof.version import __version__
 
@@ -75,9 +77,12 @@ class TargetReport:
 
     @property
     def basis(self) -> str | None:
-        """Which steps the causes are of, where these are others than the captured ones, or shorter."""
-        same = self.diagnosis is None or (self.captured and not self.diagnosis.closing_ms)
-        return None if same or self.diagnosis is None else causes.basis(self.diagnosis, captured=self.captured)
+        """Which steps the causes are of, where these are others than those of the tables, or shorter."""
+        found = self.diagnosis
+        if found is None:
+            return None
+        other = found.closing_ms if self.captured else not isclose(found.step_ms, self.measured.step_ms)
+        return causes.basis(found, captured=self.captured) if other else None
 
     def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:
         """The verdict in a few words; ``standstill``: where the job stands or was killed."""
@@ -154,11 +159,7 @@ class Report:
         """That there are other runs, and how to see one, a sentence; None where there is one run."""
         if self.runs == 1:
             return None
-        newest = self.run == self.runs
-        which = "the newest" if newest else f"number {self.run}, where 1 is the oldest"
-        other = f"megaprof report {shlex.quote(str(self.source))} --run {self.run - 1 if newest else self.runs}"
-        there = f"The files of {self.runs} runs lie here, and this is about {which}."
-        return f"{there} To see {'the one before it' if newest else 'the newest'}: {other}"
+        return of_several(self.run, self.runs, f"megaprof report {shlex.quote(str(self.source))}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``: strings, finite numbers, lists, dicts and None."""

@@ -78,9 +78,9 @@ def environment(*packages: str) -> Environment:
 
 
 def light(text: str) -> Markup:
-    """A number with its error, the error in a lighter weight."""
-    number, sign, error = text.partition(" ±")
-    return Markup("{}<small class=error> ±{}</small>").format(number, error) if sign else Markup("{}").format(number)
+    """A number with its error, or with from where to where it goes, that in a lighter weight."""
+    number, space, error = text.partition(" ")
+    return Markup("{}<small class=error> {}</small>").format(number, error) if space else Markup("{}").format(number)
 
 
 def _printable(value: object) -> object:

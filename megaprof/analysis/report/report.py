@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+from megaprof.analysis.diagnosis.averages import averages
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.files import tables
@@ -35,6 +36,8 @@ from megaprof.formats.timeline import SUFFIX
 _MOST_OTHERS = 64
 #: What a person does who has none yet.
 _TO_HAVE_ONE = "a training command that `megaprof run` starts writes some, and `megaprof demo` makes some here"
+#: Steps of a timeline that are read for what its stages hold, and of which the last one is drawn.
+_DRAWN = 2
 #: Refusals for one reason that each have a line.
 _FEW = 3
 
@@ -163,16 +166,21 @@ def _key(call: Call) -> Key:
 def _details(
     fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call], diagnosed: Mapping[Key, _Diagnosed]
 ) -> Iterator[Call]:
-    """The last calls of targets that no trace shows, where possible of a pipeline that no rank holds back."""
+    """The last calls of targets that no trace shows, where possible of a pipeline that no rank holds back: of those
+    that are diagnosed a few, which say what the stages hold and can be drawn."""
     known = {(call.label, call.role) for call in traced}
     for each in fleets:
         if (each.key.target, each.key.role) in known:
             continue
         found = diagnosed.get(each.key)
-        causes = found[1].causes if isinstance(found, tuple) else ()
-        suspects = {rank for cause in causes for rank in cause.ranks}
         places = [rank.coords for rank in fleet.series[each.key].ranks]
-        yield from detail_of(each.key, places, fleet.files[each.key], suspects, each.stood_still)
+        suspects, steps = set[int](), list[int]()
+        if isinstance(found, tuple):
+            table, causes = found[0].table, found[1].causes
+            suspects = {rank for cause in causes for rank in cause.ranks}
+            within = set(table.ranks.ravel().tolist())
+            places, steps = [place for place in places if place.rank in within], table.steps[-_DRAWN:].tolist()
+        yield from detail_of(each.key, places, fleet.files[each.key], suspects, each.stood_still, steps)
 
 
 def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
@@ -196,6 +204,8 @@ def _target(
         return TargetReport(measured, None, withheld(why), why, fleet)
     examined, diagnosis = found
     own = [call for call in calls if _key(call) == key]
+    if key not in traced:
+        measured = averages(measured, examined.table)
     captured = key in traced and set(examined.table.steps.tolist()) <= set(measured.steps)
     return TargetReport(measured, diagnosis, what_if(examined, diagnosis, own), None, fleet, captured)
 

@@ -34,6 +34,8 @@ FOREIGN_STAGES = (
     "pipeline group, whose order is that of 1F1B; work before the first exchange of a step and behind the last one "
     f"does not count, and no layout can be predicted. To see more, {_TO_SEE}"
 )
+#: What a layout's letters mean, for those that have no shorter name.
+LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
 FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
@@ -102,7 +104,8 @@ def caveats(shown: Sequence[Prediction]) -> list[str]:
         for caveat in (f"assumes that {each.assumes}" if each.assumes else None, each.memory):
             if caveat is not None:
                 about.setdefault(caveat, []).append(each.what)
-    return [f"{' / '.join(whats)}: {caveat}." for caveat, whats in about.items()]
+    letters = any("|" in word for each in shown for word in (each.what, *each.flags))
+    return [*(f"{' / '.join(whats)}: {caveat}." for caveat, whats in about.items()), *([LETTERS] if letters else [])]
 
 
 def facts(measured: TargetStages) -> list[str]:

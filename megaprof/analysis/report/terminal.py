@@ -35,9 +35,10 @@ from megaprof.analysis.stages.words import (
     percent,
     reach,
     sentence,
+    speedup,
     title,
-    with_error,
     with_spread,
+    within,
 )
 from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.trace.nsys.files import is_nsys
@@ -148,9 +149,7 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
         predicted = table(left=["predicted"])
         number_columns(predicted, "step, ms", "speedup")
         for each in shown:
-            step = with_error(each.step_ms, each.uncertainty_ms)
-            speedup = with_error(each.speedup, each.speedup_uncertainty)
-            predicted.add_row(text(each.what), step, speedup)
+            predicted.add_row(text(each.what), within(each.step_ms, each.reach_ms), speedup(each.speedup, each.reach))
         console.print(predicted)
         for caveat in sentences.caveats(shown):
             console.print(text(caveat, "dim"))

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 # Both asymptotic (Rousseeuw & Croux 1993).
 #: Standard deviation of normal samples by their median absolute deviation, ...
 MAD = 1.4826
@@ -40,7 +42,7 @@ class Spread:
             median=statistics.median(samples),
             min=min(samples),
             max=max(samples),
-            stdev=statistics.pstdev(samples),
+            stdev=float(np.std(samples)),
             count=len(samples),
         )
 

@@ -20,7 +20,7 @@ def number(ms: float | None, error: float = 0.0) -> str:
     meaningless; ``-`` for None."""
     if ms is None:
         return ABSENT
-    digits = 0 if abs(ms) >= 100 else 1 if abs(ms) >= 10 else 2
+    digits = 0 if abs(ms) >= 99.95 else 1 if abs(ms) >= 9.995 else 2
     return f"{ms:.{min(digits, _digits(error)) if error else digits}f}"
 
 
@@ -28,6 +28,16 @@ def with_error(ms: float, error: float) -> str:
     """``39.9 ±0.3``: both with the digits that the error allows."""
     digits = _digits(error)
     return f"{ms:.{digits}f} ±{error:.{digits}f}"
+
+
+def speedup(factor: float, reach: tuple[float, float]) -> str:
+    """``1.13 (1.08 to 1.18)``: a factor and from where to where it may go."""
+    return f"{factor:.2f} ({reach[0]:.2f} to {reach[1]:.2f})"
+
+
+def within(ms: float, reach: tuple[float, float]) -> str:
+    """``806 (775 to 842)``: milliseconds and from where to where they may go."""
+    return f"{number(ms)} ({number(reach[0])} to {number(reach[1])})"
 
 
 def mean(spread: Spread | None) -> str:

@@ -66,6 +66,19 @@ class Prediction:
     """How many more captured steps would show whether it gains `policy.LEAST`; 0 where it surely does, or does not, and
     where no number of steps would."""
 
+    @property
+    def reach(self) -> tuple[float, float]:
+        """The interval of the speedup."""
+        low, high = self.speedup - self.speedup_uncertainty, self.speedup + self.speedup_uncertainty
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
+    @property
+    def reach_ms(self) -> tuple[float, float]:
+        """The same of the step, in milliseconds."""
+        low, high = self.reach
+        whole = self.step_ms * self.speedup
+        return (whole / high if high > 0 else self.step_ms, whole / low if low > 0 else float("inf"))
+
 
 @dataclass(frozen=True)
 class Change:

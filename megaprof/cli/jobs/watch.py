@@ -147,11 +147,11 @@ def _table(job: RunningJob) -> RenderableType:
             style="bold red" if slowest and (summary.imbalance or 0) > 1.1 else None,
         )
     parts = [
-        f"{counted(job.run.world, 'rank')}, {look.heard} heard",
+        counted(job.run.world, "rank") + ("" if look.heard == job.run.world else f", {look.heard} of them answering"),
         f"step {_number(summary.step_ms)} ms",
         f"imbalance {_number(summary.imbalance, 2)}",
         f"bubble {_percent(summary.bubble_fraction)}",
-        f"own cost {_percent(summary.own_cost)}",
+        *([] if summary.own_cost is None else [f"own cost {_percent(summary.own_cost)}"]),
     ]
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")

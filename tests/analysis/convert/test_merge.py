@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from megaprof.analysis.convert.merge import MARK, NothingToMerge, merge
+from megaprof.analysis.trace.runs import NoSuchRun
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import TraceBuilder
 
@@ -224,6 +225,22 @@ def test_of_two_files_of_a_rank_the_later_one_counts(tmp_path):
     assert result.ranks == (0, 1)
     assert sum("is there twice" in warning for warning in result.warnings) == 2
     assert min(e["ts"] for e in document["traceEvents"] if e["ph"] == "X") >= 900_000_000
+
+
+def test_two_runs_are_two_and_the_newest_is_merged(tmp_path):
+    """The older run captured a later step, of the same sizes, and on one rank that the newer one did not."""
+    write(exchanging([0.0, 0.0], step=11, metadata={"run": "a"}), tmp_path / "a")
+    write(exchanging([0.0, 0.0], step=5, metadata={"run": "a"}), tmp_path / "a")
+    write(exchanging([900_000.0, 900_000.0], step=5, metadata={"run": "b"})[:1], tmp_path / "b")
+    result, document = merged(tmp_path)
+    check(document)
+    assert (result.run, result.runs, result.name.step, result.ranks, result.others) == (2, 2, 5, (0,), ())
+    assert min(e["ts"] for e in document["traceEvents"] if e["ph"] == "X") >= 900_000_000
+    older = merged(tmp_path, run=1)[0]
+    assert (older.run, older.name.step, older.ranks, [each.step for each in older.others]) == (1, 11, (0, 1), [5])
+    assert merged(tmp_path, run=1, step=5)[0].ranks == (0, 1)
+    with pytest.raises(NoSuchRun, match="runs 1 to 2"):
+        merge(tmp_path, tmp_path / "out.json", run=3)
 
 
 def test_one_rank_is_a_timeline_without_arrows(tmp_path):

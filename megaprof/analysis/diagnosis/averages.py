@@ -1,0 +1,76 @@
+"""The stages of a run that timelines tell of, from its table of passes: the steps that its causes are priced in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, ChunkTimes, Stage, TargetStages
+
+
+def averages(measured: TargetStages, table: Table) -> TargetStages:
+    """``measured``, which holds what is known of a few steps, with the times of all steps of ``table``, on the same
+    ranks."""
+    return replace(
+        measured,
+        steps=tuple(sorted(set(table.steps.tolist()))),
+        step_time_ms=_spread(table.length),
+        step_time_basis=ONE_CLOCK if table.clocks else LONGEST,
+        stages=tuple(_stage(stage, measured, table) for stage in measured.stages),
+    )
+
+
+def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
+    replica, peer = (int(found[0]) for found in np.nonzero(table.ranks[:, stage.pp] == stage.ranks[0]))
+    took = table.compute[:, replica, stage.pp, min(peer, table.compute.shape[3] - 1)]
+    of_kind = dict(zip(table.schedule.kinds, np.moveaxis(took, 2, 0), strict=True))  # [t, c, m]
+    forward, backward = (of_kind.get(kind) for kind in ("forward", "backward"))
+    compute = took.sum(axis=(1, 2, 3))
+    tail = _spread(table.reduction)
+    bubble = np.maximum(table.length - compute - table.reduction, 0.0) * (measured.sizes.pp > 1)
+    return replace(
+        stage,
+        chunks=tuple(_chunk(chunk, forward, backward) for chunk in stage.chunks),
+        forward_ms=_summed(forward, (1, 2)),
+        backward_ms=_summed(backward, (1, 2)),
+        compute_ms=_spread(compute),
+        exposed_ms={**stage.exposed_ms, **({} if stage.exposed_ms.get("dp") is None else {"dp": tail})},
+        bubble_ms=_spread(bubble),
+        bubble_fraction=float(bubble.sum() / table.length.sum()),
+        forward_per_microbatch_ms=_summed(forward, 1),
+        backward_per_microbatch_ms=_summed(backward, 1),
+        bubble_split=_split(table, replica, stage.pp, bubble),
+        dp_tail_ms=tail,
+    )
+
+
+def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, Spread | None]:
+    """What of the bubble lies before the first backward and behind the last forward, and what in between."""
+    if not table.clocks:
+        return dict.fromkeys(("warmup_ms", "steady_ms", "cooldown_ms"))
+    steps = len(table.length)
+    start, end = (each[:, replica, stage].reshape(steps, -1) for each in (table.start, table.end))
+    filled = table.start[:, replica, stage, :, -1].reshape(steps, -1).min(axis=1)
+    drained = np.maximum(table.end[:, replica, stage, :, 0].reshape(steps, -1).max(axis=1), filled)
+    before = np.clip(np.minimum(end, filled[:, None]) - start, 0.0, None).sum(axis=1)
+    behind = np.clip(end - np.maximum(start, drained[:, None]), 0.0, None).sum(axis=1)
+    warmup = np.clip(filled - before, 0.0, bubble)
+    cooldown = np.clip(table.length - table.reduction - drained - behind, 0.0, bubble - warmup)
+    parts = {"warmup_ms": warmup, "steady_ms": bubble - warmup - cooldown, "cooldown_ms": cooldown}
+    return {name: _spread(each) for name, each in parts.items()}
+
+
+def _chunk(chunk: ChunkTimes, forward: Floats | None, backward: Floats | None) -> ChunkTimes:
+    own = (None if each is None else _spread(each[:, chunk.chunk]) for each in (forward, backward))
+    return ChunkTimes(chunk.chunk, chunk.holds, *own)
+
+
+def _summed(times: Floats | None, axis: int | tuple[int, ...]) -> Spread | None:
+    return None if times is None else _spread(times.sum(axis=axis))
+
+
+def _spread(samples: Floats) -> Spread | None:
+    return Spread.of(samples.ravel().tolist())
