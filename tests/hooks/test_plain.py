@@ -14,6 +14,7 @@ import torch
 from megaprof import ProfileConfig
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.autoload import arming, controller
+from megaprof.capture.profiler import profiler
 from megaprof.hooks.batch import Batch, when_asked
 from megaprof.install import install_without_pipeline
 from megaprof.integrations import contract, registry
