@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
-from megaprof.hooks.patching import Patches
 from megaprof.hooks.plain import PlainSteps
 from megaprof.install import Handle, install_hooks, install_without_pipeline
 from megaprof.integrations.ms_swift import config_of
+from megaprof.runtime.patching import Patches
 
 NAME = "profiler"
 
@@ -68,7 +68,9 @@ def callback(args: Any, trainer: Any) -> Any:
                     )
             model = self.trainer.model
             self.patches = Patches()
-            self.handle = handle = install_without_pipeline(model, config, lambda: self.trainer.state.global_step)
+            self.handle = handle = install_without_pipeline(
+                model, config, iteration=lambda: self.trainer.state.global_step
+            )
             if handle.active:
                 self.steps = steps = PlainSteps(handle.dispatcher, model, args.gradient_accumulation_steps)
                 self.patches.shadow(self.trainer, "compute_loss", steps.forward)
