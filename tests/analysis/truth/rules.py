@@ -63,8 +63,8 @@ microbatches do not count where filling takes more than {FILLING:.0%} of a balan
 A price is right inside its interval; where none is given, within {WITHIN:.0%} of the step or {OF_ITSELF:.0%} of
 itself. Work that has to be done somewhere (layers, embedding, loss) is neutral when it is spread evenly over the
 stages, all else when it is gone. A price is that of a cause alone, or, where the diagnosis says so, with those named
-before it mended; one that went by the name of such work is spread then, and what one would lose by being mended alone is
-taken off the next one. What is not there in all steps may have the price of those steps or the average.
+before it mended; one that went by the name of such work is spread then, and what one would lose by being mended alone
+is taken off the next one. What is not there in all steps may have the price of those steps or the average.
 """
 
 
