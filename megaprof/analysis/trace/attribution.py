@@ -58,7 +58,7 @@ class Attribution:
     busy: Intervals
     """When this rank did not wait for another stage, gaps inside passes included; disjoint."""
     host_bound: Intervals
-    """When it idled in a pass, or right behind one, because nothing was launched; disjoint."""
+    """When it idled in a pass because nothing was launched; disjoint."""
     pipeline: Intervals
     """When the pipeline group communicated while nothing computed; disjoint."""
     exchanges: tuple[Exchange, ...]
@@ -93,10 +93,7 @@ def attribute(
     rows = extents[extents[:, 1] > extents[:, 0]]
     work = union(np.concatenate((gpu.spans[compute | alone], rows)))
     idle = difference(whole, union(gpu.spans))
-    starved = unfed(gpu, idle)
-    # The host may have left a pass before the GPU was through with it.
-    behind = starved[np.isin(starved[:, 0], rows[:, 1])]
-    host_bound = intersection(starved, union(np.concatenate((rows, times_of(passes), behind))))
+    host_bound = intersection(unfed(gpu, idle), union(np.concatenate((rows, times_of(passes)))))
     data_parallel = difference(union(communication["dp"]), computing)
     last = int(gpu.spans[compute, 1].max()) if compute.any() else end
     possible = [axes for rows, axes in doubtful if total(difference(union(gpu.spans[rows]), computing))]

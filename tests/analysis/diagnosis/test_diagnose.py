@@ -288,3 +288,27 @@ def test_a_profilers_opening_is_doubted_in_the_first_step_of_a_trace_only(tmp_pa
     assert table.opening.tolist() == [True, False, False, False, False]
     (cause,) = diagnose(examine(table)).causes
     assert cause.kind == "data_wait"
+
+
+def test_what_makes_one_kind_of_pass_long_on_an_end_is_a_factor_that_a_loss_would_have_too(tmp_path):
+    loss, slow = Fault("embedding_or_loss", 6.0, stage=3), Fault("slow_forward", 1.6, stage=0)
+    pipeline = replace(HEALTHY, noise=0.0, faults=(loss, slow))
+    (first,) = [cause for cause in diagnosis_of(pipeline, tmp_path).causes if cause.kind == "embedding_or_loss"]
+    # Spread, a part of it lies on stage 0, and takes 1.6 times as long there.
+    assert first.price.ms == pytest.approx(float(Priced(pipeline).price(loss).mean()), rel=0.01)
+
+
+def test_the_closest_model_of_exchanges_counts_however_close_the_other_is(tmp_path):
+    pipeline = replace(HEALTHY, buffered=True, noise=0.003, microbatches=24)
+    assert not examine(table_of(pipeline, tmp_path)).replay.rendezvous
+
+
+def test_other_disturbances_of_a_shorter_step_are_in_the_interval_of_a_price(tmp_path):
+    late = (Fault("late_entry", 60.0, stage=0, replica=0),)
+    widths = []
+    for name, load in (("quiet", 0.0), ("disturbed", 0.15)):
+        pipeline = replace(HEALTHY, recording="gpu trace", noise=0.003, load=load, burst_ms=150.0, faults=late)
+        (cause,) = [cause for cause in diagnosis_of(pipeline, tmp_path / name).causes if cause.kind == "late_entry"]
+        widths.append((cause.price.high - cause.price.low) / cause.price.ms)
+    # The replays of all steps agree on what the entry costs; which steps the bursts hit is luck.
+    assert widths[1] > 2 * widths[0]
