@@ -77,7 +77,7 @@ def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = N
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
     """The predictions that gain something, without those of which noise leaves nothing; all are in the JSON."""
-    return [each for each in _gaining(found) if each == found.best or not _is_noise(each)]
+    return [each for each in _gaining(found) if each == found.best or each.reach[0] > 1.0]
 
 
 def left_out(found: WhatIf) -> str | None:
@@ -86,15 +86,11 @@ def left_out(found: WhatIf) -> str | None:
     if not count:
         return None
     which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
-    return f"{which} left out: what {gain} is within the uncertainty, which more captured steps would make smaller."
+    return f"{which} left out: what {gain} is within the uncertainty."
 
 
 def _gaining(found: WhatIf) -> list[Prediction]:
     return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
-
-
-def _is_noise(each: Prediction) -> bool:
-    return each.more_steps > 0
 
 
 def caveats(shown: Sequence[Prediction]) -> list[str]:

@@ -149,7 +149,8 @@ def _table(job: RunningJob) -> RenderableType:
     parts = [
         counted(job.run.world, "rank") + ("" if look.heard == job.run.world else f", {look.heard} of them answering"),
         f"step {_number(summary.step_ms)} ms",
-        f"imbalance {_number(summary.imbalance, 2)}",
+        f"imbalance {_number(summary.imbalance, 2)}"
+        + (f" (last {counted(summary.recent, 'step')})" if summary.recent else ""),
         f"bubble {_percent(summary.bubble_fraction)}",
         *([] if summary.own_cost is None else [f"own cost {_percent(summary.own_cost)}"]),
     ]
