@@ -32,11 +32,9 @@ from megaprof.control.listener import Listener, listen
 from megaprof.control.watchdog import Watchdog
 from megaprof.formats.names import shard
 from megaprof.hooks.dispatch import Dispatcher
-from megaprof.hooks.graphs import patch_graphs
-from megaprof.hooks.microbatches import patch_microbatches
-from megaprof.hooks.p2p import patch_p2p
+from megaprof.hooks.megatron import patch_megatron
 from megaprof.hooks.patching import Patches
-from megaprof.hooks.schedules import patch_schedules
+from megaprof.hooks.plain import tell
 from megaprof.integrations import contract, registry
 from megaprof.metrics.overview import Overview
 from megaprof.metrics.sinks import check_prometheus
@@ -196,9 +194,9 @@ class _Process:
     def acquire(self, handle: Handle, session: Session, models: tuple[Any, ...] | None, *, pipeline: bool) -> None:
         """Put the hooks in for ``session``. When that fails, whatever was put in is taken out again.
 
-        ``pipeline``: Megatron's schedules are patched; else the caller tells of every step.
+        ``pipeline``: Megatron's schedules are patched; else batches of the host are steps, or the caller tells of them.
         """
-        patched = self._patched
+        patched = bool(self._patches)
         try:
             self._acquire(handle, session, models, pipeline=pipeline)
         except BaseException:
@@ -219,13 +217,11 @@ class _Process:
                 contract.when_over[what].append(task)
         if not self.handles:
             self._dispatcher = Dispatcher()
+            tell(self._dispatcher)
         if pipeline and not self._patched:
             self._patched = True
-            patch_schedules(self._patches, self._dispatcher)
-            patch_microbatches(self._patches, self._dispatcher)
-            patch_p2p(self._patches, self._dispatcher)
-            patch_graphs(self._patches, self._dispatcher)
-            registry.adapt(self._patches)
+            patch_megatron(self._patches, self._dispatcher)
+        registry.adapt(self._patches)
         self.handles.append(handle)
         self._dispatcher.add(session, models)
         roles.attach(session)
@@ -311,6 +307,7 @@ def install_hooks(
     *,
     role: str | None = None,
     iteration: Callable[[], int | None] | None = None,
+    groups: Any = None,
 ) -> Handle:
     """Hook Megatron's schedules for ``model`` and return a handle that removes everything again.
 
@@ -320,6 +317,8 @@ def install_hooks(
     it is loaded, else the ``MEGAPROF_*`` environment. ``role`` is whose model it is (actor, ref, critic, ...), in
     file names and for the steps and ranks that the configuration has per role; ``megaprof.role`` scopes override it.
     ``iteration`` returns the host's current iteration number, or None; those of known hosts are found by themselves.
+    ``groups`` are the model's process groups (megatron-core's ``ProcessGroupCollection``) in a job that has no
+    ``parallel_state``; without them, those that the model itself has.
 
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
     same model again with the same configuration returns the first handle.
@@ -327,16 +326,22 @@ def install_hooks(
     Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
     or megatron-core is not installed.
     """
-    return _install(_models(model), _settle(config), role, iteration, pipeline=True)
+    return _install(_models(model), _settle(config), role, iteration, groups, pipeline=True)
 
 
-def install_without_pipeline(model: Any, config: ProfileConfig, iteration: Callable[[], int | None]) -> Handle:
-    """`install_hooks` for a trainer without Megatron: all ranks are one data-parallel group, and nothing is patched.
+def install_without_pipeline(
+    model: Any = None,
+    config: ProfileConfig | argparse.Namespace | None = None,
+    *,
+    role: str | None = None,
+    iteration: Callable[[], int | None] | None = None,
+) -> Handle:
+    """`install_hooks` for a trainer without Megatron's schedule: all ranks are one data-parallel group.
 
-    The caller tells of every step and every pass, through `PlainSteps` on the handle's ``dispatcher``. Raises
-    ValueError as `install_hooks` does.
+    The batches of hosts that are known are steps (`megaprof.hooks.batch.Batch`). Another caller tells of every step and
+    every pass itself, through `PlainSteps` on the handle's ``dispatcher``. Raises ValueError as `install_hooks` does.
     """
-    return _install((model,), config, None, iteration, pipeline=False)
+    return _install(_models(model), _settle(config), role, iteration, pipeline=False)
 
 
 def _install(
@@ -344,6 +349,7 @@ def _install(
     settled: ProfileConfig,
     role: str | None,
     iteration: Callable[[], int | None] | None,
+    groups: Any = None,
     *,
     pipeline: bool,
 ) -> Handle:
@@ -363,7 +369,7 @@ def _install(
     _require("torch")
     if pipeline:
         _require("megatron.core")
-    here = ThisRank.of(settled, role, models, pipeline=pipeline)
+    here = ThisRank.of(settled, role, models, groups, pipeline=pipeline)
     here.announce(settled)
     store = _store(settled, here.coords) if here.records(settled) else None
     if store is None:

@@ -2,7 +2,8 @@
 
 ``arm()`` waits for ``megatron.core.pipeline_parallel.schedules`` to be imported and wraps ``get_forward_backward_func``
 there, before any host can import the name. The first time the host asks, its ranks are laid out and its arguments are
-parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. The functions of a host that say more
+parsed, so ``install_hooks()`` runs then, for whatever model the calls carry. A host that trains without Megatron's
+schedule gets its hooks before its first batch. The functions of a host that say more
 about a call (`megaprof.integrations`) are wrapped when their modules are imported.
 
 `environment` is what a process must be started with to arm itself: the directory ``path`` beside this file goes on
@@ -17,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -127,6 +129,7 @@ def _loaded(name: str) -> None:
         elif name == _SCHEDULES:
             _watch(sys.modules[name])
         elif _watched(name):
+            from megaprof.hooks.batch import when_asked
             from megaprof.hooks.patching import Patches
             from megaprof.integrations import contract
             from megaprof.integrations.registry import adapt
@@ -134,6 +137,7 @@ def _loaded(name: str) -> None:
             if install not in contract.when_settled:
                 contract.when_settled.append(install)
                 contract.when_over["job"].append(_finish_job)
+                when_asked.append(partial(install, pipeline=False))
             adapt(Patches(), name)
     except Exception as fault:
         logger.error("megaprof: %s cannot be hooked: %s: %s", name, type(fault).__name__, fault)
@@ -170,31 +174,57 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal pending
         if pending:
             pending = not install()
-        return original(*args, **kwargs)
+        schedule = original(*args, **kwargs)
+        return waiting(schedule) if pending else schedule
+
+    def waiting(schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """``schedule``, whose first call brings the hooks: it is given the process groups, where those that are
+        Megatron's own are not to exist (several modules, Megatron-Bridge's ``use_decentralized_pg``)."""
+
+        @functools.wraps(schedule)
+        def forward_backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal pending
+            if pending:
+                pending = not install(groups=kwargs.get("pg_collection"))
+            hooked: Any = getattr(sys.modules[_SCHEDULES], schedule.__name__, None)
+            if getattr(hooked, "__wrapped__", None) is schedule:
+                return hooked(*args, **kwargs)
+            return schedule(*args, **kwargs)
+
+        return forward_backward
 
     get_forward_backward_func._megaprof = True  # type: ignore[attr-defined]
     return get_forward_backward_func
 
 
-def install() -> bool:
+def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     """Install now, for any model: what the hooks above do when a host asks for its schedule.
 
-    False: too early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
+    ``pipeline`` is False where the host is about to run a step without Megatron's schedule; where Megatron's process
+    groups exist all the same, its schedule is waited for. ``groups``: those that the schedule was given. False: too
+    early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
     """
     try:
-        from megatron.core import parallel_state
+        from megaprof.parallel.topology import NoGrid, has_groups
 
-        if not parallel_state.model_parallel_is_initialized():
+        if pipeline and not has_groups() and groups is None:
             unmet.asked_too_early()
+            return False
+        if not pipeline and has_groups():
             return False
         from megaprof.config.arguments import check_host_profilers
         from megaprof.config.options import ProfileConfig
-        from megaprof.install import install_hooks
+        from megaprof.install import install_hooks, install_without_pipeline
         from megaprof.integrations import registry
 
         config = _settled or registry.config() or ProfileConfig.from_env()
         check_host_profilers(config, registry.arguments())
-        install_hooks(None, config)
+        if pipeline:
+            install_hooks(None, config, groups=groups)
+        else:
+            install_without_pipeline(None, config)
+    except NoGrid as reason:
+        logger.error("megaprof: profiling is off: %s", reason)
     except ValueError:
         raise
     except Exception as fault:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megaprof.install import Handle, install_hooks
+from megaprof.install import Handle, install_hooks, install_without_pipeline
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
@@ -37,15 +37,20 @@ def start(
     model: Any = None,
     role: str | None = None,
     first: int = 0,
+    pipeline: bool = True,
 ) -> bool:
     """Install the hooks in this process, as `megaprof.install_hooks` does; steps are numbered from ``first`` on.
+
+    ``pipeline=False`` is for a trainer without Megatron's schedule: the batches of the host's own engine are captured,
+    where megaprof knows it (verl's and SkyRL's FSDP).
 
     Returns whether this process records anything. A second start before a stop changes nothing. Raises ValueError for a
     configuration that cannot be honoured.
     """
     if _Started.handle is None:
         _Started.number = first
-        _Started.handle = install_hooks(model, config, role=role, iteration=_Started.running_step)
+        install = install_hooks if pipeline else install_without_pipeline
+        _Started.handle = install(model, config, role=role, iteration=_Started.running_step)
     return _Started.handle.active
 
 

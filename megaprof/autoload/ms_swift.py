@@ -68,7 +68,9 @@ def callback(args: Any, trainer: Any) -> Any:
                     )
             model = self.trainer.model
             self.patches = Patches()
-            self.handle = handle = install_without_pipeline(model, config, lambda: self.trainer.state.global_step)
+            self.handle = handle = install_without_pipeline(
+                model, config, iteration=lambda: self.trainer.state.global_step
+            )
             if handle.active:
                 self.steps = steps = PlainSteps(handle.dispatcher, model, args.gradient_accumulation_steps)
                 self.patches.shadow(self.trainer, "compute_loss", steps.forward)

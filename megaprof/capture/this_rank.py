@@ -8,11 +8,15 @@ from typing import Any
 from megaprof.capture.compat import check_model
 from megaprof.capture.lines import say_start, selected
 from megaprof.config.options import ProfileConfig
+from megaprof.parallel.chunks import language_model
 from megaprof.parallel.topology import (
     ParallelSizes,
     RankCoords,
     WorldLayout,
+    coords_from_groups,
     coords_from_parallel_state,
+    has_groups,
+    layout_from_groups,
     layout_from_parallel_state,
 )
 from megaprof.runtime.logs import logger, show_lines
@@ -34,13 +38,22 @@ class ThisRank:
     """True: this rank keeps a timeline."""
 
     @classmethod
-    def of(cls, config: ProfileConfig, role: str | None, models: tuple[Any, ...] | None, *, pipeline: bool) -> ThisRank:
-        """Raises ValueError for ranks that this world does not have, and for a model that must not be profiled so.
+    def of(
+        cls,
+        config: ProfileConfig,
+        role: str | None,
+        models: tuple[Any, ...] | None,
+        groups: Any = None,
+        *,
+        pipeline: bool,
+    ) -> ThisRank:
+        """``groups``: the model's own process groups, where the caller has them. Raises ValueError for ranks that this
+        world does not have, and for a model that must not be profiled so.
 
         Ranks of other roles are not checked: such a role may run in a world of another size. Where it runs in this
         one, `Session` says which of its ranks do not exist.
         """
-        coords, layout = _place(None if models is None else len(models), pipeline=pipeline)
+        coords, layout = _place(models, groups, pipeline=pipeline)
         own = config.selector(role)
         if own is not None:
             own.check(coords.sizes, layout, option=config.select_option(role))
@@ -75,9 +88,15 @@ class ThisRank:
             say_start(config, self.coords, self.ranks, self.layout)
 
 
-def _place(chunks: int | None, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
-    """Where this rank stands, and every other; ``chunks`` as in `coords_from_parallel_state`."""
+def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
+    """Where this rank stands, and every other. A model's own process groups count where Megatron's global ones do not
+    exist."""
+    chunks = None if models is None else len(models)
     if pipeline:
+        if not has_groups():
+            groups = groups or (getattr(language_model(models[0]), "pg_collection", None) if models else None)
+            if groups is not None:
+                return coords_from_groups(groups, chunks), layout_from_groups(groups, chunks)
         return coords_from_parallel_state(chunks), layout_from_parallel_state(chunks)
     import torch.distributed as dist
 

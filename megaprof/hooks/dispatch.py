@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -235,6 +237,47 @@ class Dispatcher:
             elif any(reference() is model for reference in owned for model in models):
                 return session
         return fallback
+
+
+def stepped(
+    original: Callable[..., Any],
+    dispatcher: Dispatcher,
+    facts_of: Callable[[tuple[Any, ...], dict[str, Any]], CallFacts],
+    prepare: Callable[[CallFacts], None],
+) -> Callable[..., Any]:
+    """``original``, which runs all microbatches of a step, as a call that may be recorded.
+
+    ``facts_of(args, kwargs)`` says what the call is; ``prepare`` is called before one that is recorded, and puts in
+    what is replaced until it ends. A fault of ours is contained; an exception of ``original`` passes unchanged.
+    """
+
+    def forward_backward(*args: Any, **kwargs: Any) -> Any:
+        if dispatcher.inside is not None or dispatcher.empty:
+            return original(*args, **kwargs)
+        failed = True
+        try:
+            try:
+                dispatcher.inside = threading.get_ident()
+                entered = time.perf_counter_ns()
+                facts = facts_of(args, kwargs)
+                if dispatcher.begin(facts):
+                    prepare(facts)
+                dispatcher.spent(time.perf_counter_ns() - entered)
+            except BaseException as fault:  # not `Contained`, which every step would pay for
+                if not contained("looking at a step", dispatcher.drop, fault):
+                    raise
+            result = original(*args, **kwargs)
+            failed = False
+            return result
+        finally:
+            dispatcher.inside = None
+            try:
+                dispatcher.end(failed=failed)
+            except BaseException as fault:
+                if not contained("closing a window", dispatcher.drop, fault):
+                    raise
+
+    return forward_backward
 
 
 def always(code: int) -> Code:

@@ -1,16 +1,128 @@
 """The steps of a trainer without a pipeline: one model, whole, and a forward and a backward per microbatch.
 
-What the schedule's hooks find out by themselves is told here by whoever knows the trainer.
+What the schedule's hooks find out by themselves is told here by whoever knows the trainer: a callback (`PlainSteps`),
+or a `Batch`, which says of a function of the trainer's that it runs the microbatches of a step.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from megaprof.capture.evaluation import evaluating
 from megaprof.formats import codes
-from megaprof.hooks.dispatch import Dispatcher, ranged
+from megaprof.hooks.batch import Batch, when_asked
+from megaprof.hooks.dispatch import Dispatcher, ranged, stepped
 from megaprof.recorders.call import CallFacts, RecordedCall
+
+
+class _Told:
+    """Who is told of batches in this process."""
+
+    dispatcher: Dispatcher | None = None
+
+
+def tell(dispatcher: Dispatcher) -> None:
+    """``dispatcher`` is told of batches from now on; while it has no session, they run as they are."""
+    _Told.dispatcher = dispatcher
+
+
+def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, a method that `Batch` describes, as a call of a schedule without a pipeline."""
+    signature = inspect.signature(original)
+
+    def runs_batch(*args: Any, **kwargs: Any) -> Any:
+        for ask in list(when_asked):
+            if ask():
+                when_asked.remove(ask)
+        dispatcher = _Told.dispatcher
+        if dispatcher is None:
+            return original(*args, **kwargs)
+        facts = partial(_facts, batch, signature)
+        return stepped(original, dispatcher, facts, partial(_prepare, batch, dispatcher, args))(*args, **kwargs)
+
+    return runs_batch
+
+
+def _facts(batch: Batch, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
+    arguments = signature.bind(*args, **kwargs).arguments
+    return _plain(batch.model(args[0]), None, forward_only=batch.forward_only(arguments))
+
+
+def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], facts: CallFacts) -> None:
+    """Until the call ends, its forwards and backwards are passes."""
+    import torch
+
+    passes, model = _Passes(dispatcher, facts), facts.chunks[0]
+    owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
+    dispatcher.of_this_call.shadow(owner, name, passes.forward)
+    if not facts.forward_only:
+        dispatcher.of_this_call.apply(torch.autograd, "backward", passes.backward)
+
+
+def _plain(model: Any, microbatches: int | None, *, forward_only: bool = False) -> CallFacts:
+    return CallFacts(
+        schedule="no_pipelining",
+        forward_only=forward_only,
+        evaluation=forward_only and evaluating(),
+        microbatches=microbatches,
+        seq_length=None,
+        micro_batch_size=None,
+        chunks=(model,),
+    )
+
+
+class _Passes:
+    """Numbers the passes of one call: forwards and backwards in turns, or forwards alone. How many microbatches it has
+    is counted where it was not known before."""
+
+    def __init__(self, dispatcher: Dispatcher, facts: CallFacts) -> None:
+        self._dispatcher = dispatcher
+        self._model = facts.chunks[0]
+        self._forward_only = facts.forward_only
+        self._counts = facts.microbatches is None
+        self._backward_runs = False
+        self.microbatch = 0
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``original``, which runs one microbatch forward, in a range."""
+
+        def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+            return codes.FORWARD | int(call.tape.position(self._model, self.microbatch))
+
+        def produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
+            if self._counts:
+                call.facts = call.facts._replace(microbatches=self.microbatch + 1)
+            self.microbatch += self._forward_only
+            return call.tape.produced(result)
+
+        return ranged(original, self._dispatcher, code, produced)
+
+    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``original``, which runs that microbatch backward, in a range. A call inside itself is part of it: so does
+        activation checkpointing run a part of the model again, and backward."""
+
+        def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+            return codes.BACKWARD | codes.of_chunk(0) | codes.of_microbatch(self.microbatch)
+
+        hooked = ranged(original, self._dispatcher, code, self._next)
+
+        def outermost(*args: Any, **kwargs: Any) -> Any:
+            if self._backward_runs:
+                return original(*args, **kwargs)
+            self._backward_runs = True
+            try:
+                return hooked(*args, **kwargs)
+            finally:
+                self._backward_runs = False
+
+        return outermost
+
+    def _next(self, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
+        self.microbatch += 1
+        return result
 
 
 class PlainSteps:
@@ -20,22 +132,15 @@ class PlainSteps:
     def __init__(self, dispatcher: Dispatcher, model: Any, microbatches: int) -> None:
         """``microbatches``: how many a step has, which are accumulated before the optimizer's step."""
         self._dispatcher = dispatcher
-        self._facts = CallFacts(
-            schedule="no_pipelining",
-            forward_only=False,
-            evaluation=False,
-            microbatches=microbatches,
-            seq_length=None,
-            micro_batch_size=None,
-            chunks=(model,),
-        )
+        self._facts = _plain(model, microbatches)
         self._recorded = False
-        self._microbatch = 0
+        self._passes = _Passes(dispatcher, self._facts)
+        self.forward, self.backward = self._passes.forward, self._passes.backward
 
     def begin(self) -> None:
         """A step starts. One that was not ended had failed."""
         self.end(failed=True)
-        self._microbatch = 0
+        self._passes.microbatch = 0
         self._recorded = self._dispatcher.begin(self._facts)
 
     def end(self, *, failed: bool = False) -> None:
@@ -43,20 +148,3 @@ class PlainSteps:
         if self._recorded:
             self._recorded = False
             self._dispatcher.end(failed=failed)
-
-    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original``, which runs one microbatch forward, in a range."""
-        return ranged(original, self._dispatcher, lambda call, args, kwargs: codes.FORWARD | self._position())
-
-    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """``original``, which runs that microbatch backward, in a range."""
-        return ranged(
-            original, self._dispatcher, lambda call, args, kwargs: codes.BACKWARD | self._position(), self._next
-        )
-
-    def _position(self) -> int:
-        return codes.of_chunk(0) | codes.of_microbatch(self._microbatch)
-
-    def _next(self, call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-        self._microbatch += 1
-        return result

@@ -7,21 +7,19 @@ Every host asks ``megatron.core.pipeline_parallel.get_forward_backward_func``, w
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import Any
 
 from megaprof.capture.evaluation import evaluating
-from megaprof.hooks.dispatch import Dispatcher
+from megaprof.hooks.dispatch import Dispatcher, stepped
 from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.modules import patch_modules
 from megaprof.hooks.patching import Patches
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts
-from megaprof.runtime.isolation import Contained, contained
+from megaprof.runtime.isolation import Contained
 
 SCHEDULES = {
     "forward_backward_no_pipelining": "no_pipelining",
@@ -74,35 +72,15 @@ def _captures() -> bool:
 def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
     """``label`` names the schedule; None: ``original`` is ``FullCudaGraphWrapper.__call__``, which holds one."""
 
-    def forward_backward(*args: Any, **kwargs: Any) -> Any:
-        if dispatcher.inside is not None or dispatcher.empty:
-            return original(*args, **kwargs)
-        failed = True
-        try:
-            try:
-                dispatcher.inside = threading.get_ident()
-                entered = time.perf_counter_ns()
-                facts = _facts(label, args[0] if label is None else None, kwargs)
-                if dispatcher.begin(facts):
-                    patch_finalize(dispatcher, facts.chunks)
-                    if dispatcher.level in ("layer", "module"):
-                        patch_modules(dispatcher, facts.chunks)
-                dispatcher.spent(time.perf_counter_ns() - entered)
-            except BaseException as fault:  # not `Contained`, which every step would pay for
-                if not contained("looking at a step", dispatcher.drop, fault):
-                    raise
-            result = original(*args, **kwargs)
-            failed = False
-            return result
-        finally:
-            dispatcher.inside = None
-            try:
-                dispatcher.end(failed=failed)
-            except BaseException as fault:
-                if not contained("closing a window", dispatcher.drop, fault):
-                    raise
+    def facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFacts:
+        return _facts(label, args[0] if label is None else None, kwargs)
 
-    return forward_backward
+    def prepare(facts: CallFacts) -> None:
+        patch_finalize(dispatcher, facts.chunks)
+        if dispatcher.level in ("layer", "module"):
+            patch_modules(dispatcher, facts.chunks)
+
+    return stepped(original, dispatcher, facts, prepare)
 
 
 def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> CallFacts:

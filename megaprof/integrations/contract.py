@@ -17,6 +17,7 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+from megaprof.hooks.batch import Batch
 from megaprof.hooks.patching import Patches
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
@@ -60,6 +61,8 @@ class Hook:
     ends: Literal["step", "job"] | None = None
     """What is over when the call is: a step of the host in this process, or the whole job, which this process runs.
     Files are finished then, because what follows may end their processes without warning (see ``when_over``)."""
+    batch: Batch | None = None
+    """The function runs the microbatches of a step by itself, without Megatron's schedule; None: it does not."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,10 @@ def inside(facts: Facts, message: str) -> Iterator[None]:
 
 def _adapted(hook: Hook, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
+    if hook.batch is not None:
+        from megaprof.hooks.plain import batched  # brings torch
+
+        original = batched(hook.batch, original)
     message = hook.function.rpartition(".")[2].lstrip("_")
     failed = False
 

@@ -8,18 +8,24 @@ its callers.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from megaprof.hooks.batch import Batch
 from megaprof.integrations.contract import Facts, Hook, Host, callers
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
 
 _WRAPPER = "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper"
+_WORKER = "skyrl.backends.skyrl_train.workers.worker"
 _PROFILER = "torch_profiler_config"
-#: Its fields that have another name here; the rest have the same.
+#: Of workers without Megatron.
+_TRAINING = Batch(attrgetter("model"))
+_FORWARD = replace(_TRAINING, forward_only=lambda arguments: True)
+#: Fields of the profiler's settings that have another name here; the rest have the same.
 _RENAMED = {"ranks": "select", "save_path": "dir", "export_type": "export"}
 _SAME = ("activities", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
@@ -73,6 +79,17 @@ def _forward_backward(arguments: Mapping[str, Any]) -> Facts:
     return replace(_worker(arguments["self"]), evaluation=bool(arguments.get("forward_only")))
 
 
+def _plain(role: str) -> Callable[[Mapping[str, Any]], Facts]:
+    """What a worker without Megatron (``strategy=fsdp``) knows of its batch, as above. A forward pass with a loss is
+    the evaluation of an SFT run."""
+
+    def read(arguments: Mapping[str, Any]) -> Facts:
+        number = (getattr(arguments["data"], "metadata", None) or {}).get("global_step")
+        return Facts(role=role, iteration=number, evaluation=arguments.get("loss_fn") is not None)
+
+    return read
+
+
 def _send_step(arguments: Mapping[str, Any]) -> Facts:
     """In the trainer's process: batches for log-probs get the global step, as SkyRL gives it to those for training."""
     return _number(arguments["data_fwd_pass"], arguments["self"].global_step)
@@ -107,6 +124,20 @@ HOST = Host(
     hooks=(
         Hook(_WRAPPER, "MegatronModelWrapper.forward", _forward),
         Hook(_WRAPPER, "MegatronModelWrapper.forward_backward_mini_batch", _forward_backward),
+        # Methods of base classes, which are wrapped before Ray takes the classes that inherit them. Those for Megatron
+        # have methods of their own.
+        *(
+            hook
+            for worker, role in (
+                ("PolicyWorkerBase", "actor"),
+                ("CriticWorkerBase", "critic"),
+                ("RefWorkerBase", "ref"),
+            )
+            for hook in (
+                Hook(_WORKER, f"{worker}.forward", _plain(role), batch=_FORWARD),
+                Hook(_WORKER, f"{worker}.forward_backward", _plain(role), batch=_TRAINING),
+            )
+        ),
         # In the process that runs the job.
         Hook("skyrl.train.trainer", "RayPPOTrainer.train", ends="job"),
         Hook("skyrl.train.fully_async_trainer", "FullyAsyncRayPPOTrainer.train", ends="job"),

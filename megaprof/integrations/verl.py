@@ -18,6 +18,7 @@ from typing import Any
 from megaprof.capture import roles
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
+from megaprof.hooks.batch import Batch
 from megaprof.integrations.contract import Facts, Hook, Host, callers, over, settled
 from megaprof.runtime.logs import logger, show_lines
 
@@ -361,6 +362,22 @@ _OLD_FUNCTIONS = {
     "RewardModelWorker.compute_rm_score": _as("reward"),
 }
 
+
+def _module(engine: Any) -> Any:
+    """TorchTitan's engine has its model in a list, of which more than one part is refused there."""
+    module = engine.module
+    return module[0] if isinstance(module, list) else module
+
+
+#: Of engines without Megatron: all of them run a microbatch forward by their ``forward_step``.
+_BATCH = Batch(_module, "forward_step", lambda arguments: bool(arguments.get("forward_only")))
+_ENGINES = {
+    "fsdp": "FSDPEngine",
+    "veomni": "VeOmniEngine",
+    "automodel": "AutomodelEngine",
+    "torchtitan": "TorchTitanEngine",
+}
+
 #: Methods of both trainers of PPO that hand a batch to the workers; the second one's goes through a transfer queue.
 _TRAINERS = ("verl.trainer.ppo.ray_trainer:RayPPOTrainer", "verl.trainer.ppo.v1.trainer_base:PPOTrainer")
 _SENDERS = ("_compute_old_log_prob", "_compute_ref_log_prob", "_compute_values", "_update_critic", "_update_actor")
@@ -374,6 +391,10 @@ HOST = Host(
         Hook(_WORKERS, "ActorRolloutRefWorker.update_actor", _as("actor")),
         Hook(_WORKERS, "TrainingWorker.train_batch", _worker),
         Hook(_WORKERS, "TrainingWorker.infer_batch", _infer),
+        *(
+            Hook(f"verl.workers.engine.{name}.transformer_impl", f"{engine}.forward_backward_batch", batch=_BATCH)
+            for name, engine in _ENGINES.items()
+        ),
         *(Hook(_OLD_WORKERS, function, read) for function, read in _OLD_FUNCTIONS.items()),
         Hook(_PROFILER, "DistProfilerExtension.start_profile", _start),
         Hook(_PROFILER, "DistProfilerExtension.stop_profile", _stop),

@@ -84,10 +84,10 @@ class Summary:
     """The rank that computes longest compared with its peers, the other ranks of its stage."""
     straggler_ratio: float | None
     """Its compute over the median of its peers."""
-    recent: int | None
-    """Of how many steps, the last ones of every rank, the medians are."""
     own_cost: float | None
     """The greatest part of a step that megaprof took on a training thread."""
+    recent: int | None = None
+    """Of how many steps, the last ones of every rank, the medians are."""
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:

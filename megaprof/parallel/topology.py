@@ -14,6 +14,7 @@ positions in the decoder grid and name a rank uniquely; `ep` is the position in 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import permutations
@@ -178,6 +179,48 @@ class WorldLayout:
         return map(self.coords, range(self.sizes.world))
 
 
+class NoGrid(ValueError):
+    """The process groups of this rank are no grid over all ranks of the job."""
+
+
+def coords_from_groups(groups: Any, chunks: int | None = None) -> RankCoords:
+    """This rank's coordinates as a model's own process groups have them: megatron-core's ``ProcessGroupCollection``
+    (0.14+), for a job that may have no `parallel_state`.
+
+    `chunks` as in `coords_from_parallel_state`; unknown, it is 1. Raises NoGrid, naming what is missing, for groups
+    that are not one grid over all ranks. No communication.
+    """
+    import torch.distributed as dist
+
+    if hasattr(groups, "module_pgs"):
+        modules = ", ".join(groups.module_pgs)
+        raise NoGrid(
+            f"the pipeline consists of several modules with process groups of their own (this rank runs {modules}); "
+            "megaprof names ranks by one grid for a job, so such pipelines are not profiled"
+        )
+    found = {axis: getattr(groups, axis, None) for axis in ("tp", "pp", "cp", "ep", "dp")}
+    found = {axis: group for axis, group in found.items() if group is not None}
+    lacking = {"tp", "pp", "cp", "dp"} - found.keys()
+    if lacking:
+        raise NoGrid(f"the model's process groups lack {', '.join(sorted(lacking))}, so ranks have no coordinates")
+    expert_tp = getattr(groups, "expt_tp", None)
+    count = {axis: dist.get_world_size(group) for axis, group in found.items()}
+    sizes = ParallelSizes(vpp=chunks or 1, etp=0 if expert_tp is None else dist.get_world_size(expert_tp), **count)
+    if sizes.world != dist.get_world_size():
+        raise NoGrid(
+            f"the model's process groups make {sizes.world} ranks (tp={sizes.tp} cp={sizes.cp} dp={sizes.dp} "
+            f"pp={sizes.pp}), and the job has {dist.get_world_size()}"
+        )
+    place = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in found.items()}
+    return RankCoords(rank=dist.get_rank(), sizes=sizes, **place)
+
+
+def layout_from_groups(groups: Any, chunks: int | None = None) -> WorldLayout | None:
+    """The whole world's layout, from a model's own process groups; see `layout_from_parallel_state`."""
+    own = coords_from_groups(groups, chunks)
+    return _layout(own, {axis: getattr(groups, axis, None) for axis in AXES})
+
+
 def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
     """This rank's coordinates as megatron-core's `parallel_state` has them, taken as they are.
 
@@ -188,8 +231,8 @@ def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
 
     if not _parallel_state_ready():
         raise ValueError(
-            "megatron-core's parallel_state is not initialised: "
-            "call parallel_state.initialize_model_parallel(...) before install_hooks(model)"
+            "megatron-core's parallel_state is not initialised, and the model has no process groups of its own: call "
+            "parallel_state.initialize_model_parallel(...) before install_hooks(model), and give it the model"
         )
     import torch.distributed as dist
 
@@ -236,13 +279,20 @@ def layout_from_parallel_state(chunks: int | None = None) -> WorldLayout | None:
     }
     if any(isinstance(group, list) for group in groups.values()):  # several encoder pipelines meet in this rank (0.12)
         return None
-    members = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items()}
+    return _layout(own, groups)
+
+
+def _layout(own: RankCoords, groups: Mapping[str, Any]) -> WorldLayout | None:
+    """The layout in which the groups of `own` are the lines through it; None where no order explains them."""
+    import torch.distributed as dist
+
+    members = {axis: dist.get_process_group_ranks(group) for axis, group in groups.items() if group is not None}
     for order in permutations(DEFAULT_ORDER.split("-")):
         try:
             layout = WorldLayout(own.sizes, "-".join(order))
         except ValueError:
             continue
-        if all(_line(layout, own, axis) == members[axis] for axis in AXES):
+        if all(_line(layout, own, axis) == ranks for axis, ranks in members.items()):
             return layout
     return None
 
@@ -251,6 +301,12 @@ def _line(layout: WorldLayout, own: RankCoords, axis: str) -> list[int]:
     """The ranks on the axis through `own`: what Megatron's group of that axis must contain."""
     stride, size, position = layout.strides[axis], getattr(own.sizes, axis), getattr(own, axis)
     return [own.rank + (other - position) * stride for other in range(size)]
+
+
+def has_groups() -> bool:
+    """Whether Megatron's global process groups exist. Imports nothing of it."""
+    parallel_state = sys.modules.get("megatron.core.parallel_state")
+    return parallel_state is not None and _parallel_state_ready()
 
 
 def _parallel_state_ready() -> bool:

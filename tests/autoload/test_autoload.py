@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.autoload import arming
 from megaprof.autoload.arming import PATH, environment
+from megaprof.install import _process
 from megaprof.integrations import registry
 from megaprof.version import __version__
 
@@ -171,6 +175,41 @@ class Recorder:
 
     def discard(self): ...
 """
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
+    several: bool, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of several modules, and of Megatron-Bridge's decentralised groups: Megatron's global ones do not exist."""
+    from megatron.core.pipeline_parallel import schedules
+
+    collections = pytest.importorskip("megatron.core.process_groups_config")
+    if "pg_collection" not in inspect.signature(schedules.forward_backward_no_pipelining).parameters:
+        pytest.skip("schedules of this megatron-core take no process groups")
+    own = collections.ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp", "dp_cp"])
+    for each in ("embd", "pos_embd", "tp_dp_cp"):
+        setattr(own, each, own.tp)
+    given = own if not several else SimpleNamespace(module_pgs={"images": own, "language": own}, **vars(own))
+    monkeypatch.setattr("megaprof.parallel.topology.has_groups", lambda: False)
+    monkeypatch.setattr("megaprof.capture.this_rank.has_groups", lambda: False)
+    config = ProfileConfig(("train_actor",), str(tmp_path), steps="0", activities=("cpu",))
+    monkeypatch.setattr(arming, "_settled", config)
+    asked = arming._asked(lambda: schedules.forward_backward_no_pipelining)
+    run = asked()
+    try:
+        assert one_rank.train_step(partial(run, pg_collection=given))
+        handles = list(_process.handles)
+    finally:
+        for handle in list(_process.handles):
+            handle.remove()
+    if several:
+        assert not handles
+        assert "several modules with process groups of their own (this rank runs images, language)" in caplog.text
+    else:
+        assert len(handles) == 1
+        files = [path.name.partition(".rank")[0] for path in tmp_path.glob("*.pt.trace.json.gz")]
+        assert files == ["train_actor.step000000.pp0-tp0-cp0-ep0-dp0"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -18,10 +19,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megaprof.parallel.topology import (
     AXES,
     DEFAULT_ORDER,
+    NoGrid,
     ParallelSizes,
     RankCoords,
     WorldLayout,
+    coords_from_groups,
     coords_from_parallel_state,
+    layout_from_groups,
     layout_from_parallel_state,
 )
 from tests import programs
@@ -116,10 +120,31 @@ def test_chunks_are_the_callers_or_megatrons_virtual_pipeline_size() -> None:
 
 
 def test_an_uninitialised_parallel_state_is_a_value_error() -> None:
-    with pytest.raises(ValueError, match=r"not initialised: call parallel_state.initialize_model_parallel"):
+    with pytest.raises(ValueError, match=r"not initialised, .* call parallel_state.initialize_model_parallel"):
         coords_from_parallel_state()
     with pytest.raises(ValueError, match="not initialised"):
         layout_from_parallel_state()
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"])
+def test_a_models_own_process_groups_say_the_same(order: str) -> None:
+    groups = pytest.importorskip("megatron.core.process_groups_config").ProcessGroupCollection
+    for rank in range(16):
+        with megatron(rank, 16, order, tp=2, pp=2, cp=2, ep=2):
+            own = groups.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp"])
+            assert coords_from_groups(own) == coords_from_parallel_state()
+            assert list(layout_from_groups(own) or ()) == list(layout_from_parallel_state() or ())
+
+
+def test_groups_that_are_no_grid_are_refused_with_the_reason() -> None:
+    with megatron(1, 8, tp=2, pp=2):
+        group = parallel_state.get_tensor_model_parallel_group()
+        with pytest.raises(NoGrid, match=r"make 16 ranks .*, and the job has 8"):
+            coords_from_groups(SimpleNamespace(tp=group, pp=group, cp=group, dp=group))
+        with pytest.raises(NoGrid, match="lack cp, dp"):
+            coords_from_groups(SimpleNamespace(tp=group, pp=group))
+        with pytest.raises(NoGrid, match=r"several modules .*this rank runs images, language"):
+            coords_from_groups(SimpleNamespace(module_pgs={"images": None, "language": None}))
 
 
 def test_a_world_that_is_no_grid_has_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:

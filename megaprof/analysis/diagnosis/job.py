@@ -22,8 +22,9 @@ def place_of(coords: RankCoords) -> tuple[int, int]:
     return coords.dp // spread, peer
 
 
-def schedule_of(metadata: Metadata, forward_only: bool) -> PipelineSchedule:
-    """Raises Unfit where the metadata do not say it, or where Megatron refuses it."""
+def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = False) -> PipelineSchedule:
+    """``combined``: whether passes of it ran as one. Raises Unfit where the metadata do not say the rest, or where
+    Megatron refuses it."""
     if metadata.schedule is None or not metadata.chunks or not metadata.microbatches:
         raise Unfit("the files do not say which schedule ran, on which model chunks, or with how many microbatches")
     try:
@@ -34,6 +35,7 @@ def schedule_of(metadata: Metadata, forward_only: bool) -> PipelineSchedule:
             name=metadata.schedule,
             group_size=metadata.microbatch_group_size,
             forward_only=forward_only,
+            combined=combined,
         )
     except ValueError as fault:
         raise Unfit(f"the schedule cannot be rebuilt: {fault}") from None

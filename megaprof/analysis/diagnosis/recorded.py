@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.diagnosis.combined import forward_share
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.policy import STEPS
 from megaprof.analysis.diagnosis.table import CALLS, RankSteps, Table, Unfit
@@ -153,8 +154,9 @@ def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
         raise Unfit(next(iter(reasons), "no step was recorded with the times of its microbatches"))
     most = max(alike.values(), key=lambda parts: sum(len(steps) for _, steps in parts))
     metadata = most[-1][0]
-    schedule = schedule_of(metadata, metadata.forward_only)
     steps = np.concatenate([part for _, part in most])
+    combined = bool((steps["combined"] > 0).any())
+    schedule = schedule_of(metadata, metadata.forward_only, combined=combined)
     return _Plan(key, schedule, metadata, _warm(steps), int(steps["start_ns"][0]))
 
 
@@ -218,7 +220,8 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     start, end = np.full(shape, np.nan), np.full(shape, np.nan)
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
-    places: dict[bytes, tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], npt.NDArray[np.bool_]]] = {}
+    microbatches, per_chunk = shape[3], shape[2] * shape[3]
+    places: dict[bytes, _Places] = {}
     for t, number in enumerate(numbers):
         start_ns, timeline, row = found[number]
         enter[t] = (start_ns - plan.origin) / 1e6
@@ -229,9 +232,11 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         code = own.code.tobytes()
         if code not in places:
             places[code] = _places(own.code, schedule)
-        which, at, finalizing = places[code]
-        start[t].reshape(-1)[at] = enter[t] + own.start[which] / 1e3
-        end[t].reshape(-1)[at] = enter[t] + own.end[which] / 1e3
+        which, at, half, finalizing = places[code]
+        length = own.end[which] - own.start[which]
+        share = forward_share(*(length[(half == 0) & (at % per_chunk // microbatches == kind)] for kind in (0, 1)))
+        start[t].reshape(-1)[at] = enter[t] + (own.start[which] + np.where(half > 0, share, 0.0) * length) / 1e3
+        end[t].reshape(-1)[at] = enter[t] + (own.end[which] - np.where(half < 0, 1.0 - share, 0.0) * length) / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
             reduced[t] = enter[t] + own.end[finalizing].max() / 1e3
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
@@ -254,22 +259,41 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     )
 
 
-def _places(
-    code: npt.NDArray[np.int64], schedule: PipelineSchedule
-) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp], npt.NDArray[np.bool_]]:
-    """Which events are passes, where in [c, k, m] each stands, and which are gradient finalisation."""
+class _Places(NamedTuple):
+    """Which events of a step are passes; a combined one is two."""
+
+    which: npt.NDArray[np.intp]
+    """The event of each pass."""
+    at: npt.NDArray[np.intp]
+    """Where in [c, k, m] it stands."""
+    half: npt.NDArray[np.int8]
+    """0: the event is this pass; -1 and 1: it is the forward, or the backward, of a combined one."""
+    finalizing: npt.NDArray[np.bool_]
+    """Which events are gradient finalisation."""
+
+
+def _places(code: npt.NDArray[np.int64], schedule: PipelineSchedule) -> _Places:
     kind = code & codes.KIND_MASK
-    if (kind == codes.COMBINED).any():
-        raise Unfit("forwards and backwards run combined, so their own times are not known")
-    which = np.flatnonzero((kind == codes.FORWARD) | (kind == codes.BACKWARD))
-    at = []
-    for each_code in code[which].tolist():
-        name = codes.name(each_code)
-        fields = {} if name is None else name.fields
-        chunk, microbatch, pass_kind = fields.get("chunk"), fields.get("mb"), _PASSES[each_code & codes.KIND_MASK]
-        if chunk is None or microbatch is None or pass_kind >= len(schedule.kinds):
-            raise Unfit("the microbatch or the model chunk of a pass is not known")
-        if chunk >= schedule.chunks or microbatch >= schedule.microbatches:
-            raise Unfit("a pass bears a number that its schedule does not have")
-        at.append((chunk * len(schedule.kinds) + pass_kind) * schedule.microbatches + microbatch)
-    return which, np.array(at, dtype=np.intp), kind == codes.FINALIZE
+    which, at, half = [], [], []
+    for event in np.flatnonzero((kind >= codes.FORWARD) & (kind <= codes.COMBINED)).tolist():
+        for chunk, microbatch, pass_kind, part in _passes_in(int(code[event])):
+            if chunk is None or microbatch is None or pass_kind >= len(schedule.kinds):
+                raise Unfit("the microbatch or the model chunk of a pass is not known")
+            if chunk >= schedule.chunks or microbatch >= schedule.microbatches:
+                raise Unfit("a pass bears a number that its schedule does not have")
+            which.append(event)
+            at.append((chunk * len(schedule.kinds) + pass_kind) * schedule.microbatches + microbatch)
+            half.append(part)
+    finalizing = kind == codes.FINALIZE
+    return _Places(np.array(which, np.intp), np.array(at, np.intp), np.array(half, np.int8), finalizing)
+
+
+def _passes_in(code: int) -> Iterator[tuple[int | None, int | None, int, int]]:
+    """Chunk, microbatch, kind and half of the passes in one event."""
+    name, kind = codes.name(code), code & codes.KIND_MASK
+    fields = {} if name is None else name.fields
+    if kind == codes.COMBINED:
+        yield fields.get("chunk"), fields.get("mb"), 0, -1
+        yield fields.get("bchunk"), fields.get("bmb"), 1, 1
+    else:
+        yield fields.get("chunk"), fields.get("mb"), _PASSES[kind], 0

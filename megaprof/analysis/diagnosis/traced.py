@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.combined import forward_share, parts
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.table import CALLS, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import Key
@@ -51,12 +52,11 @@ def _table(key: Key, calls: list[Call]) -> Table:
     whole = [call for step, why in zip(by_step, apart, strict=True) if why is None for call in step]
     if not whole:
         raise Unfit(str(apart[-1]))
-    if any(phase.kind == ranges.COMBINED for call in whole for phase in call.phases):
-        raise Unfit("forwards and backwards run combined, so their own times are not known")
     alike = grouped(whole, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only))
     calls = max(alike.values(), key=len)
     first = calls[0]
-    schedule = schedule_of(first.metadata, first.forward_only)
+    combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
+    schedule = schedule_of(first.metadata, first.forward_only, combined=combined)
     origin = min(call.start for call in calls)
     by_rank = grouped(sorted(calls, key=lambda call: call.key), lambda call: call.rank)
     ranks = [_rank(own, schedule, origin) for own in by_rank.values()]
@@ -70,14 +70,19 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
     idle = np.zeros(shape)
     for t, call in enumerate(calls):
         unfed, until = _unfed(call)
+        alone = ([p.duration_ns for p in call.phases if p.kind == kind] for kind in ranges.PASSES[:2])
+        share = forward_share(*alone) if schedule.combined else 0.0
         for each, idled, last in zip(call.phases, unfed, until, strict=True):
-            if each.kind in schedule.kinds and each.chunk is not None and each.microbatch is not None:
-                at = (t, each.chunk, schedule.kinds.index(each.kind), each.microbatch)
+            for kind, chunk, microbatch, first, behind in parts(each, share):
+                if kind not in schedule.kinds or chunk is None or microbatch is None:
+                    continue
+                at = (t, chunk, schedule.kinds.index(kind), microbatch)
                 if not (at[1] < shape[1] and at[3] < shape[3]):
                     raise Unfit("a pass bears a number that its schedule does not have")
-                start[at], end[at] = (each.start - origin) * _MS, (last - origin) * _MS
-                idle[at] = idled * _MS
-                compute[at], waited[at] = each.compute_ns * _MS, each.exposed_ns * _MS
+                length, part = last - each.start, (behind - first) * _MS
+                start[at] = (each.start - origin + first * length) * _MS
+                end[at] = (each.start - origin + behind * length) * _MS
+                idle[at], compute[at], waited[at] = idled * part, each.compute_ns * part, each.exposed_ns * part
     replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
@@ -76,12 +77,12 @@ def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = N
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
-    """The predictions that gain something, without those of which noise leaves nothing; all are in the JSON."""
-    return [each for each in _gaining(found) if each == found.best or each.reach[0] > 1.0]
+    """The predictions that surely gain something; all are in the JSON."""
+    return [each for each in _gaining(found) if each == found.best or each.low > 1.0 + LEAST]
 
 
 def left_out(found: WhatIf) -> str | None:
-    """How many predictions are not shown because they are noise; None where there are none."""
+    """How many predictions are not shown because what they gain is not sure; None where there are none."""
     count = len(_gaining(found)) - len(worth_showing(found))
     if not count:
         return None

@@ -126,6 +126,7 @@ def layouts(known: Known) -> list[Priced]:
         schedule.microbatches,
         mtp_layers=flat.count("m"),
         forward_only=schedule.forward_only,
+        combined=schedule.combined,
         microbatch_group_size=schedule.group_size if schedule.chunks > 1 else None,
         rendezvous=known.run.replay.rendezvous,
         in_turn=known.run.replay.in_turn,
@@ -161,6 +162,7 @@ def rescheduled(known: Known, chunks: int, microbatches: int) -> Replay:
         name=own.schedule.name if same else "1f1b" if chunks == 1 else "interleaved",
         group_size=own.schedule.group_size if same and chunks > 1 else None,
         forward_only=own.schedule.forward_only,
+        combined=own.schedule.combined,
     )
     return compiled(checked, own.rendezvous, own.in_turn) if same else compiled(checked, chunks == 1)
 
@@ -210,6 +212,7 @@ def microbatch_counts(run: Captured) -> Iterator[Priced]:
                 name=own.name,
                 group_size=own.group_size if own.chunks > 1 else None,
                 forward_only=own.forward_only,
+                combined=own.combined,
             )
         except ValueError:
             continue  # Megatron refuses this number of microbatches

@@ -146,6 +146,7 @@ def search(
     *,
     mtp_layers: int = 0,
     forward_only: bool = False,
+    combined: bool = False,
     microbatch_group_size: int | None = None,
     rendezvous: bool = False,
     in_turn: bool = False,
@@ -168,7 +169,7 @@ def search(
     if pp < 1 or vpp < 1:
         raise ValueError(f"pp={pp} x vpp={vpp} must be at least 1 x 1")
     schedule = PipelineSchedule.checked(
-        pp, vpp, microbatches, group_size=microbatch_group_size, forward_only=forward_only
+        pp, vpp, microbatches, group_size=microbatch_group_size, forward_only=forward_only, combined=combined
     )
     factors = np.broadcast_to(np.asarray(factor, dtype=float), (pp, vpp, len(schedule.kinds)))
     problem = _Problem(cost.units(layers, mtp_layers), compiled(schedule, rendezvous, in_turn), cost.p2p_ms, factors)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,11 @@ from megaprof.analysis.diagnosis.recorded import tables_of_timelines
 from megaprof.analysis.diagnosis.table import Table, Unfit
 from megaprof.analysis.diagnosis.traced import tables_of_calls
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
+from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in
+from megaprof.parallel.schedules import PipelineSchedule, turns
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
@@ -48,7 +52,7 @@ def calls_of(scenario: Scenario, directory: Path) -> list[Call]:
         (lambda calls: [replace(c, has_kernels=True, gpu=None) for c in calls], "the traces do not say who launched"),
         (
             lambda calls: [replace(c, phases=tuple(replace(p, kind="combined") for p in c.phases)) for c in calls],
-            "forwards and backwards run combined",
+            "the schedule cannot be rebuilt: combined=True needs schedule='interleaved'",
         ),
     ],
 )
@@ -57,6 +61,37 @@ def test_a_job_without_a_table_has_a_reason(change, reason: str, tmp_path: Path)
     (table,) = tables_of_calls(calls).values()
     assert isinstance(table, Unfit)
     assert str(table).startswith(reason)
+
+
+def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
+    """A stage that has twice the work: what the step would be without it is what a replay of the truth says."""
+    schedule = PipelineSchedule.checked(4, 2, 8, combined=True)
+    replay = compiled(schedule, False)
+    times = np.broadcast_to(np.array([10.0, 20.0])[:, None], (4, 2, 2, 8)).copy()
+    even = float(replay.step_ms(times))
+    times[1] *= 2
+    calls = calls_of(Scenario("interleaved", gpu=False, microbatches=8, layers=((1, 1),) * 4, steps=3), tmp_path)
+    (table,) = tables_of_calls([_combined(call, replay, times) for call in calls]).values()
+    assert isinstance(table, Table)
+    assert table.schedule == schedule
+    assert replay.step_ms(table.passes).mean() == pytest.approx(float(replay.step_ms(times)), rel=1e-3)
+    assert table.passes.mean(axis=(0, 1, 3, 5)) == pytest.approx(times.mean(axis=(1, 3)), rel=1e-3)
+    (first, *_) = diagnose(examine(table)).causes
+    assert first.stage == 1
+    assert first.price.ms == pytest.approx(float(replay.step_ms(times)) - even, rel=0.1)
+
+
+def _combined(call: Call, replay: Replay, times: Any) -> Call:
+    """The call with the passes that ``replay`` has from ``times``."""
+    starts, ends = ((moments * 1e6).astype(int) + call.start for moments in (replay.starts(times), replay.ends(times)))
+    phases = []
+    for turn in turns(replay.schedule, call.stage):
+        at = [(call.stage, each.chunk, int(each.kind == "backward"), each.microbatch) for each in turn]
+        extent = int(starts[at[0]]), int(ends[at[-1]])
+        kind, backward = ("combined", turn[1]) if len(turn) == 2 else (turn[0].kind, None)
+        where = {"stage": call.stage, "chunk": turn[0].chunk, "microbatch": turn[0].microbatch}
+        phases.append(MeasuredPass(kind, start=extent[0], end=extent[1], host=extent, backward=backward, **where))
+    return replace(call, phases=tuple(phases))
 
 
 def test_of_steps_with_other_numbers_of_microbatches_those_count_that_are_alike(tmp_path: Path) -> None:

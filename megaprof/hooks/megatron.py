@@ -1,0 +1,18 @@
+"""All hooks on Megatron-Core."""
+
+from __future__ import annotations
+
+from megaprof.hooks.dispatch import Dispatcher
+from megaprof.hooks.graphs import patch_graphs
+from megaprof.hooks.microbatches import patch_microbatches
+from megaprof.hooks.p2p import patch_p2p
+from megaprof.hooks.patching import Patches
+from megaprof.hooks.schedules import patch_schedules
+
+
+def patch_megatron(patches: Patches, dispatcher: Dispatcher) -> None:
+    """Hook the schedules and what they call, for as long as ``patches`` stand."""
+    patch_schedules(patches, dispatcher)
+    patch_microbatches(patches, dispatcher)
+    patch_p2p(patches, dispatcher)
+    patch_graphs(patches, dispatcher)

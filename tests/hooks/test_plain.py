@@ -1,0 +1,171 @@
+"""Trainers without Megatron's schedule: a host's function that runs the microbatches of a step by itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from megaprof import ProfileConfig
+from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.autoload import arming, controller
+from megaprof.hooks.batch import Batch, when_asked
+from megaprof.hooks.patching import Patches
+from megaprof.install import Handle, install_without_pipeline
+from megaprof.integrations import contract, registry
+from megaprof.integrations.contract import Facts, Hook
+
+MICROBATCHES = 3
+
+
+class Engine:
+    """As a host has one: a forward and a backward per microbatch, with activations computed again."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module = torch.nn.Linear(4, 4)
+        self.step = 0
+
+    def forward_backward_batch(self, data: Any, forward_only: bool = False) -> list[float]:
+        losses = []
+        for row in data:
+            loss = self.forward_step(row)
+            if not forward_only:
+                loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    def forward_step(self, row: Any) -> Any:
+        checkpointed = torch.utils.checkpoint.checkpoint(self.module, row, use_reentrant=True)
+        return checkpointed.square().mean()
+
+    def fails(self, data: Any) -> None:
+        self.forward_step(data[0]).backward()
+        raise KeyError("the host's own")
+
+
+def data() -> list[torch.Tensor]:
+    return [torch.full((1, 4), float(n), requires_grad=True) for n in range(MICROBATCHES)]
+
+
+def facts(arguments: Any) -> Facts:
+    return Facts(role="actor", iteration=arguments["self"].step)
+
+
+BATCH = Batch(lambda engine: engine.module, "forward_step", lambda arguments: bool(arguments.get("forward_only")))
+HOOKS = (
+    Hook("a_host", "Engine.forward_backward_batch", facts, batch=BATCH),
+    Hook("a_host", "Engine.fails", facts, batch=Batch(lambda engine: engine.module)),
+)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    host = ModuleType("a_host")
+    host.Engine = type("Engine", (Engine,), dict(vars(Engine)))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_host", host)
+    patches = Patches()
+    contract.apply(HOOKS, patches)
+    yield host.Engine()  # type: ignore[attr-defined]
+    patches.restore()
+    controller.stop()
+
+
+def config(directory: Path, *targets: str, **options: Any) -> ProfileConfig:
+    return ProfileConfig(targets, str(directory), activities=("cpu",), **options)
+
+
+def passes(path: Path) -> list[tuple[str, int]]:
+    names = [each.name for each in read_trace(path).ranges]
+    return [(name.label, name.fields["mb"]) for name in names if name.label in ("forward", "backward")]
+
+
+def test_a_batch_is_a_step(engine: Engine, tmp_path: Path) -> None:
+    plain = [engine.forward_backward_batch(data()) for _ in range(2)]
+    wanted = config(tmp_path, "train_actor", "train_log_probs", steps="5", tool=("torch", "timeline"))
+    before = torch.autograd.backward
+    with install_without_pipeline(None, wanted):
+        for engine.step in (4, 5, 5):  # of a step's mini-batches the first
+            assert engine.forward_backward_batch(data(), forward_only=True) == plain[0]
+            assert engine.forward_backward_batch(data()) == plain[0]
+    assert torch.autograd.backward is before
+    assert "forward_step" not in vars(engine)
+    found = {path.name.partition(".rank")[0]: passes(path) for path in find_traces(tmp_path)}
+    forwards = [("forward", n) for n in range(MICROBATCHES)]
+    place = "pp0-tp0-cp0-ep0-dp0"
+    assert found == {
+        f"train_actor.actor.step000005.{place}": [
+            e for n in range(MICROBATCHES) for e in (("forward", n), ("backward", n))
+        ],
+        f"train_log_probs.actor.step000005.{place}": forwards,
+    }
+    (trace, _) = (read_trace(path) for path in find_traces(tmp_path))
+    assert (trace.metadata.schedule, trace.metadata.microbatches, trace.metadata.sizes.world) == (
+        "no_pipelining",
+        MICROBATCHES,
+        1,
+    )
+    assert list(tmp_path.glob("*.timeline*"))
+
+
+def test_all_batches_of_a_step_are_one_window(engine: Engine, tmp_path: Path) -> None:
+    """As a controller drives it: start, step, stop."""
+    assert controller.start(config(tmp_path, "train_overall", steps="1"), pipeline=False)
+    for _ in range(3):
+        engine.forward_backward_batch(data(), forward_only=True)
+        engine.forward_backward_batch(data())
+        engine.step = controller.step()
+    controller.stop()
+    (path,) = find_traces(tmp_path)
+    assert path.name.startswith("train_overall.step000001.")
+    assert len(passes(path)) == 3 * MICROBATCHES
+
+
+def test_an_exception_of_the_hosts_passes(engine: Engine, tmp_path: Path) -> None:
+    with install_without_pipeline(None, config(tmp_path, "train_actor", steps="0,1")):
+        with pytest.raises(KeyError, match="the host's own"):
+            engine.fails(data())  # type: ignore[attr-defined]
+        engine.step = 1
+        engine.forward_backward_batch(data())
+    assert "forward" not in vars(engine.module)
+    failed, whole = find_traces(tmp_path)
+    assert (read_trace(failed).metadata.truncated_reason, read_trace(whole).metadata.truncated) == (
+        "the host raised an exception",
+        False,
+    )
+
+
+def test_the_first_batch_brings_the_hooks(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handles: list[Handle] = []
+
+    def ask() -> bool:
+        monkeypatch.setattr(arming, "_settled", config(tmp_path, "train_actor", steps="0"))
+        done = arming.install(pipeline=False)
+        handles.extend(arming_handles())
+        return done
+
+    def arming_handles() -> list[Handle]:
+        from megaprof.install import _process
+
+        return list(_process.handles)
+
+    when_asked.append(ask)
+    assert not arming.install()  # Megatron's groups are waited for
+    try:
+        engine.forward_backward_batch(data())
+        assert not when_asked
+    finally:
+        for handle in handles:
+            handle.remove()
+    (path,) = find_traces(tmp_path)
+    assert path.name.startswith("train_actor.actor.step000000.")
+
+
+def test_every_host_names_a_batch_by_its_own_function() -> None:
+    named = {(hook.module, hook.function) for hook in registry.HOOKS if hook.batch is not None}
+    assert len(named) == sum(hook.batch is not None for hook in registry.HOOKS) == 10
