@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Coverage, Fleet, Recording, StepTimes, Synchronisation
 from megaprof.analysis.foreign.facts import Foreign, RankFacts
@@ -70,6 +71,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         for name, shape in {
             "diff": _shape("Diff", (diff.Diff, "targets warnings")),
             "export": Exported,
+            "hang": Hang,
             "merge": Merged,
             "report": _report(),
             "status": _status(),
@@ -117,7 +119,6 @@ def _report() -> Any:
         "Prediction",
         (Prediction, _names(Prediction, "step_ms flags fits")),
         step_time_ms=(float, _about(Prediction)["step_ms"]),
-        step_ms=(float, "The same as `step_time_ms`, which is the one to read: only earlier readers need this one."),
         flags=(text, "Megatron's arguments for it, quoted for a shell; empty where no argument does it."),
     )
     cost = _shape(

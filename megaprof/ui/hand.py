@@ -78,10 +78,8 @@ class Answer:
 
     @property
     def severity(self) -> str:
-        """``fine`` or ``slow`` where the change is beyond its uncertainty, else nothing."""
-        predicted = self.now.prediction
-        low, high = predicted.reach
-        if low <= 1.0 <= high:
+        """``fine`` or ``slow`` where the step surely gets quicker or slower, else nothing."""
+        if not self.now.prediction.tells:
             return ""
         return "fine" if self.change < 0 else "slow"
 

@@ -31,13 +31,11 @@ class Meeting:
     """How long it waited for its neighbours, in nanoseconds."""
 
 
-def offsets(step: Sequence[Call]) -> Alignment | None:
-    """The clocks of one step's ranks aligned by its send-receive kernels; None without kernels."""
-    if any(call.gpu is None for call in step):
-        return None
+def aligned(step: Sequence[Call]) -> Alignment:
+    """The clocks of one step's ranks, by what these exchanged: by kernels where they were captured."""
     ends = {call.rank: ends_of(call.metadata, [call]) for call in step}
     hosts = {call.rank: call.metadata.host for call in step}
-    return align(hosts, [link for link, _ in links_between(ends) if link.rendezvous])
+    return align(hosts, [link for link, _ in links_between(ends)])
 
 
 def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeting]:

@@ -73,18 +73,16 @@ class Kept:
     """Milliseconds of the step that it took."""
     predicted: float
     """The predicted speedup."""
-    uncertainty: float
-    """Half of its interval."""
     low: float
-    """The lower end of that."""
+    """The lower end of its 90 % interval."""
     high: float
-    """Its upper end."""
+    """The upper end."""
     measured: float
     """The step before over the step after."""
     error: float
     """``predicted_ms`` over ``measured_ms``, minus 1."""
     inside: bool | None
-    """Whether ``measured`` is from ``low`` to ``high``; None where these are slower and quicker, so that nothing was
+    """Whether ``measured`` is in the interval; None where that spans quicker and slower, so that nothing was
     predicted."""
 
     @property
@@ -96,7 +94,7 @@ class Kept:
             return f"{self.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
         return (
             f"{self.what}: predicted {predicted} ({words.number(self.predicted_ms)} ms), {measured}: the prediction is "
-            f"{words.percent(self.error, sign=True)} off, {'within' if self.inside else 'outside'} its uncertainty"
+            f"{words.percent(self.error, sign=True)} off, {'inside' if self.inside else 'outside'} its interval"
         )
 
 
@@ -196,19 +194,17 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
     for each in before.what_if.candidates:
         if each.layout == layout:
             measured = old.mean / new.mean
-            low, high = each.reach
             return Kept(
                 what=each.what,
                 layout=layout,
                 predicted_ms=each.step_ms,
                 measured_ms=new.mean,
                 predicted=each.speedup,
-                uncertainty=each.speedup_uncertainty,
-                low=low,
-                high=high,
+                low=each.low,
+                high=each.high,
                 measured=measured,
                 error=each.step_ms / new.mean - 1.0,
-                inside=None if low <= 1.0 <= high else low <= measured <= high,
+                inside=each.low <= measured <= each.high if each.tells else None,
             )
     return None
 

@@ -216,9 +216,8 @@ def _target_of(raw: Mapping[str, Any]) -> TargetReport:
 
 
 def _cause_of(raw: Mapping[str, Any]) -> Cause:
-    """What two reports are compared by. Older reports give no interval."""
-    gain = raw["gain_ms"] or 0.0
-    price = msgspec.convert({"ms": gain, "low": raw.get("low_ms", gain), "high": raw.get("high_ms", gain)}, Price)
+    """What two reports are compared by."""
+    price = msgspec.convert({"ms": raw["gain_ms"], "low": raw["low_ms"], "high": raw["high_ms"]}, Price)
     kind, stage = msgspec.convert(raw["kind"], str), msgspec.convert(raw["stage"], int | None)
     return Cause(kind, price, share=1.0, while_ms=price.ms, since=None, stage=stage)
 
@@ -251,10 +250,7 @@ def _what_if_of(raw: Mapping[str, Any]) -> WhatIf:
 
 
 def _prediction_of(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Older reports give no uncertainty of the speedup: it is as uncertain as the step."""
-    step_ms = raw["step_time_ms"]
-    uncertainty = raw["uncertainty_ms"] / step_ms * raw["speedup"] if step_ms else 0.0
-    return {"speedup_uncertainty": uncertainty, **raw, "step_ms": step_ms, "flags": shlex.split(raw["flags"])}
+    return {**raw, "step_ms": raw["step_time_ms"], "flags": shlex.split(raw["flags"])}
 
 
 def _stage_of(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaprof.analysis.clocks.clocks import align
-from megaprof.analysis.clocks.matching import ends_of, links_between
+from megaprof.analysis.clocks.exchanges import aligned
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.trace.calls import Call
@@ -66,10 +65,9 @@ def timelines(report: Report) -> dict[_Key, StepTimeline]:
 
 def _aligned(calls: list[Call]) -> StepTimeline:
     """Calls of one step, one a stage."""
-    ends = {call.rank: ends_of(call.metadata, [call]) for call in calls}
-    hosts = {rank: each.metadata.host for rank, each in ends.items()}
-    alignment = align(hosts, [link for link, _ in links_between(ends)])
-    notes = [*alignment.sentences(), *alignment.warnings] if len(set(hosts.values())) > 1 else list(alignment.warnings)
+    alignment = aligned(calls)
+    several = len(set(alignment.hosts.values())) > 1
+    notes = [*alignment.sentences(), *alignment.warnings] if several else list(alignment.warnings)
     if any(call.has_kernels and call.gpu is None for call in calls):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
     rows = tuple(Row(call, alignment.offset(call.rank)) for call in calls)

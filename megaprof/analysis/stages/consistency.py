@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, offsets, uncertainty
+from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, aligned, uncertainty
 from megaprof.analysis.stages.words import stages as stages_in_words
 from megaprof.analysis.stages.words import steps as steps_in_words
 from megaprof.analysis.trace.calls import Call, grouped
@@ -86,12 +86,12 @@ def comparable(step: list[Call]) -> Clocks:
         return Clocks(one_clock=True)
     hosts = {call.metadata.host for call in step}
     offset: dict[int, int] = {}
-    aligned: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
     if len(hosts) > 1 or None in hosts:
-        found = _aligned(step)
+        found = _offsets(step)
         if found is None:
             return Clocks(one_clock=False, problems=(f"{_no_clock(step)}; {_UNKNOWN}",))
-        offset, aligned = found
+        offset, told = found
     reach = None
     for begin, end in sorted(shifted(call, offset) for call in step):
         if reach is not None and begin >= reach:
@@ -101,7 +101,7 @@ def comparable(step: list[Call]) -> Clocks:
             )
             return Clocks(one_clock=False, problems=(problem,), different_runs=True)
         reach = end if reach is None else max(reach, end)
-    return Clocks(one_clock=True, problems=aligned, offset=offset)
+    return Clocks(one_clock=True, problems=told, offset=offset)
 
 
 def _no_clock(step: list[Call]) -> str:
@@ -121,15 +121,13 @@ def shifted(call: Call, offset: Mapping[int, int]) -> tuple[int, int]:
     return begin + by, end + by
 
 
-def _aligned(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
-    """Offsets between hosts from GPU exchanges, with what must be told; None where they are not known well enough."""
-    alignment = offsets(step)
-    worst = uncertainty(alignment) if alignment else None
-    if alignment is None or worst is None:
+def _offsets(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
+    """Offsets between hosts, with what must be told; None where they are not known well enough."""
+    alignment = aligned(step)
+    worst = uncertainty(alignment)
+    if worst is None or worst > MOST_UNCERTAIN * max(end - begin for begin, end in (call.extent for call in step)):
         return None
-    if worst > MOST_UNCERTAIN * max(end - begin for begin, end in (call.extent for call in step)):
-        return None
-    told = f"the clocks of the stages' hosts were aligned by their send-receive kernels, to {worst / 1e6:.2g} ms"
+    told = f"the clocks of the stages' hosts were aligned by their exchanges, to {worst / 1e6:.2g} ms"
     return {rank: alignment.offset(rank) for rank in alignment.hosts}, (told, *alignment.warnings)
 
 

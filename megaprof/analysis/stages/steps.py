@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,7 +123,7 @@ def lay_out(step: Sequence[Call], findings: Findings) -> Step:
         waits=whole and not clocks.different_runs,
         bounds=bounds,
         offset=offset,
-        waited={c.rank: _waited(c, step, clocks.one_clock) for c in step if c.gpu is None},
+        waited={c.rank: _waited(c, step, offset if clocks.one_clock else None) for c in step if c.gpu is None},
         met=meetings(step, offset) if clocks.one_clock else {},
     )
 
@@ -137,8 +137,9 @@ def _edges(call: Call) -> tuple[int, int]:
     return min((p.start for p in first), default=start), max((p.end for p in forwards), default=end)
 
 
-def _waited(call: Call, step: Sequence[Call], one_clock: bool) -> Intervals:
-    """Where gradient finalisation waited for a rank that had not come to it yet.
+def _waited(call: Call, step: Sequence[Call], offset: Mapping[int, int] | None) -> Intervals:
+    """Where gradient finalisation waited for a rank that had not come to it yet, on the clock of ``call``. ``offset``
+    puts ranks on one clock; None where nothing does.
 
     A collective cannot end before all its ranks have begun it: one that was open when the last of them came was
     waiting until then. Who takes part is not in a CPU trace: the ranks of the same stage, and for tied embeddings the
@@ -157,8 +158,9 @@ def _waited(call: Call, step: Sequence[Call], one_clock: bool) -> Intervals:
             or {other.stage, metadata.coords.pp} == set(ends)
         )
     ]
-    if not others or not one_clock:
+    if not others or offset is None:
         return found if metadata.sizes.dp == 1 else intervals(())
-    last = max(int(other.finalize[0, 0]) for other in others)
+    own = offset.get(call.rank, 0)
+    last = max(int(other.finalize[0, 0]) + offset.get(other.rank, 0) - own for other in others)
     open_then = found[(found[:, 0] < last) & (found[:, 1] >= last)]
     return intervals((start, last) for start, _ in open_then.tolist())

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.examine import Examined
+from megaprof.analysis.diagnosis.examine import Examined, Price
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.table import Floats
@@ -40,12 +40,10 @@ class Prediction:
     """The predicted step in milliseconds."""
     speedup: float
     """Measured step / predicted step."""
-    uncertainty_ms: float
-    """Plus or minus milliseconds, as uncertain as the speedup."""
-    speedup_uncertainty: float = 0.0
-    """Plus or minus, of the speedup: half of its interval."""
-    noise: float = 0.0
-    """The part of that which more captured steps would make smaller."""
+    low: float
+    """The lower end of the speedup's 90 % interval."""
+    high: float
+    """Its upper end."""
     layout: str | None = None
     """As Megatron's ``--pipeline-model-parallel-layout`` writes it; None where the layout stays."""
     flags: tuple[str, ...] = ()
@@ -58,26 +56,32 @@ class Prediction:
     """What it does to the activations that stages hold, in words; None where nothing changes."""
     fits: bool | None = None
     """Whether the devices have the memory for it; None where none was measured."""
-    low: float | None = None
-    """The lower end of the speedup's 90 % interval; None in reports of earlier versions."""
-    high: float | None = None
-    """Its upper end."""
     more_steps: int = 0
     """How many more captured steps would show whether it gains `policy.LEAST`; 0 where it surely does, or does not, and
     where no number of steps would."""
 
+    @classmethod
+    def of(cls, kind: str, what: str, measured_ms: float, gain: Price, more_steps: int = 0) -> Prediction:
+        """A step of ``measured_ms`` that is shorter by ``gain``."""
+        steps = [max(measured_ms - ms, 0.01 * measured_ms) for ms in (gain.ms, gain.low, gain.high)]
+        speedup, low, high = (measured_ms / ms for ms in steps)
+        return cls(kind, what, steps[0], speedup, low, high, more_steps=more_steps)
+
+    @property
+    def tells(self) -> bool:
+        """Whether it says that the step gets quicker, or that it gets slower: its interval does not hold both."""
+        return not self.low <= 1.0 <= self.high
+
     @property
     def reach(self) -> tuple[float, float]:
         """The interval of the speedup."""
-        low, high = self.speedup - self.speedup_uncertainty, self.speedup + self.speedup_uncertainty
-        return low if self.low is None else self.low, high if self.high is None else self.high
+        return self.low, self.high
 
     @property
     def reach_ms(self) -> tuple[float, float]:
         """The same of the step, in milliseconds."""
-        low, high = self.reach
-        whole = self.step_ms * self.speedup
-        return (whole / high if high > 0 else self.step_ms, whole / low if low > 0 else float("inf"))
+        measured_ms = self.step_ms * self.speedup
+        return measured_ms / self.high, measured_ms / self.low
 
 
 @dataclass(frozen=True)
@@ -297,21 +301,8 @@ def priced(
     other = math.hypot(LEVEL * of_steps, fixed)
     below, above = (float(each) for each in np.quantile(open_gains, _ENDS))
     low, high = mean - math.hypot(min(below, 0.0), other), mean + math.hypot(max(above, 0.0), other)
-    step_ms = max(measured_ms - mean, 0.01 * measured_ms)
-    ends = [measured_ms / max(measured_ms - ms, 0.01 * measured_ms) for ms in (low, mean, high)]
-    half = (ends[2] - ends[0]) / 2
-    prediction = Prediction(
-        kind,
-        what,
-        step_ms,
-        ends[1],
-        half / ends[1] * step_ms,
-        half,
-        min(noise / measured_ms * ends[1], half),
-        low=ends[0],
-        high=ends[2],
-        more_steps=_more(n, mean, low, noise, LEAST * measured_ms),
-    )
+    more = _more(n, mean, low, noise, LEAST * measured_ms)
+    prediction = Prediction.of(kind, what, measured_ms, Price(mean, low, high), more)
     return Priced(prediction, mean + open_gains)
 
 

@@ -186,15 +186,10 @@ def _mended(replayed: WhatIf, run: Examined, ranks: set[int]) -> WhatIf:
         without = without.mended(term)
     before, after = (each.view.pipelines_ms(run.replay).max(axis=1) for each in (run, without))
     price, _ = run.price(own[0], before - after)
-    ends = [run.step_ms / max(run.step_ms - ms, 0.01 * run.step_ms) for ms in (price.low, price.ms, price.high)]
-    half = (ends[2] - ends[0]) / 2
-    step_ms = run.step_ms - price.ms
-    fixed = Prediction(
-        "no_straggler", which, step_ms, ends[1], half / ends[1] * step_ms, half, low=ends[0], high=ends[2]
-    )
+    fixed = Prediction.of("no_straggler", which, run.step_ms, price)
     waits = "layouts are not compared while the pipeline waits for a slow rank"
     advice = f"fix {words.ranks(sorted(ranks))}: {_gains(fixed, run.step_ms)}; {waits}"
-    surely = ends[0] > 1.0 + LEAST
+    surely = _surely(fixed)
     return replace(
         replayed,
         candidates=(fixed,),
@@ -282,7 +277,7 @@ def _best(compared: Sequence[Priced]) -> Priced | None:
 
 
 def _surely(each: Prediction) -> bool:
-    return each.low is not None and each.low > 1.0 + LEAST
+    return each.low > 1.0 + LEAST
 
 
 def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
@@ -324,11 +319,9 @@ def _gains(each: Prediction, measured_ms: float) -> str:
 
 
 def _times(each: Prediction) -> str:
-    return f"{each.speedup:.2f} ({each.low:.2f} to {each.high:.2f}) times as fast"
+    return f"{words.speedup(each.speedup, each.reach)} times as fast"
 
 
 def _plain(prediction: Prediction) -> dict[str, Any]:
-    """``step_time_ms`` is the contract; ``step_ms`` says the same, for readers of what earlier versions wrote."""
-    values = asdict(prediction)
-    del values["fits"]
-    return {**values, "step_time_ms": prediction.step_ms, "flags": shlex.join(prediction.flags)}
+    values = asdict(prediction) | {"step_time_ms": prediction.step_ms, "flags": shlex.join(prediction.flags)}
+    return {name: value for name, value in values.items() if name not in ("step_ms", "fits")}

@@ -202,7 +202,7 @@ def test_what_if_shows_before_and_after(tmp_path):
     pipeline(tmp_path, [6, 2])
     report = analyze(tmp_path)
     best = Prediction(
-        "layout", "4+4 <layers>", 500.0, 1.4, 20.0, flags=("--pipeline-model-parallel-layout", "Et*4|t*4L")
+        "layout", "4+4 <layers>", 500.0, 1.4, 1.3, 1.5, flags=("--pipeline-model-parallel-layout", "Et*4|t*4L")
     )
     found = WhatIf(
         replay_ms=710.0,

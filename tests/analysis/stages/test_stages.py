@@ -11,6 +11,7 @@ from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, measure
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace
+from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
 
 
@@ -194,6 +195,26 @@ class TestWhatTheTracesDoNotAllow:
         assert (target.step_time_basis, target.step_time_ms.mean) == (LONGEST, 360)
         assert [stage.bubble_ms.mean for stage in target.stages] == [0, 240]
         assert target.unjudgeable is None
+
+    def test_exchanges_put_stages_on_different_hosts_on_one_clock(self, tmp_path):
+        def captured(name, ahead, hosts):
+            traces = exchanging([0.0, ahead], hosts=hosts)
+            for trace, entered, by in zip(traces, (1.0, 4.0), (0.0, ahead), strict=True):
+                end = trace.events[-1]["dur"] / 1000 + by
+                trace.events[-1]["dur"] += 10_000  # the outermost range
+                trace.event("megaprof/finalize_grads", end + entered, 9 - entered)
+                trace.event("gloo:all_reduce", end + entered, 9 - entered, tid=2)
+            write(traces, tmp_path / name)
+            return only(tmp_path / name)
+
+        together, apart = captured("together", 0.0, ["a", "a"]), captured("apart", 250.0, ["a", "b"])
+        assert says(apart, "the clocks of the stages' hosts were aligned by their exchanges, to ")
+        assert (apart.step_time_basis, apart.unjudgeable) == (ONE_CLOCK, None)
+        assert apart.step_time_ms.mean == pytest.approx(together.step_time_ms.mean, abs=0.1)
+        for one, other in zip(together.stages, apart.stages, strict=True):
+            assert other.bubble_ms.mean == pytest.approx(one.bubble_ms.mean, abs=0.2)
+            for part, spread in one.bubble_split.items():
+                assert other.bubble_split[part].mean == pytest.approx(spread.mean, abs=0.2)
 
     def test_stages_of_which_no_host_is_known_have_no_clock(self, tmp_path):
         plain_stage(0, 2, 30, 60, metadata={"host": "a"}).write(tmp_path)

@@ -53,7 +53,7 @@ def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: By
         mine = tried(known, wanted).prediction
         assert mine.step_ms == pytest.approx(each.step_ms, rel=1e-9), each.what
         # Of so few passes all draws are made here, too.
-        assert mine.uncertainty_ms == pytest.approx(each.uncertainty_ms, rel=1e-6), each.what
+        assert mine.reach_ms == pytest.approx(each.reach_ms, rel=1e-6), each.what
         assert mine.layout == each.layout or each.kind == "microbatches"
         assert mine.flags == each.flags or each.kind == "microbatches"
     assert by_kind.keys() == {"layout", "chunks", "microbatches"}

@@ -46,7 +46,7 @@ def compare(work: Path, cpu: bool, built: tuple[int, ...], even: tuple[int, ...]
             "imbalance": target.measured.imbalance,
             "step_ms": step.mean if step else None,
             "replay_error": error.mean if error else None,
-            "plus_or_minus_ms": other.uncertainty_ms if other else None,
+            "from_to_ms": other.reach_ms if other else None,
         }
     )
     found.on_a_gpu(cpu, "the slow stage is the one with six layers", target.slowest_stage, 0)
@@ -57,7 +57,7 @@ def compare(work: Path, cpu: bool, built: tuple[int, ...], even: tuple[int, ...]
         "the prediction (ms) of 4+4 layers holds the re-run",
         other.step_ms if other else None,
         f"{measured:.4g} give or take its uncertainty",
-        other is not None and abs(other.step_ms - measured) <= other.uncertainty_ms,
+        other is not None and other.reach_ms[0] <= measured <= other.reach_ms[1],
     )
     found.on_a_gpu(cpu, "every trace has kernels", sum(trace.gpu is not None for trace in traces), len(traces))
     return found
