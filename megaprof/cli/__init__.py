@@ -26,6 +26,7 @@ COMMANDS = {
     "demo": ("training.demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
     "diff": ("diff", "compare two captures stage by stage"),
     "export": ("export", "write timelines as a Parquet dataset, for a query engine"),
+    "hang": ("hang", "say which ranks keep a job waiting, from dumps of torch's flight recorder"),
     "mcp": ("agent.mcp", "answer the questions of an agent: a server of the Model Context Protocol"),
     "merge": ("merge", "put all captured ranks of a step on one Perfetto timeline"),
     "nsys": ("training.nsys", "print the nsys command line that goes before a training command"),
@@ -44,7 +45,7 @@ EXIT_CODES = {
     0: "The command did what it was asked to.",
     FAILED: "The input cannot answer, or not all of it was done; one line on standard error says why.",
     USAGE: "The arguments make no sense; standard error says which.",
-    UNWELL: "`megaprof status`: the job appears to hang, or some of its ranks, or all, have died or are silent.",
+    UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some of its ranks, or all, have died or are silent.",
     INTERRUPTED: "Ctrl-C.",
     TERMINATED: "SIGTERM.",
 }

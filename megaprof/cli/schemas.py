@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 
+from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Coverage, Fleet, Recording, StepTimes, Synchronisation
 from megaprof.analysis.foreign.facts import Foreign, RankFacts
@@ -70,6 +71,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         for name, shape in {
             "diff": _shape("Diff", (diff.Diff, "targets warnings")),
             "export": Exported,
+            "hang": Hang,
             "merge": Merged,
             "report": _report(),
             "status": _status(),

@@ -20,7 +20,7 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.autoload import arming
 from megaprof.autoload.arming import PATH, environment
-from megaprof.install import _process
+from megaprof.capture.profiler import profiler
 from megaprof.integrations import registry
 from megaprof.version import __version__
 
@@ -199,15 +199,15 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     run = asked()
     try:
         assert one_rank.train_step(partial(run, pg_collection=given))
-        handles = list(_process.handles)
+        sessions = profiler.sessions
     finally:
-        for handle in list(_process.handles):
-            handle.remove()
+        for session in profiler.sessions:
+            profiler.leave(session)
     if several:
-        assert not handles
+        assert not sessions
         assert "several modules with process groups of their own (this rank runs images, language)" in caplog.text
     else:
-        assert len(handles) == 1
+        assert len(sessions) == 1
         files = [path.name.partition(".rank")[0] for path in tmp_path.glob("*.pt.trace.json.gz")]
         assert files == ["train_actor.step000000.pp0-tp0-cp0-ep0-dp0"]
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import megaprof
 from megaprof import ProfileConfig, annotate, install_hooks
-from megaprof.capture.session import Session
+from megaprof.capture.process import process
 from megaprof.recorders import emit
 from megaprof.testing import BuiltGPT, GPTWorkload, build, cpu_megatron
 
@@ -98,7 +98,7 @@ def state(gpt: BuiltGPT) -> list[str]:
         left.append("Kineto records")
     if emit.log is not None:
         left.append("ranges are logged")
-    if Session._holder is not None:
+    if process.window is not None:
         left.append("a session holds the window")
     if any("forward" in vars(module) for chunk in gpt.chunks for module in chunk.modules()):
         left.append("a module is shadowed")

@@ -1,0 +1,1 @@
+"""Collectives of a whole job, rank by rank, from torch's flight recorder."""

@@ -1,0 +1,198 @@
+"""What each rank asked of its process groups: dumps of torch's flight recorder, one file for each rank.
+
+torch's watchdog writes them when a collective times out (``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` or
+``TORCH_FR_DUMP_TEMP_FILE`` and the rank's number, pickled); torch gives the same as JSON. Formats: torch 2.5 and later
+(``FlightRecorder`` in torch/csrc/distributed/c10d, version 2.4 of the dump and later).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+#: A recorder's buffer has some thousand entries of about 1 kB with their frames.
+_LARGEST_BYTES = 1 << 28
+_NAME = re.compile(r"(?P<rank>\d{1,7})(\.(json|pkl|pickle))?")
+#: ``nccl:send 0->1``, ``nccl:recv 1<-0``: places in the group, one's own first.
+_EXCHANGE = re.compile(r"(?P<what>send|recv) \d+(->|<-)(?P<peer>\d+)")
+
+
+class BadDump(ValueError):
+    """The file is no dump that can be read; the message says why, on one line."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective, or one side of an exchange, that a rank has called."""
+
+    group: str
+    """The group's name, the same on all of its ranks."""
+    number: int
+    """Its place among the group's collectives, from 1 on; of an exchange, how many collectives came before it."""
+    name: str
+    """As torch names it: ``all_reduce``, ``_all_gather_base``, ``send``."""
+    peer: int | None
+    """The other rank of an exchange; None of a collective."""
+    sizes: tuple[tuple[int, ...], ...]
+    """Shapes of its inputs, in elements."""
+    dtypes: tuple[str, ...]
+    called: float
+    """When the rank called it, in seconds since 1970 by the clock of its host."""
+    started: bool
+    """True once the device was seen to have begun it; gloo does not say."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group as one rank knows it."""
+
+    description: str
+    """Megatron's, such as ``TENSOR_MODEL_PARALLEL_GROUP``; empty where nobody gave one."""
+    ranks: tuple[int, ...]
+    """Its ranks in the group's order; empty where the dump does not say (gloo)."""
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What one rank has called, and what of it has not ended."""
+
+    rank: int
+    groups: Mapping[str, Group]
+    called: Mapping[str, int]
+    """By group, the number of the last collective that it called, of the operations in the dump."""
+    enqueued: Mapping[str, int]
+    """By group, the number of the last operation that torch counted, in whatever way the group is used: of collectives
+    where it has no exchanges. Empty where the dump does not say."""
+    exchanging: frozenset[str]
+    """The groups of which it shows exchanges."""
+    pending: tuple[Operation, ...]
+    """What has not ended, in the order in which it was called."""
+    latest: float
+    """When the last operation in it was called; 0 without any."""
+
+
+class _Entry(msgspec.Struct):
+    process_group: tuple[str, str]
+    collective_seq_id: int
+    profiling_name: str
+    time_created_ns: int
+    state: str
+    retired: bool
+    record_id: int
+    is_p2p: bool = False
+    input_sizes: list[list[int]] = []
+    input_dtypes: list[str] = []
+
+
+class _Config(msgspec.Struct):
+    desc: str
+    ranks: str
+
+
+class _Status(msgspec.Struct):
+    last_enqueued_collective: int
+
+
+class _File(msgspec.Struct):
+    entries: list[_Entry]
+    pg_config: dict[str, _Config] = {}
+    pg_status: dict[str, _Status] = {}
+
+
+class _Plain(pickle.Unpickler):
+    """Makes containers, numbers and texts only, so that a pickle can run nothing."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, _: Any) -> NoReturn:
+        raise pickle.UnpicklingError("it asks for another file")
+
+
+def rank_of(path: Path) -> int | None:
+    """Returns the rank that a dump's name ends in; None for another file's name."""
+    found = re.search(_NAME.pattern + "$", path.name)
+    return int(found["rank"]) if found is not None else None
+
+
+def read_dump(path: Path) -> Dump:
+    """Returns what the file holds. Raises BadDump, and OSError."""
+    rank = rank_of(path)
+    if rank is None:
+        raise BadDump("its name does not end in a rank")
+    if path.stat().st_size > _LARGEST_BYTES:
+        raise BadDump(f"it has more than {_LARGEST_BYTES >> 20} MiB")
+    held = path.read_bytes()
+    try:
+        plain = json.loads(held) if held[:1] == b"{" else _Plain(io.BytesIO(held)).load()
+        file = msgspec.convert(plain, _File, strict=False)
+    except Exception as fault:  # whatever a hostile pickle makes of itself
+        raise BadDump(" ".join(str(fault).split())[:200] or type(fault).__name__) from None
+    return _dump(rank, file)
+
+
+def _dump(rank: int, file: _File) -> Dump:
+    groups = {name: Group(config.desc, _ranks(config.ranks)) for name, config in file.pg_config.items() if name}
+    called: defaultdict[str, int] = defaultdict(int)
+    exchanging, pending = set(), []
+    for entry in sorted(file.entries, key=lambda entry: entry.record_id):
+        name, description = entry.process_group
+        group = groups.setdefault(name, Group(description, ()))
+        called[name] = max(called[name], entry.collective_seq_id)
+        exchange = _EXCHANGE.search(entry.profiling_name)
+        if exchange is not None:
+            exchanging.add(name)
+        if not (entry.retired or entry.state == "completed"):
+            pending.append(_operation(entry, group, exchange))
+    latest = max((entry.time_created_ns for entry in file.entries), default=0) / 1e9
+    return Dump(rank, groups, dict(called), _enqueued(file), frozenset(exchanging), tuple(pending), latest)
+
+
+def _operation(entry: _Entry, group: Group, exchange: re.Match[str] | None) -> Operation:
+    name = entry.profiling_name.partition(":")[2] or entry.profiling_name
+    peer = None
+    if exchange is not None:
+        name, place = exchange["what"], int(exchange["peer"])
+        if place >= len(group.ranks):
+            raise BadDump(f"{entry.profiling_name} in a group of {len(group.ranks)} ranks")
+        peer = group.ranks[place]
+    return Operation(
+        entry.process_group[0],
+        entry.collective_seq_id,
+        name,
+        peer,
+        tuple(tuple(shape) for shape in entry.input_sizes),
+        tuple(entry.input_dtypes),
+        entry.time_created_ns / 1e9,
+        entry.state == "started",
+    )
+
+
+def _ranks(written: str) -> tuple[int, ...]:
+    """``"[0, 4]"``"""
+    try:
+        return tuple(msgspec.json.decode(written, type=list[int]))
+    except msgspec.DecodeError:
+        raise BadDump(f"a group has the ranks {written[:40]!r}") from None
+
+
+def _enqueued(file: _File) -> dict[str, int]:
+    """By group, the number of the last operation that was called.
+
+    torch counts groups in the order in which the process made them, which is that of their names, as long as those are
+    numbers: `pg_status` has the former and `pg_config` the latter.
+    """
+    names, places = [name for name in file.pg_config if name], list(file.pg_status)
+    if len(names) != len(places) or not all(name.isdigit() for name in (*names, *places)):
+        return {}
+    pairs = zip(sorted(names, key=int), sorted(places, key=int), strict=True)
+    return {name: file.pg_status[place].last_enqueued_collective for name, place in pairs}

@@ -1,0 +1,364 @@
+"""Which ranks keep a job waiting, from dumps of torch's flight recorder: who did not come to what the others called.
+
+The members of a process group call its collectives in one order, so that a collective has a number in its group. A rank
+waits for another when it has called a collective that the other one has not, or receives what the other has not sent. A
+rank that others wait for, and that waits for no one, is a culprit: its host stands still somewhere else. A send whose
+receive is missing counts only where nothing else is waited for, because neither host nor device waits for it.
+
+A rank whose device stands still may have called all of it. It is a culprit when the first operation that has not ended
+on it has ended on another rank of the group, or has begun on the others and not on it. Where such an operation is the
+first on every rank of its group, nobody can say whose it is, and the operation is named in place of a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation, rank_of, read_dump
+
+#: Of one size on all of its ranks; an all-to-all, a gather or a scatter may give each rank another.
+_EVEN = ("all_reduce", "allreduce", "broadcast", "_broadcast_oop", "_all_gather_base", "_reduce_scatter_base", "reduce")
+_PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
+
+Why = Literal["absent", "no_dump", "stuck", "not_begun", "differs", "crossed"]
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """An operation that does not end."""
+
+    operation: str
+    """As torch names it: ``all_reduce``, ``_all_gather_base``, ``send``."""
+    number: int | None
+    """Its place among the collectives of the group; None of an exchange."""
+    group: str
+    """The group as Megatron describes it, such as ``TENSOR_MODEL_PARALLEL_GROUP``; its name where nobody does."""
+    ranks: tuple[int, ...]
+    """The group's ranks."""
+    sizes: tuple[tuple[int, ...], ...]
+    """Shapes of its inputs on the rank that waits, in elements."""
+    since: float
+    """When the first rank that waits called it, in seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """A rank that keeps others waiting."""
+
+    rank: int
+    """Its number."""
+    stage: int | None
+    """Its place in its pipeline group; None where the dumps do not say."""
+    why: Why
+    """``absent``: it did not call what others called. ``no_dump``: neither, as far as the dumps show, for it left none.
+    ``stuck``: it called what others have finished, and does not finish it. ``not_begun``: others began the operation,
+    and its device did not. ``differs``: it called something else, or another size, in this place. ``crossed``: it and
+    others wait for each other, for they call the operations of two groups in different orders."""
+    awaited: Awaited
+    """What others wait in, of several operations the first; ``stuck``, ``not_begun``: what it does not finish."""
+    waiting: tuple[int, ...]
+    """The ranks that wait for it, in this operation or in another."""
+    instead: str | None
+    """What it called in this place, and its sizes: ``differs`` alone."""
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What the dumps of a job say. This is the JSON of ``megaprof hang``."""
+
+    version: int
+    """Of this shape: 1."""
+    ranks: tuple[int, ...]
+    """The ranks that left a dump."""
+    missing: tuple[int, ...]
+    """The ranks of their groups that left none."""
+    culprits: tuple[Culprit, ...]
+    """The ranks that keep the job waiting, the longest first."""
+    behind: int
+    """How many other ranks have something that does not end."""
+    unended: tuple[Awaited, ...]
+    """Operations that keep the job waiting although all ranks of their group have called them, and none has anything to
+    end before: a device of one of them, or what connects them."""
+    warnings: tuple[str, ...]
+    """What must be known about the dumps, in sentences."""
+
+
+def hang_of(paths: Iterable[Path]) -> Hang:
+    """Returns what the dumps among ``paths`` say; other files are warned of. Raises BadDump where none is a dump."""
+    dumps: dict[int, Dump] = {}
+    warnings = []
+    for path in sorted(paths):
+        if rank_of(path) is None:
+            continue
+        try:
+            dump = read_dump(path)
+        except (BadDump, OSError) as fault:
+            warnings.append(f"{path.name} is no dump that can be read: {fault}")
+            continue
+        other = dumps.get(dump.rank)
+        if other is not None:
+            warnings.append(f"Rank {dump.rank} left several dumps; the latest counts.")
+        if other is None or dump.latest > other.latest:
+            dumps[dump.rank] = dump
+    if not dumps:
+        raise BadDump("; ".join(warnings) or "no file here is a dump of torch's flight recorder")
+    return hang(dumps, warnings)
+
+
+def hang(dumps: Mapping[int, Dump], warnings: Sequence[str] = ()) -> Hang:
+    """Returns who keeps the ranks of ``dumps`` waiting."""
+    job = _Job(dumps)
+    missing = tuple(sorted({rank for ranks in job.members.values() for rank in ranks} - dumps.keys()))
+    culprits = list(_differing(job))
+    device = dict(_by_device(job))
+    # A rank that called something else, or whose device stands still, waits for nobody.
+    known = device.keys() | {culprit.rank for culprit in culprits}
+    waits = {rank: missed for rank, missed in job.waits().items() if rank not in known}
+    behind = {rank: others for rank, others in job.behind().items() if rank not in known}
+    together = job.together()
+    sinks = dict(_sinks(waits, behind))
+    held = {rank: together[rank] for rank in sinks if rank in together and rank not in device}
+    found = {rank: why for rank, why in sinks.items() if rank not in held}
+    for rank, why in {**found, **device}.items():
+        if all(rank != culprit.rank for culprit in culprits):
+            culprits.append(job.culprit(rank, why if rank in dumps else "no_dump", waits))
+    named = {culprit.rank for culprit in culprits}
+    unended = {
+        (one.group, one.number, frozenset(() if one.peer is None else (rank, one.peer))): one
+        for rank, one in sorted((held or ({} if culprits else together)).items(), key=lambda item: -item[1].called)
+    }
+    return Hang(
+        1,
+        tuple(sorted(dumps)),
+        missing,
+        tuple(sorted(culprits, key=lambda culprit: (culprit.awaited.since, culprit.rank))),
+        sum(bool(dump.pending) for rank, dump in dumps.items() if rank not in named),
+        tuple(job.awaited(operation) for operation in unended.values()),
+        (*warnings, *job.disagreements()),
+    )
+
+
+class _Job:
+    """The dumps of all ranks, by group."""
+
+    def __init__(self, dumps: Mapping[int, Dump]) -> None:
+        self.dumps = dumps
+        self._groups: dict[str, Group] = {}
+        known: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+        seen: defaultdict[str, set[int]] = defaultdict(set)
+        #: The collectives that somebody waits in: by group and number, and by rank there.
+        self.calls: defaultdict[tuple[str, int], dict[int, Operation]] = defaultdict(dict)
+        exchanging: set[str] = set()
+        for rank, dump in sorted(dumps.items()):
+            for name, group in dump.groups.items():
+                self._groups.setdefault(name, group)
+                known[name].update([group.ranks] if group.ranks else [])
+                seen[name].add(rank)
+            for operation in dump.pending:
+                if operation.peer is None:
+                    self.calls[operation.group, operation.number][rank] = operation
+            exchanging |= dump.exchanging
+        self._known = known
+        #: The ranks of each group, in its order: those that it was made of, or those that were seen in it.
+        self.members = {
+            name: max(known[name], key=len) if known[name] else tuple(sorted(seen[name])) for name in self._groups
+        }
+        #: By rank and group, the number of the last collective that it called.
+        self._called = {
+            (rank, name): number
+            for rank, dump in dumps.items()
+            for name, number in {
+                **{name: number for name, number in dump.enqueued.items() if name not in exchanging},
+                **dump.called,
+            }.items()
+        }
+
+    def came(self, rank: int, operation: Operation) -> bool:
+        """Whether ``rank`` has called this collective of its group."""
+        return self._called.get((rank, operation.group), 0) >= operation.number
+
+    def ended(self, rank: int, operation: Operation) -> bool:
+        """Whether this collective has ended on ``rank``."""
+        return self.came(rank, operation) and rank not in self.calls[operation.group, operation.number]
+
+    def waits(self) -> dict[int, dict[int, Operation]]:
+        """By rank that waits and rank that it waits for, the first operation in which it does so."""
+        sides = Counter(
+            (rank, operation.peer, operation.group, operation.name)
+            for rank, dump in self.dumps.items()
+            for operation in dump.pending
+            if operation.peer is not None
+        )
+        waits: defaultdict[int, dict[int, Operation]] = defaultdict(dict)
+        sends: defaultdict[int, dict[int, Operation]] = defaultdict(dict)
+        for rank, dump in self.dumps.items():
+            called: Counter[tuple[int, str, str]] = Counter()
+            for operation in dump.pending:
+                if operation.peer is None:
+                    for other in self.members[operation.group]:
+                        if not self.came(other, operation):
+                            waits[rank].setdefault(other, operation)
+                    continue
+                side = (operation.peer, operation.group, operation.name)
+                called[side] += 1
+                if called[side] > sides[operation.peer, rank, operation.group, _OTHER_SIDE[operation.name]]:
+                    some = sends if operation.name == "send" else waits
+                    some[rank].setdefault(operation.peer, operation)
+        return dict(waits or sends)
+
+    def together(self) -> dict[int, Operation]:
+        """By rank, the first operation that does not end on it, where it is the first on all ranks that take part."""
+        behind = self.behind()
+        return {
+            rank: dump.pending[0]
+            for rank, dump in self.dumps.items()
+            if dump.pending and not behind.get(rank) and self._all_called(rank, dump.pending[0])
+        }
+
+    def behind(self) -> dict[int, set[int]]:
+        """By rank, the other ranks of the first operation that does not end on it which called it, too, and have
+        something to end before it."""
+        behind = {}
+        for rank, dump in self.dumps.items():
+            if dump.pending:
+                others = set(self._others(rank, dump.pending[0]))
+                busy = {
+                    other
+                    for other in others & self.dumps.keys()
+                    if any(_answers(one, other, dump.pending[0], rank) for one in self.dumps[other].pending[1:])
+                }
+                behind[rank] = busy
+        return {rank: busy for rank, busy in behind.items() if busy}
+
+    def _others(self, rank: int, operation: Operation) -> Iterator[int]:
+        ranks = self.members[operation.group] if operation.peer is None else (operation.peer,)
+        return (other for other in ranks if other != rank)
+
+    def _all_called(self, rank: int, operation: Operation) -> bool:
+        return all(
+            other in self.dumps and any(_answers(one, other, operation, rank) for one in self.dumps[other].pending)
+            for other in self._others(rank, operation)
+        )
+
+    def culprit(self, rank: int, why: Why, waits: Mapping[int, Mapping[int, Operation]]) -> Culprit:
+        """Returns ``rank`` with the operation in which others have waited for it longest."""
+        waiting = {other: missed[rank] for other, missed in waits.items() if rank in missed}
+        if why in ("stuck", "not_begun"):
+            first = self.dumps[rank].pending[0]
+        else:
+            first = min(waiting.values(), key=lambda operation: operation.called)
+        return Culprit(rank, self._stage(rank), why, self.awaited(first), tuple(sorted(waiting)), None)
+
+    def awaited(self, operation: Operation) -> Awaited:
+        """Returns the operation with its group."""
+        group = self._groups[operation.group]
+        return Awaited(
+            operation.name,
+            operation.number if operation.peer is None else None,
+            group.description or operation.group,
+            self.members[operation.group],
+            operation.sizes,
+            operation.called,
+        )
+
+    def _stage(self, rank: int) -> int | None:
+        pipelines = [
+            ranks
+            for name, ranks in self.members.items()
+            if self._groups[name].description == _PIPELINE and rank in ranks
+        ]
+        return pipelines[0].index(rank) if pipelines else None
+
+    def differing(self, rank: int, mine: Operation, theirs: Operation) -> Culprit:
+        """Returns ``rank``, which called ``mine`` where others called ``theirs``."""
+        others = self.calls[mine.group, mine.number]
+        waiting = tuple(sorted(other for other, one in others.items() if _form(one) == _form(theirs)))
+        return Culprit(rank, self._stage(rank), "differs", self.awaited(theirs), waiting, _words(mine))
+
+    def disagreements(self) -> Iterator[str]:
+        """Groups of which ranks hold different lists."""
+        for name, lists in self._known.items():
+            if len(lists) > 1:
+                group = self._groups[name].description or name
+                yield f"Ranks do not agree who is in {group} ({name}): {' or '.join(map(str, sorted(lists)))}."
+
+
+_OTHER_SIDE = {"send": "recv", "recv": "send"}
+
+
+def _answers(one: Operation, rank: int, other: Operation, its_rank: int) -> bool:
+    """Whether both are the same collective, or the two sides of an exchange."""
+    if one.group != other.group:
+        return False
+    if other.peer is None:
+        return one.peer is None and one.number == other.number
+    return (one.peer, other.peer, one.name) == (its_rank, rank, _OTHER_SIDE[other.name])
+
+
+def _form(operation: Operation) -> tuple[object, ...]:
+    """What must be the same on all ranks of a collective."""
+    if operation.name not in _EVEN:
+        return (operation.name,)
+    return operation.name, tuple(math.prod(shape) for shape in operation.sizes), operation.dtypes
+
+
+def _words(operation: Operation) -> str:
+    return " ".join([operation.name, *("x".join(map(str, shape)) for shape in operation.sizes)])
+
+
+def _differing(job: _Job) -> Iterator[Culprit]:
+    """The ranks that called another operation, or another size, than most ranks of the group in this place."""
+    for calls in job.calls.values():
+        forms = Counter(_form(operation) for operation in calls.values())
+        if len(forms) < 2:
+            continue
+        (usual, count), (_, second) = forms.most_common(2)
+        theirs = next(operation for operation in calls.values() if _form(operation) == usual)
+        for rank, mine in calls.items():
+            if _form(mine) != usual:
+                yield job.differing(rank, mine, theirs)
+            elif count == second:  # as many on either side: nobody can say who is wrong
+                yield job.differing(rank, mine, next(one for one in calls.values() if _form(one) != usual))
+
+
+def _sinks(waits: Mapping[int, Mapping[int, Operation]], behind: Mapping[int, set[int]]) -> Iterator[tuple[int, Why]]:
+    """The ranks that others wait for and that wait for nobody; and, of those whose waiting leads to none of these, the
+    ones that wait in a circle. What a rank's device waits for, `_Job.behind`, its host need not wait for."""
+    follows = {rank: set(missed) for rank, missed in waits.items()}
+    follows |= {rank: others for rank, others in behind.items() if rank not in waits}
+    waited: defaultdict[int, set[int]] = defaultdict(set)
+    for rank, others in follows.items():
+        for other in others:
+            waited[other].add(rank)
+    sinks = [rank for rank in waited if rank not in follows]
+    for rank in sinks:
+        yield rank, "absent"
+    explained, edge = set(sinks), sinks
+    while edge:
+        edge = [rank for other in edge for rank in waited[other] if rank not in explained]
+        explained.update(edge)
+    circle = follows.keys() - explained
+    while outside := {rank for rank in circle if not waited[rank] & circle}:
+        circle -= outside
+    free = circle - waits.keys()
+    for rank in free or circle:
+        yield rank, "absent" if free else "crossed"
+
+
+def _by_device(job: _Job) -> Iterator[tuple[int, Why]]:
+    for rank, dump in job.dumps.items():
+        if not dump.pending or dump.pending[0].peer is not None:
+            continue
+        first = dump.pending[0]
+        others = [other for other in job.members[first.group] if other != rank]
+        if any(job.ended(other, first) for other in others):
+            yield rank, "stuck"
+        elif not first.started and any(
+            called.started for other, called in job.calls[first.group, first.number].items() if other != rank
+        ):
+            yield rank, "not_begun"

@@ -1,0 +1,69 @@
+"""What `Hang` says, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang
+from megaprof.analysis.trace.groups import axis_of
+from megaprof.formats.checks import counted
+from megaprof.parallel.selectors import Selector
+
+
+def sentences(hang: Hang) -> Iterator[str]:
+    """Who keeps the job waiting, and in what; then what must be known about the dumps."""
+    for culprit in hang.culprits:
+        yield _culprit(culprit)
+    for awaited in hang.unended:
+        yield (
+            f"{_ranks(awaited.ranks)} all called {_operation(awaited)}, and it does not end: look at their GPUs and at "
+            f"the network between them. {_since(awaited)}"
+        )
+    if hang.culprits and hang.behind:
+        yield f"{counted(hang.behind, 'other rank')} cannot go on, for they wait for them or for each other."
+    if not hang.culprits and not hang.unended:
+        waiting = f"{counted(hang.behind, 'rank')} had something in flight" if hang.behind else "nothing was in flight"
+        yield f"No rank keeps another waiting: {waiting} when the dumps were written."
+    if hang.missing and not any(culprit.why == "no_dump" for culprit in hang.culprits):
+        yield f"No dump of {_ranks(hang.missing).lower()} is here."
+    yield from hang.warnings
+
+
+def _culprit(culprit: Culprit) -> str:
+    place = "" if culprit.stage is None else f" (stage {culprit.stage})"
+    who, awaited = f"Rank {culprit.rank}{place}", culprit.awaited
+    operation = _operation(awaited)
+    waiting = _ranks(culprit.waiting)
+    waits = f"{waiting} {'wait' if len(culprit.waiting) > 1 else 'waits'}"
+    if culprit.why == "absent":
+        did = "come to" if awaited.number is not None else "answer"
+        said = f"{who} did not {did} {operation}. {waits} for it."
+    elif culprit.why == "no_dump":
+        said = f"{who} left no dump: it has died, or its file is not here. {waits} for it in {operation}."
+    elif culprit.why == "stuck":
+        said = f"{who} does not finish {operation}, which others of the group have finished: look at its GPU."
+    elif culprit.why == "not_begun":
+        said = f"The GPU of {who.lower()} has not begun {operation}, which others have: look at what runs on it."
+    elif culprit.why == "crossed":
+        said = f"{waits} for {who.lower()} in {operation}, while it waits for them in another group."
+    else:
+        said = f"{who} called {culprit.instead} where {waiting.lower()} called {operation}."
+    return f"{said} {_since(awaited)}"
+
+
+def _operation(awaited: Awaited) -> str:
+    """``_all_gather_base 87749 (2048x1x5120) of its tp group, ranks 8-11``"""
+    number = "" if awaited.number is None else f" {awaited.number}"
+    shapes = ", ".join("x".join(map(str, shape)) for shape in awaited.sizes if shape)
+    group = axis_of(awaited.group) or awaited.group
+    size = f" ({shapes})" if shapes else ""
+    return f"{awaited.operation}{number}{size} of the {group} group of {_ranks(awaited.ranks).lower()}"
+
+
+def _since(awaited: Awaited) -> str:
+    return f"That was called at {datetime.fromtimestamp(awaited.since, UTC):%Y-%m-%d %H:%M:%S} UTC."
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"Rank{'s' if len(ranks) != 1 else ''} {Selector.of_ranks(ranks)}"
