@@ -426,7 +426,16 @@ def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, mo
         second.remove()
 
 
-@pytest.mark.parametrize("where", ["patch_p2p", "patch_schedules", "registry.adapt", "roles.attach", "listen"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "hooks.megatron.patch_p2p",
+        "hooks.megatron.patch_schedules",
+        "install.registry.adapt",
+        "capture.profiler.at_exit",
+        "install.listen",
+    ],
+)
 def test_hooks_that_cannot_go_in_leave_nothing_behind(
     where: str, one_rank: Any, tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
@@ -434,8 +443,8 @@ def test_hooks_that_cannot_go_in_leave_nothing_behind(
         raise RuntimeError("megatron is another one")
 
     before = hooked_objects()
-    monkeypatch.setattr(f"megaprof.install.{where}", broken)
-    handle = install_hooks(one_rank.chunks, on(tmp_path, on_demand=where == "listen"))
+    monkeypatch.setattr(f"megaprof.{where}", broken)
+    handle = install_hooks(one_rank.chunks, on(tmp_path, on_demand=where == "install.listen"))
     assert not handle.active
     assert all(hooked_objects()[name] is before[name] for name in before)
     assert caplog.text.count("installing the hooks failed") == 1

@@ -130,9 +130,9 @@ def _loaded(name: str) -> None:
             _watch(sys.modules[name])
         elif _watched(name):
             from megaprof.hooks.batch import when_asked
-            from megaprof.hooks.patching import Patches
             from megaprof.integrations import contract
             from megaprof.integrations.registry import adapt
+            from megaprof.runtime.patching import Patches
 
             if install not in contract.when_settled:
                 contract.when_settled.append(install)

@@ -10,10 +10,10 @@ import sys
 from typing import Any
 
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
-from megaprof.hooks.patching import Patches
 from megaprof.hooks.plain import PlainSteps
 from megaprof.install import Handle, install_hooks, install_without_pipeline
 from megaprof.integrations.ms_swift import config_of
+from megaprof.runtime.patching import Patches
 
 NAME = "profiler"
 

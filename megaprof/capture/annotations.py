@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megaprof.capture import roles
+from megaprof.capture.process import process
 from megaprof.capture.scope import enter_block, in_task, leave_block
 from megaprof.config.per_role import checked_role
 from megaprof.formats.ranges import DOMAIN, annotation_range
@@ -109,10 +110,10 @@ class annotate:
             work.__exit__(kind, fault, tb)
 
     def _function(self, function: Callable[..., Any], message: str) -> Callable[..., Any]:
-        role, look, sessions = self._role, self._look, roles.sessions
+        role, look = self._role, self._look
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not sessions and not roles.traced:
+            if not process.sessions and not process.traced:
                 return function(*args, **kwargs)
             with _Work(role, message, look):
                 return function(*args, **kwargs)
@@ -187,7 +188,7 @@ class annotate:
 
 
 def _watched() -> bool:
-    return bool(roles.sessions) or roles.traced
+    return bool(process.sessions) or process.traced
 
 
 class _RoleWindow:
@@ -203,17 +204,17 @@ class _RoleWindow:
         role = self._role
         if role is None or roles.current().role == role:  # inside work of the same role
             return
-        sessions = roles.sessions
+        sessions = process.sessions
         session = next((s for s in sessions if s.role == role), None)
         session = session or next((s for s in sessions if s.role is None), None) or next(iter(sessions), None)
-        with Contained("opening a window", roles.abandon):
+        with Contained("opening a window", process.abandon):
             if session is not None and session.begin_work(role):
                 self._session = session
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
         session, self._session = self._session, None
         if session is not None:
-            with Contained("closing a window", roles.abandon):
+            with Contained("closing a window", process.abandon):
                 session.end_work(failed=fault is not None and not isinstance(fault, GeneratorExit))
 
 
@@ -239,8 +240,8 @@ class _Work:
                 self._window.__enter__()
             if self._role is not None:
                 self._scope = roles.enter(self._role)
-            if roles.recording():
-                with Contained("opening an annotation's range", roles.abandon):
+            if process.recording:
+                with Contained("opening an annotation's range", process.abandon):
                     from megaprof.recorders.emit import Range
 
                     name = annotation_range(self._message, roles.current().role)

@@ -1,25 +1,30 @@
-"""The window that a session has open."""
+"""The window that is open."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megaprof.capture.agenda import PlannedWindow
-from megaprof.recorders import Window
+from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.emit import Range
 from megaprof.runtime.device import DeviceWait
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenWindow:
-    """What the session knows of it while it is open."""
+    """What its session knows of a window while it is open."""
 
+    owner: object
+    """The session that opened it. What others do meanwhile is recorded in it."""
     window: Window
     """What the recorders were asked for."""
     planned: PlannedWindow
     """Which steps are in it, and how it ends."""
+    recorders: Sequence[Recorder]
+    """What records it."""
     overall: Range | None = None
     """The range of the running step of a window that outlives the call that opened it, or had none."""
     call: RecordedCall | None = None

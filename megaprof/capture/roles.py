@@ -10,29 +10,21 @@ asynchronous rollout each keep their own role.
 
 from __future__ import annotations
 
-import os
 from contextvars import Token
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from megaprof.capture.process import process
 from megaprof.capture.scope import Scope as Scope
 from megaprof.capture.scope import current as current
 from megaprof.capture.scope import enter_block, in_task, leave_block, scope
 from megaprof.capture.scope import leave as leave
 from megaprof.config.per_role import checked_role
-from megaprof.formats.nsys import SESSION_VARIABLE
-from megaprof.runtime.isolation import Contained, in_full
+from megaprof.runtime.isolation import Contained
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
-    from megaprof.capture.session import Session
     from megaprof.recorders.emit import Range
-
-#: The sessions whose hooks are in. Annotations look at nothing but this and `traced` while profiling is off.
-sessions: list[Session] = []
-#: Whether Nsight Systems records this process from start to end: a controller, which has no windows, has ranges then
-#: without any hooks.
-traced = SESSION_VARIABLE in os.environ
 
 
 class role:
@@ -49,9 +41,9 @@ class role:
 
     def __enter__(self) -> None:
         opened: Range | None = None
-        window = _open_window() if sessions and self._name is not None else None
-        if window is not None or (traced and not sessions and self._name is not None):
-            with Contained("opening a role's range", abandon):
+        window = None if self._name is None else process.window
+        if self._name is not None and process.recording:
+            with Contained("opening a role's range", process.abandon):
                 from megaprof.formats.ranges import role_range
                 from megaprof.recorders.emit import Range
 
@@ -68,7 +60,7 @@ class role:
         if token is not None:
             leave(token)
         if opened is not None:
-            with Contained("closing a role's range", abandon):
+            with Contained("closing a role's range", process.abandon):
                 opened.close()
 
 
@@ -94,30 +86,4 @@ def say_once(message: str) -> None:
 
 def enter(name: str) -> Token[Scope]:
     """A scope without a range of its own; undone by `leave`."""
-    return scope.set(Scope(name, _open_window()))
-
-
-def attach(session: Session) -> None:
-    """Annotations may open windows of ``session`` from now on."""
-    sessions.append(session)
-
-
-def detach(session: Session) -> None:
-    """Annotations open no windows of ``session`` any more."""
-    if session in sessions:
-        sessions.remove(session)
-
-
-def abandon() -> None:
-    """After a fault: no session records anything more. Can be run twice."""
-    in_full(*(session.abandon for session in sessions))
-
-
-def recording() -> bool:
-    """True while ranges have somebody to reach: a window is open in this process, or nsys records it and no hooks are
-    in that would open windows."""
-    return _open_window() is not None if sessions else traced
-
-
-def _open_window() -> object:
-    return sessions[0].open_window() if sessions else None
+    return scope.set(Scope(name, process.window))

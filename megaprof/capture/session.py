@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.neighbours import Neighbours
+from megaprof.artifacts.store import Store
 from megaprof.capture.agenda import Agenda, Begun, Call, CountedStep, HostNumbers, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
 from megaprof.capture.demand import Demand
+from megaprof.capture.lines import Lines
 from megaprof.capture.opened import OpenWindow
+from megaprof.capture.process import Process
+from megaprof.capture.repeats import Repeats, remove
 from megaprof.capture.scope import current
-from megaprof.capture.this_rank import check_role
+from megaprof.capture.this_rank import ThisRank, check_role
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.formats import ranges
-from megaprof.parallel.topology import RankCoords
+from megaprof.formats.names import shard
+from megaprof.parallel.chunks import innermost
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
@@ -27,6 +36,7 @@ from megaprof.recorders.emit import Range
 from megaprof.recorders.graph_names import names
 from megaprof.recorders.tape import Tape
 from megaprof.runtime.device import GRACE_SECONDS, capturing
+from megaprof.runtime.ending import Termination
 from megaprof.runtime.hostmemory import HostMemoryGuard, parse_limit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.isolation import Contained, contained, fault_now, in_full
@@ -34,8 +44,6 @@ from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.recorders.timeline.recorder import TimelineRecorder
-    from megaprof.runtime.ending import Termination
-
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
@@ -47,50 +55,50 @@ class Session:
     rest of the run. Neither reaches the caller.
     """
 
-    #: The session whose window is open. A process holds one Kineto session, so it has one open window at most; what
-    #: other sessions do meanwhile is recorded in it.
-    _holder: Session | None = None
-    #: What was prepared behind the call before, for this one.
-    _ahead: Prepared | None = None
-    #: Why the open window must close before the next microbatch: the host memory guard sets it, in its own thread.
-    memory_full: str | None = None
-    #: Another thread wants something of the training thread, which looks at this before each microbatch.
-    urgent = False
-
     def __init__(
         self,
         config: ProfileConfig,
-        coords: RankCoords,
-        recorders: Sequence[Recorder],
+        here: ThisRank,
+        models: tuple[Any, ...] | None,
+        store: Store,
+        process: Process,
+        termination: Termination,
         *,
-        role: str | None = None,
+        role: str | None,
         numbers: HostNumbers,
-        timeline: TimelineRecorder | None = None,
-        window_ended: Callable[[Window], None] = lambda window: None,
-        repeat: Callable[[Window], int] = lambda window: 1,
-        framework: str | None = None,
-        termination: Termination | None = None,
+        recorders: Sequence[Recorder],
+        timeline: TimelineRecorder | None,
+        framework: str | None,
     ) -> None:
-        """``numbers``: of the host's steps. ``window_ended`` is called once every file of a window is with the writer;
-        ``repeat`` says the how-manieth window of its names one is that opens; ``framework`` names the host;
-        ``termination`` keeps a SIGTERM from ending a window half-way."""
+        """``models``: the model chunks, None: any that are no other session's. ``role``: whose model it is.
+        ``numbers``: of the host's steps. ``termination`` keeps a SIGTERM from ending a window half-way. ``framework``
+        names the host."""
+        self.config = config
+        self.role = role
+        self.coords = here.coords
+        self.models = None if models is None else tuple(_reference(innermost(model)) for model in models)
+        self.writer = store.writer
+        self.recorders = tuple(recorders)
+        self.timeline = timeline
+        self.agenda = Agenda(config, here.coords, role)
         self.off: str | None = None
         """Why nothing more is recorded in this run, after a fault; None: it is."""
-        self._termination = termination
-        self._held: AbstractContextManager[object] = _NOTHING if termination is None else termination
-        self._window_ended = window_ended
-        self._repeat = repeat
-        self._framework = framework
-        self.timeline = timeline
-        self.config = config
-        self.coords = coords
-        self.role = role
-        self._recorders = tuple(recorders)
-        self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
-        self.agenda = Agenda(config, coords, role)
-        self._numbers = numbers
+        self.removed = threading.Event()
+        """Set once its hooks are out, and everything of it is finished."""
+        self.handle: object = None
+        """What the host holds of it, and gets again where it asks for the same once more."""
+        self.at_end: list[Callable[[], object]] = []
+        """What ends with the session, once its files are finished."""
         #: A capture that was asked for while the job runs; set and cleared by the background thread.
         self.demand: Demand | None = None
+        self._process = process
+        self._termination = termination
+        self._numbers = numbers
+        self._framework = framework
+        self._folder = os.path.join(store.local, shard(here.coords))
+        self._lines = Lines(config, store.local, speaks=here.speaks)
+        self._repeat = Repeats(store.local, here.coords)
+        self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
         self._roles = {role}
         self._losses: set[str] = set()
         self._offloading = Offloading(config)
@@ -98,14 +106,22 @@ class Session:
         #: What is prepared behind the call that runs, because the next one is captured.
         self._coming: Sequence[Recorder] = ()
         self._thread = threading.get_ident()
-        self._open_window: OpenWindow | None = None
+        self._last: Window | None = None  # that has closed
         limit = parse_limit("max_host_memory", config.max_host_memory)
-        self._guard = HostMemoryGuard(limit, self._memory_ran_out, Neighbours)
+        self._guard = HostMemoryGuard(limit, partial(process.memory_ran_out, self), Neighbours)
 
     @property
     def disabled(self) -> bool:
         """True after a fault: nothing more is recorded in this run."""
         return self.off is not None
+
+    def owns(self, models: tuple[Any, ...] | None) -> bool:
+        """Whether the session is for these very model chunks, or for any model where ``models`` is None."""
+        if models is None or self.models is None:
+            return models is self.models is None
+        return len(models) == len(self.models) and all(
+            reference() is innermost(model) for reference, model in zip(self.models, models, strict=True)
+        )
 
     @property
     def calls(self) -> dict[tuple[str, str | None], int]:
@@ -123,18 +139,18 @@ class Session:
             if role not in self._roles:
                 self._meet(role)
             begun = self._begins(facts.target, role)
-            if self._recorders or self.demand is not None:
+            if self.recorders or self.demand is not None:
                 self._coming = self._needed_next(begun.steps)
-            if self._open_window is not None and not capturing():
-                with self._held:
-                    self._end_or_extend(self._open_window, facts, begun)
+            if (opened := self._own_window) is not None and not capturing():
+                with self._termination:
+                    self._end_or_extend(opened, facts, begun)
             wanted = self.agenda.wanted(begun, self.demand)
-            if wanted or Session._ahead is not None:
-                with self._held:
+            if wanted or self._process.prepared is not None:
+                with self._termination:
                     self._open_first(wanted, facts)
                     if facts.graph != "capture":  # nothing may be synchronised while it is captured
                         self._leave_prepared()
-            elif self._termination is not None and self._termination.armed:
+            elif self._termination.armed:
                 self._termination.settle()  # the last window's files may be written by now
             return self._record(facts, begun.step)
         except BaseException as fault:
@@ -148,19 +164,19 @@ class Session:
             if call.line is not None and self.timeline is not None:
                 self.timeline.end(call.line, failed=failed)
             call.outermost.__exit__(None, None, None)
-            opened, coming = self._open_window, self._coming
+            opened, coming = self._own_window, self._coming
             if opened is None and not coming:
                 return
-            with self._held:
+            with self._termination:
                 if opened is not None and failed:
                     self._close("the host raised an exception")
                 elif (
                     opened is not None and not opened.planned.outlasts_call and self.agenda.is_complete(opened.planned)
                 ):
                     self._close(None)
-                if coming and not failed and Session._holder is None and not capturing() and self._pace.ends():
-                    Session._ahead = Prepared(self, coming)
-                    Session._ahead.prepare()
+                if coming and not failed and self._process.window is None and not capturing() and self._pace.ends():
+                    self._process.prepared = prepared = Prepared(self, coming)
+                    prepared.prepare()
         except BaseException as fault:
             if not contained("closing a window", self.abandon, fault):
                 raise
@@ -170,49 +186,89 @@ class Session:
         ``end_work`` must follow. Only on the thread that installed the hooks: recorders follow one thread's work."""
         opened = False
         if not self.disabled and self.config.discrete and threading.get_ident() == self._thread:
-            with Contained("opening a window", self.abandon), self._held:
+            with Contained("opening a window", self.abandon), self._termination:
                 self._meet(role)
                 begun = self._begins(ANNOTATED, role)
-                free = Session._holder is None and not capturing()
+                free = self._process.window is None and not capturing()
                 if free and self._offloading.refusal(()) is None:
                     self._open_first(self.agenda.wanted(begun), NO_CALL)
-                    opened = self._open_window is not None
+                    opened = self._own_window is not None
         return opened
 
     def end_work(self, *, failed: bool) -> None:
         """The work that ``begin_work`` answered with True is over, or raised an exception of the host's."""
-        with Contained("closing a window", self.abandon), self._held:
-            if self._open_window is not None and self._open_window.window.target == ANNOTATED:
+        with Contained("closing a window", self.abandon), self._termination:
+            if (opened := self._own_window) is not None and opened.window.target == ANNOTATED:
                 self._close("the host raised an exception" if failed else None)
 
-    @staticmethod
-    def open_window() -> object:
-        """The window that is open in this process, None when there is none. Only its identity means something."""
-        return Session._holder._open_window if Session._holder is not None else None
+    @property
+    def _own_window(self) -> OpenWindow | None:
+        """The open window, if this session opened it."""
+        opened = self._process.window
+        return opened if opened is not None and opened.owner is self else None
 
     @property
     def thread(self) -> int | None:
         """The thread that opened this session's window, or prepared its recorders, and alone can end that; None: there
         is nothing to end."""
-        if self._open_window is not None:
-            return self._open_window.thread
-        return Session._ahead.thread if Session._ahead is not None and Session._ahead.owner is self else None
+        for pending in (self._process.window, self._process.prepared):
+            if pending is not None and pending.owner is self:
+                return pending.thread
+        return None
 
-    def finish(self, reason: str, seconds: float | None = None) -> None:
+    def end_window(self, reason: str, seconds: float | None = None) -> None:
         """Close an open window early; what it has is kept and marked truncated. A no-op without one.
 
         What the device has not finished within ``seconds`` (None: ``--profile-flush-seconds``) is not in it.
         """
-        with Contained("closing the last window", self.abandon), self._held:
+        with Contained("closing the last window", self.abandon), self._termination:
             self._close(reason, seconds, last=True)
-            if Session._ahead is not None and Session._ahead.owner is self:
+            if self._process.prepared is not None and self._process.prepared.owner is self:
                 self._leave_prepared()
+
+    def close(self, reason: str, seconds: float) -> None:
+        """Close an open window, finish every file within ``seconds``, and say what there is. The window gets half of
+        that time: the device may never be idle, and the files of other windows are to be finished all the same."""
+        deadline = time.monotonic() + seconds
+        in_full(
+            partial(self.end_window, reason, seconds / 2),
+            None if self.timeline is None else self.timeline.close,
+            lambda: self.writer.close(max(0.0, deadline - time.monotonic())),
+            *self.at_end,
+            partial(self._lines.end, self.agenda),
+        )
+
+    def save(self, reason: str, seconds: float) -> None:
+        """Close an open window and wait for its files, as `close` does, but leave everything on."""
+        deadline = time.monotonic() + seconds
+        in_full(
+            partial(self.end_window, reason, seconds / 2),
+            lambda: self.writer.flush(max(0.0, deadline - time.monotonic())),
+        )
+
+    def kernel_summary(self, timeout: float, role: str | None) -> dict[str, Any] | None:
+        """See `megaprof.install.Handle.kernel_summary`."""
+        for recorder in self.recorders:
+            summary = getattr(recorder, "kernel_summary", None)
+            if summary is not None:
+                last: dict[str, Any] | None = summary(timeout, role)
+                return last
+        return None
+
+    def forget_attempt(self) -> None:
+        """The call that has just ended runs again: its file, if it was captured, makes room for the next one's."""
+        window = self._last
+        if window is None or window.target != TRAIN_ACTOR or window.last not in (None, window.step):
+            return
+        if self.agenda.repeats(window.target, window.role, window.step):
+            logger.info("megaprof: train_actor step %d runs again, and its file is the second run's", window.step)
+            self.writer.run(partial(remove, self._folder, window))
 
     def step_ended(self) -> None:
         """The host's step is over: the window of all its work is complete. A no-op without one."""
-        opened = self._open_window
+        opened = self._own_window
         if opened is not None and opened.window.target == TRAIN_OVERALL:
-            with Contained("closing the window of a step", self.abandon), self._held:
+            with Contained("closing the window of a step", self.abandon), self._termination:
                 if self.agenda.is_complete(opened.planned):
                     self._close(None)
 
@@ -225,28 +281,28 @@ class Session:
 
     def cut(self, call: RecordedCall, reason: str) -> None:
         """Close the process's open window in the middle of ``call``, which the timeline goes on with."""
-        with Contained("closing a window early", self.abandon), self._held:
+        with Contained("closing a window early", self.abandon), self._termination:
             call.ranged = False
             call.outermost.__exit__(None, None, None)
-            if Session._holder is not None:
-                Session._holder.finish(reason, GRACE_SECONDS)
+            holder = None if self._process.window is None else self._process.window.owner
+            if isinstance(holder, Session):
+                holder.end_window(reason, GRACE_SECONDS)
 
     def abandon(self) -> None:
         """After a fault: record nothing more in this run and leave no recorder running. Can be run twice."""
         self.off = self.off or fault_now()
-        opened, demand = self._open_window, self.demand
-        overall = None if opened is None else opened.overall
-        with self._held:
+        opened, demand, process = self._own_window, self.demand, self._process
+        with self._termination:
             in_full(
-                *([] if self.timeline is None else [self.timeline.abandon]),
-                *([] if overall is None else [overall.close]),
-                *(recorder.discard for recorder in (*self._recorders, *(() if demand is None else demand.recorders))),
+                None if self.timeline is None else self.timeline.abandon,
+                None if opened is None or opened.overall is None else opened.overall.close,
+                *(recorder.discard for recorder in (*self.recorders, *(demand.recorders if demand else ()))),
                 self._release,
             )
         self.demand = None
         self._coming = ()
-        if Session._ahead is not None and Session._ahead.owner is self:
-            Session._ahead = None
+        if process.prepared is not None and process.prepared.owner is self:
+            process.prepared = None
 
     def _begins(self, target: str, role: str | None) -> Begun:
         return self.agenda.begins(Call(target, role, *self._numbers.of(target)))
@@ -256,20 +312,17 @@ class Session:
         demand = self.demand
         for step in self._pace.begins(steps):
             if self.agenda.comes(step):
-                return self._recorders
+                return self.recorders
             if demand is not None and demand.comes(step.target, step.role, step.index + 1):
                 return demand.recorders
         return ()
 
     def _leave_prepared(self) -> None:
         """A call has begun: what was prepared for it is in use now, or is not wanted after all."""
-        ahead, Session._ahead = Session._ahead, None
-        if ahead is not None:
-            ahead.leave(() if self._open_window is None else self._recorders_of(self._open_window))
-
-    def _recorders_of(self, opened: OpenWindow) -> Sequence[Recorder]:
-        demand = opened.planned.demand
-        return self._recorders if demand is None else demand.recorders
+        prepared, self._process.prepared = self._process.prepared, None
+        if prepared is not None:
+            opened = self._own_window
+            prepared.leave(() if opened is None else opened.recorders)
 
     def _meet(self, role: str | None) -> None:
         if role not in self._roles:
@@ -288,15 +341,14 @@ class Session:
             refusal = self._offloading.refusal(facts.chunks)
             if refusal is not None:
                 logger.error("megaprof: annotated work of %s is not captured: %s", planned.last.role, refusal)
-                in_full(*(recorder.discard for recorder in self._recorders), self._release)
+                in_full(*(recorder.discard for recorder in opened.recorders), self._release)
 
     def _open_first(self, wanted: Sequence[PlannedWindow], facts: CallFacts) -> None:
         """Open the first of ``wanted`` that can be. What cannot be opened now takes a later call, if it is to be."""
         for planned in wanted:
-            holder = Session._holder
-            inside = None if holder is None or holder._open_window is None else holder._open_window.planned.target
-            if holder is not None or facts.graph == "capture":  # nothing may be synchronised while it is captured
-                self._wait(planned, inside)
+            opened = self._process.window
+            if opened is not None or facts.graph == "capture":  # nothing may be synchronised while it is captured
+                self._wait(planned, None if opened is None else opened.planned.target)
             elif (refusal := self._refusal_of(facts, planned)) is not None:
                 self._refuse(planned, refusal)
             else:
@@ -329,9 +381,7 @@ class Session:
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
         """What is recorded of the call, in the open window and in the timeline; None: nothing."""
-        holder = Session._holder
-        window = holder._open_window if holder is not None else None
-        timeline = self.timeline
+        window, timeline = self._process.window, self.timeline
         tape = Tape(facts.chunks, facts.forward_only, None if timeline is None else timeline.clock)
         call = RecordedCall(facts, _NOTHING, tape)
         if window is not None or (facts.graph == "capture" and names.available):
@@ -342,18 +392,13 @@ class Session:
             if step.role not in (None, window.window.role) and scope.window is not window:
                 outermost.enter_context(Range(ranges.role_range(str(step.role))))
             outermost.enter_context(Range(ranges.step_range(step.target, step.number, self.coords)))
-            if self._open_window is not None and self._open_window.call is None:
-                self._open_window.call = call
+            if window.owner is self and window.call is None:
+                window.call = call
         # Nothing may be timed while a CUDA graph is captured.
         if timeline is not None and step.target in self._timed and facts.graph != "capture":
             captured = window is not None
             call.line = timeline.begin(call, step.target, step.role, step.number, captured=captured)
         return call if window is not None or call.line is not None or call.ranged or self._coming else None
-
-    def _memory_ran_out(self, reason: str) -> None:
-        if Session._holder is self:
-            Session.memory_full = reason
-            Session.urgent = True
 
     def _open(self, planned: PlannedWindow) -> None:
         """Open ``planned``; where its recorders cannot start, it is lost."""
@@ -363,11 +408,11 @@ class Session:
         role = self.role if step.target == TRAIN_OVERALL else step.role
         window = Window(step.target, role, step.number, self.coords, asked=planned.asked)
         window = replace(window, repeat=self._repeat(window))
-        Session._holder = self
-        self._open_window = opened = OpenWindow(window, planned)
+        recorders = self.recorders if planned.demand is None else planned.demand.recorders
+        self._process.window = opened = OpenWindow(self, window, planned, recorders)
         try:
             self._guard.start()
-            for recorder in reversed(self._recorders_of(opened)):
+            for recorder in reversed(recorders):
                 recorder.start(window)
         except Exception as fault:
             if from_host(fault):
@@ -385,33 +430,35 @@ class Session:
 
     def _close(self, truncated: str | None, seconds: float | None = None, *, last: bool = False) -> None:
         """``last``: no later call can close the window."""
-        opened = self._open_window
+        opened = self._own_window
         if opened is None or (capturing() and not last):
             return
         if opened.overall is not None:
             opened.overall.close()
-        recorders = self._recorders_of(opened)
         if opened.call is not None or opened.window.target == ANNOTATED:
             limit = self.config.flush_seconds if seconds is None else seconds
-            late = opened.device.wait(limit, lambda: self._termination is not None and self._termination.due)
-            self._save(opened, recorders, "; ".join(filter(None, (truncated, late))) or None)
+            late = opened.device.wait(limit, lambda: self._termination.due)
+            self._save(opened, "; ".join(filter(None, (truncated, late))) or None)
         else:
-            for recorder in recorders:
+            for recorder in opened.recorders:
                 recorder.discard()
         self._release()
         if opened.planned.demand is not None:
             opened.planned.demand.closes()
 
-    def _save(self, opened: OpenWindow, recorders: Sequence[Recorder], truncated: str | None) -> None:
+    def _save(self, opened: OpenWindow, truncated: str | None) -> None:
         """Have the files of a window written."""
         self._guard.closes()
         window = replace(opened.window, last=opened.planned.last.number)
         call = opened.call or RecordedCall(NO_CALL, _NOTHING, Tape())
         try:
             metadata = describe(window, call, self.config, truncated, self._framework)
-            for recorder in recorders:
+            for recorder in opened.recorders:
                 recorder.stop(window, metadata)
-            self._window_ended(window)
+            self._last = window
+            self._lines.window(window, self.writer.run)
+            self.writer.end_window()
+            self._process.captured(self)
         except Exception as fault:
             if from_host(fault):
                 raise
@@ -421,7 +468,7 @@ class Session:
 
     def _lose(self, opened: OpenWindow, why: str, fault: Exception) -> None:
         """A tool failed: there is no file of this window. Later ones are tried again, and the timeline goes on."""
-        in_full(*(recorder.discard for recorder in self._recorders_of(opened)), self._release)
+        in_full(*(recorder.discard for recorder in opened.recorders), self._release)
         reason, kind = f"{why}: {fault}", f"{why}: {type(fault).__name__}"
         planned = opened.planned
         if planned.demand is not None:
@@ -435,8 +482,15 @@ class Session:
 
     def _release(self) -> None:
         self._guard.stop()
-        if self._open_window is not None:
-            self._open_window.device.end()
-        self._open_window = None
-        if Session._holder is self:
-            Session._holder = None
+        opened = self._own_window
+        if opened is not None:
+            opened.device.end()
+            self._process.window = None
+
+
+def _reference(model: Any) -> Callable[[], Any]:
+    """Returns ``model`` while it lives: an address alone may belong to another model later."""
+    try:
+        return weakref.ref(model)
+    except TypeError:
+        return lambda: model

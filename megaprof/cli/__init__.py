@@ -55,7 +55,6 @@ _EXTRAS = {
     "markupsafe": "report",
     "mcp": "mcp",
     "megatron": "train",
-    "msgspec": "report",
     "pyarrow": "export",
     "rich": "report",
     "shtab": "completion",

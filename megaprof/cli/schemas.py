@@ -1,4 +1,4 @@
-"""JSON Schemas of what the commands print, from the dataclasses: ``python -m megaprof.cli.schemas DIR`` writes them.
+"""JSON Schemas of what the commands print, from their classes: ``python -m megaprof.cli.schemas DIR`` writes them.
 
 Where a command's JSON is a dataclass as it stands, so is its schema. Where it differs (means beside their spreads,
 parts of the fleet side by side), `_shape` says how, from the dataclass that it is made of.
@@ -213,7 +213,7 @@ def _status() -> Any:
     status = _shape(
         "RankStatus",
         (RankStatus, _names(RankStatus)),
-        version=(int, "Of the status file: 1."),
+        version=(int, "Of the status file: 2."),
         step=(int | None, "The last step that has begun."),
         still_s=(float, "For how many seconds it has not moved."),
     )
@@ -258,13 +258,18 @@ def _by_name(kind: Any) -> Any:
 
 def _names(of: Any, without: str = "") -> str:
     """All fields of a dataclass except some, as `_shape` takes them."""
-    return " ".join(each for each in of.__dataclass_fields__ if each not in without.split())
+    fields = of.__struct_fields__ if issubclass(of, msgspec.Struct) else of.__dataclass_fields__
+    return " ".join(each for each in fields if each not in without.split())
 
 
 @cache
 def _about(of: Any) -> dict[str, str]:
     """What the line below each field of a class says, in JSON's words."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(of))).body
+    try:
+        source = inspect.getsource(of)
+    except (OSError, TypeError):  # made here, of fields that say what they are
+        return {}
+    (tree,) = ast.parse(textwrap.dedent(source)).body
     lines = tree.body if isinstance(tree, ast.ClassDef) else []
     return {
         field.target.id: _in_json(" ".join(below.value.value.split()))
@@ -297,7 +302,7 @@ def _complete(shape: Any) -> dict[str, Any]:
 
 def _dataclasses(shape: Any) -> Iterator[Any]:
     """Those that a type consists of."""
-    if is_dataclass(shape):
+    if is_dataclass(shape) or (isinstance(shape, type) and issubclass(shape, msgspec.Struct)):
         yield shape
     inner = get_type_hints(shape).values() if hasattr(shape, "__annotations__") else get_args(shape)
     for each in inner:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from importlib.metadata import EntryPoint, entry_points
-
-from megaprof.runtime.logs import logger
-
 #: They are stopped in this order and started in the reverse one: nsys innermost, so that it records neither Kineto's
 #: start nor the writing of a trace.
 BUILTIN = ("nsys", "memory", "torch")
 #: Records every step rather than windows (`megaprof.recorders.timeline`), so it is no ``Recorder``.
 TIMELINE = "timeline"
-#: The group of entry points by which an installed package offers recorders: ``NAME = package.module:factory``.
-GROUP = "megaprof.recorders"
 #: Tools of third parties that were registered in this process, each with the factory of its recorder.
 registered: dict[str, object] = {}
 
 
 def known_tools() -> tuple[str, ...]:
     """The values that ``--profile-tool`` takes now."""
-    return (*BUILTIN, TIMELINE, *registered, *(name for name in installed() if name not in registered))
+    return (*BUILTIN, TIMELINE, *registered)
 
 
 def register(name: str, factory: object) -> None:
@@ -30,20 +23,6 @@ def register(name: str, factory: object) -> None:
     if name in (*BUILTIN, TIMELINE) or registered.get(name, factory) is not factory:
         raise ValueError(f"register_recorder: {name!r} is taken; known tools: {', '.join(known_tools())}")
     registered[name] = factory
-
-
-@functools.cache
-def installed() -> dict[str, EntryPoint]:
-    """Tools that installed packages offer, by name; none of them is loaded. A name that cannot be taken is logged."""
-    found: dict[str, EntryPoint] = {}
-    for point in entry_points(group=GROUP):
-        if not _is_word(point.name) or point.name in (*BUILTIN, TIMELINE):
-            logger.warning(
-                "megaprof: the recorder %s = %s is ignored: its name is taken or not valid", point.name, point.value
-            )
-        else:
-            found.setdefault(point.name, point)
-    return found
 
 
 def _is_word(name: object) -> bool:

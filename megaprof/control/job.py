@@ -5,15 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.control.directory import CONTROL, ControlDirectory, part, parts_with_a_run, path_of, status
+from megaprof.control.directory import (
+    CONTROL,
+    folder,
+    open_any,
+    part,
+    parts_with_a_run,
+    path_of,
+    status_folder,
+    status_name,
+)
 from megaprof.formats.checks import ago
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
+from megaprof.formats.job import run as run_json
 from megaprof.formats.job.records import Absent, BadRecord
-from megaprof.formats.job.run import RunRecord, dead, read_run
+from megaprof.formats.job.run import RunRecord, dead
 from megaprof.formats.job.status import LATE_INTERVALS, LATE_SECONDS, RankStatus
 
 #: Looks at a status that seems old, before it counts as such: the clock of the job's host may be another.
@@ -37,9 +48,9 @@ class RunningJob:
     run: RunRecord
     """What its lowest rank says of it."""
 
-    def control(self) -> ControlDirectory:
-        """Its control directory, to be closed. Raises OSError, and Unsafe."""
-        return ControlDirectory.look(self.directory, self.part)
+    def control(self) -> Directory:
+        """Opens its control directory. Raises OSError, and Unsafe."""
+        return open_any(self.directory, self.part)
 
     def leader(self) -> RankStatus | None:
         """The lowest rank's status, None where it cannot be read."""
@@ -105,8 +116,8 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
         roles = ", ".join(str(name).removeprefix("role-") for name in found)
         raise NoJob(f"the job in {directory} has the roles {roles}: name one with --role")
     try:
-        with ControlDirectory.look(directory, chosen) as control, control.folder() as folder:
-            return RunningJob(directory, chosen, read_run(folder))
+        with open_any(directory, chosen) as control:
+            return RunningJob(directory, chosen, records.read(control, run_json.NAME, RunRecord))
     except (Absent, OSError):
         raise NoJob(f"no job in {directory} any more") from None
     except BadRecord as fault:
@@ -115,34 +126,30 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
         raise NoJob(f"no job in {directory}: {fault}") from None
 
 
-def read_statuses(control: ControlDirectory, run: RunRecord, ranks: Iterable[int]) -> dict[int, RankStatus]:
-    """The statuses of `ranks` that are written, whole, and of `run`, by rank."""
-    folders: dict[tuple[str, ...], list[tuple[int, str]]] = {}
+def read_statuses(control: Directory, run: RunRecord, ranks: Iterable[int]) -> dict[int, RankStatus]:
+    """Returns the statuses of `ranks`, as far as they are written and of `run`, by rank."""
+    by_folder: dict[tuple[str, ...], list[int]] = {}
     for rank in ranks:
-        place = status(rank, run.world)
-        folders.setdefault(place[:-1], []).append((rank, place[-1]))
+        by_folder.setdefault(status_folder(rank, run.world), []).append(rank)
     found: list[RankStatus | None] = []
-    for folder, files in folders.items():
-        try:
-            with control.folder(*folder) as opened:
-                opened.names(1)  # a network file system asks its server again
-                found += _read_all(opened, run, files)
-        except (OSError, Unsafe):
-            continue
+    for names, members in by_folder.items():
+        with suppress(OSError, Unsafe), folder(control, *names) as opened:
+            opened.names(1)  # a network file system asks its server again
+            found += _read_all(opened, run, members)
     return {each.rank: each for each in found if each is not None}
 
 
-def _read_all(folder: Directory, run: RunRecord, files: list[tuple[int, str]]) -> list[RankStatus | None]:
-    if len(files) <= _READERS:
-        return [_read(folder, run, *file) for file in files]
+def _read_all(opened: Directory, run: RunRecord, ranks: list[int]) -> list[RankStatus | None]:
+    if len(ranks) <= _READERS:
+        return [_read(opened, run, rank) for rank in ranks]
     with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(lambda file: _read(folder, run, *file), files))
+        return list(readers.map(lambda rank: _read(opened, run, rank), ranks))
 
 
-def _read(folder: Directory, run: RunRecord, rank: int, name: str) -> RankStatus | None:
+def _read(opened: Directory, run: RunRecord, rank: int) -> RankStatus | None:
     try:
-        found = RankStatus.from_record(records.read(folder, name))
-    except (Absent, BadRecord, ValueError):
+        status = records.read(opened, status_name(rank), RankStatus)
+    except (Absent, BadRecord):
         return None
-    inside = all(place < getattr(run.sizes, axis) for axis, place in found.coords.items())
-    return found if (found.run, found.rank) == (run.run, rank) and inside else None
+    inside = all(place < getattr(run.sizes, axis) for axis, place in status.coords.items())
+    return status if (status.run, status.rank) == (run.run, rank) and inside else None

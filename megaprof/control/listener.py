@@ -1,26 +1,32 @@
-"""The listening side, on the background thread of every rank: status out, orders in."""
+"""A rank's side, on its background thread: it says which run this is and where it stands, and looks for requests.
+
+The lowest rank says in ``run.json`` which run this is, and all others read it there. A job that is started in the same
+directory takes it over; an earlier one that still runs steps back.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from megaprof.artifacts.writer import Writer
 from megaprof.control import directory as places
-from megaprof.control.directory import ControlDirectory
-from megaprof.control.gate import Gate
+from megaprof.control.captures import Captures
 from megaprof.control.job import RunningJob
-from megaprof.control.membership import Membership
-from megaprof.control.orders import Orders
 from megaprof.control.status import Meter, Reporter
-from megaprof.formats.files import Owner, Unsafe
+from megaprof.formats.files import Directory, Owner, Unsafe
+from megaprof.formats.job import records
+from megaprof.formats.job import run as run_json
+from megaprof.formats.job.records import Absent, BadRecord
 from megaprof.formats.job.run import RunRecord, interval
-from megaprof.formats.job.status import SIZE
 from megaprof.parallel.topology import WorldLayout
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
@@ -75,40 +81,38 @@ class Listener:
         self.path = places.path_of(self._directory, self._part)
         """The control directory."""
         self._leads = coords.rank == 0
-        self._status = places.status(coords.rank, coords.sizes.world)
+        self._coords = coords
         self._owner: Owner | None = None
-        self._gate: Gate | None = None
         self._meter = Meter()
         self._reporter = Reporter(session, self._meter, self._every)
         self._own = RunRecord.new(coords, layout, session.config.target, session.role, self._every)
-        self._membership = Membership(self._own, leads=self._leads, complain=self._complain)
-        self._orders = Orders(session, writer, self._directory, self._meter, self._membership)
+        self._run: RunRecord | None = None
+        self._ousted = False
+        self._captures = Captures(session, writer, self._directory, self._meter, leads=self._leads)
         self._followers: list[Callable[[Listener], None]] = []
         self._at_end: list[Callable[[], None]] = []
         self._complained: set[str] = set()
         self.closed = False
 
     def start(self, background: Background) -> None:
-        """Look every now and then on the thread of `background`."""
+        """Looks every now and then on the thread of `background`."""
         self._background = background
-        # The lowest rank lets requests in, for all others.
-        background.add(self.look, min(self._every, 1.0) if self._leads else self._every)
+        background.add(self.look, self._every)
 
     def follow(self, task: Callable[[Listener], None], at_end: Callable[[], None] = lambda: None) -> None:
-        """Call `task` after each look, while there is a run, and `at_end` at the end of it."""
+        """Calls `task` after each look while there is a run, and `at_end` at the end of it."""
         self._followers.append(task)
         self._at_end.append(at_end)
 
     @property
     def job(self) -> RunningJob | None:
         """The job as a command would find it; None as long as the rank does not know its run."""
-        run = self._membership.run
-        return None if run is None else RunningJob(self._directory, self._part, run)
+        return None if self._run is None else RunningJob(self._directory, self._part, self._run)
 
     @property
     def busy(self) -> bool:
-        """True while a capture is in this rank's hands, or in those of any rank as far as this one decides."""
-        return self._orders.task is not None or (self._gate is not None and self._gate.current is not None)
+        """True while a capture is asked for, or is in this rank's hands."""
+        return self._captures.busy
 
     def step_time(self, target: str) -> tuple[int, float | None]:
         """How many calls of `target` have begun in the session's role, and how long one takes lately, in ms."""
@@ -125,48 +129,68 @@ class Listener:
             return
         self._meter.look(dict(self._session.calls))
         try:
-            with ControlDirectory.own(self._directory, self._part, self._owner) as control:
+            with self._opened() as control:
                 self._look(control)
         except OSError as fault:
             self._complain(f"the control directory {self.path} does not answer: {fault.strerror or fault}")
         except Unsafe as fault:
             self._refuse(str(fault))
             return
-        for task in list(self._followers) if self._membership.run is not None else ():
+        for task in list(self._followers) if self._run is not None else ():
             try:
                 task(self)
             except Exception as fault:  # what follows must not end what it follows
                 self._followers.remove(task)
                 logger.error("megaprof: %s is off: %r", type(task).__name__, fault, exc_info=True)
 
-    def _look(self, control: ControlDirectory) -> None:
-        parts = (self._join, self._look_at_requests, self._orders.look, self._orders.follow, self._write_status)
+    def _opened(self) -> Directory:
+        control, self._owner = places.open_own(self._directory, self._part, self._owner)
+        return control
+
+    def _look(self, control: Directory) -> None:
         # Each by itself: whatever is wrong with requests, status still says that the rank is alive.
-        for part in parts:
+        for part in (self._announce if self._leads else self._learn, self._look_for_requests, self._write_status):
             try:
                 part(control)
             except OSError as fault:
                 self._complain(f"the control directory {self.path} does not answer: {fault.strerror or fault}")
 
-    def _join(self, control: ControlDirectory) -> None:
-        if self._owner is None:
-            # In the place of what an earlier run left there.
-            status = self._reporter.describe(None, None)
-            self._owner = control.owner = control.write(self._status, status.as_record(), create=True)
-        if self._leads and self._gate is None:
-            self._gate = Gate(control, self._own)
-        self._membership.look(control)
+    def _announce(self, control: Directory) -> None:
+        """Says which run this is, unless a job that was started later says so of itself."""
+        other = None if self._run is None and not self._ousted else _run_in(control)
+        self._ousted = other is not None and other.run != self._own.run and other.ended is None
+        if other is not None and self._ousted:
+            self._run = None
+            self._complain(
+                f"another job, process {other.pid} on {other.host}, has taken over {self.path}; "
+                "give each job a --profile-dir of its own"
+            )
+        elif other is None or other.run != self._own.run:
+            records.write(control, run_json.NAME, self._own)
+            self._run = self._own
 
-    def _look_at_requests(self, control: ControlDirectory) -> None:
-        if self._gate is not None and self._membership.run is not None:
-            self._gate.look(control)
+    def _learn(self, control: Directory) -> None:
+        """Takes the run that began when this rank did: that of a killed job, or of a later one, may stand there too."""
+        found = _run_in(control)
+        if found is None or (self._run is not None and found.run == self._run.run):
+            self._ousted = self._ousted and found is None
+        elif found.ended is None:
+            self._ousted = self._run is not None and self._apart(found) >= self._apart(self._run)
+            self._run = self._run if self._ousted else found
 
-    def _write_status(self, control: ControlDirectory, *, ended: bool = False) -> None:
-        if self._membership.ousted:
+    def _apart(self, run: RunRecord) -> float:
+        return abs(run.started - self._own.started)
+
+    def _look_for_requests(self, control: Directory) -> None:
+        self._captures.look(control, None if self._ousted else self._run)
+
+    def _write_status(self, control: Directory, *, ended: bool = False) -> None:
+        if self._ousted:
             return  # the directory is another job's
-        run = self._membership.run
-        status = self._reporter.describe(None if run is None else run.run, self._orders.state, ended=ended)
-        control.overwrite(self._status, status.as_record(), SIZE)
+        run, rank, world = self._run, self._coords.rank, self._coords.sizes.world
+        status = self._reporter.describe(None if run is None else run.run, self._captures.state, ended=ended)
+        with places.folder(control, *places.status_folder(rank, world), create=True) as folder:
+            records.write(folder, places.status_name(rank), status)
 
     def close(self) -> None:
         """The job, or this part of it, ends: say so. Its windows are closed and their files finished."""
@@ -193,21 +217,21 @@ class Listener:
     def _say_goodbye(self) -> None:
         for task in self._at_end:
             task()
-        with suppress(OSError, Unsafe), ControlDirectory.own(self._directory, self._part, self._owner) as control:
-            with suppress(OSError):
-                self._orders.end(control)
+        self._captures.end()
+        with suppress(OSError, Unsafe), self._opened() as control:
             with suppress(OSError):
                 self._write_status(control, ended=True)
-            with suppress(OSError):
-                self._membership.leave(control)
+            run = _run_in(control) if self._leads else None
+            if run is not None and run.run == self._own.run:
+                records.write(control, run_json.NAME, replace(run, ended=time.time()))
 
     def _refuse(self, reason: str) -> None:
         """The directory is not ours alone: nothing is read or written there any more."""
         self.closed = True
         if self._background is not None:
             self._background.remove(self.look)
-        if self._orders.task is not None:
-            self._orders.task.cancel(reason)
+        if self._captures.task is not None:
+            self._captures.task.cancel(reason)
         for task in self._at_end:
             task()
         logger.warning("megaprof: %s; profiling on demand and status are off, training goes on", reason)
@@ -216,6 +240,12 @@ class Listener:
         if message not in self._complained and len(self._complained) < _MOST_COMPLAINTS:
             self._complained.add(message)
             logger.warning("megaprof: %s; training goes on", message)
+
+
+def _run_in(control: Directory) -> RunRecord | None:
+    with suppress(Absent, BadRecord):
+        return records.read(control, run_json.NAME, RunRecord)
+    return None
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()

@@ -1,7 +1,8 @@
 """The asking side: from a request to the files, step by step, never waiting itself.
 
-First every selected rank answers how far its calls have come, then one call number that lies ahead of all of them is
-chosen for all. So every rank starts with the same step, and no rank ever waits for another.
+First every selected rank says in its status how far its calls have come. Then the command chooses one call number that
+lies ahead of all of them, and writes it into the request. So every rank starts with the same step, and none waits for
+another.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megaprof.control import directory
-from megaprof.control.directory import ANSWERS, REQUESTS, RUN, ControlDirectory
-from megaprof.control.job import RunningJob
+from msgspec.structs import replace
+
+from megaprof.control.directory import path_of
+from megaprof.control.job import RunningJob, read_statuses
 from megaprof.formats.checks import counted
-from megaprof.formats.files import Owner, Unsafe
-from megaprof.formats.job import requests as states
+from megaprof.formats.files import Directory, Unsafe
+from megaprof.formats.job import records
+from megaprof.formats.job import run as run_json
 from megaprof.formats.job.records import Absent, BadRecord
-from megaprof.formats.job.requests import Answer, Refusal, Refused, Request, Start
-from megaprof.formats.job.run import RunRecord, read_run
+from megaprof.formats.job.requests import NAME, Refused, Request
+from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import FINAL, CaptureState
 
 #: How much later than the estimate says the first step is, and how long a step time that is not known is waited for.
 _SAFETY = 1.5
@@ -66,29 +70,28 @@ class Requester:
         self._run = job.run
         self._missing = set(self.ranks)
         self._open = set(self.ranks)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, CaptureState] = {}
         self._heard: dict[int, float] = {}
-        self._gone = False
         self._began = 0.0
         self._all_heard: float | None = None
-        self._gone_at = 0
-        self._owner: Owner | None = None
+        self._asked = False
 
     def submit(self) -> None:
-        """Ask, where that is not done yet."""
-        if self._owner is None:
+        """Asks, where that is not done yet. Raises Refused."""
+        if not self._asked:
             self._began = time.monotonic()
-            self._owner = _submit(self._job, self.request)
+            _submit(self._job, self.request)
+            self._asked = True
 
     @property
     def state(self) -> str:
         """For people: what it is waiting for."""
-        if self._gone:
+        if self.request.first is not None:
             begun = [a.calls for a in self._answers.values()]
-            recording = sum(a.state == states.RECORDING for a in self._answers.values())
+            recording = sum(a.state == "recording" for a in self._answers.values())
             if recording:
                 return f"recording on {recording} of {len(self._answers)}"
-            left = max(self._gone_at - max(begun, default=0), 0)
+            left = max(self.request.first - max(begun, default=0), 0)
             seconds = min((a.seconds for a in self._answers.values() if a.seconds is not None), default=None)
             return f"starts in about {counted(left, 'call')}" + ("" if seconds is None else f", {left * seconds:.0f} s")
         if self._missing:
@@ -104,7 +107,7 @@ class Requester:
     def left_behind(self) -> str:
         """For people: what becomes of the request when nobody waits for it any more."""
         answers = self._answers.values()
-        if recording := sum(each.state == states.RECORDING for each in answers):
+        if recording := sum(each.state == "recording" for each in answers):
             return (
                 f"request {self.request.id}: withdrawn, but {recording} of {len(answers)} ranks record already; they "
                 f"finish, and their files come to {self._job.directory}"
@@ -131,80 +134,82 @@ class Requester:
 
     def withdraw(self) -> None:
         """Nothing more is wanted: what has not begun will not begin."""
-        name = self.request.id
         with suppress(OSError, Unsafe), self._job.control() as control:
-            control.unlink(directory.order(name), directory.start(name), directory.request(name))
+            if _id_in(control) == self.request.id:
+                control.unlink(NAME)
 
-    def _advance(self, control: ControlDirectory) -> Outcome | None:
+    def _advance(self, control: Directory) -> Outcome | None:
         now = time.monotonic()
-        if not self._gone and not self._answers:
-            self._look_for_refusal(control)
         self._read_answers(control, now)
+        if self._open:
+            self._check_that_it_stands(control)
         waited = now - self._began
-        if not self._gone:
-            refused = next((a for a in self._answers.values() if a.state in states.FINAL), None)
+        if self.request.first is None:
+            refused = next(((rank, a) for rank, a in self._answers.items() if a.state in FINAL), None)
             if refused is not None:
-                raise Refused(f"rank {refused.rank}: {refused.reason}")
+                raise Refused(f"rank {refused[0]}: {refused[1].reason}")
             if not self._missing:
-                self._go(control, now)
+                self._choose_first(control, now)
         elif not self._open:
             return self._outcome(None)
         if waited <= self.request.timeout:
             return None
-        if not self._gone:
+        if self.request.first is None:
             raise Refused(self._silence())
         return self._outcome(f"it was not finished within {self.request.timeout:.0f} s")
 
-    def _look_for_refusal(self, control: ControlDirectory) -> None:
-        control.refresh(ANSWERS, self.request.id)
-        with suppress(Absent, BadRecord, ValueError):
-            record = control.read(directory.refusal(self.request.id), self._owner)
-            raise Refused(Refusal.from_record(record).reason)
-        with suppress(Absent, BadRecord), control.folder() as folder:
-            run = read_run(folder)
+    def _check_that_it_stands(self, control: Directory) -> None:
+        """Raises Refused where the ranks cannot see the request any more."""
+        with suppress(Absent, BadRecord):
+            run = records.read(control, run_json.NAME, RunRecord)
             if run.run != self._run.run:
                 raise Refused("the job was started again meanwhile")
             if run.ended is not None:
                 raise Refused("the job has ended meanwhile")
+        try:
+            other = records.read(control, NAME, Request)
+        except (Absent, BadRecord):
+            raise Refused("somebody removed the request") from None
+        if other.id != self.request.id:
+            raise Refused(_busy(other))
 
-    def _read_answers(self, control: ControlDirectory, now: float) -> None:
-        places = {rank: directory.answer(self.request.id, rank, self._run.world) for rank in self._open}
-        for folder in {place[:-1] for place in places.values()}:
-            control.refresh(*folder)
-        for rank, place in places.items():
-            try:
-                answer = Answer.from_record(control.read(place, self._owner))
-            except (Absent, BadRecord, ValueError):
+    def _read_answers(self, control: Directory, now: float) -> None:
+        leader = self._run.leader
+        for rank, status in read_statuses(control, self._run, self._open | {leader}).items():
+            answer = status.capture
+            if answer is None or answer.request != self.request.id:
                 continue
-            if (answer.run, answer.rank) != (self._run.run, rank):
+            if rank not in self._open:
+                if answer.state == "refused" and rank == leader:
+                    raise Refused(str(answer.reason))
                 continue
             if self._answers.get(rank) != answer:
                 self._heard[rank] = now
             self._answers[rank] = answer
             self._missing.discard(rank)
-            if answer.state in states.FINAL:
+            if answer.state in FINAL:
                 self._open.discard(rank)
         if not self._missing and self._all_heard is None:
             self._all_heard = now
 
-    def _go(self, control: ControlDirectory, now: float) -> None:
+    def _choose_first(self, control: Directory, now: float) -> None:
         known = [answer.seconds for answer in self._answers.values() if answer.seconds is not None]
         heard = now if self._all_heard is None else self._all_heard
         if len(known) < len(self._answers) and now - heard < min(_PATIENCE, self.request.timeout / 4):
             return  # the job is just beginning: its next calls will tell
-        self._gone_at = first_call(
+        first = first_call(
             max(answer.calls for answer in self._answers.values()),
             min(known, default=None),
             now - min(self._heard.values()),
             heard - self._began,
             self._run.interval,
         )
-        start = Start(self._run.run, self.request.id, self._gone_at)
+        chosen = replace(self.request, first=first)
         try:
-            control.write(directory.start(self.request.id), start.as_record())
+            records.write(control, NAME, chosen)
         except OSError as fault:
-            raise Refused(f"the job's orders cannot be written: {fault.strerror}") from None
-        self._gone = True
+            raise Refused(f"the request cannot be written: {fault.strerror}") from None
+        self.request = chosen
 
     def _silence(self) -> str:
         silent = ", ".join(map(str, self.missing[:8])) + (" ..." if len(self._missing) > 8 else "")
@@ -215,36 +220,32 @@ class Requester:
         return f"no answer within {self.request.timeout:.0f} s from rank {silent}"
 
     def _outcome(self, reason: str | None) -> Outcome:
-        answers = [self._answers[rank] for rank in sorted(self._answers)]
-        bad = [a for a in answers if a.state != states.DONE]
-        done = [a for a in answers if a.state == states.DONE]
+        answers = dict(sorted(self._answers.items()))
+        bad = [(rank, answer) for rank, answer in answers.items() if answer.state != "done"]
+        done = {rank: answer for rank, answer in answers.items() if answer.state == "done"}
         if reason is None and bad:
-            reason = f"rank {bad[0].rank} {bad[0].state}: {bad[0].reason}"
+            rank, first = bad[0]
+            reason = f"rank {rank} {first.state}: {first.reason}"
             reason += f" (and {len(bad) - 1} more ranks)" if len(bad) > 1 else ""
-        if reason is None and len({a.steps for a in done}) > 1:
+        steps = [answer.steps for answer in done.values()]
+        if reason is None and len(set(steps)) > 1:
             reason = "the ranks number their steps differently: " + ", ".join(
-                f"rank {a.rank} has {list(a.steps)}" for a in done[:4]
+                f"rank {rank} has {list(answer.steps)}" for rank, answer in list(done.items())[:4]
             )
-        return Outcome(
-            reason,
-            done[0].steps if done else (),
-            tuple(file for a in answers for file in a.files),
-            len(done),
-        )
+        files = tuple(file for answer in answers.values() for file in answer.files)
+        return Outcome(reason, steps[0] if steps else (), files, len(done))
 
 
-def _submit(job: RunningJob, request: Request) -> Owner:
-    """Write the request; returns whose answers are believed. Raises Refused."""
-    path = directory.path_of(job.directory, job.part) / REQUESTS
+def _submit(job: RunningJob, request: Request) -> None:
+    """Writes the request, in the place of one that no rank looks at any more. Raises Refused."""
+    path = path_of(job.directory, job.part)
     try:
         with job.control() as control:
-            leader = control.owner_of(RUN)
-            with control.folder(REQUESTS) as folder:
-                folder.check(leader)
-            written = control.write(directory.request(request.id), request.as_record(), mode=0o600)
-            if written.uid != leader.uid:
-                control.unlink(directory.request(request.id))
-                raise Refused(f"you are user {written.uid} there, and the job belongs to user {leader.uid}")
+            with suppress(Absent, BadRecord):
+                other = records.read(control, NAME, Request)
+                if other.run == request.run and other.id != request.id:
+                    raise Refused(_busy(other))
+            records.write(control, NAME, request)
     except FileNotFoundError:
         raise Refused("the job takes no requests: its control directory is gone") from None
     except PermissionError:
@@ -253,7 +254,17 @@ def _submit(job: RunningJob, request: Request) -> Owner:
         raise Refused(f"{path} cannot be written: {fault.strerror}") from None
     except Unsafe as fault:
         raise Refused(str(fault)) from None
-    return leader
+
+
+def _busy(other: Request) -> str:
+    return f"busy with {other.id} ({other.by}), which asks for {other.target}"
+
+
+def _id_in(control: Directory) -> str | None:
+    """Returns the id of the request that stands in the directory; None where none does."""
+    with suppress(Absent, BadRecord):
+        return records.read(control, NAME, Request).id
+    return None
 
 
 def selected_ranks(run: RunRecord, request: Request) -> list[int]:

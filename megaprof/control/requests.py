@@ -1,4 +1,4 @@
-"""What a request may ask for: the same rules for the command that asks and for the ranks that are asked."""
+"""What a request may ask for: one set of rules for the command that asks and the ranks that are asked."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ OPTIONS = (*TORCH_ONLY, "profile_memory", "with_stack")
 
 def check_draft(target: str, **fields: Any) -> None:
     """Raises Refused where no job at all could carry out `Request.draft` of this."""
-    check(Request.draft(target, **fields))
+    _check_options(Request.draft(target, **fields))
 
 
 def new_request(run: RunRecord, target: str, **fields: Any) -> Request:
-    """`Request.new`, and `check` of it. Raises Refused."""
-    return check(Request.new(run, target, **fields))
+    """Returns a new request to ``run``, with the fields of `Request.draft`. Raises Refused as its ranks would."""
+    request = Request.draft(target, run=run.run, **fields)
+    check(request, run)
+    return request
 
 
-def read_request(record: dict[str, Any], run: RunRecord) -> Request:
-    """`Request.checked`, and `check` of it. Raises Refused."""
-    return check(Request.checked(record, run))
+def check(request: Request, run: RunRecord) -> None:
+    """Raises Refused unless ranks of ``run`` could carry it out."""
+    request.check(run)
+    _check_options(request)
 
 
-def check(request: Request) -> Request:
-    """`request`, if any rank could carry it out. Raises Refused."""
+def _check_options(request: Request) -> None:
     if request.target not in TARGETS:
         raise Refused(f"{flag('target')}: unknown target {request.target!r}; known: {', '.join(TARGETS)}")
     try:
         recorder_config(request, ".")
     except ValueError as mistake:
         raise Refused(str(mistake)) from None
-    return request
 
 
 def recorder_config(request: Request, directory: str) -> ProfileConfig:
-    """What the recorders of its windows are made from: nothing but the request's own options. Raises ValueError."""
+    """Returns the configuration of its recorders, from the request's own options alone. Raises ValueError."""
     unknown = sorted(set(request.options) - {"tool", *OPTIONS})
     if unknown:
         raise ValueError(f"unknown option {unknown[0]!r}; known: tool, {', '.join(OPTIONS)}")
-    config = ProfileConfig(target=(request.target,), dir=directory, **request.options)
+    options: dict[str, Any] = dict(request.options)
+    config = ProfileConfig(target=(request.target,), dir=directory, **options)
     if TIMELINE in config.tool:
         raise ValueError(f"{flag('tool')} {TIMELINE} records all the time or not at all")
     return config

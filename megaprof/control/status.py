@@ -6,23 +6,22 @@ import os
 import socket
 import time
 from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from megaprof.formats.job.status import Calls, CaptureState, Position, RankStatus, Recent
-from megaprof.formats.names import host, sanitise
+from msgspec.structs import replace
+
+from megaprof.formats.checks import printable
+from megaprof.formats.job.status import Calls, CaptureState, Position, RankStatus
+from megaprof.formats.names import host
 from megaprof.parallel.topology import AXES
 from megaprof.recorders.timeline.progress import ChangeClock, Key
 
 if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
-Said = TypeVar("Said", Position, Recent)
 _SAMPLES = 32
-#: Characters of a role's name as JSON has it.
-_LONGEST_ROLE = 60
-#: Targets and roles that a status names.
-_MOST_CALLS = 8
+#: Characters of a fault's message that a status has.
+_LONGEST_WHY = 300
 
 
 class Meter:
@@ -74,14 +73,14 @@ class Reporter:
             interval=self._every,
             since=self._host_moved.since((position, sum(dict(session.calls).values()))),
             calls=self._calls(),
-            position=_shortened(position),
+            position=position,
             device_position=self._device_position(),
-            recent=_shortened(recent),
+            recent=recent,
             cost=None if timeline is None else timeline.cost(),
             capture=capture,
             ended=ended,
             off=session.disabled,
-            why=session.off,
+            why=None if session.off is None else printable(session.off[:_LONGEST_WHY]),
         )
 
     def _device_position(self) -> Position | None:
@@ -90,27 +89,15 @@ class Reporter:
         if device is None:
             return None
         since = self._device_moved.since(replace(device, since=0.0))
-        return _shortened(replace(device, since=since))
+        return replace(device, since=since)
 
     def _calls(self) -> tuple[Calls, ...]:
         timeline = self._session.timeline
         finished = {} if timeline is None else timeline.calls()
         begun = dict(self._session.calls)
         found = []
-        for target, role in list(dict.fromkeys((*begun, *finished)))[:_MOST_CALLS]:
+        for target, role in dict.fromkeys((*begun, *finished)):
             step, count = finished.get((target, role), (None, None))
             seconds = self._meter.seconds((target, role))
-            found.append(Calls(target, _short(role), begun.get((target, role)), seconds, step, count))
+            found.append(Calls(target, role, begun.get((target, role)), seconds, step, count))
         return tuple(found)
-
-
-def _short(role: str | None) -> str | None:
-    """A role's name so short that a status has room for it everywhere, and the same everywhere."""
-    return role if role is None or len(ascii(role)) <= _LONGEST_ROLE else sanitise(role)
-
-
-def _shortened(said: Said | None) -> Said | None:
-    """With its role's name cut."""
-    if said is None or (short := _short(said.role)) == said.role:
-        return said
-    return replace(said, role=short)

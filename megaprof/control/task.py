@@ -13,8 +13,9 @@ from megaprof.capture.demand import Demand
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requests import recorder_config
 from megaprof.control.status import Meter
-from megaprof.formats.job import requests as states
-from megaprof.formats.job.requests import Answer, Refused, Request
+from megaprof.formats.checks import printable
+from megaprof.formats.job.requests import Refused, Request
+from megaprof.formats.job.status import FINAL, CaptureState, State
 from megaprof.formats.names import plain_path
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.recorders import build_recorders
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 
 #: How long files may take to be finished after the last window closed, in seconds.
 _FINISHING = 900.0
+#: Characters of a reason at most.
+_LONGEST_REASON = 1000
 #: A target that has not been called while others were called so often is one that nobody runs.
 _CALLS_OF_OTHERS = 2
 
 
 class CaptureTask:
-    """One request, from the order to the finished files. `answer` is what the rank says of it now."""
+    """One request, from its arrival to the finished files. `state` is what the rank says of it now."""
 
     def __init__(self, request: Request, session: Session, writer: Writer, directory: Path, meter: Meter) -> None:
         self.request = request
@@ -44,19 +47,19 @@ class CaptureTask:
         self._until = time.monotonic() + request.timeout
         self._finished_by: float | None = None
         self._key: Key = (request.target, request.role)
-        self.answer = Answer(session.coords.rank, states.ACCEPTED)
+        self.state = CaptureState(request.id, "accepted")
         try:
             self._prepare(writer)
         except (Refused, ValueError) as fault:
-            self._say(states.REFUSED, str(fault))
+            self._say("refused", str(fault))
         except Exception as fault:  # of a tool's
             logger.warning("megaprof: request %s is refused: %r", request.id, fault)
-            self._say(states.REFUSED, f"it cannot be prepared: {fault!r}")
+            self._say("refused", f"it cannot be prepared: {fault!r}")
 
     @property
     def over(self) -> bool:
-        """Whether the answer is the last one."""
-        return self.answer.state in states.FINAL
+        """Whether the state is the last one."""
+        return self.state.state in FINAL
 
     def _prepare(self, writer: Writer) -> None:
         if self._session.disabled:
@@ -95,7 +98,7 @@ class CaptureTask:
     def go(self, first: int) -> None:
         """Take the windows from call `first` on."""
         demand, session = self._demand, self._session
-        if self.answer.state != states.ACCEPTED or demand is None:
+        if self.state.state != "accepted" or demand is None:
             return
         demand.first = first
         session.demand = demand
@@ -104,9 +107,9 @@ class CaptureTask:
             demand.cancelled = True
             session.demand = None
             begun = session.calls.get(self._key, 0)
-            self._say(states.MISSED, f"call {first} was over when the order came, {begun} had begun")
+            self._say("missed", f"call {first} was over when the order came, {begun} had begun")
             return
-        self._say(states.ARMED)
+        self._say("armed")
 
     def cancel(self, reason: str) -> None:
         """Nobody wants it any more. A window that is open is finished nevertheless."""
@@ -117,28 +120,28 @@ class CaptureTask:
             demand.cancelled = True
             if self._session.demand is demand:
                 self._session.demand = None
-        self._say(states.FAILED, reason)
+        self._say("failed", reason)
 
     def end(self, reason: str) -> None:
         """The job ends, with whatever has been captured."""
         if not self.over:
-            self._say(states.FAILED, reason)
+            self._say("failed", reason)
 
     def look(self) -> None:
-        """Bring `answer` up to date."""
+        """Brings `state` up to date."""
         demand = self._demand
         if self.over or demand is None:
             return
-        if self.answer.state == states.ACCEPTED and self.answer.seconds is None:
+        if self.state.state == "accepted" and self.state.seconds is None:
             self._report()
         if time.monotonic() > self._until:
             self.cancel(f"it was not carried out within {self.request.timeout:.0f} s")
         if self._session.disabled and not demand.over:
-            self._say(states.FAILED, f"profiling went off on this rank after a fault: {self._session.off}")
+            self._say("failed", f"profiling went off on this rank after a fault: {self._session.off}")
         elif demand.over and demand.closed >= len(demand.taken):
             self._finish(demand)
         elif demand.taken:
-            self._say(states.RECORDING)
+            self._say("recording")
 
     def _finish(self, demand: Demand) -> None:
         if self._session.demand is demand:
@@ -147,28 +150,28 @@ class CaptureTask:
         if self._finished_by is None:
             self._finished_by = now + _FINISHING
         if self._noted.waiting and now < self._finished_by:
-            self._say(states.RECORDING)
+            self._say("recording")
         elif demand.reason is not None:
-            self._say(states.FAILED if demand.taken else states.MISSED, demand.reason)
+            self._say("failed" if demand.taken else "missed", demand.reason)
         else:
-            self._say(states.DONE)
+            self._say("done")
 
     def _report(self) -> None:
         """How far the calls have come, for whoever chooses the first one."""
-        self.answer = Answer(
-            self.answer.rank,
-            self.answer.state,
+        self.state = CaptureState(
+            self.request.id,
+            self.state.state,
             calls=self._session.calls.get(self._key, 0),
             seconds=self._meter.seconds(self._key),
         )
 
-    def _say(self, state: str, reason: str | None = None) -> None:
-        self.answer = Answer(
-            self.answer.rank,
+    def _say(self, state: State, reason: str | None = None) -> None:
+        self.state = CaptureState(
+            self.request.id,
             state,
             calls=self._session.calls.get(self._key, 0),
             seconds=self._meter.seconds(self._key),
-            reason=reason,
+            reason=None if reason is None else printable(reason[:_LONGEST_REASON]),
             steps=() if self._demand is None else tuple(self._demand.taken),
             files=tuple(os.path.relpath(file, self._directory) for file in self._noted.files),
         )

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 KEY = "megaprof_graphs"
 
 
@@ -37,8 +39,6 @@ def written(nodes: Mapping[int, tuple[str, ...]]) -> str:
 
 def read_names(text: bytes) -> GraphNames:
     """What `written` wrote. Raises ValueError for anything else."""
-    import msgspec  # which training does not need
-
     try:
         found = msgspec.json.decode(text, type=GraphNames)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
+
 from megaprof.parallel.schedules import Placement
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
@@ -163,8 +165,6 @@ def read_metadata(data: bytes) -> Metadata:
 
     Unknown keys are left out. Raises ValueError, which says what cannot be.
     """
-    import msgspec  # which training does not need
-
     try:
         raw = msgspec.json.decode(data)
         if not isinstance(raw, dict):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import codes
-from megaprof.hooks.dispatch import Dispatcher, always, ranged
+from megaprof.hooks.dispatch import always, ranged
 
 _FINALIZE = "finalize_model_grads_func"
 

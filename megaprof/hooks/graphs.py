@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Callable
 from typing import Any
 
-from megaprof.hooks.dispatch import Dispatcher
-from megaprof.hooks.patching import Patches
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.recorders.graph_names import names
 from megaprof.runtime.isolation import Contained
+from megaprof.runtime.patching import Patches
 
 
 def patch_graphs(patches: Patches, dispatcher: Dispatcher) -> None:

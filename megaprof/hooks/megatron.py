@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from megaprof.hooks.dispatch import Dispatcher
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.hooks.graphs import patch_graphs
 from megaprof.hooks.microbatches import patch_microbatches
 from megaprof.hooks.p2p import patch_p2p
-from megaprof.hooks.patching import Patches
 from megaprof.hooks.schedules import patch_schedules
+from megaprof.runtime.patching import Patches
 
 
 def patch_megatron(patches: Patches, dispatcher: Dispatcher) -> None:

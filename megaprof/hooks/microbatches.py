@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import codes
-from megaprof.hooks.dispatch import Code, Dispatcher, ranged
-from megaprof.hooks.patching import Patches
+from megaprof.hooks.dispatch import Code, ranged
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import RecordedCall
+from megaprof.runtime.patching import Patches
 
 
 def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:

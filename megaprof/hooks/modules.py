@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import ranges
 from megaprof.formats.metadata import WithoutRange
-from megaprof.hooks.dispatch import Dispatcher
 from megaprof.parallel.chunks import innermost, language_model
 from megaprof.recorders.emit import Range
 from megaprof.recorders.graph_names import names

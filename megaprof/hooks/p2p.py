@@ -9,13 +9,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import codes, ranges
 from megaprof.formats.ranges import Place
-from megaprof.hooks.dispatch import Dispatcher, always, ranged
-from megaprof.hooks.patching import Patches
+from megaprof.hooks.dispatch import always, ranged
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, backward_order, forward_order
 from megaprof.recorders.call import RecordedCall
+from megaprof.runtime.patching import Patches
 
 _UNKNOWN: Place = None, None
 

@@ -11,22 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.evaluation import evaluating
+from megaprof.capture.profiler import profiler
 from megaprof.formats import codes
 from megaprof.hooks.batch import Batch, when_asked
-from megaprof.hooks.dispatch import Dispatcher, ranged, stepped
+from megaprof.hooks.dispatch import ranged, stepped
 from megaprof.recorders.call import CallFacts, RecordedCall
-
-
-class _Told:
-    """Who is told of batches in this process."""
-
-    dispatcher: Dispatcher | None = None
-
-
-def tell(dispatcher: Dispatcher) -> None:
-    """``dispatcher`` is told of batches from now on; while it has no session, they run as they are."""
-    _Told.dispatcher = dispatcher
 
 
 def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,9 +28,7 @@ def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
         for ask in list(when_asked):
             if ask():
                 when_asked.remove(ask)
-        dispatcher = _Told.dispatcher
-        if dispatcher is None:
-            return original(*args, **kwargs)
+        dispatcher = profiler.dispatcher
         facts = partial(_facts, batch, signature)
         return stepped(original, dispatcher, facts, partial(_prepare, batch, dispatcher, args))(*args, **kwargs)
 

@@ -12,14 +12,15 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.evaluation import evaluating
-from megaprof.hooks.dispatch import Dispatcher, stepped
+from megaprof.hooks.dispatch import stepped
 from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.modules import patch_modules
-from megaprof.hooks.patching import Patches
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts
 from megaprof.runtime.isolation import Contained
+from megaprof.runtime.patching import Patches
 
 SCHEDULES = {
     "forward_backward_no_pipelining": "no_pipelining",

@@ -18,9 +18,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaprof.hooks.batch import Batch
-from megaprof.hooks.patching import Patches
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
+from megaprof.runtime.patching import Patches
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig

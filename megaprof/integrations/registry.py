@@ -10,7 +10,7 @@ from megaprof.integrations.contract import Host, Writers
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
-    from megaprof.hooks.patching import Patches
+    from megaprof.runtime.patching import Patches
 
 #: A host that is built on another comes before it.
 HOSTS: tuple[Host, ...] = (

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megaprof.capture import roles
+from megaprof.capture.process import process
 from megaprof.config import readers
 from megaprof.config.options import ProfileConfig, variable
 from megaprof.hooks.batch import Batch
@@ -223,7 +223,7 @@ def _config() -> ProfileConfig | None:
 
 def _adopt(worker: Any) -> None:
     """Take verl's settings from a worker that has them; whatever else configures megaprof comes first."""
-    if _Asked.config is not None or roles.sessions or "MEGAPROF_TARGET" in os.environ:
+    if _Asked.config is not None or process.sessions or "MEGAPROF_TARGET" in os.environ:
         return
     tool, translate = _settings_of(worker)
     if tool != TOOL:

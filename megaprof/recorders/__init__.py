@@ -75,11 +75,9 @@ _FACTORIES = {
 
 
 def register_recorder(name: str, factory: RecorderFactory) -> None:
-    """Make ``factory`` available as ``--profile-tool NAME``. Call it before the configuration is built.
+    """Make ``factory`` available in this process as ``--profile-tool NAME``. Call it before the configuration is built.
 
-    For this process: a package offers recorders to all processes, those of ``megaprof run`` among them, by entry points
-    of the group ``megaprof.recorders``, ``NAME = package.module:factory``. Raises ValueError for a name that is not one
-    lower-case word, or that stands for another factory already.
+    Raises ValueError for a name that is not one lower-case word, or that stands for another factory already.
     """
     tools.register(name, factory)
 
@@ -103,12 +101,6 @@ def _recorder(name: str, config: ProfileConfig, writer: Writer) -> Recorder:
 def _factory(name: str) -> RecorderFactory:
     if name in tools.registered:
         return cast("RecorderFactory", tools.registered[name])
-    if name not in _FACTORIES:
-        point = tools.installed()[name]
-        try:
-            return cast("RecorderFactory", point.load())
-        except Exception as fault:
-            raise ValueError(f"{flag('tool')} {name}: {point.value} cannot be loaded: {fault!r}") from fault
     module, _, attribute = _FACTORIES[name].partition(":")
     factory: RecorderFactory = getattr(import_module(module), attribute)
     return factory

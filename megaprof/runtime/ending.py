@@ -97,9 +97,10 @@ class Termination:
             signal.signal(signal.SIGTERM, self._handler)
 
     def _disarm(self) -> None:
-        handler, self._handler = self._handler, None
+        handler = self._handler
         if handler is not None and signal.getsignal(signal.SIGTERM) is handler:  # else the host has put in its own
             signal.signal(signal.SIGTERM, self._before)
+        self._handler = None  # last: whoever the host interrupts here begins again
 
     def _handle(self, before: Any, number: int, frame: FrameType | None) -> None:
         held = self._holding is not None and self._held_by(frame)

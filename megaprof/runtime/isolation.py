@@ -65,14 +65,14 @@ def fault_now() -> str:
     return "a fault" if fault is None else f"{type(fault).__name__}: {fault}"
 
 
-def in_full(*steps: Callable[[], object]) -> None:
-    """Run every step of a clean-up, whatever one of them raises. Steps can be run twice.
+def in_full(*steps: Callable[[], object] | None) -> None:
+    """Run every step of a clean-up, whatever one of them raises; None is no step. Steps can be run twice.
 
     What the host raises in the middle of a step goes on to the caller when all are done, and that step runs again. A
     fault of ours ends its step with a log line: the clean-up of a fault must not become the next one.
     """
     theirs: BaseException | None = None
-    for step in steps:
+    for step in filter(None, steps):
         for _ in range(_ATTEMPTS):
             try:
                 step()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-import json
 import os
 import re
 import subprocess
@@ -20,9 +19,8 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.autoload import arming
 from megaprof.autoload.arming import PATH, environment
-from megaprof.install import _process
+from megaprof.capture.profiler import profiler
 from megaprof.integrations import registry
-from megaprof.version import __version__
 
 ROOT = Path(__file__).parents[2]
 #: What a program that never sees Megatron-Core says at its end.
@@ -159,24 +157,6 @@ def test_the_hosts_own_profiler_is_looked_at(tmp_path: Path, monkeypatch: pytest
         arming.install()
 
 
-RECORDER = """
-import json, os
-from pathlib import Path
-
-class Recorder:
-    def __init__(self, config, writer):
-        self.config = config
-
-    def start(self, window):
-        self.step = window.step
-
-    def stop(self, window, metadata):
-        Path(self.config.dir, "mine.json").write_text(json.dumps([window.target, window.step, metadata["version"]]))
-
-    def discard(self): ...
-"""
-
-
 @pytest.mark.parametrize("several", [False, True])
 def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     several: bool, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -199,47 +179,14 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     run = asked()
     try:
         assert one_rank.train_step(partial(run, pg_collection=given))
-        handles = list(_process.handles)
+        sessions = profiler.sessions
     finally:
-        for handle in list(_process.handles):
-            handle.remove()
+        for session in profiler.sessions:
+            profiler.leave(session)
     if several:
-        assert not handles
+        assert not sessions
         assert "several modules with process groups of their own (this rank runs images, language)" in caplog.text
     else:
-        assert len(handles) == 1
+        assert len(sessions) == 1
         files = [path.name.partition(".rank")[0] for path in tmp_path.glob("*.pt.trace.json.gz")]
         assert files == ["train_actor.step000000.pp0-tp0-cp0-ep0-dp0"]
-
-
-@pytest.mark.slow
-def test_a_recorder_of_an_installed_package_works_through_megaprof_run(env: dict[str, str], tmp_path: Path) -> None:
-    package = tmp_path / "site"
-    (package / "acme-1.0.dist-info").mkdir(parents=True)
-    (package / "acme.py").write_text(RECORDER)
-    (package / "acme-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
-    (package / "acme-1.0.dist-info" / "entry_points.txt").write_text(
-        "[megaprof.recorders]\nacme = acme:Recorder\ntorch = acme:Recorder\n"
-    )
-    (tmp_path / "train.py").write_text(ONE_RANK)
-    env["PYTHONPATH"] += os.pathsep + str(package)
-
-    options = [
-        "--profile-target",
-        "train_actor",
-        "--profile-steps",
-        "1",
-        "--profile-dir",
-        "out",
-        "--profile-tool",
-        "acme",
-        "torch",
-    ]
-    command = [sys.executable, "-m", "megaprof", "run", *options, "--", "train.py", str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "hooked True" in done.stdout
-    mine, trace = sorted((tmp_path / "out").iterdir(), key=lambda path: path.name != "mine.json")
-    assert json.loads(mine.read_text()) == ["train_actor", 1, __version__]
-    assert trace.name.startswith("train_actor.step000001.pp")
-    assert "the recorder torch = acme:Recorder is ignored" in done.stderr

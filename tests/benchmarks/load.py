@@ -30,7 +30,6 @@ from typing import Any
 from megaprof import ProfileConfig
 from megaprof.config.options import options
 from megaprof.formats.job.run import interval
-from megaprof.formats.job.status import SIZE
 from megaprof.formats.names import SHARD_RANKS, shard
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from megaprof.recorders.timeline.files import FILES
@@ -45,7 +44,9 @@ STEP_SECONDS, MICROBATCHES, STAGES, TRACE_MB = 10.0, 32, 16, 10.0
 
 #: Operations of one rank that is not the lowest: at most those of its start; of each look at the control directory; at
 #: the end.
-START, LOOK, END = 18, 6, 3
+START, LOOK, END = 18, 7, 5
+#: Of a status file, of a rank in the middle of a step.
+STATUS_BYTES = 1024
 _AUDITED = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod"}
 
 
@@ -194,7 +195,7 @@ def rows() -> list[tuple[str, Callable[[int], float], str]]:
         ("metadata operations", lambda n: START * n, "{:,.0f}"),
         ("**all the time:** seconds between two looks of a rank", interval, "{:,.1f}"),
         ("status writes a second", lambda n: n / interval(n), "{:,.0f}"),
-        ("status, MB/s", lambda n: n / interval(n) * SIZE / 1e6, "{:,.2f}"),
+        ("status, MB/s", lambda n: n / interval(n) * STATUS_BYTES / 1e6, "{:,.2f}"),
         ("metadata operations a second, status and polling", lambda n: LOOK * n / interval(n), "{:,.0f}"),
         ("timeline writes a second", lambda n: n / STEP_SECONDS, "{:,.0f}"),
         ("timeline, MB/s", lambda n: n / STEP_SECONDS * step_bytes / 1e6, "{:,.2f}"),

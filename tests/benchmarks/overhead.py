@@ -22,8 +22,10 @@ from unittest import mock
 import torch
 
 from megaprof import ProfileConfig, install, install_hooks
+from megaprof.capture.dispatcher import Dispatcher
+from megaprof.capture.process import Process
 from megaprof.formats import codes
-from megaprof.hooks.dispatch import Dispatcher, always, ranged
+from megaprof.hooks.dispatch import always, ranged
 from megaprof.recorders.emit import Range
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
@@ -91,7 +93,7 @@ def _unit_costs() -> dict[str, float]:
 
     def nothing() -> None: ...
 
-    hooked = ranged(nothing, Dispatcher(), always(codes.FINALIZE))
+    hooked = ranged(nothing, Dispatcher(Process()), always(codes.FINALIZE))
 
     def one_range() -> None:
         with Range("megaprof/forward mb=0 chunk=0"):

@@ -38,7 +38,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.install import _process
+from megaprof.capture.profiler import profiler
 from megaprof.recorders import tape
 from megaprof.recorders.timeline import cost
 from megaprof.testing import cpu_megatron, init_distributed, run_ranks
@@ -135,15 +135,15 @@ def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[s
         for _ in range(5):
             step()
         with install_hooks([model], _config(directory)) as handle:
-            timeline = handle._timeline
+            timeline = None if handle._session is None else handle._session.timeline
             if timeline is None:
                 raise RuntimeError("no timeline")
             for _ in range(20):
                 step()
-            _process.background.longest = 0.0
+            profiler.background.longest = 0.0
             for _ in range(steps):
                 step()
-            stall = _process.background.longest
+            stall = profiler.background.longest
         recorded = timeline._begun - timeline._pairs.rested
     found = timeline._pairs.cost()
     if found is None:

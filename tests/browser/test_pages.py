@@ -169,7 +169,7 @@ def test_a_capture_is_asked_for_with_the_button(opened: Open, top: Path, living:
     focus(page, "#capture button")
     page.keyboard.press("Enter")
     until(page, "document.getElementById('now').innerText.includes('waiting for 2 of 2')")
-    (request,) = (living.job.directory / "control" / "requests").glob("*.json")
-    assert json.loads(request.read_text())["data"]["by"] == "megaprof ui"
+    request = living.job.paths.capture
+    assert json.loads(request.read_text())["by"] == "megaprof ui"
     request.unlink()
     time.sleep(0.1)

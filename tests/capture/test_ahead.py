@@ -14,7 +14,7 @@ from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import ahead
 from megaprof.capture.agenda import CountedStep
 from megaprof.capture.ahead import Pace
-from megaprof.install import _process
+from megaprof.capture.profiler import profiler
 from megaprof.recorders.torch_profiler import TorchRecorder
 
 
@@ -73,8 +73,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     # The gaps of a test on a busy machine are as long as they are.
     monkeypatch.setattr(Pace, "ends", lambda pace: True)
     yield Watched(monkeypatch)
-    for handle in list(_process.handles):
-        handle.remove()
+    for session in profiler.sessions:
+        profiler.leave(session)
     assert torch.autograd.profiler._prepare_profiler is torch._C._autograd._prepare_profiler
 
 

@@ -18,6 +18,7 @@ import pytest
 from megaprof import ProfileConfig, annotate, install_hooks, role
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture import roles
+from megaprof.capture.process import process
 
 
 class Policy:
@@ -84,9 +85,9 @@ def names(request: Any, tmp_path: Path) -> Iterator[Callable[[], Counter[str]]]:
 def test_functions_and_methods_are_what_they_were(names: Any) -> None:
     policy = Policy()
     assert policy.method(3, times=4) == 12
-    assert Policy.static(3) == policy.static(3) == (3, "actor" if roles.sessions else None)
-    assert Policy.of_class() == (Policy, "critic" if roles.sessions else None)
-    assert asyncio.run(policy.coroutine(3)) == (3, "rollout" if roles.sessions else None)
+    assert Policy.static(3) == policy.static(3) == (3, "actor" if process.sessions else None)
+    assert Policy.of_class() == (Policy, "critic" if process.sessions else None)
+    assert asyncio.run(policy.coroutine(3)) == (3, "rollout" if process.sessions else None)
     assert Policy.method.__doc__ == "Doc."
     assert (Policy.method.__name__, Policy.method.__qualname__) == ("method", "Policy.method")
     assert list(inspect.signature(Policy.method).parameters) == ["self", "value", "times"]
@@ -94,7 +95,7 @@ def test_functions_and_methods_are_what_they_were(names: Any) -> None:
     assert inspect.isgeneratorfunction(Policy.generator)
     assert inspect.isasyncgenfunction(Policy.async_generator)
     assert roles.current().role is None
-    if roles.sessions:
+    if process.sessions:
         assert names() == {
             "annotated/Policy.method": 1,
             "role/actor/Policy.static": 2,
@@ -105,7 +106,7 @@ def test_functions_and_methods_are_what_they_were(names: Any) -> None:
 
 def test_generators_keep_their_protocol_and_have_a_range_per_stretch(names: Any) -> None:
     generator, fault = Policy().generator(), KeyError("thrown in")
-    assert next(generator) == ("ref" if roles.sessions else None)
+    assert next(generator) == ("ref" if process.sessions else None)
     assert roles.current().role is None, "between two stretches the consumer runs, not the generator"
     assert generator.send(7) == 7
     assert generator.throw(fault) is fault
@@ -115,14 +116,14 @@ def test_generators_keep_their_protocol_and_have_a_range_per_stretch(names: Any)
     closed = Policy().generator()
     next(closed)
     closed.close()
-    if roles.sessions:
+    if process.sessions:
         assert names() == {"role/ref/Policy.generator": 5}
 
 
 def test_asynchronous_generators_too(names: Any) -> None:
     async def use() -> None:
         generator, fault = Policy().async_generator(), KeyError("thrown in")
-        assert await generator.__anext__() == ("reward" if roles.sessions else None)
+        assert await generator.__anext__() == ("reward" if process.sessions else None)
         assert roles.current().role is None
         assert await generator.asend(7) == 7
         assert await generator.athrow(fault) is fault
@@ -132,7 +133,7 @@ def test_asynchronous_generators_too(names: Any) -> None:
         await closed.aclose()
 
     asyncio.run(use())
-    if roles.sessions:
+    if process.sessions:
         assert names() == {"role/reward/Policy.async_generator": 5}
 
 
@@ -165,7 +166,7 @@ def test_exceptions_pass_through_unchanged(names: Any) -> None:
             run()
         assert caught.value is fault
         assert roles.current().role is None
-    if roles.sessions:
+    if process.sessions:
         assert sum(names().values()) == 5
 
 
@@ -185,7 +186,7 @@ def test_tasks_that_take_turns_keep_their_roles_and_their_ranges(names: Any) -> 
     asyncio.run(all_of_them())
     assert turns[:3] == [("ref", "ref"), ("actor", "actor"), ("critic", "critic")], "they did not take turns"
     assert all(own == seen for own, seen in turns)
-    if roles.sessions:
+    if process.sessions:
         assert names() == {"role/rollout/Policy.coroutine": 9, "role/ref": 1, "role/actor": 1, "role/critic": 1}
 
 
@@ -194,7 +195,7 @@ def test_a_block_and_a_scope_may_be_nested_in_themselves(names: Any) -> None:
     with block, block, scope, scope:
         assert roles.current().role == "ref"
     assert roles.current().role is None
-    if roles.sessions:
+    if process.sessions:
         assert names() == {"annotated/block": 2, "role/ref": 2}
 
 
@@ -262,7 +263,7 @@ def test_one_scope_in_several_tasks_that_take_turns(names: Any, monkeypatch: Any
 
     assert asyncio.run(both()) == ["ref", "ref"]
     assert stacks == [], "NVTX keeps a stack, on which these would close each other"
-    if roles.sessions:
+    if process.sessions:
         assert names() == {"role/ref": 2, "role/ref/block": 2}
 
 
@@ -309,7 +310,7 @@ def test_a_process_that_nsys_records_has_ranges_without_hooks(monkeypatch: pytes
     monkeypatch.setattr(emit, "log", ended)
     generate()
     assert ended == []
-    monkeypatch.setattr(roles, "traced", True)
+    monkeypatch.setattr(process, "traced", True)
     with role("critic"), annotate(message="block"):
         assert generate() == "done"
     assert [each.name.removeprefix("megaprof/role/") for each in ended] == [

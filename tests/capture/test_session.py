@@ -16,7 +16,8 @@ from megaprof import ProfileConfig, analyze, annotate, install_hooks, role
 from megaprof.analysis.convert.merge import merge
 from megaprof.analysis.trace.traces import Trace, find_traces, read_trace
 from megaprof.capture.agenda import Call
-from megaprof.install import _process
+from megaprof.capture.process import process
+from megaprof.capture.profiler import profiler
 from megaprof.integrations import megatron_lm
 from megaprof.recorders.nsys_command import windows
 
@@ -26,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture(autouse=True)
 def _no_handle_is_left() -> Iterator[None]:
     yield
-    for handle in list(_process.handles):
-        handle.remove()
+    for session in profiler.sessions:
+        profiler.leave(session)
 
 
 def on(directory: Path, *targets: str, **options: Any) -> ProfileConfig:
@@ -268,9 +269,9 @@ def test_two_models_without_roles_do_not_share_a_file(one_rank: Any, tmp_path: P
         one_rank.log_probs_pass()
         (planned,) = session.agenda.wanted(session.agenda.begins(Call("train_log_probs")))
         session._open(planned)
-        assert session._open_window is not None
-        assert session._open_window.window.repeat == 2
-        session.finish("no call came")
+        assert process.window is not None
+        assert process.window.window.repeat == 2
+        session.end_window("no call came")
         assert not torch._C._autograd._profiler_enabled()
 
 

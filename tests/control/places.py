@@ -1,17 +1,34 @@
-"""Files of a control directory by their paths, as a test looks at them and writes them."""
+"""Files of a control directory by their paths, as a test looks at them and writes them; ranks without a training."""
 
 from __future__ import annotations
 
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
+import msgspec
+
+from megaprof import ProfileConfig
+from megaprof.artifacts.writer import Writer
 from megaprof.control import directory as places
-from megaprof.control.gate import Gate
-from megaprof.formats.files import Directory, Owner
-from megaprof.formats.job import records
+from megaprof.control.listener import Listener
+from megaprof.formats.files import Directory
+from megaprof.formats.job import records, requests
 from megaprof.formats.job import run as run_json
+from megaprof.formats.job.requests import Request
 from megaprof.formats.job.run import RunRecord
+from megaprof.formats.job.status import CaptureState, RankStatus
+from megaprof.formats.names import host
+from megaprof.parallel.topology import WorldLayout
+
+R = TypeVar("R", bound=records.Record)
 
 
 @dataclass(frozen=True)
@@ -25,69 +42,102 @@ class Paths:
     def of(cls, directory: Path, role: str | None, world: int) -> Paths:
         return cls(places.path_of(directory, places.part(role)), world)
 
-    def __getattr__(self, name: str) -> Path:
-        if name not in ("requests", "orders", "answers"):
-            raise AttributeError(name)
-        return self.root / name
-
     @property
     def run(self) -> Path:
-        return self.root / "run.json"
+        return self.root / run_json.NAME
 
-    def request(self, identity: str) -> Path:
-        return self.root.joinpath(*places.request(identity))
-
-    def order(self, identity: str) -> Path:
-        return self.root.joinpath(*places.order(identity))
-
-    def go(self, identity: str) -> Path:
-        return self.root.joinpath(*places.start(identity))
-
-    def refusal(self, identity: str) -> Path:
-        return self.root.joinpath(*places.refusal(identity))
-
-    def answer(self, identity: str, rank: int) -> Path:
-        return self.root.joinpath(*places.answer(identity, rank, self.world))
+    @property
+    def capture(self) -> Path:
+        return self.root / requests.NAME
 
     def status(self, rank: int) -> Path:
-        return self.root.joinpath(*places.status(rank, self.world))
+        return self.root.joinpath(*places.status_folder(rank, self.world), places.status_name(rank))
+
+    def request(self) -> Request:
+        return read(self.capture, Request)
+
+    def says(self, rank: int) -> CaptureState | None:
+        """What a rank says to the request."""
+        return read(self.status(rank), RankStatus).capture
 
 
-def write(path: Path, record: dict[str, Any], *, mode: int = 0o644) -> Owner:
-    with Directory.open(path.parent) as directory:
-        return Owner.of(records.write(directory, path.name, record, mode=mode))
+def write(path: Path, record: records.Record | dict[str, Any]) -> None:
+    """As a rank or a command writes it, and also what none of them would write."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Directory.open(path.parent) as directory, directory.appearing(path.name) as file:
+        file.write(json.dumps(record).encode() if isinstance(record, dict) else msgspec.json.encode(record))
 
 
-def overwrite(path: Path, record: dict[str, Any], size: int) -> None:
-    with Directory.open(path.parent) as directory:
-        records.overwrite(directory, path.name, record, size)
-
-
-def read(path: Path, owner: Owner | None = None) -> dict[str, Any]:
+def read(path: Path, kind: type[R]) -> R:
     try:
         with Directory.open(path.parent) as directory:
-            return records.read(directory, path.name, owner)
+            return records.read(directory, path.name, kind)
     except FileNotFoundError:
         raise records.Absent from None
 
 
-def read_run(root: Path, owner: Owner | None = None) -> RunRecord:
-    with Directory.open(root) as directory:
-        return run_json.read_run(directory, owner)
+def status(run: RunRecord, layout: WorldLayout, rank: int, **other: Any) -> RankStatus:
+    """Of a rank that runs in this process."""
+    coords, now = layout.coords(rank), time.time()
+    record = {"run": run.run, "rank": rank, "host": host(), "name": "here", "pid": os.getpid(), "time": now}
+    record |= {"coords": {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")}}
+    record |= {"interval": run.interval, "since": now, "calls": []}
+    return msgspec.convert(record | other, RankStatus)
 
 
-class Gated:
-    """A gate as the lowest rank's background thread looks through it."""
+def listening(directory: Path, layout: WorldLayout, rank: int, *, every: float = 0.1) -> Listener:
+    """A rank without a training thread."""
+    session: Any = SimpleNamespace(
+        config=ProfileConfig(target=("train_actor",), dir=str(directory), on_demand=True),
+        coords=layout.coords(rank),
+        role=None,
+        calls={},
+        timeline=None,
+        disabled=False,
+        off=None,
+        demand=None,
+    )
+    return Listener(session, layout, Writer(), directory, every=every)
 
-    def __init__(self, directory: Path, run: RunRecord) -> None:
-        self.directory = directory
-        self.paths = Paths.of(directory, None, run.world)
-        with self._control() as control:
-            self.gate = Gate(control, run)
 
-    def look(self) -> None:
-        with self._control() as control:
-            self.gate.look(control)
+@contextmanager
+def answering(
+    paths: Paths, run: RunRecord, layout: WorldLayout, ranks: Sequence[int], *, last: str = "done"
+) -> Iterator[None]:
+    """``ranks`` of a job answer a request, in a thread of this process, as their files would; ``last``: the state in
+    which the last of them ends."""
+    ended = threading.Event()
 
-    def _control(self) -> places.ControlDirectory:
-        return places.ControlDirectory.own(self.directory, None, None)
+    def say(rank: int, **capture: Any) -> None:
+        write(paths.status(rank), status(run, layout, rank, capture=capture or None))
+
+    def wait(for_first: bool) -> Request | None:
+        while not ended.wait(0.02):
+            for rank in () if for_first else ranks:
+                say(rank)
+            with suppress(records.Absent):
+                request = paths.request()
+                if request.first is not None or not for_first:
+                    return request
+        return None
+
+    def answer() -> None:
+        if (request := wait(False)) is None:
+            return
+        for rank in ranks:
+            say(rank, request=request.id, state="accepted", calls=1, seconds=0.1)
+        if wait(True) is None:
+            return
+        done = {"request": request.id, "state": "done", "steps": (5, 6)}
+        for rank in ranks[:-1]:
+            say(rank, **done, files=(f"{rank}.gz",))
+        missed = {"request": request.id, "state": last, "reason": "too late"}
+        say(ranks[-1], **(done | {"files": (f"{ranks[-1]}.gz",)} if last == "done" else missed))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megaprof.cli import main
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import RunningJob
 from megaprof.formats.job.run import RunRecord
-from megaprof.formats.job.status import SIZE, RankStatus
+from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.control import places
 
@@ -34,7 +34,6 @@ def record(run: RunRecord, rank: int, phase: str | None, microbatch: int | None 
         position = {"target": "train_actor", "step": 7, "phase": phase, "microbatch": microbatch, "chunk": 0}
         position |= {"since": since, **other.pop("position", {})}
     return {
-        "version": 1,
         "run": run.run,
         "rank": rank,
         "coords": {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")},
@@ -44,14 +43,14 @@ def record(run: RunRecord, rank: int, phase: str | None, microbatch: int | None 
         "time": NOW,
         "interval": 1.0,
         "since": since,
-        "calls": {"train_actor": {"begun": 8, "seconds": 0.5, "step": 6, "count": 7}},
+        "calls": [{"target": "train_actor", "begun": 8, "seconds": 0.5, "step": 6, "count": 7}],
         "position": position,
         **other,
     }
 
 
 def statuses(run: RunRecord, phases: dict[int, tuple[Any, ...]], **other: Any) -> dict[int, RankStatus]:
-    return {rank: RankStatus.from_record(record(run, rank, *phase, **other)) for rank, phase in phases.items()}
+    return {rank: msgspec.convert(record(run, rank, *phase, **other), RankStatus) for rank, phase in phases.items()}
 
 
 def culprits(run: RunRecord, found: dict[int, RankStatus]) -> list[tuple[int, int]]:
@@ -103,7 +102,7 @@ def test_whoever_is_silent_is_named_first() -> None:
 def test_tensor_parallel_peers_wait_for_the_one_that_stands_elsewhere_for_longer() -> None:
     run = job(tp=2, pp=2)
     found = statuses(run, {0: ("forward", 3), 2: ("recv_forward",), 3: ("recv_forward",)})
-    found |= {1: RankStatus.from_record(record(run, 1, "between", since=NOW - 70))}
+    found |= {1: msgspec.convert(record(run, 1, "between", since=NOW - 70), RankStatus)}
     assert culprits(run, found)[0] == (1, 3)
 
 
@@ -128,15 +127,9 @@ def test_a_role_of_its_own_is_counted_by_itself() -> None:
         {"target": "train_actor", "role": "ref", "begun": 9, "step": 8, "count": 9},
         {"target": "train_actor", "role": "actor", "begun": 5, "step": 4, "count": 5},
     ]
-    status = RankStatus.from_record(record(run, 0, None, calls=calls))
+    status = msgspec.convert(record(run, 0, None, calls=calls), RankStatus)
     assert (status.step_of("train_actor", "actor"), status.step_of("train_actor", "ref")) == (4, 8)
     assert status.step_of("train_actor", None) is None
-
-
-def test_the_status_of_a_job_of_an_earlier_version_is_read() -> None:
-    calls = {"train_actor": {"step": 6, "count": 7}, "train_actor.actor": {"begun": 8, "seconds": 0.5}}
-    status = RankStatus.from_record(record(job(pp=2), 0, None, calls=calls))
-    assert [(call.label, call.last_step) for call in status.calls] == [("train_actor", 6), ("train_actor.actor", 7)]
 
 
 def test_nobody_is_blamed_while_things_move() -> None:
@@ -148,8 +141,8 @@ def test_nobody_is_blamed_while_things_move() -> None:
 def test_all_in_a_circle_names_the_one_that_has_stood_longest() -> None:
     run = job(pp=2)
     found = {
-        0: RankStatus.from_record(record(run, 0, "recv_backward", since=NOW - 90)),
-        1: RankStatus.from_record(record(run, 1, "recv_forward", since=NOW - 80)),
+        0: msgspec.convert(record(run, 0, "recv_backward", since=NOW - 90), RankStatus),
+        1: msgspec.convert(record(run, 1, "recv_forward", since=NOW - 80), RankStatus),
     }
     assert [rank for rank, _ in culprits(run, found)] == [0]
 
@@ -157,17 +150,16 @@ def test_all_in_a_circle_names_the_one_that_has_stood_longest() -> None:
 @pytest.mark.parametrize("damage", ["coords", "calls", "rank", "time", "host"])
 def test_a_status_of_another_shape_is_no_status(damage: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        RankStatus.from_record({**record(job(pp=2), 0, "forward", 1), damage: "x" * 500})
+        msgspec.convert({**record(job(pp=2), 0, "forward", 1), damage: "x" * 500}, RankStatus)
 
 
 def test_a_status_of_another_world_is_no_status(tmp_path: Path) -> None:
     run = job(pp=2)
     paths = places.Paths.of(tmp_path, None, run.world)
-    paths.status(0).parent.mkdir(parents=True)
     written = record(run, 0, "forward", 1)
-    places.overwrite(paths.status(0), written, SIZE)
+    places.write(paths.status(0), written)
     assert RunningJob(tmp_path, None, run).leader() is not None
-    places.overwrite(paths.status(0), {**written, "coords": {**written["coords"], "pp": 2}}, SIZE)
+    places.write(paths.status(0), {**written, "coords": {**written["coords"], "pp": 2}})
     assert RunningJob(tmp_path, None, run).leader() is None
 
 
@@ -189,14 +181,9 @@ def test_four_thousand_ranks_fit_on_a_screen(
             phase = ("finalize_grads",)
         since = now - (65 if rank == guilty else 60)
         records_of[rank] = record(run, rank, *phase, since=since, time=now)
-    paths.root.mkdir()
-    places.write(paths.run, run.as_record())
+    places.write(paths.run, run)
     for rank, written in records_of.items():
-        path = paths.status(rank)
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True)
-        places.overwrite(path, written, SIZE)
-    assert max(len(json.dumps(each)) for each in records_of.values()) < SIZE
+        places.write(paths.status(rank), written)
     monkeypatch.setattr(time, "time", lambda: now)  # however long it took to write them
     assert main(["status", str(tmp_path)]) == 3
     shown = capsys.readouterr().out

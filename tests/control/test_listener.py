@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.artifacts.writer import Writer
 from megaprof.capture.demand import Demand
 from megaprof.config import tools
-from megaprof.control.gate import Gate
 from megaprof.control.job import RunningJob
 from megaprof.control.listener import Listener
+from megaprof.control.requests import new_request
+from megaprof.formats.files import Directory
 from megaprof.formats.job import records
-from megaprof.formats.job.requests import MOST_STEPS, Answer, Request, Start
+from megaprof.formats.job.requests import MOST_STEPS, Request
 from megaprof.formats.job.run import RunRecord
-from megaprof.formats.job.status import SIZE, OwnCost, Position, RankStatus, Recent
+from megaprof.formats.job.status import CaptureState, OwnCost, Position, RankStatus, Recent
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
@@ -56,26 +55,29 @@ class Job:
             self.gpt.train_step(self.forward_backward)
 
     def order(self, target: str = "train_actor", **options: Any) -> Request:
-        request = Request.new(self.run, target, **options)
-        places.write(self.paths.request(request.id), request.as_record(), mode=0o600)
+        request = new_request(self.run, target, **options)
+        places.write(self.paths.capture, request)
         self.listener.look()
         return request
 
     def go(self, request: Request, first: int) -> None:
-        places.write(self.paths.go(request.id), Start(self.run.run, request.id, first).as_record())
+        places.write(self.paths.capture, replace(request, first=first))
         self.listener.look()
 
-    def answer(self, request: Request) -> Answer:
-        return Answer.from_record(places.read(self.paths.answer(request.id, 0)))
+    def answer(self, request: Request) -> CaptureState:
+        said = self.paths.says(0)
+        assert said is not None
+        assert said.request == request.id
+        return said
 
     def status(self) -> RankStatus | None:
         return RunningJob(self.paths.root.parent, None, self.run).leader()
 
-    def finish(self, request: Request) -> Answer:
+    def finish(self, request: Request) -> CaptureState:
         assert self.handle.flush()
         self.listener.look()
         answer = self.answer(request)
-        self.paths.order(request.id).unlink()
+        self.paths.capture.unlink()
         self.listener.look()
         return answer
 
@@ -221,15 +223,27 @@ def test_a_tool_that_breaks_while_it_is_made_is_refused(job: Job, monkeypatch: p
     assert job.answer(request).state == "refused"
     assert "no library today" in str(job.answer(request).reason)
     job.listener.look()
-    assert job.listener._orders.task is None
+    assert job.answer(request).state == "refused"
 
 
-def test_the_longest_answer_is_a_record() -> None:
+def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of thousands of characters, also ones that no file can hold, and a file for each step and tool."""
+    request = job.order(steps=MOST_STEPS)
+    task = job.listener._captures.task
+    assert task is not None
     name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
-    answer = Answer(
-        16383, "done", 10**9, 1.5, "x" * 1000, tuple(range(10**9, 10**9 + MOST_STEPS)), (name,) * 3 * MOST_STEPS
-    )
-    assert len(records.encode(answer.as_record("0" * 16))) < records.LONGEST
+    many = SimpleNamespace(waiting=False, files=[Path(job.handle.config.dir, name)] * 3 * MOST_STEPS)
+    monkeypatch.setattr(task, "_noted", many)
+    task._say("failed", "原因\udcff\x1b" * 4000)
+    monkeypatch.setattr(job.handle._session, "off", "\udcff" * 4000)
+    job.listener.look()
+    said = job.answer(request)
+    assert len(said.files) == 3 * MOST_STEPS
+    assert said.reason is not None
+    assert said.reason.startswith("原因  原因")
+    status = job.status()
+    assert status is not None
+    assert set(str(status.why)) == {" "}
 
 
 class CudaProfiler:
@@ -285,12 +299,25 @@ def test_nsys_on_demand_needs_a_process_that_runs_under_it(job: Job, monkeypatch
 def test_what_is_withdrawn_does_not_begin(job: Job, tmp_path: Path) -> None:
     request = job.order()
     job.go(request, 1)
-    job.paths.order(request.id).unlink()
+    job.paths.capture.unlink()
     job.listener.look()
-    assert job.answer(request).reason == "it was withdrawn"
     job.step(3)
     assert traces(tmp_path) == []
     assert not job.listener.busy
+
+
+def test_what_records_already_is_finished_and_then_comes_the_next(job: Job, tmp_path: Path) -> None:
+    first = job.order(steps=2)
+    job.go(first, 0)
+    job.step(1)
+    second = job.order(steps=1)
+    assert job.answer(first).state == "recording"
+    job.step(1)
+    assert job.handle.flush()
+    for _ in range(2):
+        job.listener.look()
+    assert job.answer(second).state == "accepted"
+    assert traces(tmp_path) == ["train_actor.step000000", "train_actor.step000001"]
 
 
 def test_the_end_of_the_job_is_an_answer(job: Job) -> None:
@@ -299,19 +326,19 @@ def test_the_end_of_the_job_is_an_answer(job: Job) -> None:
     job.handle.remove()
     answer = job.answer(request)
     assert (answer.state, answer.reason) == ("failed", "the job ended before it was finished")
-    assert places.read_run(job.paths.root).ended is not None
+    assert places.read(job.paths.run, RunRecord).ended is not None
     status = job.status()
     assert status is not None
     assert status.ended
 
 
-@pytest.mark.parametrize("what", ["", "requests", "orders", "answers", "status", "run.json"])
+@pytest.mark.parametrize("what", ["", "status", "run.json"])
 def test_somebody_removes_the_directory_or_a_part_of_it(job: Job, what: str) -> None:
     removed = job.paths.root / what
     shutil.rmtree(removed) if removed.is_dir() else removed.unlink()
     for _ in range(2):
         job.listener.look()
-    assert places.read_run(job.paths.root).run == job.run.run
+    assert places.read(job.paths.run, RunRecord).run == job.run.run
     assert job.status() is not None
     request = job.order(steps=1)
     job.go(request, 0)
@@ -328,35 +355,35 @@ def test_a_directory_that_does_not_answer_at_first(
         listener = handle._listener
         with monkeypatch.context() as failing:
             fault = OSError(5, "Input/output error")
-            failing.setattr(Gate, "_make", lambda self, control: (_ for _ in ()).throw(fault))
+            failing.setattr(Directory, "appearing", lambda *given, **options: (_ for _ in ()).throw(fault))
             listener.look()
         assert "does not answer: Input/output error" in caplog.text
         paths = places.Paths(listener.path)
         assert not paths.run.exists()
         listener.look()
-        assert places.read_run(paths.root).run == listener.job.run.run
+        assert places.read(paths.run, RunRecord) == listener.job.run
 
 
 def test_a_later_job_in_the_same_directory_takes_over(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     later = RunRecord.new(WorldLayout(job.run.sizes).coords(0), None, ("train_actor",), None, 1.0)
-    places.write(job.paths.run, later.as_record())
+    places.write(job.paths.run, later)
     status = job.paths.status(0).read_bytes()
     for _ in range(2):
         job.listener.look()
     assert caplog.text.count("another job") == 1
     job.handle.remove()
-    assert places.read_run(job.paths.root) == later, "it has not ended, the earlier one has"
+    assert places.read(job.paths.run, RunRecord) == later, "it has not ended, the earlier one has"
     assert job.paths.status(0).read_bytes() == status
 
 
 def test_when_the_later_job_has_ended_the_earlier_one_is_there_again(job: Job) -> None:
     ours = job.run
     later = RunRecord.new(WorldLayout(ours.sizes).coords(0), None, ("train_actor",), None, 1.0)
-    places.write(job.paths.run, later.as_record())
+    places.write(job.paths.run, later)
     job.listener.look()
-    places.write(job.paths.run, replace(later, ended=time.time()).as_record())
+    places.write(job.paths.run, replace(later, ended=time.time()))
     job.listener.look()
-    assert places.read_run(job.paths.root) == ours
+    assert places.read(job.paths.run, RunRecord) == ours
 
 
 def test_a_file_system_that_hangs_does_not_hold_up_the_end(
@@ -370,7 +397,7 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
         released.wait(60)
 
     monkeypatch.setattr("megaprof.control.listener._END_SECONDS", 0.1)
-    monkeypatch.setattr(records, "overwrite", hang)
+    monkeypatch.setattr(records, "write", hang)
     rank.start(background)
     assert hangs.wait(60)
     rank.close()
@@ -379,21 +406,8 @@ def test_a_file_system_that_hangs_does_not_hold_up_the_end(
     released.set()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file somebody else's")
-def test_somebody_elses_status_file_does_not_make_him_the_owner(follower: Callable[[], Listener]) -> None:
-    rank = follower()
-    path = places.Paths(rank.path, 2).status(1)
-    path.parent.mkdir(parents=True)
-    path.touch()
-    os.chown(path, 12345, 12345)
-    rank.look()
-    assert rank._owner is not None
-    assert rank._owner.uid == os.geteuid()
-
-
 @pytest.mark.parametrize("role", ["策略" * 50, "🙂" * 40, "a" * 500, "x\n"])
-def test_long_names_and_reasons_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    request = job.order()
+def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyPatch, role: str) -> None:
     for number in range(8):
         job.handle._session.calls["train_actor", f"{number}" + role] = 7
     inside = Position("train_actor", 1 << 40, "send_forward_backward_recv_forward_backward", 999, 99, time.time(), role)
@@ -406,16 +420,12 @@ def test_long_names_and_reasons_fit_into_a_status_file(job: Job, monkeypatch: py
         calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
     )
     monkeypatch.setattr(job.handle._session, "timeline", timeline)
-    orders = job.listener._orders
-    assert orders.task is not None
-    orders.task._say("refused", "原因" * 400)
-    status = job.listener._reporter.describe(job.run.run, orders.state).as_record()
-    assert len(records.encode(status)) <= SIZE
-    assert status["capture"]["request"] == request.id
-    read = RankStatus.from_record(status)
-    assert read.position is not None
-    assert read.recent is not None
-    assert read.position.role == read.recent.role
+    job.listener.look()
+    status = job.status()
+    assert status is not None
+    assert status.position is not None
+    assert status.position.role == role
+    assert len(status.calls) == 9
 
 
 def test_a_window_of_the_jobs_own_is_not_disturbed(
@@ -436,23 +446,7 @@ def test_a_window_of_the_jobs_own_is_not_disturbed(
 @pytest.fixture
 def follower(tmp_path: Path) -> Callable[[], Listener]:
     """Rank 1 of two, without a training thread."""
-    layout = WorldLayout(ParallelSizes(pp=2))
-    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), on_demand=True)
-    session = SimpleNamespace(
-        config=config,
-        coords=layout.coords(1),
-        role=None,
-        calls={},
-        timeline=None,
-        disabled=False,
-        off=None,
-        demand=None,
-    )
-
-    def make() -> Listener:
-        return Listener(session, layout, Writer(), tmp_path, every=0.1)  # type: ignore[arg-type]
-
-    return make
+    return lambda: places.listening(tmp_path, WorldLayout(ParallelSizes(pp=2)), 1)
 
 
 def test_the_files_of_a_run_that_crashed_are_not_this_ones(follower: Callable[[], Listener]) -> None:
@@ -460,23 +454,17 @@ def test_the_files_of_a_run_that_crashed_are_not_this_ones(follower: Callable[[]
     layout = WorldLayout(ParallelSizes(pp=2))
     ours = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
     paths = places.Paths(rank.path, 2)
-    paths.orders.mkdir(parents=True)
-    places.write(paths.run, replace(ours, run="crashed", started=time.time() - 7200).as_record())
-    rank.look()
-    assert rank.job is None
-    earlier = replace(ours, run="restarted", started=ours.started - 60)
-    places.write(paths.run, earlier.as_record())
-    request = Request.new(earlier, "train_actor", select="all")
-    places.write(paths.order(request.id), request.as_record())
-    (paths.answers / request.id).mkdir(parents=True)
+    earlier = replace(ours, run="crashed", started=ours.started - 60)
+    places.write(paths.run, earlier)
+    places.write(paths.capture, new_request(earlier, "train_actor", select="all"))
     rank.look()
     assert rank.busy, "it cannot know better yet"
-    places.write(paths.run, ours.as_record())
+    places.write(paths.run, ours)
     rank.look()
     assert rank.job is not None
     assert rank.job.run == ours
     assert not rank.busy
-    places.write(paths.run, replace(ours, run="later", started=ours.started + 600).as_record())
+    places.write(paths.run, replace(ours, run="later", started=ours.started + 600))
     rank.look()
     assert rank.job is not None
     assert rank.job.run == ours, "and not that of a job that is started into the same directory"

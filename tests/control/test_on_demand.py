@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -14,11 +13,12 @@ import pytest
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.control.job import find_job
 from megaprof.control.requester import Outcome, Requester
-from megaprof.formats.job.requests import Refused, Request
+from megaprof.control.requests import new_request
+from megaprof.formats.job.requests import Refused
 from megaprof.testing import run_ranks
 from tests.cli.running import as_a_user
 from tests.control.control_jobs import SMALL, Running, running, train
-from tests.control.malformed import MALFORMED
+from tests.control.malformed import UNREADABLE
 from tests.control.places import Paths
 
 pytestmark = pytest.mark.slow
@@ -70,17 +70,16 @@ def test_trigger_captures_whole_steps_of_the_host(tmp_path: Path) -> None:
         assert labels.count("forward") == labels.count("backward") == SMALL.microbatches
 
 
-def test_fifty_requests_and_fifty_malformed_ones_at_once(job: Running) -> None:
+def test_fifty_requests_at_once_in_the_place_of_what_is_none(job: Running) -> None:
     for path in job.directory.glob("*.gz"):
         path.unlink()
     found = find_job(job.directory)
     paths = Paths.of(job.directory, None, found.run.world)
-    asking: list[Requester] = []
-    for number, (kind, (write, _)) in zip(range(50), itertools.cycle(MALFORMED.items()), strict=False):
-        write(found.run, paths.request(f"{number:02}-{kind}"))
-        request = Request.new(found.run, "train_actor", steps=1, timeout=90)
-        asking.append(Requester(found, request, [0, 1]))
-        asking[-1].submit()
+    for write in UNREADABLE.values():
+        paths.capture.unlink(missing_ok=True)
+        write(found.run, paths.capture)
+        time.sleep(0.2)
+    asking = [Requester(found, new_request(found.run, "train_actor", steps=1, timeout=90), [0, 1]) for _ in range(50)]
     outcomes: list[Outcome] = []
     refused: list[str] = []
     while asking:

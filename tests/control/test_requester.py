@@ -1,23 +1,23 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megaprof.cli import main
 from megaprof.control.job import RunningJob
 from megaprof.control.requester import Requester, first_call, selected_ranks
-from megaprof.formats.job.requests import Answer, Refused, Request
+from megaprof.control.requests import new_request
+from megaprof.formats.job.requests import Refused
 from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.cli.running import check
@@ -45,171 +45,124 @@ def test_an_unknown_step_time_is_the_next_call_but_one() -> None:
     assert first_call(0, None, 1.0, 1.0, 1.0) == 1
 
 
-class Asked(NamedTuple):
-    """A job that can be asked, as far as its lowest rank's gate and its files go."""
+class Asked:
+    """A job of four ranks that can be asked, as far as their files go."""
 
-    job: RunningJob
-    paths: places.Paths
-    gate: places.Gated
+    def __init__(self, directory: Path) -> None:
+        self.layout = WorldLayout(ParallelSizes(pp=2, tp=2))
+        self.run = RunRecord.new(self.layout.coords(0), self.layout, ("train_actor",), None, 0.1)
+        self.job = RunningJob(directory, None, self.run)
+        self.paths = places.Paths.of(directory, None, 4)
+        places.write(self.paths.run, self.run)
+
+    def requester(self, **options: Any) -> Requester:
+        request = new_request(self.run, "train_actor", **options)
+        requester = Requester(self.job, request, selected_ranks(self.run, request))
+        requester.submit()
+        return requester
+
+    def says(self, rank: int, state: str | None = None, **more: Any) -> None:
+        capture = state and {"request": self.paths.request().id, "state": state, **more}
+        later = time.time() + 3600  # it is not late, however long a command takes to come up
+        places.write(self.paths.status(rank), places.status(self.run, self.layout, rank, capture=capture, time=later))
 
 
 @pytest.fixture
 def asked(tmp_path: Path) -> Asked:
-    layout = WorldLayout(ParallelSizes(pp=2, tp=2))
-    run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
-    gate = places.Gated(tmp_path, run)
-    places.write(gate.paths.run, run.as_record())
-    return Asked(RunningJob(tmp_path, None, run), gate.paths, gate)
-
-
-def answer(paths: places.Paths, run: RunRecord, request: Request, said: Answer) -> None:
-    places.write(paths.answer(request.id, said.rank), said.as_record(run.run))
+    return Asked(tmp_path)
 
 
 def test_two_phases(asked: Asked) -> None:
-    job, paths, gate = asked
-    run = job.run
-    request = Request.new(run, "train_actor", steps=2)
-    ranks = selected_ranks(run, request)
-    assert ranks == [0, 2]
-    requester = Requester(job, request, ranks)
-    requester.submit()
-    gate.look()
-    assert paths.order(request.id).exists()
-    answer(paths, run, request, Answer(0, "accepted", calls=10, seconds=1.0))
+    requester = asked.requester(steps=2)
+    assert requester.ranks == (0, 2)
+    assert asked.paths.request() == requester.request
+    asked.says(0, "accepted", calls=10, seconds=1.0)
+    asked.says(2)
     assert requester.advance() is None
     assert requester.missing == [2]
-    answer(paths, run, request, Answer(2, "accepted", calls=11, seconds=1.0))
+    asked.says(2, "accepted", calls=11, seconds=1.0)
     assert requester.advance() is None
-    first = places.read(paths.go(request.id))["first"]
+    first = asked.paths.request().first
+    assert first is not None
     assert first > 11
-    for rank in ranks:
-        answer(paths, run, request, Answer(rank, "recording", calls=first))
+    for rank in (0, 2):
+        asked.says(rank, "recording", calls=first)
     assert requester.advance() is None
-    for rank in ranks:
-        answer(paths, run, request, Answer(rank, "done", steps=(first, first + 1), files=(f"{rank}.gz",)))
+    for rank in (0, 2):
+        asked.says(rank, "done", steps=(first, first + 1), files=(f"{rank}.gz",))
     outcome = requester.advance()
     assert outcome is not None
     assert (outcome.reason, outcome.steps, outcome.files) == (None, (first, first + 1), ("0.gz", "2.gz"))
-    assert not paths.order(request.id).exists()
-    gate.look()
-    assert gate.gate.current is None
+    assert not asked.paths.capture.exists()
 
 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        (Answer(2, "missed", reason="too late"), "rank 2 missed: too late"),
-        (Answer(2, "done", steps=(9, 10)), "the ranks number their steps differently"),
+        ({"state": "missed", "reason": "too late"}, "rank 2 missed: too late"),
+        ({"state": "done", "steps": (9, 10)}, "the ranks number their steps differently"),
     ],
 )
-def test_a_part_of_a_capture_is_said_to_be_one(asked: Asked, said: Answer, reason: str) -> None:
-    job, paths, gate = asked
-    run = job.run
-    request = Request.new(run, "train_actor")
-    requester = Requester(job, request, [0, 2])
-    requester.submit()
-    gate.look()
+def test_a_part_of_a_capture_is_said_to_be_one(asked: Asked, said: dict[str, Any], reason: str) -> None:
+    requester = asked.requester()
     for rank in (0, 2):
-        answer(paths, run, request, Answer(rank, "accepted", calls=1, seconds=0.1))
+        asked.says(rank, "accepted", calls=1, seconds=0.1)
     requester.advance()
-    answer(paths, run, request, Answer(0, "done", steps=(5, 6)))
-    answer(paths, run, request, said)
+    asked.says(0, "done", steps=(5, 6))
+    asked.says(2, **said)
     outcome = requester.advance()
     assert outcome is not None
     assert outcome.reason is not None
     assert outcome.reason.startswith(reason)
 
 
-def test_one_rank_that_cannot_is_a_refusal(asked: Asked) -> None:
-    job, paths, gate = asked
-    run = job.run
-    request = Request.new(run, "train_actor")
-    requester = Requester(job, request, [0, 2])
-    requester.submit()
-    gate.look()
-    answer(paths, run, request, Answer(0, "accepted", calls=1, seconds=0.1))
-    answer(paths, run, request, Answer(2, "refused", reason="no CUDA device"))
-    with pytest.raises(Refused, match="rank 2: no CUDA device"):
+@pytest.mark.parametrize("rank", [2, 0])
+def test_one_rank_that_cannot_is_a_refusal(asked: Asked, rank: int) -> None:
+    """Also the lowest one where it is not asked itself: it speaks for all."""
+    requester = asked.requester(select="2-3")
+    asked.says(3, "accepted", calls=1, seconds=0.1)
+    asked.says(rank, "refused", reason="no CUDA device")
+    with pytest.raises(Refused, match="no CUDA device"):
         requester.advance()
-    assert not paths.order(request.id).exists(), "the others must not wait for a decision"
+    assert not asked.paths.capture.exists(), "the others must not wait for a decision"
 
 
 def test_a_restart_in_between_is_noticed(asked: Asked) -> None:
-    job, paths, _ = asked
-    run = job.run
-    requester = Requester(job, Request.new(run, "train_actor"), [0, 2])
-    requester.submit()
-    layout = WorldLayout(run.sizes)
-    places.write(paths.run, RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1).as_record())
+    requester = asked.requester()
+    places.write(asked.paths.run, replace(asked.run, run="again"))
     with pytest.raises(Refused, match="started again"):
+        requester.advance()
+
+
+def test_a_request_that_somebody_removes_is_not_waited_for(asked: Asked) -> None:
+    requester = asked.requester()
+    asked.paths.capture.unlink()
+    with pytest.raises(Refused, match="somebody removed"):
         requester.advance()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_ended_withdraws(number: int, asked: Asked, tmp_path: Path) -> None:
-    job, paths, _ = asked
-    run = job.run
-    status = {"run": run.run, "rank": 0, "host": run.host, "name": "here", "pid": run.pid, "interval": 1.0, "calls": {}}
-    status |= {"coords": dict.fromkeys(("pp", "tp", "cp", "ep", "dp"), 0), "time": time.time(), "since": time.time()}
-    paths.status(0).parent.mkdir()
-    places.write(paths.status(0), status)
+    asked.says(0)
     command = [sys.executable, "-m", "megaprof", "trigger", str(tmp_path), "--target", "train_actor"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as asking:
         assert asking.stderr is not None
         assert "waiting for 2 of 2 to answer" in asking.stderr.readline()
-        assert list(paths.requests.iterdir())
+        assert asked.paths.capture.exists()
         asking.send_signal(number)
         assert asking.wait(60) == 128 + number
         said = asking.stderr.read()
         assert said.startswith("request ")
         assert ": withdrawn before any rank recorded; nothing is captured\n" in said
-    assert not list(paths.requests.iterdir())
-
-
-def test_somebody_elses_job(asked: Asked) -> None:
-    job, paths, _ = asked
-    run = job.run
-    if os.geteuid() != 0:
-        pytest.skip("only root can make a file somebody else's")
-    for path in (paths.run, paths.requests):
-        os.chown(path, 12345, 12345)
-    with pytest.raises(Refused, match="the job belongs to user 12345"):
-        Requester(job, Request.new(run, "train_actor"), [0, 2]).submit()
-    assert not list(paths.requests.iterdir())
+    assert not asked.paths.capture.exists()
 
 
 def test_the_command_prints_what_was_captured_as_json(
     asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks answer, in a thread of this process, as their files would."""
-    job, paths, gate = asked
-    run = job.run
-    paths.status(0).parent.mkdir()
-    status = {"run": run.run, "rank": 0, "host": run.host, "name": "here", "pid": run.pid, "interval": 1.0, "calls": []}
-    status |= {"coords": dict.fromkeys(("pp", "tp", "cp", "ep", "dp"), 0), "time": time.time(), "since": time.time()}
-    places.write(paths.status(0), status)
-    ended = threading.Event()
-
-    def ranks() -> None:
-        while gate.gate.current is None and not ended.wait(0.02):
-            gate.look()
-        if (request := gate.gate.current) is None:
-            return
-        for rank in (0, 2):
-            answer(paths, run, request, Answer(rank, "accepted", calls=1, seconds=0.1))
-        while not paths.go(request.id).exists() and not ended.wait(0.02):
-            pass
-        answer(paths, run, request, Answer(0, "done", steps=(5, 6), files=("0.gz",)))
-        answer(paths, run, request, Answer(2, "missed", reason="too late"))
-
-    answering = threading.Thread(target=ranks)
-    answering.start()
-    try:
+    asked.says(0)
+    with places.answering(asked.paths, asked.run, asked.layout, (0, 2), last="missed"):
         assert main(["trigger", str(tmp_path), "--target", "train_actor", "--json", "--timeout", "60"]) == 1
-    finally:
-        ended.set()
-        answering.join()
     said = capsys.readouterr()
     found = json.loads(said.out)
     check("trigger", found)

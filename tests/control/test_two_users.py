@@ -11,15 +11,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from megaprof import ProfileConfig
-from megaprof.artifacts.writer import Writer
-from megaprof.control.directory import ControlDirectory
-from megaprof.control.listener import Listener
-from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.runtime.background import Background
 from tests.control import places
@@ -44,7 +38,7 @@ def precious(shared: Path) -> Path:
     """What the victim would not like to lose."""
     place = shared / "precious"
     place.mkdir()
-    for name in ("thesis.tex", "x.json", "x.go.json", "run.json", "rank00000.json"):
+    for name in ("thesis.tex", "capture.json", "run.json", "rank00000.json"):
         (place / name).write_text("ten years")
         os.chown(place / name, VICTIM, VICTIM)
     (place / "deeper").mkdir()
@@ -107,8 +101,8 @@ def plant_open(shared: Path, precious: Path) -> None:
 
 TRAPS = {
     "control": plant_control,
-    **{f"{name}, control is theirs": plant(name) for name in ("requests", "orders", "answers", "status")},
-    **{f"{name}, control is ours": plant_below_ours(name) for name in ("requests", "orders", "answers", "status")},
+    "status, control is theirs": plant("status"),
+    "status, control is ours": plant_below_ours("status"),
     "a control directory of theirs": plant_theirs,
     "a control directory for a group": plant_open,
 }
@@ -120,45 +114,49 @@ def test_a_job_neither_follows_nor_uses_what_another_user_has_prepared(trap: str
     before = state(precious)
     job = as_user(VICTIM, "look", shared)
     assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.startswith(f"unsafe: {shared}/control")
+    assert job.stdout.startswith(f"megaprof: {shared}/control")
+    assert job.stdout.endswith("profiling on demand and status are off, training goes on\n")
     assert state(precious) == before
 
 
-def test_what_lies_beside_requests_stays(shared: Path) -> None:
+@pytest.mark.parametrize("name", ["run.json", "capture.json"])
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(name: str, shared: Path, precious: Path) -> None:
+    """The control directory was the victim's, and open to all for a while."""
+    plant_below_ours("elsewhere")(shared, precious)
+    (shared / "control" / name).symlink_to(precious / name)
+    before = state(precious)
     assert as_user(VICTIM, "look", shared).stdout == ""
-    requests = shared / "control" / "requests"
-    kept = ["notes.txt", "x.json.bak", "two words.json", ".hidden.json", "x" * 65 + ".json"]
-    for name in [*kept, "asked.json"]:
-        (requests / name).touch()
-    assert as_user(VICTIM, "look", shared).stdout == ""
-    assert sorted(os.listdir(requests)) == sorted(kept)
+    assert not (shared / "control" / "run.json").is_symlink()
+    asked = as_user(VICTIM, "trigger", shared, "--target", "train_actor", "--timeout", 1)
+    assert "the job is gone" in asked.stderr
+    assert state(precious) == before
 
 
-def test_another_user_may_look_and_not_ask(shared: Path) -> None:
+def test_what_lies_beside_stays(shared: Path) -> None:
     assert as_user(VICTIM, "look", shared).stdout == ""
+    control = shared / "control"
+    kept = {"notes.txt", "capture.json.bak", "requests"}
+    for name in kept:
+        (control / name).touch()
+    assert as_user(VICTIM, "look", shared).stdout == ""
+    assert set(os.listdir(control)) == {*kept, "run.json", "status"}
+
+
+def test_another_user_may_neither_look_nor_ask(shared: Path) -> None:
+    (shared / "control").mkdir(mode=0o755)  # as earlier versions made it
+    os.chown(shared / "control", VICTIM, VICTIM)
+    assert as_user(VICTIM, "look", shared).stdout == ""
+    assert {path.stat().st_mode & 0o777 for path in (shared / "control", shared / "control" / "status")} == {0o700}
     before = state(shared / "control")
-    asked = as_user(ATTACKER, "trigger", shared, "--target", "train_actor", "--timeout", 5)
-    assert asked.returncode == 1
-    assert "only the user whose job it is may ask" in asked.stderr or "the job is gone" in asked.stderr
-    seen = as_user(ATTACKER, "status", shared)
+    for command in (["trigger", shared, "--target", "train_actor", "--timeout", 5], ["status", shared, "--wait", 0]):
+        asked = as_user(ATTACKER, *command)
+        assert asked.returncode == 1
+        assert "is closed to you: only the user whose job it is may look and ask" in asked.stderr
+        assert len(asked.stderr.splitlines()) == 1
+    assert state(shared / "control") == before
+    seen = as_user(VICTIM, "status", shared)
     assert "2 ranks (tp1 pp2" in seen.stdout
     assert (seen.returncode, seen.stderr) == (3, ""), "its process has ended without a word"
-    assert state(shared / "control") == before
-
-
-def test_another_user_may_not_ask_a_job_that_runs(shared: Path) -> None:
-    layout = WorldLayout(ParallelSizes(pp=2))
-    run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
-    gate = places.Gated(shared, run)  # root's
-    places.write(gate.paths.run, run.as_record())
-    status = {"run": run.run, "rank": 0, "host": run.host, "name": "here", "pid": run.pid, "interval": 1.0, "calls": []}
-    status |= {"coords": dict.fromkeys(("pp", "tp", "cp", "ep", "dp"), 0), "time": 8e9, "since": 8e9}
-    gate.paths.status(0).parent.mkdir()
-    places.write(gate.paths.status(0), status)
-    asked = as_user(ATTACKER, "trigger", shared, "--target", "train_actor", "--timeout", 5)
-    assert asked.returncode == 1
-    assert "requests cannot be written by you: only the user whose job it is may ask" in asked.stderr
-    assert list(gate.paths.requests.iterdir()) == []
 
 
 def test_a_command_does_not_follow_a_link_either(shared: Path, precious: Path) -> None:
@@ -175,21 +173,9 @@ def test_a_command_does_not_follow_a_link_either(shared: Path, precious: Path) -
 def test_one_line_and_training_goes_on(shared: Path, precious: Path, caplog: pytest.LogCaptureFixture) -> None:
     plant_control(shared, precious)
     before = state(precious)
-    layout = WorldLayout(ParallelSizes(pp=2))
-    config = ProfileConfig(target=("train_actor",), dir=str(shared), on_demand=True)
-    session = SimpleNamespace(
-        config=config,
-        coords=layout.coords(0),
-        role=None,
-        calls={},
-        timeline=None,
-        disabled=False,
-        off=None,
-        demand=None,
-    )
     ended: list[None] = []
     caplog.set_level(logging.INFO, "megaprof")
-    listener = Listener(session, layout, Writer(), shared, every=0.01)  # type: ignore[arg-type]
+    listener = places.listening(shared, WorldLayout(ParallelSizes(pp=2)), 0, every=0.01)
     listener.follow(lambda listener: None, lambda: ended.append(None))
     background = Background()
     listener.start(background)
@@ -202,33 +188,4 @@ def test_one_line_and_training_goes_on(shared: Path, precious: Path, caplog: pyt
         f"megaprof: {shared}/control is a symbolic link; profiling on demand and status are off, training goes on"
     ]
     assert ended == [None]
-    assert not session.disabled
     assert state(precious) == before
-
-
-def test_a_run_record_of_another_user_is_not_believed_by_the_leader(shared: Path) -> None:
-    """The control directory is the job's, and somebody (root, an earlier attack) has left a run record there."""
-    layout = WorldLayout(ParallelSizes(pp=2))
-    config = ProfileConfig(target=("train_actor",), dir=str(shared), on_demand=True)
-    session = SimpleNamespace(
-        config=config,
-        coords=layout.coords(0),
-        role=None,
-        calls={},
-        timeline=None,
-        disabled=False,
-        off=None,
-        demand=None,
-    )
-    listener = Listener(session, layout, Writer(), shared, every=0.01)  # type: ignore[arg-type]
-    listener.look()
-    assert listener.job is not None
-    ours = listener.job.run
-    path = places.Paths(listener.path).run
-    places.write(path, RunRecord.new(layout.coords(0), None, ("train_actor",), None, 1.0).as_record())
-    os.chown(path, ATTACKER, ATTACKER)
-    listener.look()
-    assert listener.job is not None
-    assert listener.job.run == ours, "it is not ousted by what another user says"
-    with ControlDirectory.own(shared, None, None) as control:
-        assert control.owner_of(("run.json",)).uid == os.geteuid(), "and says so again"

@@ -9,6 +9,7 @@ import contextlib
 import gettext
 import io
 import locale
+import logging
 import os
 import sys
 from pathlib import Path
@@ -17,11 +18,8 @@ import megaprof.cli
 import megaprof.cli.jobs.status
 import megaprof.cli.jobs.trigger
 import megaprof.cli.jobs.watch
-from megaprof.control.directory import ControlDirectory
-from megaprof.control.gate import Gate
-from megaprof.formats.files import Unsafe
-from megaprof.formats.job.run import RunRecord
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests.control import places
 
 assert gettext
 assert locale
@@ -29,16 +27,10 @@ assert locale
 
 def look(directory: str) -> None:
     """What the background thread of a job's lowest rank does at its first two looks."""
-    layout = WorldLayout(ParallelSizes(pp=2))
-    run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
-    try:
-        with ControlDirectory.own(Path(directory), None, None) as control:
-            gate = Gate(control, run)
-            gate.look(control)
-            control.write(("run.json",), run.as_record())
-            control.overwrite(("status", "rank00000.json"), {"run": run.run}, 512)
-    except Unsafe as fault:
-        print("unsafe:", fault)
+    logging.basicConfig(stream=sys.stdout, format="%(message)s", level=logging.WARNING)
+    listener = places.listening(Path(directory), WorldLayout(ParallelSizes(pp=2)), 0)
+    for _ in range(2):
+        listener.look()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.capture.session import Session
+from megaprof.capture.process import process
 from megaprof.formats.ranges import parse
 
 full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph", reason="megatron-core 0.14 brought it")
@@ -165,7 +165,7 @@ def test_what_wants_the_window_closed_waits_for_the_end_of_the_capture(
             if why == "remove":
                 handle.remove()
             else:
-                Session.memory_full, Session.urgent = "host memory: none left", True
+                process.memory_full, process.urgent = "host memory: none left", True
 
     hook = one_rank.chunks[0].register_forward_pre_hook(each_forward)
     one_rank.train_step()

@@ -14,11 +14,12 @@ import torch
 from megaprof import ProfileConfig
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.autoload import arming, controller
+from megaprof.capture.profiler import profiler
 from megaprof.hooks.batch import Batch, when_asked
-from megaprof.hooks.patching import Patches
-from megaprof.install import Handle, install_without_pipeline
+from megaprof.install import install_without_pipeline
 from megaprof.integrations import contract, registry
 from megaprof.integrations.contract import Facts, Hook
+from megaprof.runtime.patching import Patches
 
 MICROBATCHES = 3
 
@@ -141,18 +142,9 @@ def test_an_exception_of_the_hosts_passes(engine: Engine, tmp_path: Path) -> Non
 
 
 def test_the_first_batch_brings_the_hooks(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    handles: list[Handle] = []
-
     def ask() -> bool:
         monkeypatch.setattr(arming, "_settled", config(tmp_path, "train_actor", steps="0"))
-        done = arming.install(pipeline=False)
-        handles.extend(arming_handles())
-        return done
-
-    def arming_handles() -> list[Handle]:
-        from megaprof.install import _process
-
-        return list(_process.handles)
+        return arming.install(pipeline=False)
 
     when_asked.append(ask)
     assert not arming.install()  # Megatron's groups are waited for
@@ -160,8 +152,8 @@ def test_the_first_batch_brings_the_hooks(engine: Engine, tmp_path: Path, monkey
         engine.forward_backward_batch(data())
         assert not when_asked
     finally:
-        for handle in handles:
-            handle.remove()
+        for session in profiler.sessions:
+            profiler.leave(session)
     (path,) = find_traces(tmp_path)
     assert path.name.startswith("train_actor.actor.step000000.")
 

@@ -77,7 +77,7 @@ def checkout(variable: str) -> str:
 def skip_unless_importable(module: str, env: dict[str, str], *edges: str) -> None:
     """Skip, naming it, where a package that the host itself needs is not installed. Any other failure is one."""
     code = f"import driving; driving.prepare(None, *{edges!r}); import {module}"
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=900)
     last = (run.stderr.strip().splitlines() or [""])[-1]
     if run.returncode and last.startswith("ModuleNotFoundError") and "'tests" not in last:
         pytest.skip(f"{module} cannot be imported here: {last}")

@@ -17,10 +17,10 @@ from megaprof.autoload import slime as slime_entry
 from megaprof.capture import roles
 from megaprof.capture.agenda import Agenda, Call, HostNumbers
 from megaprof.capture.evaluation import evaluating
-from megaprof.hooks.patching import Patches
 from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
 from megaprof.integrations.contract import Facts, Hook
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.runtime.patching import Patches
 
 
 def seen() -> tuple[str | None, int | None, bool]:

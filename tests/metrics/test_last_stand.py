@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.standstill import Standing
-from megaprof.formats.job.status import SIZE
 from megaprof.metrics.look import last_stand
 from tests.control import places
 from tests.control.test_blame import job, record
@@ -21,12 +20,11 @@ NOBODY = 1 << 30
 
 def write(directory: Path, run: RunRecord, phases: dict[int, tuple[str | None, int | None]], ago: float) -> None:
     paths = places.Paths.of(directory, None, run.world)
-    paths.status(0).parent.mkdir(parents=True, exist_ok=True)
-    places.write(paths.run, run.as_record())
+    places.write(paths.run, run)
     now = time.time()
     for rank, (phase, microbatch) in phases.items():
         written = record(run, rank, phase, microbatch, since=now - ago, time=now)
-        places.overwrite(paths.status(rank), written | {"host": run.host, "pid": run.pid}, SIZE)
+        places.write(paths.status(rank), written | {"host": run.host, "pid": run.pid})
 
 
 HANGS = {0: ("recv_backward", None), 1: ("forward", 3)}

@@ -6,11 +6,12 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -33,7 +34,7 @@ def status(rank: int, compute: float | None, step_ms: float = 100.0) -> RankStat
     if compute is not None:
         recent = {"target": "train_actor", "steps": 32, "step_ms": step_ms, "forward_ms": compute / 4}
         recent |= {"backward_ms": compute * 3 / 4, "combined_ms": 0.0, "finalize_ms": 10.0, "p2p_ms": None}
-    return RankStatus.from_record(
+    return msgspec.convert(
         {
             "run": RUN.run,
             "rank": rank,
@@ -44,10 +45,11 @@ def status(rank: int, compute: float | None, step_ms: float = 100.0) -> RankStat
             "time": 1e9,
             "interval": 1.0,
             "since": 1e9,
-            "calls": {"train_actor": {"begun": 8, "step": 41, "count": 7, "seconds": 0.1}},
+            "calls": [{"target": "train_actor", "begun": 8, "step": 41, "count": 7, "seconds": 0.1}],
             "recent": recent,
             "cost": {"step_us": 50.0, "fraction": 0.0005 + rank / 1e6, "background_fraction": 0.01},
-        }
+        },
+        RankStatus,
     )
 
 

@@ -24,8 +24,9 @@ def config(directory: Path, **more: Any) -> ProfileConfig:
 
 
 def recorded(handle: Handle) -> TimelineRecorder:
-    assert handle._timeline is not None
-    return handle._timeline
+    assert handle._session is not None
+    assert handle._session.timeline is not None
+    return handle._session.timeline
 
 
 def steps(directory: Path) -> list[tuple[int, int]]:

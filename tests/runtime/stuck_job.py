@@ -52,8 +52,8 @@ def waits_in_a_window(gpt: BuiltGPT, directory: str) -> None:
 def has_files_of_an_earlier_window(gpt: BuiltGPT, directory: str) -> None:
     """The writer has not finished a window when the next one cannot be closed."""
     handle = install(gpt, directory, skip_first=0, repeat=2, flush_seconds=4)
-    assert handle._writer is not None
-    handle._writer.run(lambda: time.sleep(1))  # what the file of the first window waits for
+    assert handle._session is not None
+    handle._session.writer.run(lambda: time.sleep(1))  # what the file of the first window waits for
     gpt.train_step()
     before_forward(gpt.chunks[0], lambda: (gone.set(), ready()))
     gpt.train_step()
@@ -105,11 +105,11 @@ def removes_and_trains_on(gpt: BuiltGPT, directory: str) -> None:
 
 def runs_out_of_memory(gpt: BuiltGPT, directory: str) -> None:
     """The guard wants the window closed in the middle of a step."""
-    from megaprof.capture.session import Session
+    from megaprof.capture.process import process
 
     def full() -> None:
         gone.set()
-        Session.memory_full, Session.urgent = "host memory: none left", True
+        process.memory_full, process.urgent = "host memory: none left", True
 
     handle = install(gpt, directory, skip_first=0, flush_seconds=1)
     before_forward(gpt.chunks[0], full)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.artifacts.neighbours import Neighbours
-from megaprof.capture.session import Session
+from megaprof.capture.process import process
 from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.machine import Bound, find_bounds, resident_bytes
@@ -241,8 +241,8 @@ def metadata(directory: Path, step: int = 0) -> dict[str, Any]:
 
 def ran_out(reason: str) -> None:
     """What the guard's thread does."""
-    assert Session._holder is not None
-    Session._holder._memory_ran_out(reason)
+    assert process.window is not None
+    process.memory_ran_out(process.window.owner, reason)
 
 
 @pytest.mark.parametrize(("target", "ranges"), [("train_actor", "module"), ("train_overall", "step")])
@@ -263,8 +263,8 @@ def test_the_window_closes_before_the_next_microbatch_and_training_goes_on(
     )
     with install_hooks(one_rank.chunks, config) as handle:
         one_rank.train_step()
-        assert Session._holder is None
-        assert Session.memory_full is None
+        assert process.window is None
+        assert process.memory_full is None
         assert watchers() == []
         for _ in range(3):
             one_rank.train_step()
@@ -287,7 +287,7 @@ def test_nothing_opens_when_memory_ran_out_between_two_calls(one_rank: Any, tmp_
         one_rank.train_step()
         ran_out("host memory: used up by a rollout")
         one_rank.log_probs_pass()
-        assert Session._holder is None
+        assert process.window is None
         assert handle.active
     assert metadata(tmp_path)["truncated_reason"] == "host memory: used up by a rollout"
 

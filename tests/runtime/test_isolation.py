@@ -137,10 +137,10 @@ def test_every_room_logs_through_the_guard() -> None:
     """A plain logger of the same name would raise into training."""
     import sys
 
-    import megaprof.hooks.dispatch
+    import megaprof.capture.dispatcher
     import megaprof.install
 
-    assert megaprof.hooks.dispatch.logger is not logging.getLogger("megaprof")
+    assert megaprof.capture.dispatcher.logger is not logging.getLogger("megaprof")
     rooms = [module for name, module in sys.modules.items() if name.startswith("megaprof.")]
     loggers = [module.logger for module in rooms if hasattr(module, "logger")]
     assert len(loggers) > 5

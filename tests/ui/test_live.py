@@ -9,12 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megaprof.control.blame import Blame
 from megaprof.control.job import RunningJob
@@ -135,7 +134,6 @@ def test_looks_come_by_themselves_and_go_on_when_the_job_begins_again(job: Job, 
         job.write_run()
         assert "ended" in {next(looks)["state"] for _ in range(4)}
         again = Job(job.directory)
-        again.gate = job.gate
         again.run = replace(again.run, run="another", started=time.time() - 60)
         again.write_run()
         for rank in (0, 1):
@@ -173,9 +171,8 @@ def test_roles_have_a_page_each(tmp_path: Path) -> None:
         own = Job(tmp_path / "job", layout)
         own.run = RunRecord.new(layout.coords(0), layout, ("train_actor",), role, 0.1)
         paths = places.Paths.of(tmp_path / "job", role, 1)
-        (paths.root / "status").mkdir(parents=True)
-        own.gate = SimpleNamespace(paths=paths)  # type: ignore[assignment]
-        places.write(paths.run, own.run.as_record())
+        own.paths = paths
+        own.write_run()
         own.status(0, recent=RECENT | {"step_ms": ms})
     with browsing(tmp_path) as client:
         where = f"/live/{address(tmp_path, 'job')}"
@@ -189,7 +186,6 @@ def test_roles_have_a_page_each(tmp_path: Path) -> None:
 
 def test_a_capture_is_asked_for_by_the_files_of_trigger(job: Job, tmp_path: Path) -> None:
     where = f"/live/{address(tmp_path, 'job')}"
-    requests = places.Paths.of(job.directory, None, 2).requests
     with browsing(tmp_path, allow_trigger=True) as client:
         shown = page(client, where)
         (form,) = shown.all("form")
@@ -197,13 +193,12 @@ def test_a_capture_is_asked_for_by_the_files_of_trigger(job: Job, tmp_path: Path
         fields = {"target": "train_actor", "steps": "1", "select": "per-stage"}
         asked = client.post(f"{where}/capture", data=fields, headers={"origin": HERE}, follow_redirects=False)
         assert (asked.status_code, asked.headers["location"]) == (303, where)
-        (request,) = requests.glob("*.json")
-        record = json.loads(request.read_text())["data"]
-        assert (record["target"], record["steps"], record["by"]) == ("train_actor", 1, "megaprof ui")
+        request = job.paths.request()
+        assert (request.target, request.steps, request.by) == ("train_actor", 1, "megaprof ui")
         assert "waiting for 2 of 2 to answer" in _until(client, where, "waiting for")
         twice = client.post(f"{where}/capture", data=fields, headers={"origin": HERE})
         assert (twice.status_code, "still under way" in twice.text) == (409, True)
-    assert not list(requests.glob("*.json")), "nobody waits for it any more"
+    assert not job.paths.capture.exists(), "nobody waits for it any more"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +217,7 @@ def test_a_request_that_makes_no_sense_is_refused(job: Job, tmp_path: Path, fiel
         answer = client.post(where, data=fields, headers={"origin": HERE})
         assert answer.status_code == code, answer.text
         assert client.post(where, content=b"{}", headers={"origin": HERE}).status_code == 400
-    assert not list(places.Paths.of(job.directory, None, 2).requests.glob("*.json"))
+    assert not job.paths.capture.exists()
 
 
 def _until(client: Any, where: str, text: str) -> str:

@@ -188,7 +188,7 @@ class _Runs:
         # A job whose models all have roles has one such file for each: it is one job all the same.
         for path in (directory / "control" / "run.json", *sorted(directory.glob("control/role-*/run.json"))):
             with contextlib.suppress(OSError, ValueError, BadRecord):
-                record = RunRecord.from_record(decode(read_input(path)))
+                record = decode(read_input(path), RunRecord)
                 self._named = _partition_value(record.run)
                 self._from = int(record.started * 1e9) - _CLOCKS_APART_NS
                 return

@@ -13,11 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.checks import ago, counted, printable
 from megaprof.formats.job.standstill import STUCK_SECONDS
-from megaprof.formats.job.status import RankStatus
+from megaprof.formats.job.status import FINAL, RankStatus
 from megaprof.metrics.look import View, few, gone, look_at, verdict, waited_for
 
 #: Lines of the table that are shown: the whole fits on one screen whatever the world.
@@ -118,7 +120,7 @@ def as_json(view: View) -> dict[str, Any]:
             for culprit in view.blame.culprits
         ],
         "status": [
-            {**each.as_record(), "step": each.step(), "still_s": round(each.stuck(now), 3)}
+            {**msgspec.to_builtins(each), "step": each.step(), "still_s": round(each.stuck(now), 3)}
             for _, each in sorted(statuses.items())
         ],
     }
@@ -146,7 +148,7 @@ def _headline(view: View) -> Iterator[str]:
     if not any(each.calls for each in statuses.values()):
         yield "no step has begun yet"
     capture = next((each.capture for each in statuses.values() if each.capture is not None), None)
-    if capture is not None:
+    if capture is not None and capture.state not in FINAL:
         yield f"capture {capture.request}: {capture.state}"
     off = {each.rank: each.why for each in statuses.values() if each.off}
     if off:

@@ -1,130 +1,83 @@
-"""Small JSON files that other machines read while they are written: each carries its checksum.
+"""Small JSON files that other processes read while a job runs: written whole by a rename, decoded into msgspec structs.
 
-A file is one object, ``{"crc32": "0a1b2c3d", "data": {...}}``: plain JSON for whoever looks, and never taken for whole
-when it is not. Reading trusts nothing: whatever lies under the name, it returns or raises within a bounded time. What
-the object may contain is the matter of `formats.job.run`, `formats.job.status` and `formats.job.requests`.
+The fields' types and bounds stand in the structs (`formats.job.run`, `formats.job.status`, `formats.job.requests`).
+Reading returns a record or raises within a bounded time, whatever lies under the name.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
-import time
-import zlib
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from megaprof.formats.files import Directory, Owner, Unsafe
+import msgspec
 
-#: No record is longer; what is, is not read.
-LONGEST = 64 << 10
-_HEAD = b'{"crc32":"'
-_MIDDLE = b'","data":'
-_TRIES = 3
-_PAUSE = 0.005
-T = TypeVar("T")
+from megaprof.formats.files import Directory
+
+#: Bytes of the longest record; a longer file is not read.
+LONGEST = 256 << 10
+
+#: What several records have: a count or a number of a step; a short name; wall-clock seconds until the year 2242, which
+#: as nanoseconds fit into 63 bits.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+Time = Annotated[float, msgspec.Meta(ge=0, le=float(1 << 33))]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A record that is a file of its own. Unknown fields of a newer writer are ignored."""
+
+    version: Literal[2] = 2
+    """Of the files in a control directory. A record of another version is refused."""
+
+
+R = TypeVar("R", bound=Record)
 
 
 class Absent(Exception):
-    """There is no file under the name, or not any more."""
+    """There is no such file."""
 
 
 class BadRecord(Exception):
-    """What lies under the name is no record; the message completes `it ...`."""
+    """The file is not a record of the wanted kind; the message completes `it ...`."""
 
 
-def encode(record: dict[str, Any]) -> bytes:
-    data = json.dumps(record, separators=(",", ":")).encode()
-    return b"%s%08x%s%s}\n" % (_HEAD, zlib.crc32(data), _MIDDLE, data)
+def write(directory: Directory, name: str, record: Record) -> None:
+    """Replaces the file `name` in `directory` by `record`, whole. Raises OSError, and leaves nothing then."""
+    with directory.appearing(name, mode=0o600, sync=False) as file:
+        file.write(msgspec.json.encode(record))
 
 
-def decode(content: bytes) -> dict[str, Any]:
-    """Raises BadRecord."""
-    data = content.rstrip()
-    start = len(_HEAD) + 8 + len(_MIDDLE)
-    if not data.startswith(_HEAD) or data[len(_HEAD) + 8 : start] != _MIDDLE or not data.endswith(b"}"):
-        raise BadRecord("is no record of megaprof's")
-    data = data[start:-1]
-    if content[len(_HEAD) : len(_HEAD) + 8] != b"%08x" % zlib.crc32(data):
-        raise BadRecord("is damaged, or only half written")
+def read(directory: Directory, name: str, kind: type[R]) -> R:
+    """Returns the record in the file `name` of `directory`. Raises Absent and BadRecord."""
+    return decode(_content(directory, name), kind)
+
+
+def decode(content: bytes, kind: type[R]) -> R:
+    """Returns the record in a file's `content`. Raises BadRecord."""
     try:
-        record = json.loads(data)
-    except (ValueError, RecursionError):  # also for a number of thousands of digits
-        raise BadRecord("is no JSON") from None
-    if not isinstance(record, dict):
-        raise BadRecord("is no JSON object")
-    return record
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:
+        raise BadRecord(f"is damaged, or was written by another version of megaprof: {fault}") from None
 
 
-def write(directory: Directory, name: str, record: dict[str, Any], *, mode: int = 0o644) -> os.stat_result:
-    """`record` appears in `directory` whole, in the place of what was called `name`; returns what the file is.
-
-    Raises OSError, and leaves nothing.
-    """
-    with directory.appearing(name, mode=mode, sync=False) as file:
-        file.write(encode(record))
-        return os.fstat(file.fileno())
-
-
-def overwrite(directory: Directory, name: str, record: dict[str, Any], size: int) -> None:
-    """The same in place, for what is written again and again: one write of `size` bytes, padded, so that nothing of an
-    earlier record is left; a reader that comes in between sees a wrong checksum.
-
-    Raises ValueError when it does not fit, and OSError.
-    """
-    content = encode(record)
-    if len(content) > size:
-        raise ValueError(f"a record of {len(content)} bytes does not fit into {size}")
-    # Closed each time: that is when a network file system sends it.
-    descriptor = directory.open_file(name, os.O_WRONLY | os.O_CREAT, 0o644)
-    try:
-        os.pwrite(descriptor, content.ljust(size), 0)
-    finally:
-        os.close(descriptor)
-
-
-def read(directory: Directory, name: str, owner: Owner | None = None) -> dict[str, Any]:
-    """The record called `name`; with `owner`, only one that nobody else can have written.
-
-    Raises Absent, BadRecord.
-    """
-    return decoded(directory, name, owner, decode)
-
-
-def decoded(directory: Directory, name: str, owner: Owner | None, decode: Callable[[bytes], T]) -> T:
-    """What `decode` makes of the file; it may raise BadRecord. Else as `read`."""
-    for attempt in range(_TRIES):
-        try:
-            return decode(_content(directory, name, owner))
-        except BadRecord:
-            if attempt == _TRIES - 1 or owner is not None:
-                raise
-            time.sleep(_PAUSE)  # it is being written
-    raise Absent
-
-
-def _content(directory: Directory, name: str, owner: Owner | None) -> bytes:
+def _content(directory: Directory, name: str) -> bytes:
     try:
         descriptor = directory.open_file(name, os.O_RDONLY)
     except OSError as fault:
         if fault.errno in (errno.ENOENT, errno.ESTALE, errno.ENOTDIR):
             raise Absent from None
-        if fault.errno == errno.ELOOP:
-            raise BadRecord("is a symbolic link") from None
-        raise BadRecord(f"cannot be read: {fault.strerror}") from None
+        reason = "is a symbolic link" if fault.errno == errno.ELOOP else f"cannot be read: {fault.strerror}"
+        raise BadRecord(reason) from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise BadRecord("is no regular file")
-        if owner is not None:
-            owner.check(status)
         if status.st_size > LONGEST:
             raise BadRecord(f"has {status.st_size} bytes, more than {LONGEST}")
         return os.read(descriptor, LONGEST + 1)
-    except Unsafe as fault:
-        raise BadRecord(str(fault)) from None
     except OSError as fault:
         if fault.errno == errno.ESTALE:
             raise Absent from None

@@ -5,71 +5,68 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated
 
-from megaprof.formats.checks import Record, listing, number, optional, sentence, text, whole
-from megaprof.formats.files import Directory, Owner
-from megaprof.formats.job import records
-from megaprof.formats.job.records import BadRecord
+from msgspec import Meta
+
+from megaprof.formats.job.records import Count, Name, Record, Time
 from megaprof.formats.names import host, is_gone
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 
 NAME = "run.json"
 #: Status files that the whole job writes each second, at most.
 STATUS_RATE = 1000
-#: No job has more ranks: a record that says so is somebody's joke, and nobody reads that many files for it.
+#: No job has more ranks, and nobody reads more status files.
 MOST_RANKS = 1 << 18
 LARGEST_PID = 1 << 31
-LATEST = float(1 << 33)
-"""Wall-clock seconds that no clock shows before the year 2242; as nanoseconds they fit into 63 bits."""
 
 
 def interval(world: int) -> float:
-    """Seconds between two looks of a rank: at most `STATUS_RATE` of them a second in the whole job."""
+    """Returns the seconds between two looks of a rank, so that the whole job makes `STATUS_RATE` a second at most."""
     return max(1.0, world / STATUS_RATE)
 
 
-def _sizes(value: object) -> ParallelSizes:
-    if not isinstance(value, dict):
-        raise ValueError("are not an object")
-    check = whole(1, MOST_RANKS)
-    return ParallelSizes(**{axis: check(value[axis]) for axis in ParallelSizes.__dataclass_fields__ if axis in value})
+#: The same in the largest job.
+LONGEST_INTERVAL = interval(MOST_RANKS)
 
 
-@dataclass(frozen=True)
-class RunRecord(Record):
+class RunRecord(Record, frozen=True):
     """A running job, or one role's part of it, as its lowest rank describes it."""
 
-    run: Annotated[str, text(64)]
-    """A random name for this run: what is of another one in the same directory has another name."""
-    host: Annotated[str, text()]
+    run: Name
+    """A random name of this run: another run in the same directory has another name."""
+    host: Name
     """Where the lowest rank runs, as `formats.names.host` says it."""
-    pid: Annotated[int, whole(0, LARGEST_PID)]
+    pid: Annotated[int, Meta(ge=0, le=LARGEST_PID)]
     """The lowest rank's process id there."""
-    started: Annotated[float, number(0, LATEST)]
+    started: Time
     """Wall-clock seconds."""
-    sizes: Annotated[ParallelSizes, _sizes]
+    sizes: ParallelSizes
     """How many ways it is parallel along each axis."""
-    order: Annotated[str | None, optional(text())]
+    order: Name | None
     """Megatron's rank order, such as ``tp-cp-ep-dp-pp``; None where no order explains the ranks."""
-    targets: Annotated[tuple[str, ...], listing(text(), 8)]
+    targets: Annotated[tuple[Name, ...], Meta(max_length=8)]
     """What it captures by itself."""
-    role: Annotated[str | None, optional(sentence(200))]
+    role: str | None
     """Whose model it is; None without roles."""
-    interval: Annotated[float, number(0.01, interval(MOST_RANKS))]
+    interval: Annotated[float, Meta(ge=0.01, le=LONGEST_INTERVAL)]
     """Seconds between two looks of a rank, and between two of its status records."""
-    leader: Annotated[int, whole(0, MOST_RANKS)] = 0
-    """The rank that reads requests."""
-    ended: Annotated[float | None, optional(number(0, LATEST))] = None
+    leader: Count = 0
+    """The rank that clears requests away."""
+    ended: Time | None = None
     """Wall-clock seconds when it ended; None while it runs."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where the sizes make more ranks than any job has."""
+        largest = max(self.world, self.sizes.vpp, self.sizes.ep, self.sizes.etp)
+        if largest > MOST_RANKS:
+            raise ValueError(f"its sizes make {largest} ranks, more than {MOST_RANKS}")
 
     @classmethod
     def new(
         cls, coords: RankCoords, layout: WorldLayout | None, targets: tuple[str, ...], role: str | None, every: float
     ) -> RunRecord:
-        """The job of the rank at `coords`, which begins now and looks every `every` seconds."""
+        """Returns the record of the job of the rank at `coords`. It begins now and looks every `every` seconds."""
         return cls(
             run=secrets.token_hex(8),
             host=host(),
@@ -90,51 +87,22 @@ class RunRecord(Record):
 
     @property
     def layout(self) -> WorldLayout | None:
-        """Every rank's coordinates, None where no rank order explains them."""
-        return None if self.order is None else WorldLayout(self.sizes, self.order)
-
-    def as_record(self) -> dict[str, Any]:
-        return {**super().as_record(), "world": self.world, "targets": list(self.targets)}
-
-    @classmethod
-    def from_record(cls, record: dict[str, Any]) -> RunRecord:
-        run = super().from_record(record)
-        if run.world > MOST_RANKS:
-            raise ValueError(f"its sizes make {run.world} ranks, more than {MOST_RANKS}")
-        if run.leader >= run.world:
-            raise ValueError(f"leader {run.leader} is outside the world of {run.world} ranks")
-        if run.interval > interval(run.world):
-            raise ValueError(f"interval {run.interval:g} s is longer than a job of {run.world} ranks takes")
-        if run.order is not None:
-            WorldLayout(run.sizes, run.order)
-        return run
-
-
-def read_run(directory: Directory, owner: Owner | None = None) -> RunRecord:
-    """The run of a control directory; with `owner`, only what nobody else can have written.
-
-    Raises Absent, BadRecord.
-    """
-    return records.decoded(directory, NAME, owner, _run)
-
-
-@lru_cache(maxsize=4)
-def _run(content: bytes) -> RunRecord:
-    """Every rank reads the same one again and again."""
-    record = records.decode(content)
-    try:
-        return RunRecord.from_record(record)
-    except ValueError as fault:
-        raise BadRecord(f"describes no job: {fault}") from None
+        """Every rank's coordinates; None where no rank order explains them."""
+        if self.order is None:
+            return None
+        try:
+            return WorldLayout(self.sizes, self.order)
+        except ValueError:
+            return None
 
 
 def dead(host_of: str, pid: int) -> bool:
-    """True when a process of this host is known to be gone; False also for what cannot be known from here."""
+    """Returns whether a process is known to be gone. False for a process of another host, which cannot be known."""
     return host_of == host() and (is_gone(pid) or _is_zombie(pid))
 
 
 def _is_zombie(pid: int) -> bool:
-    """Linux; elsewhere a process that nobody has waited for counts as alive."""
+    """Returns whether the process has ended unwaited for. Always False where there is no /proc."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] == b"Z"

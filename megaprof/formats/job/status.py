@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
-from megaprof.formats.checks import Record, listing, nested, number, optional, sentence, text, truth, whole
-from megaprof.formats.job import records
-from megaprof.formats.job.run import LARGEST_PID, LATEST, MOST_RANKS, dead, interval
+import msgspec
+from msgspec import Meta
+
+from megaprof.formats.job.records import Count, Name, Record, Seconds, Time
+from megaprof.formats.job.run import LARGEST_PID, LONGEST_INTERVAL, MOST_RANKS, dead
 from megaprof.parallel.topology import AXES
 
-#: Bytes of a status file, always.
-SIZE = 2048
 #: What a rank is in between two phases of a schedule call.
 BETWEEN = "between"
 #: A status is late when it is older than this many intervals, and than this many seconds.
 LATE_INTERVALS, LATE_SECONDS = 5, 15.0
 #: The target whose steps are the job's steps, where it has any.
 _TRAINING = "train_actor"
-#: Targets and roles that a record has room for.
-_MOST_CALLS = 8
-_LONGEST_REASON = 300
-_LONGEST_WHY = 100
-_STEP = whole(0, 1 << 62)
-_MILLISECONDS = number(0, 1e9)
+
+Milliseconds = Annotated[float, Meta(ge=0, le=1e9)]
+Coordinate = Annotated[int, Meta(ge=0, le=MOST_RANKS)]
+State = Literal["accepted", "refused", "armed", "recording", "done", "missed", "failed"]
+FINAL = frozenset(("refused", "done", "missed", "failed"))
+"""States of a capture that no other state follows."""
 
 
-@dataclass(frozen=True)
-class Position:
+class Position(msgspec.Struct, frozen=True):
     """Inside a schedule call: in which phase, of which microbatch and model chunk."""
 
-    target: Annotated[str, text(40)]
+    target: Name
     """What the call is for, such as ``train_actor``."""
-    step: Annotated[int, _STEP]
+    step: Count
     """The number of its step."""
-    phase: Annotated[str, text(80)]
+    phase: Name
     """The label of the range that is open (`formats.ranges`), or `BETWEEN` two of them."""
-    microbatch: Annotated[int | None, optional(_STEP)]
+    microbatch: Count | None
     """Which one; None in a phase that has none."""
-    chunk: Annotated[int | None, optional(_STEP)]
+    chunk: Count | None
     """Which model chunk; None in a phase that has none."""
-    since: Annotated[float, number(0, LATEST)]
+    since: Time
     """Wall-clock seconds when it was first seen there."""
-    role: Annotated[str | None, optional(sentence(80))] = None
+    role: str | None = None
     """Whose call it is; None without roles."""
 
     def __str__(self) -> str:
@@ -51,27 +49,21 @@ class Position:
         return f"{self.phase}{microbatch}{chunk}"
 
 
-@dataclass(frozen=True)
-class Calls:
+class Calls(msgspec.Struct, frozen=True):
     """How far one target of one role has come."""
 
-    target: Annotated[str, text(40)]
+    target: Name
     """What is called, such as ``train_actor``."""
-    role: Annotated[str | None, optional(sentence(80))] = None
+    role: str | None = None
     """By whom; None without roles."""
-    begun: Annotated[int | None, optional(_STEP)] = None
+    begun: Count | None = None
     """How many calls have begun."""
-    seconds: Annotated[float | None, optional(number(0, 1e9))] = None
+    seconds: Seconds | None = None
     """From the beginning of one to that of the next, lately; None before there were two."""
-    step: Annotated[int | None, optional(_STEP)] = None
+    step: Count | None = None
     """The number of the last finished step; None without a timeline."""
-    count: Annotated[int | None, optional(_STEP)] = None
+    count: Count | None = None
     """How many calls are finished; None without a timeline."""
-
-    @property
-    def label(self) -> str:
-        """Target and role as one word for people."""
-        return self.target if self.role is None else f"{self.target}.{self.role}"
 
     @property
     def last_step(self) -> int | None:
@@ -81,125 +73,103 @@ class Calls:
         return self.begun - 1 if self.begun else None
 
 
-@dataclass(frozen=True)
-class Recent:
+class Recent(msgspec.Struct, frozen=True):
     """Medians over the last steps of one target and role. All times in milliseconds."""
 
-    target: Annotated[str, text(40)]
+    target: Name
     """What the steps are of."""
-    steps: Annotated[int, _STEP]
+    steps: Count
     """How many they are."""
-    step_ms: Annotated[float, _MILLISECONDS]
+    step_ms: Milliseconds
     """The whole call of the schedule."""
-    forward_ms: Annotated[float, _MILLISECONDS]
+    forward_ms: Milliseconds
     """All forward passes of a step."""
-    backward_ms: Annotated[float, _MILLISECONDS]
+    backward_ms: Milliseconds
     """All backward passes of a step."""
-    combined_ms: Annotated[float, _MILLISECONDS]
+    combined_ms: Milliseconds
     """All passes in which a forward and a backward overlap."""
-    finalize_ms: Annotated[float, _MILLISECONDS]
+    finalize_ms: Milliseconds
     """The reduction of gradients."""
-    p2p_ms: Annotated[float | None, optional(_MILLISECONDS)]
-    """Exchanges with other stages; None from releases that did not note them on the GPU's clock."""
-    role: Annotated[str | None, optional(sentence(80))] = None
+    p2p_ms: Milliseconds | None
+    """Exchanges with other stages; None where they were not noted on the GPU's clock."""
+    role: str | None = None
     """Whose steps; None without roles."""
 
 
-@dataclass(frozen=True)
-class OwnCost:
+class OwnCost(msgspec.Struct, frozen=True):
     """What the timeline costs its process."""
 
-    step_us: Annotated[float, number(0, 1e12)]
+    step_us: Annotated[float, Meta(ge=0)]
     """Per step on the training thread, median, in microseconds."""
-    fraction: Annotated[float, number(0, 1e9)]
+    fraction: Annotated[float, Meta(ge=0)]
     """The same as a fraction of the step."""
-    background_fraction: Annotated[float, number(0, 1e9)]
+    background_fraction: Annotated[float, Meta(ge=0)]
     """The background thread's CPU time as a fraction of one processor."""
 
 
-@dataclass(frozen=True)
-class CaptureState:
-    """The capture on demand that is in the rank's hands."""
+class CaptureState(msgspec.Struct, frozen=True):
+    """What a rank says to the request in `capture.json`."""
 
-    request: Annotated[str, text(64)]
+    request: Name
     """The id of the request."""
-    state: Annotated[str, text(40)]
-    """One of `formats.job.requests.STATES`."""
-    reason: Annotated[str | None, optional(sentence(_LONGEST_REASON))] = None
+    state: State
+    """How far the rank has come."""
+    calls: Count = 0
+    """How many calls of the target have begun there."""
+    seconds: Seconds | None = None
+    """From the beginning of one call to that of the next, lately; None before there were two."""
+    reason: str | None = None
     """Why it is no further; None where nothing is wrong."""
+    steps: tuple[Count, ...] = ()
+    """The numbers of the captured steps."""
+    files: tuple[str, ...] = ()
+    """What was written, relative to the save directory."""
 
 
-def _coords(value: object) -> dict[str, int]:
-    if not isinstance(value, dict):
-        raise ValueError("are not an object")
-    return {axis: whole(0, MOST_RANKS)(value.get(axis)) for axis in AXES}
-
-
-def _calls(value: object) -> tuple[Calls, ...]:
-    if isinstance(value, dict):  # a job of an earlier version: one object, by target and role
-        names = (label.partition(".") for label in value)
-        entries = [{"target": target, "role": role or None} for target, _, role in names]
-        value = [{**call, **names} for call, names in zip(value.values(), entries, strict=True) if type(call) is dict]
-    found: tuple[Calls, ...] = listing(nested(Calls), _MOST_CALLS)(value)
-    return found
-
-
-@dataclass(frozen=True)
-class RankStatus(Record):
+class RankStatus(Record, frozen=True):
     """One rank, as it describes itself. Times in wall-clock seconds of its host."""
 
-    run: Annotated[str | None, optional(text(64))]
+    run: Name | None
     """Which run it belongs to; None before it knows."""
-    rank: Annotated[int, whole(0, MOST_RANKS)]
+    rank: Coordinate
     """Its global rank."""
-    coords: Annotated[dict[str, int], _coords]
+    coords: dict[str, Coordinate]
     """Its place along `pp`, `tp`, `cp`, `ep` and `dp`."""
-    host: Annotated[str, text()]
+    host: Name
     """Its host and process id namespace, as `formats.names.host` says it."""
-    name: Annotated[str, sentence(64)]
+    name: str
     """Its host for people."""
-    pid: Annotated[int, whole(0, LARGEST_PID)]
+    pid: Annotated[int, Meta(ge=0, le=LARGEST_PID)]
     """Its process id there."""
-    time: Annotated[float, number(0, LATEST)]
+    time: Time
     """When this was written."""
-    interval: Annotated[float, number(0, interval(MOST_RANKS))]
+    interval: Annotated[float, Meta(ge=0, le=LONGEST_INTERVAL)]
     """Seconds from one record to the next."""
-    since: Annotated[float, number(0, LATEST)]
+    since: Time
     """When its training thread was first seen where it is."""
-    calls: Annotated[tuple[Calls, ...], _calls]
+    calls: tuple[Calls, ...]
     """How far it has come: one entry for each target and role."""
-    position: Annotated[Position | None, optional(nested(Position))] = None
+    position: Position | None = None
     """Where its training thread is; None outside of a schedule call, and without a timeline."""
-    device_position: Annotated[Position | None, optional(nested(Position))] = None
+    device_position: Position | None = None
     """Where its GPU is; None where that has nothing left to do, and on a CPU."""
-    recent: Annotated[Recent | None, optional(nested(Recent))] = None
+    recent: Recent | None = None
     """How fast it has been; None without a timeline."""
-    cost: Annotated[OwnCost | None, optional(nested(OwnCost))] = None
+    cost: OwnCost | None = None
     """What that costs; None without a timeline."""
-    capture: Annotated[CaptureState | None, optional(nested(CaptureState))] = None
-    """The capture on demand in its hands, None when there is none."""
-    ended: Annotated[bool, truth] = False
+    capture: CaptureState | None = None
+    """What it says to the request in `capture.json`; None where there is none."""
+    ended: bool = False
     """It has said goodbye."""
-    off: Annotated[bool, truth] = False
+    off: bool = False
     """Profiling is off since a fault."""
-    why: Annotated[str | None, optional(sentence(_LONGEST_WHY))] = None
-    """The fault; None without one, and from releases that did not say it."""
+    why: str | None = None
+    """The fault; None without one."""
 
-    def as_record(self) -> dict[str, Any]:
-        """For JSON, within `SIZE` bytes: names of roles and reasons may be long, and JSON makes six bytes of many a
-        letter, so these are what gives way."""
-        record = {"version": 1, **_plain(vars(self))}
-        if self.why is not None and len(self.why) > _LONGEST_WHY:
-            return replace(self, why=self.why[:_LONGEST_WHY]).as_record()
-        capture = self.capture
-        if len(records.encode(record)) <= SIZE:
-            return record
-        if capture is not None and capture.reason:
-            shorter = capture.reason[: min(len(capture.reason) // 2, _LONGEST_REASON)]
-            return replace(self, capture=replace(capture, reason=shorter)).as_record()
-        if self.why:
-            return replace(self, why=self.why[: len(self.why) // 2]).as_record()
-        return replace(self, calls=self.calls[: len(self.calls) // 2]).as_record() if self.calls else record
+    def __post_init__(self) -> None:
+        """Raises ValueError where its place is not given along every axis."""
+        if self.coords.keys() != set(AXES):
+            raise ValueError(f"coords are not along {', '.join(AXES)}")
 
     @property
     def place(self) -> Position | None:
@@ -271,14 +241,3 @@ class RankStatus(Record):
 
 def _training_first(call: Calls) -> bool:
     return call.target != _TRAINING
-
-
-def _plain(value: Any) -> Any:
-    """For JSON, what is inside this too. Microseconds are enough for a time, and 17 digits too many for a status
-    file."""
-    if isinstance(value, float):
-        return round(value, 6)
-    if isinstance(value, tuple):
-        return [_plain(inner) for inner in value]
-    inside = value if isinstance(value, dict) else getattr(value, "__dict__", None)  # of a dataclass
-    return value if inside is None else {name: _plain(inner) for name, inner in inside.items()}

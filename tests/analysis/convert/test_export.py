@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from pathlib import Path
 
 import duckdb
+import msgspec
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -149,9 +149,9 @@ def test_the_run_is_what_the_job_says_from_its_start_on(tmp_path: Path, place: s
     (job / place).mkdir(parents=True)
     layout = WorldLayout(ParallelSizes.of(2))
     record = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
-    record = dataclasses.replace(record, run="77aa", started=START_NS / 1e9 + 3600)
+    record = msgspec.structs.replace(record, run="77aa", started=START_NS / 1e9 + 3600)
     with Directory.open(job / place) as directory:
-        records.write(directory, run.NAME, record.as_record())
+        records.write(directory, run.NAME, record)
     write_timelines(job, layout, steps=3)
     write_timelines(job, layout, steps=3, first_step=3, start_ns=START_NS + 3_700 * 10**9)
     assert export(job, tmp_path / "out").rows == 12

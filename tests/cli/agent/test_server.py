@@ -9,11 +9,9 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp.shared.exceptions import MCPError
 from mcp.types import CallToolResult, ElicitResult, TextContent
+from msgspec.structs import replace
 
 from megaprof.cli import FAILED, main
 from megaprof.cli.agent import answers, pages
@@ -30,7 +29,7 @@ from megaprof.cli.agent.server import CANNOT_ASK, DECLINED, server
 from megaprof.cli.jobs import status as job_status
 from megaprof.cli.report import analyzed
 from megaprof.control.blame import find_culprits
-from megaprof.formats.job.requests import Answer
+from megaprof.control.job import RunningJob
 from megaprof.metrics.look import View, look_at
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -179,43 +178,12 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
-@contextmanager
-def answering(job: Job, *, last: str = "done") -> Iterator[None]:
-    """Its two ranks answer a request, in a thread of this process, as their files would."""
-    ended = threading.Event()
-    gate = job.gate
-    assert gate is not None
-
-    def ranks() -> None:
-        while gate.gate.current is None and not ended.wait(0.02):
-            for rank in (0, 1):
-                job.status(rank)
-            gate.look()
-        if (request := gate.gate.current) is None:
-            return
-
-        def say(rank: int, state: str, **more: Any) -> None:
-            places.write(gate.paths.answer(request.id, rank), Answer(rank, state, **more).as_record(job.run.run))
-
-        for rank in (0, 1):
-            say(rank, "accepted", calls=1, seconds=0.1)
-        while not gate.paths.go(request.id).exists() and not ended.wait(0.02):
-            pass
-        say(0, "done", steps=(5, 6), files=("0.gz",))
-        say(1, last, **({"steps": (5, 6), "files": ("1.gz",)} if last == "done" else {"reason": "too late"}))
-
-    thread = threading.Thread(target=ranks)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
+def answering(job: Job, *, last: str = "done") -> AbstractContextManager[None]:
+    return places.answering(job.paths, job.run, job.layout, (0, 1), last=last)
 
 
 def requests(job: Job) -> list[Path]:
-    assert job.gate is not None
-    return list(job.gate.paths.requests.iterdir())
+    return list(job.paths.root.glob("capture.json"))
 
 
 def test_status_of_a_job_and_of_one_of_its_ranks(job: Job) -> None:
@@ -485,7 +453,7 @@ def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job)
     run = replace(job.run, sizes=layout.sizes)
     now = time.time()
     statuses = {rank: replace(one, rank=rank, since=now, time=now) for rank in range(16384)}
-    running_job = replace(job_status.find(job.directory), run=run)
+    running_job = RunningJob(job.directory, None, run)
     blame = find_culprits(run, statuses, now, 60.0)
     view = View(running_job, statuses, now, blame, None, None)
     document = {"headline": job_status.in_words(view), **job_status.as_json(view)}

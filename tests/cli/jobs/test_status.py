@@ -9,15 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megaprof.cli import main
 from megaprof.formats.job.run import RunRecord
-from megaprof.formats.names import host
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.cli.running import check
 from tests.control import places
@@ -32,23 +31,17 @@ class Job:
     def __init__(self, directory: Path, layout: WorldLayout = LAYOUT) -> None:
         self.directory, self.layout = directory, layout
         self.run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 0.1)
-        self.gate: places.Gated | None = None
+        self.paths = places.Paths.of(directory, None, layout.sizes.world)
 
     def begin(self) -> None:
-        self.gate = places.Gated(self.directory, self.run)
         self.write_run()
-        (self.gate.paths.root / "status").mkdir()
 
     def write_run(self) -> None:
-        places.write(places.Paths.of(self.directory, None, self.layout.sizes.world).run, self.run.as_record())
+        places.write(self.paths.run, self.run)
 
     def status(self, rank: int, **other: Any) -> None:
-        assert self.gate is not None
-        coords, now = self.layout.coords(rank), time.time()
-        status = {"run": self.run.run, "rank": rank, "host": host(), "name": "here", "pid": os.getpid(), "time": now}
-        status |= {"coords": {axis: getattr(coords, axis) for axis in ("pp", "tp", "cp", "ep", "dp")}}
-        status |= {"interval": 0.1, "since": now, "calls": [{"target": "train_actor", "begun": 5, "seconds": 0.2}]}
-        places.write(self.gate.paths.status(rank), status | other)
+        calls = {"calls": [{"target": "train_actor", "begun": 5, "seconds": 0.2}]}
+        places.write(self.paths.status(rank), places.status(self.run, self.layout, rank, **calls | other))
 
 
 @pytest.fixture
@@ -98,7 +91,7 @@ def test_one_rank_is_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert status(job) == 0
     assert capsys.readouterr().out.startswith("1 rank (tp1 pp1 ")
     assert main(["watch", str(tmp_path), "--once"]) == 0
-    assert "1 rank, 1 heard" in capsys.readouterr().out
+    assert "1 rank, step" in capsys.readouterr().out
 
 
 def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(
@@ -203,7 +196,7 @@ assert not {"torch", "megatron", "nvtx"} & set(sys.modules)
     ("command", "shows"),
     [
         (["status"], "all of them answering"),
-        (["watch", "--once"], "2 ranks, 2 heard"),
+        (["watch", "--once"], "2 ranks, step"),
         (["trigger", "--target", "train_actor", "--timeout", "1"], "nobody answered within 1 s"),
         (["watch", "--once", "--json"], '"heard": 2'),
         (["trigger", "--target", "rollout"], "unknown target 'rollout'"),
