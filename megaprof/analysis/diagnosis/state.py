@@ -13,6 +13,8 @@ from megaprof.analysis.simulation.replay import Replay, compiled
 
 #: Steps that models of exchanges are compared in.
 _COMPARED = 8
+#: Milliseconds that no timeline tells apart: models that differ by less are as close, and what the metadata say counts.
+_RESOLUTION = 1e-3
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def measured(table: Table) -> tuple[State, Replay]:
         replay = compiled(own, *model)
         state = State(table.passes, entry, links(table, replay), table.reduction)
         missed = _missed(table, state, replay)
-        if best is None or missed < best[0]:
+        if best is None or missed < best[0] - _RESOLUTION:
             best = missed, state, replay
     if best is None:
         raise RuntimeError("no model of exchanges was tried")
