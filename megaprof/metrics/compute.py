@@ -84,6 +84,8 @@ class Summary:
     """The rank that computes longest compared with its peers, the other ranks of its stage."""
     straggler_ratio: float | None
     """Its compute over the median of its peers."""
+    recent: int | None = None
+    """Of how many steps, the last ones of every rank, the medians are."""
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
@@ -110,6 +112,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         bubble_fraction=_median([_bubble(members) for members in of_stage.values()]) if mean is not None else None,
         straggler=straggler,
         straggler_ratio=ratio,
+        recent=max((status.recent.steps for status in everyone if status.recent is not None), default=None),
     )
 
 
