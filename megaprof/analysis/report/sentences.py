@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
@@ -77,25 +78,21 @@ def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = N
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
-    """The predictions that gain something, without those of which noise leaves nothing; all are in the JSON."""
-    return [each for each in _gaining(found) if each == found.best or not _is_noise(each)]
+    """The predictions that surely gain something; all are in the JSON."""
+    return [each for each in _gaining(found) if each == found.best or each.low > 1.0 + LEAST]
 
 
 def left_out(found: WhatIf) -> str | None:
-    """How many predictions are not shown because they are noise; None where there are none."""
+    """How many predictions are not shown because what they gain is not sure; None where there are none."""
     count = len(_gaining(found)) - len(worth_showing(found))
     if not count:
         return None
     which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
-    return f"{which} left out: what {gain} is within the uncertainty, which more captured steps would make smaller."
+    return f"{which} left out: what {gain} is within the uncertainty."
 
 
 def _gaining(found: WhatIf) -> list[Prediction]:
     return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
-
-
-def _is_noise(each: Prediction) -> bool:
-    return each.more_steps > 0
 
 
 def caveats(shown: Sequence[Prediction]) -> list[str]:
