@@ -11,8 +11,9 @@ After a window nothing is held any more.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megaprof.config.options import ProfileConfig, flag
@@ -52,6 +53,30 @@ def check_model(config: ProfileConfig, chunks: Iterable[Any]) -> None:
     lasting += [flag(name) for name in ("discrete", "merge_steps") if getattr(config, name)]
     if lasting and refusal is not None:
         raise ValueError(f"{' and '.join(lasting)}: {refusal}")
+
+
+def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
+    """Raises ValueError where a daemon may ask for captures of its own: with ``KINETO_USE_DAEMON`` Kineto asks dynolog
+    for them, and cancels one that runs when a window opens (``prepareTrace`` of Kineto's controller)."""
+    if not config.windowed or "torch" not in config.tool or env.get("KINETO_USE_DAEMON", "") in ("", "0"):
+        return
+    if _dynolog_listens(env.get("KINETO_IPC_SOCKET_DIR")):
+        raise ValueError(
+            f"KINETO_USE_DAEMON={env['KINETO_USE_DAEMON']} and a running dynolog are not valid beside {flag('target')} "
+            f"with {flag('tool')} torch: a process records one capture at once, and a window would cancel dynolog's. "
+            "Valid: KINETO_USE_DAEMON unset, or no windows of the torch profiler"
+        )
+
+
+def _dynolog_listens(directory: str | None) -> bool:
+    """Whether dynolog's socket exists on this host: abstract, or in ``directory``."""
+    if directory:
+        return os.path.exists(os.path.join(directory, "dynolog"))
+    try:
+        with open("/proc/net/unix", encoding="utf-8", errors="replace") as sockets:
+            return any(line.split()[-1:] == ["@dynolog"] for line in sockets)
+    except OSError:  # not Linux, where there is no dynolog
+        return False
 
 
 class Offloading:

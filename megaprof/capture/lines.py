@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megaprof.capture.agenda import Agenda, Wish
+from megaprof.capture.spans import note
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList
 from megaprof.formats.checks import counted
@@ -101,6 +102,7 @@ class Lines:
     def window(self, window: Window, later: Callable[[Callable[[], None]], None]) -> None:
         """``window`` has closed; ``later(task)`` runs a task when its files are complete."""
         self._windows += 1
+        note(window)
         if self._speaks:
             later(lambda: self._say_window(window))
 

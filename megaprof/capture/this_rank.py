@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
-from megaprof.capture.compat import check_model
+from megaprof.capture.compat import check_daemon, check_model
 from megaprof.capture.lines import say_start, selected
 from megaprof.config.options import ProfileConfig
 from megaprof.parallel.chunks import language_model
@@ -61,6 +62,7 @@ class ThisRank:
         if timed is not None:
             timed.check(coords.sizes, layout, option=config.named("timeline_select"))
         check_model(config, models or ())
+        check_daemon(config, os.environ)
         # A role without ranks of its own has the default ones, and roles with some may turn up in any model.
         selectors = [s for each in (role, *config.roles) if (s := config.selector(each)) is not None]
         return cls(

@@ -1,9 +1,9 @@
-"""Whom a job waits for: from where every rank stands, who waits for whom, and who keeps all of them waiting.
+"""Which rank a job waits for, derived from where every rank stands.
 
-A rank in an exchange waits for the neighbouring stage that it exchanges with, a rank in the gradient reduction for the
-replicas of its stage that have not come that far. Whoever is waited for and does not wait himself is to blame.
-Inside a microbatch, what waits for a tensor-, context- or expert-parallel peer cannot be told from what computes, so
-peers that stand elsewhere for longer are taken to be waited for.
+A rank in an exchange waits for the neighbouring stage that it exchanges with. A rank in the gradient reduction waits
+for the replicas of its stage that have not reached it yet. A rank that others wait for, and that waits for no one, is
+the culprit. Inside a microbatch, waiting for a tensor-, context- or expert-parallel peer looks like computing; so a
+rank there is taken to wait for those peers that have stood somewhere else for longer.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _WITH_NEXT = frozenset((RECEIVES[ranges.BACKWARD], SENDS[ranges.FORWARD]))
 
 @dataclass(frozen=True)
 class Culprit:
-    """A rank that others wait for, or of which nothing is heard."""
+    """A rank that others wait for, or that has fallen silent."""
 
     rank: int
     """Its global rank."""
     status: RankStatus | None
-    """What it last said; None for one that has written nothing."""
+    """Its last status; None if it never wrote one."""
     silent: bool
-    """It gives no sign of life."""
+    """True if it gives no sign of life."""
     waiting: int
-    """How many ranks wait for it, over others too."""
+    """How many ranks wait for it, directly or through other ranks."""
     seconds: float
-    """For how long it has not moved, or not been heard of."""
+    """How long ago it last moved or, if it is silent, was last heard of."""
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Who keeps a job waiting, if anybody does."""
+    """The ranks that keep a job waiting, if there are any."""
 
     stuck: tuple[int, ...]
-    """Ranks that have not moved for long; empty when nothing hangs."""
+    """The ranks that have not moved for a long time; empty when nothing hangs."""
     culprits: tuple[Culprit, ...]
-    """The most guilty first."""
+    """The silent ranks first, then those that most others wait for."""
     still: float
-    """Seconds for which nothing at all has moved; 0 when something does."""
+    """Seconds since any rank moved; 0 if some rank still moves."""
 
 
 def find_culprits(
@@ -62,10 +62,15 @@ def find_culprits(
     *,
     afterwards: bool = False,
 ) -> Blame:
-    """Of the ranks of `run`: `statuses` by rank, as far as they could be read; `now` in wall-clock seconds.
+    """Returns the ranks of `run` that the others wait for.
 
-    `stuck_after`: seconds without a move after which a rank hangs, at least. `afterwards`: the job is gone, and `now`
-    is its last moment, in which every rank with a status was alive.
+    `statuses` holds those that could be read, by rank. `now` is in wall-clock seconds. A rank hangs when it has not
+    moved for `stuck_after` seconds or longer (`is_stuck`). With `afterwards`, the job is gone, and `now` is its last
+    moment, when every rank with a status was still alive.
+
+    Example: on four stages, rank 0 stands in ``send_forward_recv_backward``, rank 1 in ``backward``, rank 2 in
+    ``send_backward_recv_forward``, rank 3 in ``recv_forward``, all for a minute. The culprit is rank 1, and 3 ranks
+    wait for it.
     """
     silent = set(range(run.world)) - set(statuses)
     silent |= {rank for rank, status in statuses.items() if not afterwards and status.late(now)}
@@ -101,7 +106,7 @@ def find_culprits(
 
 
 def is_stuck(status: RankStatus, now: float, seconds: float = STUCK_SECONDS) -> bool:
-    """Whether it has not moved for `seconds`, and for longer than its steps explain."""
+    """Returns whether a rank has not moved for `seconds`, and for longer than its steps explain."""
     least = max(seconds, STUCK_INTERVALS * status.interval)
     return stands_still(status.stuck(now), status.step_ms, first=not status.settled, least=least)
 
@@ -123,15 +128,15 @@ def _waits_for(run: RunRecord, statuses: Mapping[int, RankStatus], rank: int) ->
 
 
 def _named(run: RunRecord, status: RankStatus, **elsewhere: int) -> Iterator[int]:
-    """The rank at other coordinates, as Megatron's rank order has it."""
+    """Yields the rank whose coordinates differ from those of `status` as `elsewhere` says."""
     layout = run.layout
     if layout is not None:
         yield layout.rank_of(**{axis: {**status.coords, **elsewhere}[axis] for axis in ("tp", "cp", "dp", "pp")})
 
 
 def _replicas(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
-    """Replicas of its stage, and the other end of its pipeline, which may share the embedding: those that have not
-    come to the reduction of this step."""
+    """Yields the ranks that have not reached the gradient reduction of this step: replicas of its stage, and the other
+    end of its pipeline, which may share the embedding."""
     layout, own = run.layout, status.coords
     if layout is None or status.place is None:
         return
@@ -147,7 +152,7 @@ def _replicas(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankSt
 
 
 def _reduces(status: RankStatus, reduction: Position) -> bool:
-    """Whether it has come to the same reduction: that of the same step of the same target and role."""
+    """Returns whether a rank has reached the same reduction, that is, of the same step, target and role."""
     place = status.place
     if place is not None and (place.target, place.role) == (reduction.target, reduction.role):
         return place.step > reduction.step or (place.step == reduction.step and place.phase == ranges.FINALIZE_GRADS)
@@ -156,7 +161,7 @@ def _reduces(status: RankStatus, reduction: Position) -> bool:
 
 
 def _coupled(run: RunRecord, statuses: Mapping[int, RankStatus], status: RankStatus) -> Iterator[int]:
-    """Ranks with which it communicates inside a microbatch and that have stood elsewhere for longer."""
+    """Yields the ranks that it communicates with inside a microbatch and that have stood elsewhere for longer."""
     sizes, layout, own, place = run.sizes, run.layout, status.coords, status.place
     if layout is None or place is None or sizes.tp * sizes.cp * sizes.ep == 1:
         return

@@ -27,14 +27,14 @@ from megaprof.formats.job.records import Absent, BadRecord
 from megaprof.formats.job.run import RunRecord, dead
 from megaprof.formats.job.status import LATE_INTERVALS, LATE_SECONDS, RankStatus
 
-#: Looks at a status that seems old, before it counts as such: the clock of the job's host may be another.
+#: How often an old status is read again before the job counts as silent: clocks of hosts differ.
 _LOOKS = 3
-#: Readers at a time: a network file system answers each within milliseconds, and all of them at once.
+#: Threads that read statuses: a network file system takes milliseconds for each, and serves many at once.
 _READERS = 16
 
 
 class NoJob(Exception):
-    """There is none that could be asked; the message says why."""
+    """There is no job to look at or to ask; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class RunningJob:
     directory: Path
     """The save directory."""
     part: str | None
-    """The directory of its role in the control directory, None without roles."""
+    """The directory of its role inside the control directory; None for a job without roles."""
     run: RunRecord
-    """What its lowest rank says of it."""
+    """The job as its lowest rank describes it."""
 
     def control(self) -> Directory:
         """Opens its control directory. Raises OSError, and Unsafe."""
         return open_any(self.directory, self.part)
 
     def leader(self) -> RankStatus | None:
-        """The lowest rank's status, None where it cannot be read."""
+        """Returns the status of the lowest rank; None if it cannot be read."""
         return self.statuses([self.run.leader]).get(self.run.leader)
 
     def statuses(self, ranks: Iterable[int] | None = None) -> dict[int, RankStatus]:
-        """Those of `ranks`, or of all ranks, that are written, whole, and of this run, by rank."""
+        """Returns the statuses of `ranks`, or of all ranks, by rank: those that exist and belong to this run."""
         try:
             with self.control() as control:
                 return read_statuses(control, self.run, range(self.run.world) if ranks is None else ranks)
@@ -65,7 +65,8 @@ class RunningJob:
             return {}
 
     def now(self, statuses: dict[int, RankStatus], silence: str | None) -> float:
-        """The time by the job's clocks: while it lives, somebody wrote within an interval, whatever it is here."""
+        """Returns the time by the clocks of the job's hosts, in seconds. The clock here may differ from theirs; but
+        while the job lives, some rank wrote its status less than an interval ago."""
         here = time.time()
         if silence is not None or not statuses:
             return here
@@ -73,7 +74,7 @@ class RunningJob:
         return min(max(here, latest), latest + self.run.interval)
 
     def silence(self) -> str | None:
-        """Why nothing is to be expected of the job any more, None when it lives. May take a few of its intervals."""
+        """Returns why the job will not answer any more; None if it lives. May take a few of its intervals."""
         run = self.run
         if run.ended is not None:
             return f"the job has ended, {ago(time.time() - run.ended)} ago"
@@ -92,13 +93,13 @@ class RunningJob:
         return f"the job does not answer: rank {run.leader} ({name}, process {run.pid}) was last heard of {heard}"
 
     def starting(self, statuses: dict[int, RankStatus]) -> bool:
-        """Whether ranks that are not heard of may just not have come so far."""
+        """Returns whether ranks without a status may simply not have started yet."""
         since = time.time() - self.run.started
         return len(statuses) < self.run.world and since < max(LATE_SECONDS, LATE_INTERVALS * self.run.interval)
 
 
 def find_job(directory: Path, role: str | None = None) -> RunningJob:
-    """The job, or a role's part of it, that writes to `directory`. Raises NoJob."""
+    """Returns the job, or a role's part of it, that writes to `directory`. Raises NoJob."""
     if not directory.is_dir():
         raise NoJob(f"{directory} is no directory")
     try:

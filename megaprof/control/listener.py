@@ -1,7 +1,7 @@
-"""A rank's side, on its background thread: it says which run this is and where it stands, and looks for requests.
+"""A rank's side of control, on its background thread: it writes its status and looks for a request.
 
-The lowest rank says in ``run.json`` which run this is, and all others read it there. A job that is started in the same
-directory takes it over; an earlier one that still runs steps back.
+The lowest rank writes ``run.json``, and all others read there which run they belong to. A job that is started in the
+same directory takes it over, and an earlier job that still runs steps back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megaprof.capture.session import Session
 
 
-#: How long the end of a job waits for its last words, in seconds.
+#: How long the end of a job waits for its last status, in seconds.
 _END_SECONDS = 2.0
 _MOST_COMPLAINTS = 8
 
@@ -48,7 +48,8 @@ def listen(
     *,
     every: float | None = None,
 ) -> Listener | None:
-    """A listener for `session`, not started yet; None where another session of this process is in its place."""
+    """Returns a listener for `session`, not started yet; None if another session of this process already has one
+    there."""
     listener = Listener(session, layout, writer, directory, every=every)
     if any(other.path == listener.path and not other.closed for other in _listeners):
         logger.warning(
@@ -60,7 +61,7 @@ def listen(
 
 
 class Listener:
-    """One session's part in its job's control directory. `close` may be called from the training thread."""
+    """One session's part in the control directory of its job. The training thread may call `close`."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Listener:
         return self._captures.busy
 
     def step_time(self, target: str) -> tuple[int, float | None]:
-        """How many calls of `target` have begun in the session's role, and how long one takes lately, in ms."""
+        """Returns how many calls of `target` have begun in the session's role, and how long one takes lately, in ms."""
         key = (target, self._session.role)
         timeline = self._session.timeline
         recent = None if timeline is None else timeline.recent(*key)
@@ -124,7 +125,7 @@ class Listener:
         return self._session.calls.get(key, 0), usual
 
     def look(self) -> None:
-        """What the background thread does every `every` seconds."""
+        """Looks once. The background thread calls it every `every` seconds."""
         if self.closed:
             return
         self._meter.look(dict(self._session.calls))
@@ -156,7 +157,7 @@ class Listener:
                 self._complain(f"the control directory {self.path} does not answer: {fault.strerror or fault}")
 
     def _announce(self, control: Directory) -> None:
-        """Says which run this is, unless a job that was started later says so of itself."""
+        """Writes which run this is, unless a job that was started later has written that it is another one."""
         other = None if self._run is None and not self._ousted else _run_in(control)
         self._ousted = other is not None and other.run != self._own.run and other.ended is None
         if other is not None and self._ousted:
@@ -170,7 +171,8 @@ class Listener:
             self._run = self._own
 
     def _learn(self, control: Directory) -> None:
-        """Takes the run that began when this rank did: that of a killed job, or of a later one, may stand there too."""
+        """Reads which run this rank belongs to: the one that began nearest to its own start. What a killed job left,
+        or what a later job wrote, may be there too."""
         found = _run_in(control)
         if found is None or (self._run is not None and found.run == self._run.run):
             self._ousted = self._ousted and found is None
@@ -193,7 +195,7 @@ class Listener:
             records.write(folder, places.status_name(rank), status)
 
     def close(self) -> None:
-        """The job, or this part of it, ends: say so. Its windows are closed and their files finished."""
+        """Says in the status that the rank has ended. Its windows are closed and their files finished."""
         if self.closed:
             return
         self.closed = True
@@ -226,7 +228,7 @@ class Listener:
                 records.write(control, run_json.NAME, replace(run, ended=time.time()))
 
     def _refuse(self, reason: str) -> None:
-        """The directory is not ours alone: nothing is read or written there any more."""
+        """Turns control off: others could write to the directory, so nothing is read or written there any more."""
         self.closed = True
         if self._background is not None:
             self._background.remove(self.look)

@@ -1,4 +1,4 @@
-"""The asking side: from a request to the files, step by step, never waiting itself.
+"""The asking side: it carries one request through, from `capture.json` to the files, and never waits.
 
 First every selected rank says in its status how far its calls have come. Then the command chooses one call number that
 lies ahead of all of them, and writes it into the request. So every rank starts with the same step, and none waits for
@@ -26,17 +26,18 @@ from megaprof.formats.job.requests import NAME, Refused, Request
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import FINAL, CaptureState
 
-#: How much later than the estimate says the first step is, and how long a step time that is not known is waited for.
+#: The first step comes so much later than the estimate says; a step time that is not known is waited for so many
+#: seconds.
 _SAFETY = 1.5
 _PATIENCE = 30.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a request."""
+    """The result of a request."""
 
     reason: str | None
-    """Why not every selected rank captured the steps; None when all did."""
+    """Why not every selected rank captured the steps; None if all did."""
     steps: tuple[int, ...]
     """The numbers of the captured steps."""
     files: tuple[str, ...]
@@ -46,11 +47,15 @@ class Outcome:
 
 
 def first_call(calls: int, seconds: float | None, answers_age: float, latency: float, look: float) -> int:
-    """The number of the first call to capture: the next one that none can have begun when all have heard of it.
+    """Returns the number of the first call to capture: one that no rank can have begun when all have read it.
 
-    `calls` had begun at most, `seconds` apart (None: not known, so the next but one), when the answers were given
-    `answers_age` seconds ago and up to `latency` seconds before that; hearing of it takes another `latency`,
-    which is what the way there and back took before, and a `look`.
+    Calls begin `seconds` apart. At most `calls` of them had begun when the ranks answered; that was `answers_age`
+    seconds ago, or up to `latency` seconds earlier. The ranks need another `latency`, which is how long asking and
+    answering took, and a `look` of theirs (seconds) to read the choice. If `seconds` is None, it is the next call but
+    one.
+
+    Example: 10 calls have begun, one a second; answers are 1 s old, took 1 s, and ranks look every second:
+    ``first_call(10, 1.0, 1.0, 1.0, 1.0) == 17``.
     """
     if seconds is None:
         return calls + 1
@@ -59,13 +64,13 @@ def first_call(calls: int, seconds: float | None, answers_age: float, latency: f
 
 
 class Requester:
-    """Carries one request through. Methods raise Refused when it will come to nothing."""
+    """Carries one request through. Methods raise Refused when nothing will be captured."""
 
     def __init__(self, job: RunningJob, request: Request, ranks: Iterable[int]) -> None:
-        """`ranks` are those that `request.select` selects. Nothing is asked yet."""
+        """`ranks` are the ones that `request.select` selects. `submit` or the first `advance` writes the request."""
         self.request = request
         self.ranks = tuple(ranks)
-        """Who is asked, by number."""
+        """The ranks that are asked, by number."""
         self._job = job
         self._run = job.run
         self._missing = set(self.ranks)
@@ -85,7 +90,7 @@ class Requester:
 
     @property
     def state(self) -> str:
-        """For people: what it is waiting for."""
+        """What it waits for, for people."""
         if self.request.first is not None:
             begun = [a.calls for a in self._answers.values()]
             recording = sum(a.state == "recording" for a in self._answers.values())
@@ -105,7 +110,7 @@ class Requester:
 
     @property
     def left_behind(self) -> str:
-        """For people: what becomes of the request when nobody waits for it any more."""
+        """What becomes of the request when nobody waits for it any more, for people."""
         answers = self._answers.values()
         if recording := sum(each.state == "recording" for each in answers):
             return (
@@ -117,7 +122,7 @@ class Requester:
         return f"request {self.request.id}: withdrawn before any rank recorded; nothing is captured"
 
     def advance(self) -> Outcome | None:
-        """One look at what has come, the first one of which asks; the outcome when there is one."""
+        """Looks once at what the ranks say; the first look asks. Returns the outcome when there is one."""
         self.submit()
         try:
             with self._job.control() as control:
@@ -133,7 +138,7 @@ class Requester:
         return outcome
 
     def withdraw(self) -> None:
-        """Nothing more is wanted: what has not begun will not begin."""
+        """Removes the request. Windows that are open are finished, and no other one opens."""
         with suppress(OSError, Unsafe), self._job.control() as control:
             if _id_in(control) == self.request.id:
                 control.unlink(NAME)
@@ -268,7 +273,7 @@ def _id_in(control: Directory) -> str | None:
 
 
 def selected_ranks(run: RunRecord, request: Request) -> list[int]:
-    """The ranks that a request selects. Raises Refused where that cannot be known, or where there is none."""
+    """Returns the ranks that a request selects. Raises Refused if they cannot be known, or if there are none."""
     selector = request.selector
     if selector.rank_spans is not None:
         return [rank for first, last in selector.rank_spans for rank in range(first, last + 1)]

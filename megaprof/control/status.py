@@ -1,4 +1,4 @@
-"""What this rank says of itself. Everything here runs on the background thread."""
+"""How a rank describes itself. Everything here runs on the background thread."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LONGEST_WHY = 300
 
 
 class Meter:
-    """How often each target is called, from looking at its counter now and then."""
+    """Measures how often each target is called, by looking at its counter now and then."""
 
     def __init__(self) -> None:
         self._seen: dict[Key, deque[tuple[float, int]]] = {}
 
     def look(self, calls: dict[Key, int]) -> None:
-        """`calls`: how many have begun so far."""
+        """Notes how many `calls` have begun so far."""
         now = time.monotonic()
         for key, count in calls.items():
             samples = self._seen.setdefault(key, deque(maxlen=_SAMPLES))
@@ -39,7 +39,7 @@ class Meter:
                 samples.append((now, count))
 
     def seconds(self, key: Key) -> float | None:
-        """Between two calls, on average over the last looks; None before there were two."""
+        """Returns the seconds from one call to the next, on average over the last looks; None before there were two."""
         samples = self._seen.get(key)
         if samples is None or len(samples) < 2:
             return None
@@ -48,7 +48,7 @@ class Meter:
 
 
 class Reporter:
-    """Describes one session's rank, and since when it has not moved as far as its looks could tell."""
+    """Describes the rank of one session, and since when it has not moved, as far as its looks can tell."""
 
     def __init__(self, session: Session, meter: Meter, every: float) -> None:
         """`every`: seconds between two descriptions."""
@@ -58,7 +58,7 @@ class Reporter:
         self._host_moved, self._device_moved = ChangeClock(), ChangeClock()
 
     def describe(self, run: str | None, capture: CaptureState | None, *, ended: bool = False) -> RankStatus:
-        """The rank now, in the run called `run`."""
+        """Returns the rank's status now, in the run called `run`."""
         session, timeline = self._session, self._session.timeline
         position = None if timeline is None else timeline.position()
         recent = None if timeline is None else timeline.recent()

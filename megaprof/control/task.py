@@ -1,4 +1,4 @@
-"""One request in the hands of one rank. Everything here runs on the background thread."""
+"""One request on one rank. Everything here runs on the background thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _FINISHING = 900.0
 #: Characters of a reason at most.
 _LONGEST_REASON = 1000
-#: A target that has not been called while others were called so often is one that nobody runs.
+#: A target counts as one that nobody runs if it was not called while others were called so often.
 _CALLS_OF_OTHERS = 2
 
 
@@ -75,7 +75,7 @@ class CaptureTask:
         self._report()
 
     def _counted(self) -> Key:
-        """The target and role whose calls are counted for it. Raises Refused where nobody makes such calls."""
+        """Returns the target and role whose calls are counted. Raises Refused if nobody makes such calls."""
         target = TRAIN_ACTOR if self.request.target == TRAIN_OVERALL else self.request.target
         own, asked = self._session.role, self.request.role
         calls = dict(self._session.calls)
@@ -96,7 +96,7 @@ class CaptureTask:
         return target, seen[0]
 
     def go(self, first: int) -> None:
-        """Take the windows from call `first` on."""
+        """Has the training thread capture from call `first` on."""
         demand, session = self._demand, self._session
         if self.state.state != "accepted" or demand is None:
             return
@@ -112,7 +112,7 @@ class CaptureTask:
         self._say("armed")
 
     def cancel(self, reason: str) -> None:
-        """Nobody wants it any more. A window that is open is finished nevertheless."""
+        """Gives the request up. A window that is open is finished all the same."""
         demand = self._demand
         if self.over or (demand is not None and demand.taken):
             return
@@ -123,7 +123,7 @@ class CaptureTask:
         self._say("failed", reason)
 
     def end(self, reason: str) -> None:
-        """The job ends, with whatever has been captured."""
+        """The job ends: the request fails unless it is over."""
         if not self.over:
             self._say("failed", reason)
 
@@ -157,7 +157,7 @@ class CaptureTask:
             self._say("done")
 
     def _report(self) -> None:
-        """How far the calls have come, for whoever chooses the first one."""
+        """Says how many calls have begun, from which the command chooses the first one to capture."""
         self.state = CaptureState(
             self.request.id,
             self.state.state,
@@ -178,7 +178,7 @@ class CaptureTask:
 
 
 class _Noted:
-    """A writer that remembers what it was given to write."""
+    """A writer that remembers the files it was given."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -204,5 +204,5 @@ class _Noted:
 
     @property
     def files(self) -> list[Path]:
-        """What is there of it by now: a full disk or a busy writer leaves a file uncompressed."""
+        """The files that exist by now. A full disk, or a writer in a hurry, leaves a file uncompressed."""
         return [path for final in self._finals for path in dict.fromkeys((final, plain_path(final))) if path.exists()]

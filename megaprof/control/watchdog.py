@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from megaprof.control.listener import Listener
 
 
-#: Samples of the step time, one a look, of which the usual one is the median, and how many it takes at least.
+#: The usual step time is the median of so many samples at most, one per look, and of so many at least.
 _HISTORY = 4096
 _LEAST = 30
-#: How many times in a row something must be seen before it is believed.
+#: How many looks in a row must see something before a capture is asked for.
 _IN_A_ROW = 3
 STEPS = 2
 
 
 class Watchdog:
-    """Asks as `megaprof trigger` does, from the lowest rank's background thread.
+    """Asks for captures as `megaprof trigger` does, from the background thread of the lowest rank.
 
-    What has been captured is known: only something new is captured, and not for a while after the last time. A job
-    that stays slow must not fill its disk.
+    It captures only what is new, and waits for a while after each capture, so that a job that stays slow does not fill
+    its disk.
     """
 
     def __init__(self, config: ProfileConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,7 +58,7 @@ class Watchdog:
             self._ask(listener, reason)
 
     def see(self, imbalance: float | None) -> None:
-        """The stages' latest imbalance, None where it is not known."""
+        """Notes the latest imbalance of the stages; None if it is not known."""
         threshold = self._config.trigger_imbalance
         self._imbalance = imbalance
         if threshold is None or imbalance is None:
@@ -109,7 +109,7 @@ class Watchdog:
         logger.warning("megaprof: %s: capturing %d steps (%s)", reason, STEPS, request.id)
 
     def _captured(self) -> None:
-        """As it is now is what is usual from now on."""
+        """From now on, what was captured counts as usual."""
         self._samples.clear()
         self._known_uneven = True
 

@@ -86,6 +86,8 @@ class Summary:
     """Its compute over the median of its peers."""
     own_cost: float | None
     """The greatest part of a step that megaprof took on a training thread."""
+    recent: int | None = None
+    """Of how many steps, the last ones of every rank, the medians are."""
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
@@ -113,6 +115,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         bubble_fraction=_median([_bubble(members) for members in of_stage.values()]) if mean is not None else None,
         straggler=straggler,
         straggler_ratio=ratio,
+        recent=max((status.recent.steps for status in everyone if status.recent is not None), default=None),
         own_cost=max(costs, default=None),
     )
 

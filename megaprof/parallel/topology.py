@@ -205,20 +205,29 @@ def coords_from_groups(groups: Any, chunks: int | None = None) -> RankCoords:
         raise NoGrid(f"the model's process groups lack {', '.join(sorted(lacking))}, so ranks have no coordinates")
     expert_tp = getattr(groups, "expt_tp", None)
     count = {axis: dist.get_world_size(group) for axis, group in found.items()}
+    place = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in found.items()}
+    remat = getattr(groups, "gtp_remat", None)
+    if remat is not None:
+        # Its ranks have data of their own, and are neighbours in what `parallel_state` calls the data-parallel group.
+        place["dp"] = place["dp"] * dist.get_world_size(remat) + dist.get_rank(remat)
+        count["dp"] *= dist.get_world_size(remat)
     sizes = ParallelSizes(vpp=chunks or 1, etp=0 if expert_tp is None else dist.get_world_size(expert_tp), **count)
     if sizes.world != dist.get_world_size():
         raise NoGrid(
             f"the model's process groups make {sizes.world} ranks (tp={sizes.tp} cp={sizes.cp} dp={sizes.dp} "
             f"pp={sizes.pp}), and the job has {dist.get_world_size()}"
         )
-    place = dict.fromkeys(AXES, 0) | {axis: dist.get_rank(group) for axis, group in found.items()}
     return RankCoords(rank=dist.get_rank(), sizes=sizes, **place)
 
 
 def layout_from_groups(groups: Any, chunks: int | None = None) -> WorldLayout | None:
     """The whole world's layout, from a model's own process groups; see `layout_from_parallel_state`."""
+    import torch.distributed as dist
+
     own = coords_from_groups(groups, chunks)
-    return _layout(own, {axis: getattr(groups, axis, None) for axis in AXES})
+    lines = {axis: getattr(groups, axis, None) for axis in AXES}
+    whole = lines["dp"] is not None and dist.get_world_size(lines["dp"]) == own.sizes.dp
+    return _layout(own, lines if whole else lines | {"dp": None})
 
 
 def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:
@@ -262,7 +271,8 @@ def layout_from_parallel_state(chunks: int | None = None) -> WorldLayout | None:
 
     Megatron does not keep the order it was given, but the distance between a group's members is the axis's stride,
     and the strides decide every coordinate. None means a world that is not one grid, for instance a separate encoder
-    pipeline (0.12) or a rank offset (0.19). ValueError as in `coords_from_parallel_state`. No communication.
+    pipeline (0.12), a rank offset, or weights that are spread over data-parallel ranks beside context parallelism
+    (``gtp_remat``, 0.19). ValueError as in `coords_from_parallel_state`. No communication.
     """
     own = coords_from_parallel_state(chunks)
     import torch.distributed as dist

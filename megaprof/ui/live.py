@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megaprof.config.windows import TARGETS
+from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, selected_ranks
 from megaprof.control.requests import new_request
@@ -265,14 +266,17 @@ def _told(target: str, outcome: Outcome) -> Told:
     return Told(f"{target}: captured {steps} on {counted(outcome.ranks, 'rank')}", "fine", outcome.files)
 
 
-def alive(directory: Path) -> bool:
-    """Whether the job there gave a sign of life lately, at one quick look."""
+def state_of(directory: Path) -> str | None:
+    """Whether the job there ``runs`` or ``hangs``, at one quick look; None where it gave no sign of life lately."""
     try:
         job = find_job(directory)
     except NoJob:
-        return False
+        return None
     leader = job.leader() if job.run.ended is None else None
-    return leader is not None and not leader.late(time.time())
+    if leader is None or leader.late(time.time()):
+        return None
+    statuses = job.statuses()
+    return "hangs" if find_culprits(job.run, statuses, job.now(statuses, None)).still else "runs"
 
 
 class Jobs:

@@ -38,7 +38,7 @@ from megaprof.ui import pages
 from megaprof.ui.captures import Capture, Captures, Unreadable
 from megaprof.ui.guard import Guard
 from megaprof.ui.hand import answer, host_options
-from megaprof.ui.live import Busy, Jobs, Watcher, alive
+from megaprof.ui.live import Busy, Jobs, Watcher, state_of
 from megaprof.ui.places import Listing, Place, look_below
 
 #: Seconds for which a listing counts, after which a page that waits is shown, and after which it asks again.
@@ -98,8 +98,8 @@ class Pages:
         briefs = [self._captures.brief(place) for place in listing.places]
         rows = list(zip(listing.places, briefs, strict=True))
         jobs = [place for place in listing.places if place.job]
-        running = await run_in_threadpool(lambda: {place.id for place in jobs if alive(place.path)})
-        return _page("home.html", directory=self._directory, rows=rows, running=running, more=listing.more)
+        states = await run_in_threadpool(lambda: {place.id: state_of(place.path) for place in jobs})
+        return _page("home.html", directory=self._directory, rows=rows, states=states, more=listing.more)
 
     async def brief(self, request: Request) -> Response:
         """One row's verdict, as the home page puts it in."""

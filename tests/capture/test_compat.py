@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,28 @@ from torch import nn
 
 from megaprof import ProfileConfig, annotate, install_hooks
 from megaprof.capture import compat
-from megaprof.capture.compat import HOLDING, check_model, check_offload, held_by, offloads_manually
+from megaprof.capture.compat import HOLDING, check_daemon, check_model, check_offload, held_by, offloads_manually
 from megaprof.capture.demand import Demand
 
 fsdp = pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets")
+@pytest.mark.parametrize("abstract", [True, False])
+def test_windows_beside_a_running_dynolog_are_refused(abstract: bool, tmp_path: Path) -> None:
+    config = ProfileConfig(("train_actor",), str(tmp_path))
+    env = {"KINETO_USE_DAEMON": "1", **({} if abstract else {"KINETO_IPC_SOCKET_DIR": str(tmp_path)})}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as dynolog:
+        try:
+            dynolog.bind("\0dynolog" if abstract else str(tmp_path / "dynolog"))
+        except OSError:
+            pytest.skip("a dynolog runs on this machine")
+        with pytest.raises(ValueError, match="KINETO_USE_DAEMON=1 and a running dynolog are not valid beside"):
+            check_daemon(config, env)
+        for other in (env | {"KINETO_USE_DAEMON": "0"}, {}):
+            check_daemon(config, other)
+        check_daemon(replace(config, tool=("timeline",)), env)
+    check_daemon(config, env | {"KINETO_IPC_SOCKET_DIR": str(tmp_path / "none")})
 
 
 # conftest's world of one rank is enough: FSDP2 shards over a mesh of it.

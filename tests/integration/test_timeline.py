@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megaprof.analysis.diagnosis.files import tables_in
+from megaprof.analysis.diagnosis.table import Table
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Timeline, read_timeline
@@ -122,6 +124,10 @@ def test_only_chosen_ranks_keep_one(tmp_path: Path) -> None:
 def test_combined_passes_name_both_microbatches(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b", reason="megatron-core before 0.14")
     run_ranks(train, COMBINED.world_size, COMBINED, [*FLAGS, "--profile-dir", str(tmp_path)], timeout=280)
+    (table,) = (table for key, table in tables_in(tmp_path).items() if key.target == "train_actor")
+    assert isinstance(table, Table), table
+    assert table.schedule.combined
+    assert (table.passes > 0).all()
     for timeline in timelines(tmp_path).values():
         here = events(timeline, 0)
         kinds = Counter(label for label, *_ in here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ def megatron(rank: int, world: int, order: str = DEFAULT_ORDER, **sizes: int) ->
             expert_tensor_parallel_size=sizes.get("etp"),
             order=order,
             create_gloo_process_groups=False,
+            **({"gtp_remat_size": sizes["remat"]} if "remat" in sizes else {}),
         )
         yield
     finally:
@@ -134,6 +136,25 @@ def test_a_models_own_process_groups_say_the_same(order: str) -> None:
             own = groups.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp"])
             assert coords_from_groups(own) == coords_from_parallel_state()
             assert list(layout_from_groups(own) or ()) == list(layout_from_parallel_state() or ())
+
+
+@pytest.mark.parametrize(("sizes", "laid_out"), [({"tp": 2, "pp": 2}, True), ({"tp": 2, "cp": 2}, False)])
+def test_ranks_that_spread_weights_are_data_parallel(sizes: dict[str, int], laid_out: bool) -> None:
+    if "gtp_remat_size" not in inspect.signature(parallel_state.initialize_model_parallel).parameters:
+        pytest.skip("megatron-core before 0.19")
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    seen = set()
+    for rank in range(16):
+        with megatron(rank, 16, remat=2, **sizes):
+            own = ProcessGroupCollection.use_mpu_process_groups(["tp", "pp", "cp", "dp", "ep", "expt_tp", "gtp_remat"])
+            coords, layout = coords_from_parallel_state(), layout_from_parallel_state()
+            assert coords_from_groups(own) == coords
+            assert coords.sizes.world == 16
+            assert (layout is not None) == (layout_from_groups(own) is not None) == laid_out
+            assert layout is None or layout.coords(rank) == coords
+            seen.add((coords.tp, coords.pp, coords.cp, coords.dp))
+    assert len(seen) == 16
 
 
 def test_groups_that_are_no_grid_are_refused_with_the_reason() -> None:

@@ -5,7 +5,6 @@ One rank per stage is enough for it: all the others are in the fleet's part.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
@@ -166,60 +165,36 @@ _Traces = dict[int, dict[int, Trace]]  # by rank and step
 
 
 def _on_one_clock(traces: _Traces) -> tuple[tuple[str, ...], _Traces]:
-    """All on the clock of the first host, where their exchanges tell it well enough, and what must be told of that."""
-    if len(traces) < 2:
-        return (), traces
-    first = {rank: next(iter(by_step.values())) for rank, by_step in traces.items()}
-    if any(trace.timeline == "device" for trace in first.values()):
-        return _by_step(traces)
-    hosts = {rank: trace.metadata.host for rank, trace in first.items()}
-    if len(set(hosts.values())) == 1 and None not in hosts.values():
-        return (), traces
-    shifts, worst, warnings = _aligned(hosts, traces)
-    if worst is None:
-        return (), traces
-    told = f"the clocks of the stages' hosts were aligned by their exchanges, to {worst / 1e6:.2g} ms"
-    host = hosts[min(hosts)] or f"rank {min(hosts)}"
-    moved = {
-        rank: {step: _moved(trace, shifts[rank], host) for step, trace in by_step.items()}
-        for rank, by_step in traces.items()
-    }
-    return (told, *warnings), moved
+    """Times of GPUs on one clock, and what must be told of that.
 
-
-def _by_step(traces: _Traces) -> tuple[tuple[str, ...], _Traces]:
-    """A step begins on the GPU when it has finished what was before, which is not when the host began it: so each step
-    is aligned on its own, by which phase must have waited for which."""
+    A step begins on the GPU when it has finished what was before, which is not when the host began it: so each step is
+    aligned on its own, by which phase must have waited for which. Clocks of hosts are aligned with the step
+    (`stages.consistency`).
+    """
+    if len(traces) < 2 or all(trace.timeline != "device" for by_step in traces.values() for trace in by_step.values()):
+        return (), traces
     moved: _Traces = {rank: dict(by_step) for rank, by_step in traces.items()}
     worst = 0
     for step in set[int]().union(*traces.values()):
-        own = {rank: {step: by_step[step]} for rank, by_step in traces.items() if step in by_step}
-        shifts, uncertain, _ = _aligned(dict.fromkeys(own), own)
-        if uncertain is None:
+        own = {rank: by_step[step] for rank, by_step in traces.items() if step in by_step}
+        ends = {rank: ends_of(trace.metadata, calls_of(trace)) for rank, trace in own.items()}
+        alignment = align(dict.fromkeys(own), [link for link, _ in links_between(ends)])
+        uncertain = uncertainty(alignment)
+        if uncertain is None or uncertain > MOST_UNCERTAIN * _longest(own.values()):
             why = "on the GPU's clock and laid beside each other by the hosts' clocks at the start of the step"
             return (f"the stages' times are {why}",), traces
         worst = max(worst, uncertain)
-        host = own[min(own)][step].metadata.host or f"rank {min(own)}"
-        for rank, by_step in own.items():
-            moved[rank][step] = _moved(by_step[step], shifts[rank], host)
+        host = own[min(own)].metadata.host or f"rank {min(own)}"
+        for rank, trace in own.items():
+            moved[rank][step] = _moved(trace, alignment.offset(rank), host)
     return (
         f"the stages' steps were aligned on the GPU's clock by which phase waits for which, to {worst / 1e6:.2g} ms",
     ), moved
 
 
-def _aligned(hosts: Mapping[int, str | None], traces: _Traces) -> tuple[dict[int, int], int | None, tuple[str, ...]]:
-    """Nanoseconds to add by rank, and how uncertain: None where that is too much of a step."""
-    ends = {
-        rank: ends_of(next(iter(own.values())).metadata, [call for trace in own.values() for call in calls_of(trace)])
-        for rank, own in traces.items()
-    }
-    alignment = align(hosts, [link for link, _ in links_between(ends)])
-    worst = uncertainty(alignment)
-    every = [trace for by_step in traces.values() for trace in by_step.values()]
-    lengths = [r.end - r.start for t in every for r in t.ranges if r.name.fields.get("step") is not None]
-    if worst is not None and worst > MOST_UNCERTAIN * statistics.median(lengths):
-        worst = None
-    return {rank: alignment.offset(rank) for rank in traces}, worst, alignment.warnings
+def _longest(traces: Iterable[Trace]) -> int:
+    """Nanoseconds of the longest call."""
+    return max(r.end - r.start for trace in traces for r in trace.ranges if r.name.fields.get("step") is not None)
 
 
 def _moved(trace: Trace, by: int, host: str) -> Trace:

@@ -85,6 +85,8 @@ def name_of(cause: Cause) -> str:
     if cause.kind == "slow_chunk":
         return f"slow chunk {cause.chunk} of stage {cause.stage}"
     of = cause.stages or (() if cause.stage is None or cause.kind == "data_wait" else (cause.stage,))
+    if cause.kind == "unexplained":
+        return f"slow {stages_in_words(of)}"
     return f"{kind} of {stages_in_words(of)}" if of else kind
 
 

@@ -159,10 +159,9 @@ def changes(found: WhatIf) -> list[Change]:
     """The measured step, its replay, and the predictions; none where nothing was replayed."""
     if found.measured_ms is None or found.replay_ms is None or found.replay_error is None:
         return []
-    off = f"off by {percent(found.replay_error.mean, sign=True)} in the pipeline"
-    captured = f"as captured{': ' + found.layout if found.layout else ''}"
+    off = f"off by {percent(found.replay_ms / found.measured_ms - 1.0, sign=True)}"
     rows: list[tuple[str, str, float, Prediction | None]] = [
-        ("before", captured, found.measured_ms, None),
+        ("before", "as captured", found.measured_ms, None),
         ("before", f"replayed, {off}", found.replay_ms, None),
     ]
     for each in sentences.worth_showing(found):

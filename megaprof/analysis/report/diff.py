@@ -161,7 +161,10 @@ _Key = tuple[str, str | None]
 
 
 def _by_key(report: Report) -> dict[_Key, TargetReport]:
-    return {target.key: target for target in reversed(report.targets)}  # of several sizes the first
+    found: dict[_Key, TargetReport] = {}
+    for target in report.targets:
+        found.setdefault(target.key, target)  # of several sizes the first
+    return found
 
 
 def _names(keys: Iterable[_Key]) -> str:

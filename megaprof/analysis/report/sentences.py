@@ -7,20 +7,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
-from megaprof.analysis.report import standstills
 from megaprof.analysis.stages.stages import TargetStages
-from megaprof.analysis.stages.words import counted, milliseconds, number, percent, sentence, spans, steps
+from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, sentence, spans, steps
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.job.standstill import Standstill
+from megaprof.formats.job.standstill import Standing, Standstill
 
 #: A report on more targets begins with a table of them.
 FEW_TARGETS = 3
 _MOST = 8
+#: Standstills, and ranks of one that were waited for, that each have words of their own.
+_FEW = 3
 #: Predictions that gain less than this are in the JSON only.
 _WORTH_SHOWING = 1.01
 #: What recordings without our ranges lack, and how to have it next time.
@@ -76,25 +78,21 @@ def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = N
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
-    """The predictions that gain something, without those of which noise leaves nothing; all are in the JSON."""
-    return [each for each in _gaining(found) if each == found.best or not _is_noise(each)]
+    """The predictions that surely gain something; all are in the JSON."""
+    return [each for each in _gaining(found) if each == found.best or each.low > 1.0 + LEAST]
 
 
 def left_out(found: WhatIf) -> str | None:
-    """How many predictions are not shown because they are noise; None where there are none."""
+    """How many predictions are not shown because what they gain is not sure; None where there are none."""
     count = len(_gaining(found)) - len(worth_showing(found))
     if not count:
         return None
     which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
-    return f"{which} left out: what {gain} is within the uncertainty, which more captured steps would make smaller."
+    return f"{which} left out: what {gain} is within the uncertainty."
 
 
 def _gaining(found: WhatIf) -> list[Prediction]:
     return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
-
-
-def _is_noise(each: Prediction) -> bool:
-    return each.more_steps > 0
 
 
 def caveats(shown: Sequence[Prediction]) -> list[str]:
@@ -130,8 +128,43 @@ def ends(fleet: Fleet) -> tuple[Finding, ...]:
 
 
 def of_standstills(found: Sequence[Standstill]) -> Iterator[Finding]:
-    """Steps in which a job stood still or ended, the longest first: a hang is told before anything else."""
-    return (Finding("standstill", "slow", text) for text in standstills.told(found))
+    """Steps in which a job stood still, or in the middle of which it ended: a hang is told before anything else. A
+    sentence or two for each, the longest first, and one for all others."""
+    ordered = sorted(found, key=lambda each: -each.seconds)
+    for each in ordered[:_FEW]:
+        yield Finding("standstill", "slow", _standstill(each))
+    if more := ordered[_FEW:]:
+        where = spans(sorted(each.step for each in more), 8)
+        yield Finding("standstill", "slow", f"It stood still in {counted(len(more), 'more step')}: {where}.")
+
+
+def _standstill(found: Standstill) -> str:
+    lasts, seconds = found.outcome == "lasts", ago(found.seconds)
+    text = {
+        "went_on": f"The job stood still in step {found.step} for {seconds}, and then went on",
+        "last": f"The job stood still in step {found.step} for {seconds}, and did no other step after it",
+        "unfinished": f"The job ended in the middle of step {found.step}"
+        + (f", in which it had stood still for {seconds}" if found.seconds else ""),
+        "lasts": f"The job stands still in step {found.step}, for {seconds} by now",
+    }[found.outcome]
+    if found.waited_for:
+        shown = [_standing(each, "stands" if lasts else "stood") for each in found.waited_for[:_FEW]]
+        more = len(found.waited_for) - len(shown)
+        text += ": " + "; ".join([*shown, *([f"and {more} more"] if more else [])])
+        if found.waiting:
+            wait = ("waits" if found.waiting == 1 else "wait") if lasts else "waited"
+            for_whom = "it" if len(found.waited_for) == 1 else "them"
+            text += f"; {counted(found.waiting, 'rank')} {wait} for {for_whom}"
+    return f"{text}. This step counts for no time."
+
+
+def _standing(rank: Standing, verb: str) -> str:
+    place = f"rank {rank.rank} (stage {rank.stage})"
+    if rank.phase is None:
+        return f"{place} {verb} outside of the schedule's ranges"
+    microbatch = "" if rank.microbatch is None else f" of microbatch {rank.microbatch}"
+    chunk = f" (chunk {rank.chunk})" if rank.chunk else ""
+    return f"{place} {verb} in {rank.phase}{microbatch}{chunk}"
 
 
 def changes(fleet: Fleet) -> tuple[Finding, ...]:

@@ -136,13 +136,14 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
     if found.replay_error is None or found.measured_ms is None or found.replay_ms is None:
         return
     console.print()
-    off = percent(found.replay_error.mean, sign=True)
+    off = percent(found.replay_ms / found.measured_ms - 1.0, sign=True)
     if found.replay_error.count > 1:
-        off += f" ± {percent(found.replay_error.stdev)}"
+        low, high = (percent(each, sign=True) for each in (found.replay_error.min, found.replay_error.max))
+        off += f"; single steps {low} to {high}"
     console.print(
         text(
-            f"What if: the replayed step takes {number(found.replay_ms)} ms, the measured step "
-            f"{number(found.measured_ms)} ms ({off} in the pipeline)"
+            f"What if: replayed, the step takes {number(found.replay_ms)} ms instead of {number(found.measured_ms)} ms "
+            f"({off})"
         )
     )
     if shown := sentences.worth_showing(found):

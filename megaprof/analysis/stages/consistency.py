@@ -62,6 +62,8 @@ class Clocks:
     """Whether they are of different runs, because they do not overlap."""
     offset: dict[int, int] = field(default_factory=dict)
     """Nanoseconds to add to a rank's times, where clocks had to be aligned."""
+    uncertain_ns: int | None = None
+    """How uncertain that is; None where they had not to be aligned."""
 
 
 def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
@@ -86,12 +88,13 @@ def comparable(step: list[Call]) -> Clocks:
         return Clocks(one_clock=True)
     hosts = {call.metadata.host for call in step}
     offset: dict[int, int] = {}
-    told: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    uncertain = None
     if len(hosts) > 1 or None in hosts:
         found = _offsets(step)
         if found is None:
             return Clocks(one_clock=False, problems=(f"{_no_clock(step)}; {_UNKNOWN}",))
-        offset, told = found
+        offset, uncertain, warnings = found
     reach = None
     for begin, end in sorted(shifted(call, offset) for call in step):
         if reach is not None and begin >= reach:
@@ -101,7 +104,7 @@ def comparable(step: list[Call]) -> Clocks:
             )
             return Clocks(one_clock=False, problems=(problem,), different_runs=True)
         reach = end if reach is None else max(reach, end)
-    return Clocks(one_clock=True, problems=told, offset=offset)
+    return Clocks(one_clock=True, problems=warnings, offset=offset, uncertain_ns=uncertain)
 
 
 def _no_clock(step: list[Call]) -> str:
@@ -121,14 +124,13 @@ def shifted(call: Call, offset: Mapping[int, int]) -> tuple[int, int]:
     return begin + by, end + by
 
 
-def _offsets(step: list[Call]) -> tuple[dict[int, int], tuple[str, ...]] | None:
-    """Offsets between hosts, with what must be told; None where they are not known well enough."""
+def _offsets(step: list[Call]) -> tuple[dict[int, int], int, tuple[str, ...]] | None:
+    """Offsets between hosts, how uncertain they are, and what must be told; None where that is too much of a step."""
     alignment = aligned(step)
     worst = uncertainty(alignment)
     if worst is None or worst > MOST_UNCERTAIN * max(end - begin for begin, end in (call.extent for call in step)):
         return None
-    told = f"the clocks of the stages' hosts were aligned by their exchanges, to {worst / 1e6:.2g} ms"
-    return {rank: alignment.offset(rank) for rank in alignment.hosts}, (told, *alignment.warnings)
+    return {rank: alignment.offset(rank) for rank in alignment.hosts}, worst, alignment.warnings
 
 
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:

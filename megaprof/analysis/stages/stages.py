@@ -184,6 +184,10 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
 def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
     by_stage = grouped(calls, lambda call: call.stage)
     steps = {key: lay_out(step, findings) for key, step in grouped(calls, lambda call: call.key).items()}
+    uncertain = [step.uncertain_ns for step in steps.values() if step.uncertain_ns is not None]
+    if uncertain:
+        worst_ms = max(uncertain) / 1e6
+        findings.warn(f"the clocks of the stages' hosts were aligned by their exchanges, to {worst_ms:.2g} ms")
     first = calls[0]
     counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
     for message in without_ranges([each for call in calls for each in call.metadata.ranges.without]):

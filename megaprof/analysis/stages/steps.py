@@ -47,6 +47,8 @@ class Step:
     """From the first stage's start to the last one's end, in nanoseconds on that axis."""
     offset: dict[int, int]
     """Nanoseconds that put each rank on it."""
+    uncertain_ns: int | None
+    """How uncertain these are; None where all ranks have one clock, or no axis."""
     waited: dict[int, Intervals]
     """When each rank waited inside gradient finalisation, on its own clock."""
     met: dict[int, Meeting]
@@ -123,6 +125,7 @@ def lay_out(step: Sequence[Call], findings: Findings) -> Step:
         waits=whole and not clocks.different_runs,
         bounds=bounds,
         offset=offset,
+        uncertain_ns=clocks.uncertain_ns,
         waited={c.rank: _waited(c, step, offset if clocks.one_clock else None) for c in step if c.gpu is None},
         met=meetings(step, offset) if clocks.one_clock else {},
     )

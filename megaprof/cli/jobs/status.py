@@ -1,4 +1,4 @@
-"""`megaprof status DIR`: what a running job is doing, and whom it waits for when it hangs."""
+"""`megaprof status DIR`: what a running job is doing, and which rank the others wait for when it hangs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) -> RunningJob:
-    """The job, as soon as it has started. Raises NoJob after ``wait`` seconds."""
+    """Returns the job as soon as it has started. Raises NoJob after ``wait`` seconds."""
     until, told = time.monotonic() + wait, False
     while True:
         try:
@@ -94,7 +94,7 @@ def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) 
 
 
 def as_json(view: View) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Returns what ``--json`` prints."""
     run, statuses, now = view.job.run, view.statuses, view.now
     return {
         "version": 1,
@@ -127,7 +127,7 @@ def as_json(view: View) -> dict[str, Any]:
 
 
 def in_words(view: View) -> list[str]:
-    """Who takes part, how far it is, and what is wrong, a sentence a line, without the table."""
+    """Returns which ranks take part, how far the job is and what is wrong, one sentence per line, without the table."""
     return [str(view.silence)] if view.state == "ended" else [*_headline(view), *_said(view)]
 
 
@@ -156,7 +156,8 @@ def _headline(view: View) -> Iterator[str]:
 
 
 def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str:
-    """Medians of all ranks. A step is a call of the schedule; between two come the optimizer, data, ..."""
+    """Returns how long a step takes and how often one comes, medians of all ranks. A step is one call of the schedule;
+    between two calls come the optimizer, data, ..."""
     calls = [call for each in statuses.values() for call in each.calls if (call.target, call.role) == (target, role)]
     every = _median([call.seconds for call in calls], 1e3)
     recent = [each.recent for each in statuses.values() if each.recent is not None]
@@ -172,7 +173,7 @@ def _said(view: View) -> Iterator[str]:
 
 
 def _table(view: View) -> Iterator[str]:
-    """A line per rank, or per stage where there are too many."""
+    """Yields a line per rank, or per stage if there are too many ranks."""
     by_rank = view.job.run.world <= _LINES
     groups: dict[int, list[RankStatus]] = {}
     for rank, status in sorted(view.statuses.items()):
@@ -200,7 +201,7 @@ def _table(view: View) -> Iterator[str]:
 
 
 def _where(members: list[RankStatus], now: float) -> str:
-    """Where most of them are, and since when."""
+    """Returns where most of the ranks are, and since when."""
     places = Counter(_place(each, now) for each in members)
     (most, count), *others = places.most_common()
     still = min(each.stuck(now) for each in members)

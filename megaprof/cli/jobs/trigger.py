@@ -34,16 +34,16 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request: what ``--json`` prints."""
+    """The result of a request, as ``--json`` prints it."""
 
     version: int
-    """Of this shape: 1."""
+    """The version of this object: 1."""
     request: str
-    """The request's name, which is also that of its files."""
+    """The id of the request."""
     target: str
-    """What was to be captured."""
+    """The target that was asked for."""
     role: str | None
-    """Whose; None where the job has no roles."""
+    """The role that was asked for; None if none was named."""
     selected: tuple[int, ...]
     """The ranks that were asked, by number."""
     captured: int
@@ -53,7 +53,7 @@ class Answer:
     files: tuple[str, ...]
     """What was written, below the directory as it was given."""
     reason: str | None
-    """Why not every selected rank captured the steps; None when all did."""
+    """Why not every selected rank captured the steps; None if all did."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Asking:
-    """A capture that a job can be asked for. Whoever stops looking before there is an answer withdraws it."""
+    """A capture that a job can be asked for. A caller that stops looking before there is an answer must withdraw it."""
 
     directory: Path
     """The job's save directory, as it was given."""
@@ -97,7 +97,7 @@ class Asking:
         return max(_LOOK_SECONDS, len(self.requester.ranks) / 5000)
 
     def look(self) -> Answer | None:
-        """One look at what has come, the first one of which asks; the answer when there is one."""
+        """Looks once at what the ranks say; the first look asks. Returns the answer when there is one."""
         try:
             outcome = self.requester.advance()
         except Refused as refusal:
@@ -106,7 +106,7 @@ class Asking:
         return None if outcome is None else self._answer(outcome.reason, outcome)
 
     def _answer(self, reason: str | None, outcome: Outcome | None = None) -> Answer:
-        """What became of it; ``outcome`` None where nothing was captured."""
+        """Returns the answer; ``outcome`` is None if nothing was captured."""
         files = tuple(str(self.directory / file) for file in outcome.files) if outcome else ()
         captured, steps = (outcome.ranks, outcome.steps) if outcome else (0, ())
         request, ranks = self.requester.request, self.requester.ranks
@@ -123,8 +123,8 @@ def wanted(
     timeout: float = TIMEOUT,
     options: dict[str, Any] | None = None,
 ) -> Asking:
-    """What the job in ``directory`` can be asked for; nothing is asked yet. Raises CommandError where there is no such
-    job, and UsageError."""
+    """Returns a capture that the job in ``directory`` can be asked for. Nothing is asked yet. Raises CommandError if
+    there is no such job, and UsageError for arguments that make no sense."""
     asked: dict[str, Any] = {
         "role": role,
         "steps": steps,
@@ -150,7 +150,7 @@ def wanted(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask, wait, and print the files, one a line. Raises CommandError where there are none, or not all."""
+    """Asks, waits, and prints the files, one per line. Raises CommandError unless every selected rank captured."""
     asking = wanted(
         arguments.dir,
         arguments.target,
@@ -191,6 +191,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _as_options(mistake: str) -> str:
-    """The job's words for it are the names of a request's fields and of its own options."""
+    """Returns a refusal with the command's option instead of the request's field or the job's option."""
     word, _, rest = mistake.partition(" ")
     return f"--{word} {rest}" if word in ("steps", "timeout", "select", "role") else mistake.replace("--profile-", "--")

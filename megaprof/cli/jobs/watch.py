@@ -32,10 +32,10 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Look:
-    """One look at a running job: what ``--json`` prints."""
+    """One look at a running job, as ``--json`` prints it."""
 
     version: int
-    """Of this shape: 1."""
+    """The version of this object: 1."""
     run: str
     """The run's random name."""
     role: str | None
@@ -43,15 +43,15 @@ class Look:
     ranks: int
     """How many ranks the job has."""
     heard: int
-    """Of how many a status was read."""
+    """Of how many ranks a status was read."""
     now: Summary
-    """What their status files come to."""
+    """The figures computed from their status files."""
     still_s: float
-    """For how many seconds no rank has moved, where the job appears to hang; else 0."""
+    """Seconds since any rank moved, if the job appears to hang; else 0."""
     stuck: tuple[int, ...]
-    """The ranks that have not moved for long."""
+    """The ranks that have not moved for a long time."""
     slow: SlowRanks | None
-    """Ranks that are slower than their peers; null where none are."""
+    """The ranks that are slower than their peers; null if there are none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the table until the job ends or Ctrl-C."""
+    """Shows the table until the job ends or Ctrl-C is pressed."""
     if arguments.json and not arguments.once:
         raise UsageError("--json is one look: it needs --once")
     if arguments.every is not None and not 0 < arguments.every <= TIMEOUT_MAX:
@@ -149,7 +149,8 @@ def _table(job: RunningJob) -> RenderableType:
     parts = [
         counted(job.run.world, "rank") + ("" if look.heard == job.run.world else f", {look.heard} of them answering"),
         f"step {_number(summary.step_ms)} ms",
-        f"imbalance {_number(summary.imbalance, 2)}",
+        f"imbalance {_number(summary.imbalance, 2)}"
+        + (f" (last {counted(summary.recent, 'step')})" if summary.recent else ""),
         f"bubble {_percent(summary.bubble_fraction)}",
         *([] if summary.own_cost is None else [f"own cost {_percent(summary.own_cost)}"]),
     ]

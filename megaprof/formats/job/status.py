@@ -26,7 +26,7 @@ FINAL = frozenset(("refused", "done", "missed", "failed"))
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Inside a schedule call: in which phase, of which microbatch and model chunk."""
+    """Where a rank is inside a schedule call: in which phase, of which microbatch and model chunk."""
 
     target: Name
     """What the call is for, such as ``train_actor``."""
@@ -35,13 +35,13 @@ class Position(msgspec.Struct, frozen=True):
     phase: Name
     """The label of the range that is open (`formats.ranges`), or `BETWEEN` two of them."""
     microbatch: Count | None
-    """Which one; None in a phase that has none."""
+    """Its microbatch; None in a phase that has none."""
     chunk: Count | None
-    """Which model chunk; None in a phase that has none."""
+    """Its model chunk; None in a phase that has none."""
     since: Time
     """Wall-clock seconds when it was first seen there."""
     role: str | None = None
-    """Whose call it is; None without roles."""
+    """The role that makes the call; None without roles."""
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else f" of microbatch {self.microbatch}"
@@ -55,11 +55,11 @@ class Calls(msgspec.Struct, frozen=True):
     target: Name
     """What is called, such as ``train_actor``."""
     role: str | None = None
-    """By whom; None without roles."""
+    """The role that calls it; None without roles."""
     begun: Count | None = None
     """How many calls have begun."""
     seconds: Seconds | None = None
-    """From the beginning of one to that of the next, lately; None before there were two."""
+    """Seconds from the start of one call to the start of the next, lately; None before the second call."""
     step: Count | None = None
     """The number of the last finished step; None without a timeline."""
     count: Count | None = None
@@ -67,7 +67,7 @@ class Calls(msgspec.Struct, frozen=True):
 
     @property
     def last_step(self) -> int | None:
-        """The last step that has begun, as far as that is known."""
+        """The last step that has begun; None if that is not known."""
         if self.step is not None:
             return self.step
         return self.begun - 1 if self.begun else None
@@ -77,7 +77,7 @@ class Recent(msgspec.Struct, frozen=True):
     """Medians over the last steps of one target and role. All times in milliseconds."""
 
     target: Name
-    """What the steps are of."""
+    """The target of the steps."""
     steps: Count
     """How many they are."""
     step_ms: Milliseconds
@@ -93,7 +93,7 @@ class Recent(msgspec.Struct, frozen=True):
     p2p_ms: Milliseconds | None
     """Exchanges with other stages; None where they were not noted on the GPU's clock."""
     role: str | None = None
-    """Whose steps; None without roles."""
+    """The role of the steps; None without roles."""
 
 
 class OwnCost(msgspec.Struct, frozen=True):
@@ -108,7 +108,7 @@ class OwnCost(msgspec.Struct, frozen=True):
 
 
 class CaptureState(msgspec.Struct, frozen=True):
-    """What a rank says to the request in `capture.json`."""
+    """The answer of a rank to the request in `capture.json`."""
 
     request: Name
     """The id of the request."""
@@ -117,7 +117,7 @@ class CaptureState(msgspec.Struct, frozen=True):
     calls: Count = 0
     """How many calls of the target have begun there."""
     seconds: Seconds | None = None
-    """From the beginning of one call to that of the next, lately; None before there were two."""
+    """Seconds from the start of one call to the start of the next, lately; None before the second call."""
     reason: str | None = None
     """Why it is no further; None where nothing is wrong."""
     steps: tuple[Count, ...] = ()
@@ -130,7 +130,7 @@ class RankStatus(Record, frozen=True):
     """One rank, as it describes itself. Times in wall-clock seconds of its host."""
 
     run: Name | None
-    """Which run it belongs to; None before it knows."""
+    """The run that it belongs to; None before the rank knows."""
     rank: Coordinate
     """Its global rank."""
     coords: dict[str, Coordinate]
@@ -158,11 +158,11 @@ class RankStatus(Record, frozen=True):
     cost: OwnCost | None = None
     """What that costs; None without a timeline."""
     capture: CaptureState | None = None
-    """What it says to the request in `capture.json`; None where there is none."""
+    """Its answer to the request in `capture.json`; None if there is no request."""
     ended: bool = False
-    """It has said goodbye."""
+    """True once the rank has ended as it should."""
     off: bool = False
-    """Profiling is off since a fault."""
+    """True if a fault has turned profiling off."""
     why: str | None = None
     """The fault; None without one."""
 

@@ -114,11 +114,19 @@
   // -- a running job
   function live(now) {
     const connection = document.getElementById("connection");
+    const title = document.title, first = now.querySelector("[data-state]");
+    // So that a tab in the background tells it, too.
+    const tell = (state) => { document.title = ({ hangs: "Hangs: ", died: "Died: " }[state] || "") + title; };
+    if (first) tell(first.dataset.state);
     let source = null, again = null;
     function follow() {
       source = new EventSource(now.dataset.events);
       source.onopen = () => { connection.textContent = "The page follows the job by itself."; };
-      source.onmessage = (event) => { swap(now, JSON.parse(event.data).html); };
+      source.onmessage = (event) => {
+        const { html, state } = JSON.parse(event.data);
+        swap(now, html);
+        tell(state);
+      };
       source.onerror = () => {
         connection.textContent = "megaprof ui does not answer; the page tries again by itself.";
         if (source.readyState !== EventSource.CLOSED || again) return; // the browser connects again by itself

@@ -116,6 +116,8 @@ def test_targets_are_matched_by_name_and_role(tmp_path):
     diff = compare(before, analyze(tmp_path / "b"))
     assert (only(diff).target, only(diff).role) == ("train_log_probs", "ref")
     assert diff.warnings == ("train_actor, train_log_probs (actor) only in the first capture: not compared",)
+    both = analyze(tmp_path / "a")
+    assert [(each.target, each.role) for each in compare(both, both).targets] == [each.key for each in both.targets]
 
 
 def test_nothing_in_common_says_what_there_is(tmp_path):

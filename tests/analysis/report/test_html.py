@@ -216,7 +216,7 @@ def test_what_if_shows_before_and_after(tmp_path):
     text = page(replace(report, targets=(replace(report.targets[0], what_if=found),)), {})
     assert text.count("--pipeline-model-parallel-layout &#39;Et*4|t*4L&#39;") == 2  # above, and in the table
     assert "4+4 &lt;layers&gt;" in text
-    assert "off by -1.4% in the pipeline" in text
+    assert "off by -1.4%" in text
     assert "-31%" in text
     assert "not worth it" not in text
 

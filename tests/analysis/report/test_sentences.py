@@ -40,16 +40,13 @@ def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> N
 
 def test_predictions_that_are_noise_are_left_out_and_counted() -> None:
     best = Prediction("layout", "4+4 layers", 500.0, 1.4, 1.35, 1.45)
-    within = Prediction("chunks", "2 model chunks", 650.0, 1.08, 0.88, 1.28)  # not for noise: cores are shared
+    within = Prediction("chunks", "2 model chunks", 650.0, 1.08, 0.88, 1.28)  # no number of steps would tell
     noise = Prediction("layout", "5+3 layers", 600.0, 1.17, 0.6, 3.5, more_steps=9)
     clear = Prediction("balanced", "spread evenly", 350.0, 2.0, 1.6, 2.4)
     found = WhatIf(candidates=(best, within, noise, clear), best=best)
-    assert sentences.worth_showing(found) == [best, within, clear]
-    assert sentences.left_out(found) == (
-        "1 prediction is left out: what it gains is within the uncertainty, which more captured steps would make "
-        "smaller."
-    )
-    assert sentences.left_out(replace(found, best=noise)) is None
+    assert sentences.worth_showing(found) == [best, clear]
+    assert sentences.left_out(found) == "2 predictions are left out: what they gain is within the uncertainty."
+    assert sentences.left_out(replace(found, best=noise, candidates=(best, noise, clear))) is None
     noisy = WhatIf(candidates=(noise, replace(noise, what="6+2 layers")))
     assert sentences.worth_showing(noisy) == []
     assert (sentences.left_out(noisy) or "").startswith("2 predictions are left out: what they gain ")
