@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megaprof.capture.process import Process
 from megaprof.capture.session import Session
@@ -17,9 +17,6 @@ from megaprof.runtime.device import capturing
 from megaprof.runtime.isolation import contained, fault_now, in_full
 from megaprof.runtime.logs import logger
 from megaprof.runtime.patching import Patches
-
-if TYPE_CHECKING:
-    from megaprof.recorders.timeline.recorder import TimelineRecorder
 
 
 class ModuleRanges(Protocol):
@@ -46,7 +43,6 @@ class Dispatcher:
         self.call: RecordedCall | None = None
         """The call that is being recorded, None outside of one. All that hooks in Python look at."""
         self.gate = Gate(self._clock_failed)
-        self._resting: TimelineRecorder | None = None  # the one that does not record the call, to measure its cost
         self.inside: int | None = None
         """The thread that is inside a schedule call. A CUDA graph wrapper calls the schedule inside itself."""
         self.of_this_call = Patches()
@@ -98,11 +94,7 @@ class Dispatcher:
         if session is None:
             return False
         call = session.begin(facts)
-        self._resting = None
         if call is None:
-            timeline = session.timeline
-            if timeline is not None and timeline.resting:
-                self._resting = timeline
             return False
         self._recording = session, call
         self._now(call if call.ranged or call.line is not None else None)
@@ -113,8 +105,6 @@ class Dispatcher:
         call = self.call
         if call is not None and call.line is not None:
             call.line.own = nanoseconds
-        elif self._resting is not None:
-            self._resting.hooks_took(nanoseconds)
 
     def end(self, *, failed: bool) -> None:
         """The call is over, recorded or not; ``failed``: by an exception of the host's."""

@@ -201,7 +201,7 @@ class ProfileConfig:
     )
     prometheus: str | None = _option(
         None,
-        "file for Prometheus' textfile collector: step time, imbalance, bubble, stragglers and megaprof's own cost, "
+        "file for Prometheus' textfile collector: step time, imbalance, bubble, stragglers, "
         "written by rank 0 as the job runs",
         read.file,
     )

@@ -76,7 +76,6 @@ class Reporter:
             position=position,
             device_position=self._device_position(),
             recent=recent,
-            cost=None if timeline is None else timeline.cost(),
             capture=capture,
             ended=ended,
             off=session.disabled,

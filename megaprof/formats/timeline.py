@@ -15,21 +15,20 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.formats import checks
 from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 
 SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
-METADATA, SHAPE, STEP, COST = 1, 2, 3, 4
+METADATA, SHAPE, STEP = 1, 2, 3
 
 #: Step flags.
 DEVICE_CLOCK = 1  # its times are the GPU's, by CUDA events
@@ -73,29 +72,6 @@ MOST_NUMBERS = 1 << 16
 
 Microseconds = npt.NDArray[np.int64]
 
-_COUNT, _TIME = checks.whole(0, 10**15), checks.number(-1e15, 1e15)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What the timeline adds to a training step, measured in the running job by pairs of blocks of steps with and
-    without it: medians over the pairs, each with its standard error."""
-
-    pairs: Annotated[int, _COUNT]
-    """How many pairs there were, up to the last 64."""
-    rested: Annotated[int, _COUNT]
-    """How many steps were not recorded for this so far."""
-    step_us: Annotated[float, checks.number(1e-9, 1e15)]
-    """Wall time of a step without the recorder, in microseconds."""
-    wall_us: Annotated[float, _TIME]
-    """What the recorder adds to the wall time of a step, in microseconds. Below zero: less than the noise."""
-    wall_error_us: Annotated[float, _TIME]
-    """Its standard error, in microseconds."""
-    cpu_us: Annotated[float, _TIME]
-    """What the recorder adds to the CPU time of the process in a step, all threads, in microseconds."""
-    cpu_error_us: Annotated[float, _TIME]
-    """Its standard error, in microseconds."""
-
 
 def metadata_record(metadata: dict[str, Any]) -> bytes:
     return _record(METADATA, json.dumps(metadata, separators=(",", ":")).encode())
@@ -104,10 +80,6 @@ def metadata_record(metadata: dict[str, Any]) -> bytes:
 def shape_record(events: Sequence[int] | bytes) -> bytes:
     """``events``: codes of `megaprof.formats.codes`, in the order of their starts; or the same as 64-bit integers."""
     return _record(SHAPE, events if isinstance(events, bytes) else np.asarray(events, dtype="<i8").tobytes())
-
-
-def cost_record(cost: Cost) -> bytes:
-    return _record(COST, json.dumps(asdict(cost), separators=(",", ":")).encode())
 
 
 def step_record(
@@ -182,8 +154,6 @@ class Timeline:
     """Its steps in the order of writing, with the fields of ``STEP_TYPE``."""
     damage: str | None
     """Why reading stopped before the end of the file; None when it did not."""
-    cost: Cost | None
-    """What recording cost, as far as it was known when the file ended; None: not measured."""
     _times: _Times
     """The times of the events of each, empty where nobody wanted them."""
 
@@ -232,7 +202,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     shapes: list[npt.NDArray[np.int64]] = []
     blocks: list[npt.NDArray[Any]] = []
     where: list[range] = []
-    damage = cost = None
+    damage = None
     position = len(MAGIC)
     try:
         while position < len(data):
@@ -251,8 +221,6 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
                 shapes.append(_shape(data[position + _HEAD.size : end - _CHECK.size]))
             elif kind == METADATA and len(metadata) < MOST_NUMBERS:
                 metadata.append(_metadata(data[position + _HEAD.size : end - _CHECK.size]))
-            elif kind == COST:
-                cost = _cost(data[position + _HEAD.size : end - _CHECK.size])
             # A record of a kind that a later version added is skipped.
             position = end
     except ValueError as fault:
@@ -265,7 +233,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     if impossible.any():
         steps, damage = steps[: int(impossible.argmax())], "a step has an impossible number or time"
     times = _Times(data, tuple(where), tuple(accumulate(map(len, where)))) if events else _Times(b"", (), ())
-    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, cost, times)
+    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, times)
 
 
 class _Times(NamedTuple):
@@ -320,14 +288,6 @@ def _metadata(payload: bytes) -> Metadata:
         return read_metadata(payload)
     except (ValueError, RecursionError) as fault:
         raise ValueError(f"its metadata is damaged: {fault}") from None
-
-
-def _cost(payload: bytes) -> Cost:
-    """A number is missing, or no number that can be: ValueError."""
-    try:
-        return checks.build(Cost, json.loads(payload))
-    except (ValueError, RecursionError):
-        raise ValueError("what it says of its cost is damaged") from None
 
 
 def _record(kind: int, payload: bytes) -> bytes:

@@ -84,8 +84,6 @@ class Summary:
     """The rank that computes longest compared with its peers, the other ranks of its stage."""
     straggler_ratio: float | None
     """Its compute over the median of its peers."""
-    own_cost: float | None
-    """The greatest part of a step that megaprof took on a training thread."""
     recent: int | None = None
     """Of how many steps, the last ones of every rank, the medians are."""
 
@@ -104,7 +102,6 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     slowest = max(known, key=lambda pp: known[pp]) if mean is not None else None
     straggler, ratio = _straggler(of_stage.values())
     steps = [step for status in everyone if (step := status.step()) is not None]
-    costs = [status.cost.fraction for status in everyone if status.cost is not None]
     return Summary(
         target=next((status.recent.target for status in everyone if status.recent is not None), None),
         step=max(steps, default=None),
@@ -116,7 +113,6 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         straggler=straggler,
         straggler_ratio=ratio,
         recent=max((status.recent.steps for status in everyone if status.recent is not None), default=None),
-        own_cost=max(costs, default=None),
     )
 
 

@@ -30,7 +30,6 @@ FIGURES = {
     "bubble_fraction": ("bubble_ratio", "1", "Part of a step in which the median stage waits for others"),
     "straggler": ("straggler_rank", "1", "Rank that computes longest compared with its peers"),
     "straggler_ratio": ("straggler_ratio", "1", "Its compute over the median of its peers"),
-    "own_cost": ("own_cost_ratio", "1", "Part of a step that megaprof takes on the training thread"),
 }
 
 

@@ -176,4 +176,5 @@ class Captures:
         if self._pool is not None:
             for process in list((getattr(self._pool, "_processes", None) or {}).values()):
                 process.terminate()
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)  # waited for, since its semaphores go with its threads
+            self._pool = None

@@ -4,8 +4,8 @@
 
 Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included. In place of layers each stage
 sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine, two ranks do not disturb each
-other, and hooks run in caches that have gone cold. The recorder rests in every other block of steps, by the very means
-by which a job measures its own cost (`megaprof.recorders.timeline.cost`), but in short blocks without pauses. Ranks run
+other, and hooks run in caches that have gone cold. In every other block of steps no session is told of calls. Which
+block of a pair comes first changes from pair to pair, so that a drift of the machine cancels out. Ranks run
 at real-time priority where that is permitted (as root), background thread included: 200 sleeps make a step, and the
 ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for the same reason, by
 processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is
@@ -23,13 +23,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -40,12 +42,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.profiler import profiler
 from megaprof.recorders import tape
-from megaprof.recorders.timeline import cost
 from megaprof.testing import cpu_megatron, init_distributed, run_ranks
 from tests.benchmarks.cores import awake, one_busy
 
 STEP_US = 100e3
 WIDTH = 16
+#: Steps of a block, behind one in which it settles.
+BLOCK = 8
 
 
 def _config(directory: str) -> ProfileConfig:
@@ -92,6 +95,49 @@ def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[
     return model(next(data)), loss
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What the timeline adds to a step: medians over pairs of blocks, each with its standard error."""
+
+    pairs: int
+    step_us: float
+    wall_us: float
+    wall_error_us: float
+    cpu_us: float
+    cpu_error_us: float
+
+
+def _pairs(step: Callable[[], object], steps: int) -> Cost:
+    """Alternate blocks with and without the recorder in about so many ``steps``."""
+    sessions = profiler.dispatcher.sessions.copy()
+    wall, cpu, without = [], [], []
+    for pair in range(max(3, steps // (2 * BLOCK + 2))):
+        spent: dict[bool, tuple[float, float]] = {}
+        for recorded in (bool(pair % 2), not pair % 2):
+            profiler.dispatcher.sessions[:] = sessions if recorded else []
+            profiler.background.wake()  # what is left over belongs to neither block
+            step()
+            began = time.perf_counter(), time.process_time()
+            for number in range(BLOCK):
+                if recorded and number == BLOCK - 1:
+                    profiler.background.wake()  # what is recorded in a block is written in it
+                step()
+            spent[recorded] = time.perf_counter() - began[0], time.process_time() - began[1]
+        wall.append(1e6 * (spent[True][0] - spent[False][0]) / BLOCK)
+        cpu.append(1e6 * (spent[True][1] - spent[False][1]) / BLOCK)
+        without.append(1e6 * spent[False][0] / BLOCK)
+    profiler.dispatcher.sessions[:] = sessions
+    return Cost(len(wall), statistics.median(without), *_median(wall), *_median(cpu))
+
+
+def _median(values: list[float]) -> tuple[float, float]:
+    """Median and its standard error, from what lies half a root of their number above and below it in rank: one
+    disturbed block changes little."""
+    ordered, middle, off = sorted(values), (len(values) - 1) / 2, math.sqrt(len(values)) / 2
+    low, high = ordered[max(0, round(middle - off))], ordered[min(len(values) - 1, round(middle + off))]
+    return statistics.median(values), (high - low) / 2
+
+
 def _real_time() -> bool:
     """Threads that start later inherit it."""
     try:
@@ -130,8 +176,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[s
             forward_only=False,
         )
 
-    endless = {"BLOCK_SECONDS": 0.8, "EARLY": 3, "LATE": 3, "PAIRS": steps, "_RATE_STEPS": 2}
-    with cpu_megatron(), mock.patch.multiple(cost, **endless):
+    with cpu_megatron():
         for _ in range(5):
             step()
         with install_hooks([model], _config(directory)) as handle:
@@ -141,13 +186,9 @@ def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[s
             for _ in range(20):
                 step()
             profiler.background.longest = 0.0
-            for _ in range(steps):
-                step()
+            found = _pairs(step, steps)
             stall = profiler.background.longest
-        recorded = timeline._begun - timeline._pairs.rested
-    found = timeline._pairs.cost()
-    if found is None:
-        raise RuntimeError("no pairs")
+            recorded = timeline.calls()["train_actor", None][1]
     return {"cost": found, "bytes": timeline.bytes_written / recorded, "stall": 1e3 * stall, "realtime": realtime}
 
 

@@ -47,8 +47,9 @@ def start(directory: Path, *options: str, **environment: str) -> subprocess.Pope
     )
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_it_prints_the_address_and_the_ssh_line_and_serves(
-    tmp_path: Path, starting: list[subprocess.Popen[str]]
+    tmp_path: Path, starting: list[subprocess.Popen[str]], number: signal.Signals
 ) -> None:
     pipeline(tmp_path / "run", [1, 1])
     process = start(tmp_path, "--no-open", **NONE)
@@ -69,9 +70,12 @@ def test_it_prints_the_address_and_the_ssh_line_and_serves(
     assert (
         browser.open(f"http://{address.netloc}{brief}", timeout=60).status == 200
     )  # read by a process of the server's
-    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal, which all its processes get
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as Ctrl-C in a terminal, which all its processes get
+    else:
+        process.send_signal(number)
     _, said = process.communicate(timeout=30)
-    assert (process.returncode, said.strip()) == (0, "")
+    assert (process.returncode, said.strip()) == (0 if number == signal.SIGINT else -number, "")
 
 
 def test_the_browser_is_not_started_with_the_token(tmp_path: Path, starting: list[subprocess.Popen[str]]) -> None:

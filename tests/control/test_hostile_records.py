@@ -58,7 +58,6 @@ STATUS: dict[str, Any] = {
     "position": PLACE,
     "device_position": PLACE,
     "recent": {"target": "train_actor", "steps": 3, **RECENT},
-    "cost": {"step_us": 1.0, "fraction": 0.1, "background_fraction": 0.1},
     "capture": {"request": "x", "state": "done", "reason": None, "calls": 9, "steps": [1, 2], "files": ["a.gz"]},
     "ended": False,
     "off": False,

@@ -25,7 +25,7 @@ from megaprof.formats.files import Directory
 from megaprof.formats.job import records
 from megaprof.formats.job.requests import MOST_STEPS, Request
 from megaprof.formats.job.run import RunRecord
-from megaprof.formats.job.status import CaptureState, OwnCost, Position, RankStatus, Recent
+from megaprof.formats.job.status import CaptureState, Position, RankStatus, Recent
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
@@ -416,7 +416,6 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
         position=lambda: inside,
         device_position=lambda: inside,
         recent=lambda: recent,
-        cost=lambda: OwnCost(*[123456.789012] * 3),
         calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
     )
     monkeypatch.setattr(job.handle._session, "timeline", timeline)

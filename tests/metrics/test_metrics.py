@@ -47,7 +47,6 @@ def status(rank: int, compute: float | None, step_ms: float = 100.0) -> RankStat
             "since": 1e9,
             "calls": [{"target": "train_actor", "begun": 8, "step": 41, "count": 7, "seconds": 0.1}],
             "recent": recent,
-            "cost": {"step_us": 50.0, "fraction": 0.0005 + rank / 1e6, "background_fraction": 0.01},
         },
         RankStatus,
     )
@@ -66,7 +65,7 @@ def test_figures(summary: Summary) -> None:
     assert (summary.straggler, summary.straggler_ratio) == (3, pytest.approx(90 / 60)), "against its peer, not itself"
     assert [s.peers_ms for s in summary.stages] == [pytest.approx(40), pytest.approx(60)]
     assert summary.bubble_fraction == pytest.approx((0.5 + 0.15) / 2)
-    assert (summary.step_ms, summary.step, summary.own_cost) == (100.0, 41, pytest.approx(0.000503))
+    assert (summary.step_ms, summary.step) == (100.0, 41)
 
 
 def test_slow_ranks_and_a_peer_to_compare_them_with() -> None:
@@ -210,7 +209,7 @@ def seen():
     scopes = [] if data is None else data.resource_metrics[0].scope_metrics
     return {m.name: [(dict(p.attributes), p.value) for p in m.data.data_points] for s in scopes for m in s.metrics}
 assert not any(seen().values()), seen()
-sink(Summary("train_actor", 7, stages, 100.0, 1.25, 1, 0.3, None, None, 0.001))
+sink(Summary("train_actor", 7, stages, 100.0, 1.25, 1, 0.3, None, None))
 found = seen()
 who = {"role": "actor", "target": "train_actor"}
 assert found["megaprof.step"] == [(who, 100.0)], found

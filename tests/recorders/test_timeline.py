@@ -15,7 +15,7 @@ from megaprof import ProfileConfig, install_hooks
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.install import Handle
-from megaprof.recorders.timeline import cost, device, recorder
+from megaprof.recorders.timeline import device, recorder
 from megaprof.recorders.timeline.recorder import STEPS_AT_ONCE, TimelineRecorder
 
 
@@ -72,38 +72,6 @@ def test_it_says_how_fast(one_rank: Any, tmp_path: Path) -> None:
     log_probs = timeline.recent("train_log_probs")
     assert log_probs is not None
     assert (log_probs.steps, log_probs.backward_ms) == (1, 0.0)
-    assert timeline.cost() is None, "too short to measure it"
-
-
-def test_it_measures_what_it_costs_by_resting_now_and_then(
-    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Blocks of one step, one pair in eight of them."""
-    for name, value in {"BLOCK_SECONDS": 0.0, "EARLY": 8, "_RATE_STEPS": 4, "FEWEST": 2}.items():
-        monkeypatch.setattr(cost, name, value)
-    with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
-        timeline = recorded(handle)
-        assert timeline.cost() is None
-        rested = []
-        for step in range(40):
-            one_rank.train_step()
-            rested += [step] * timeline.resting
-            if step % 5 == 0:
-                one_rank.log_probs_pass()  # is never left out
-        assert timeline.calls()["train_actor", None] == (39, 40), "a step that is not recorded is counted"
-        found = timeline.cost()
-    assert found is not None
-    assert found.step_us >= 0
-    (path,) = tmp_path.glob("*" + format.SUFFIX)
-    read = read_timeline(path)
-    assert read.cost is not None
-    assert read.cost.pairs >= 2
-    assert 2 * read.cost.pairs <= len(rested) <= 12
-    assert read.cost.step_us > 0
-    assert read.cost.wall_error_us >= 0
-    training = [int(s["step"]) for s in read.steps if read.metadata[s["metadata"]].target == "train_actor"]
-    assert training == [step for step in range(40) if step not in rested]
-    assert len(read.steps) == len(training) + 8
 
 
 def test_a_rank_that_hangs_is_seen_where_it_hangs(

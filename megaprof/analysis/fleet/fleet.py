@@ -33,7 +33,6 @@ from megaprof.analysis.fleet.trends import (
 )
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.ranges import RangeName
-from megaprof.formats.timeline import Cost
 
 Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with each other
 
@@ -134,15 +133,6 @@ class Synchronisation:
 class Recording:
     """How the timelines were made."""
 
-    own_us: float | None
-    """Microseconds that recording added to a step, measured in the job by pairs of blocks of steps with and without it;
-    the median rank's. None: not measured."""
-    own_error_us: float | None
-    """Its standard error, in microseconds."""
-    own_fraction: float | None
-    """`own_us` as a fraction of the step."""
-    own_cpu_us: float | None
-    """The same for the CPU time of the process, all threads, in microseconds."""
     clock: str
     """``host``, or ``device`` where the times are the GPU's."""
 
@@ -171,7 +161,7 @@ class Fleet:
     synchronisation: Synchronisation
     """How long gradient synchronisation took."""
     recording: Recording
-    """What recording cost."""
+    """How the timelines were made."""
     standstills: tuple[Standstill, ...] = ()
     """Steps in which the job stood still, or in the middle of which it ended; they count for no time."""
 
@@ -306,16 +296,7 @@ def _coverage(key: Key, series: Series, ranks: Sequence[RankSeries], step: Perce
 
 
 def _recording(ranks: Sequence[RankSeries]) -> Recording:
-    costs = [r.cost for r in ranks if r.cost is not None]
-
-    def median(of: Callable[[Cost], float]) -> float | None:
-        return float(np.median([of(cost) for cost in costs])) if costs else None
-
     return Recording(
-        own_us=median(lambda cost: cost.wall_us),
-        own_error_us=median(lambda cost: cost.wall_error_us),
-        own_fraction=median(lambda cost: cost.wall_us / cost.step_us),
-        own_cpu_us=median(lambda cost: cost.cpu_us),
         clock="device" if any(r.device_clock for r in ranks) else "host",
     )
 

@@ -74,8 +74,6 @@ class RankSeries:
     """Its last step."""
     ended: int
     """When that ended, in nanoseconds on the wall clock."""
-    cost: format.Cost | None
-    """What recording cost, as it was known last; None: not measured."""
     device_clock: bool
     """Whether its times are the GPU's."""
 
@@ -264,7 +262,6 @@ class _Steps(NamedTuple):
     key: Key
     metadata: Metadata
     steps: npt.NDArray[Any]
-    cost: format.Cost | None
 
 
 def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> Iterator[_Steps]:
@@ -295,7 +292,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
                 continue
             said = _unusable(metadata, steps)
             if said is None:
-                yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps, timeline.cost)
+                yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
             elif said not in found.warnings:
                 found.warnings.append(said)
 
@@ -346,7 +343,6 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
             first_step=int(calls[0]["step"]),
             last_step=int(last["step"]),
             ended=int(last["start_ns"]) + 1000 * int(last["duration"]),
-            cost=next((part.cost for part in reversed(parts) if part.cost is not None), None),
             device_clock=bool((usable["flags"] & format.DEVICE_CLOCK).any()),
         )
     )

@@ -268,14 +268,6 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     if coverage.calls < LASTING_STEPS:
         few = f"{counted(coverage.calls, 'step')} {'is' if coverage.calls == 1 else 'are'} too few"
         yield f"{few} to call anything lastingly slow; {LASTING_STEPS} are needed."
-    cost = fleet.recording
-    if cost.own_us is None or cost.own_error_us is None or cost.own_fraction is None:
-        yield "What recording cost is not known: the run was too short to measure it."
-    else:
-        yield (
-            f"Recording added {cost.own_us:.0f} ± {cost.own_error_us:.0f} µs to a step ({cost.own_fraction:.2%}), "
-            f"and {cost.own_cpu_us:.0f} µs of CPU time."
-        )
 
 
 def _when(fleet: Fleet, from_step: int | None, until: int | None) -> str:

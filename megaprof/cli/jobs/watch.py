@@ -152,7 +152,6 @@ def _table(job: RunningJob) -> RenderableType:
         f"imbalance {_number(summary.imbalance, 2)}"
         + (f" (last {counted(summary.recent, 'step')})" if summary.recent else ""),
         f"bubble {_percent(summary.bubble_fraction)}",
-        *([] if summary.own_cost is None else [f"own cost {_percent(summary.own_cost)}"]),
     ]
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")

@@ -96,17 +96,6 @@ class Recent(msgspec.Struct, frozen=True):
     """The role of the steps; None without roles."""
 
 
-class OwnCost(msgspec.Struct, frozen=True):
-    """What the timeline costs its process."""
-
-    step_us: Annotated[float, Meta(ge=0)]
-    """Per step on the training thread, median, in microseconds."""
-    fraction: Annotated[float, Meta(ge=0)]
-    """The same as a fraction of the step."""
-    background_fraction: Annotated[float, Meta(ge=0)]
-    """The background thread's CPU time as a fraction of one processor."""
-
-
 class CaptureState(msgspec.Struct, frozen=True):
     """The answer of a rank to the request in `capture.json`."""
 
@@ -155,8 +144,6 @@ class RankStatus(Record, frozen=True):
     """Where its GPU is; None where that has nothing left to do, and on a CPU."""
     recent: Recent | None = None
     """How fast it has been; None without a timeline."""
-    cost: OwnCost | None = None
-    """What that costs; None without a timeline."""
     capture: CaptureState | None = None
     """Its answer to the request in `capture.json`; None if there is no request."""
     ended: bool = False

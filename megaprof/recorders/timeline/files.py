@@ -70,12 +70,6 @@ class TimelineFiles:
             )
         self.steps_lost += len(steps) - done
 
-    def note(self, cost: format.Cost) -> None:
-        """Write what recording costs, as it is known now, to the open file."""
-        if self._file is not None and time.monotonic() >= self._paused_until:
-            with contextlib.suppress(OSError):  # the next step says so
-                self._write(format.cost_record(cost))
-
     def close(self) -> None:
         self._end_file()
 

@@ -19,17 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.config.options import ProfileConfig
-from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.job.status import OwnCost, Position, Recent
+from megaprof.formats.job.status import Position, Recent
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
-from megaprof.recorders.timeline.cost import Pairs
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock
 from megaprof.recorders.timeline.files import Step, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
@@ -85,15 +83,8 @@ class TimelineRecorder:
         self._last: dict[Key, tuple[int, int]] = {}
         self._line: Line | None = None
         self._tally = Tally()
-        self._began = time.monotonic()
         self._watch = ChangeClock()
-        self._pairs = Pairs(background.wake)
-        self._training: Key | None = None
-        self._begun = 0
-        self._noted = 0
         self._told = 0, 0
-        self.resting = False
-        """True while a step runs that is not recorded, to measure what recording costs."""
         self.steps_dropped = 0
         """Steps that waited too long, while nothing could be written or the GPU was behind."""
         background.add(self.drain, 1.0, woken=True)
@@ -112,11 +103,8 @@ class TimelineRecorder:
     def bytes_written(self) -> int:
         return self._files.bytes_written
 
-    def begin(self, call: RecordedCall, target: str, role: str | None, step: int, *, captured: bool) -> Line | None:
-        """A schedule call starts. None: the recorder rests in it."""
-        self.resting = target == TRAIN_ACTOR and self._rests(role, step, captured)
-        if self.resting:
-            return None
+    def begin(self, call: RecordedCall, target: str, role: str | None, step: int, *, captured: bool) -> Line:
+        """A schedule call starts."""
         last, index = self._last.get((target, role), (None, -1))
         index = index + 1 if last == step else 0
         self._last[target, role] = (step, index)
@@ -147,21 +135,6 @@ class TimelineRecorder:
         if waiting and waiting % WAKING_STEPS == 0:  # else once a second: a wake-up costs more than a step's events
             self._background.wake()
         line.own += time.perf_counter_ns() - entered
-
-    def _rests(self, role: str | None, step: int, captured: bool) -> bool:
-        """Training steps of one role are counted, which all ranks of a job begin as many of."""
-        key = self._training = self._training or (TRAIN_ACTOR, role)
-        if key[1] != role:
-            return False
-        self._begun += 1
-        if captured or not self._pairs.rests(self._begun - 1):
-            return False
-        self._calls[key] = (step, self._calls.get(key, (0, 0))[1] + 1)
-        return True
-
-    def hooks_took(self, nanoseconds: int) -> None:
-        """How long the hooks took around a step in which the recorder rests."""
-        self._pairs.hooks_took(nanoseconds / 1e3)
 
     def abandon(self) -> None:
         """After a fault: the step that was being recorded is not."""
@@ -218,14 +191,6 @@ class TimelineRecorder:
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
         return self._tally.recent(target, role)
 
-    def cost(self) -> OwnCost | None:
-        """None until it was measured, which takes some minutes."""
-        cost = self._pairs.cost()
-        if cost is None:
-            return None
-        background = self._background.seconds / max(time.monotonic() - self._began, 1e-9)
-        return OwnCost(max(0.0, cost.wall_us), max(0.0, cost.wall_us / cost.step_us), background)
-
     def drain(self) -> None:
         """Write every finished step whose times are known, in order."""
         with self._writing:
@@ -236,9 +201,6 @@ class TimelineRecorder:
             self._files.append(steps)
             if self._finished:
                 pause()
-        if self._pairs.taken > self._noted and (cost := self._pairs.cost()) is not None:
-            self._noted = self._pairs.taken
-            self._files.note(cost)
 
     def _ready(self) -> list[Step]:
         """The next finished steps whose times are known, in order."""

@@ -10,7 +10,6 @@ import pytest
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.report import sentences
-from megaprof.formats.timeline import Cost, cost_record
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.telling import findings, notes
@@ -130,19 +129,6 @@ def test_ranks_that_ended_early_and_ranks_that_are_missing(tmp_path: Path) -> No
     assert "rank 20 (stage 2, node-0002) after step 77. The last step of the other ranks is 119." in findings(fleet)[-1]
     # The rank that ended may have been the one that its group waited for.
     assert not fleet.synchronisation.stage_synchronisation
-
-
-def test_the_recorders_own_cost_is_told(tmp_path: Path) -> None:
-    fleet = fleet_of(tmp_path, PIPELINE)
-    assert fleet.recording.own_us is None
-    assert notes(fleet)[-1] == "What recording cost is not known: the run was too short to measure it."
-    for number, path in enumerate(sorted(tmp_path.rglob("*.timeline.bin"))):
-        cost = Cost(9, 30, 5e4, 90.0 + number % 3, 12.0, 140.0, 3.0)
-        path.write_bytes(path.read_bytes() + cost_record(Cost(1, 3, 1.0, 1.0, 1.0, 1.0, 1.0)) + cost_record(cost))
-    fleet = fleet_in(tmp_path)
-    assert fleet.recording.own_us == pytest.approx(91, abs=1)
-    assert fleet.recording.own_fraction == pytest.approx(91 / 5e4, rel=0.02)
-    assert notes(fleet)[-1] == "Recording added 91 ± 12 µs to a step (0.18%), and 140 µs of CPU time."
 
 
 def test_too_few_steps_are_said_to_be_too_few(tmp_path: Path) -> None:
