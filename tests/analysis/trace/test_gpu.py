@@ -363,7 +363,7 @@ class TestWaiting:
         assert many.step_time_ms.mean == pytest.approx(one.step_time_ms.mean, rel=0.005)
         for ours, theirs in zip(many.stages, one.stages, strict=True):
             assert ours.bubble_ms.mean == pytest.approx(theirs.bubble_ms.mean, rel=0.02, abs=0.5)
-        assert any("aligned by their send-receive kernels" in warning for warning in many.warnings)
+        assert any("aligned by their exchanges" in warning for warning in many.warnings)
 
     def test_the_bubble_of_a_balanced_pipeline_is_what_filling_and_draining_take(self, tmp_path):
         write(Scenario("exact", noise=0.0, transfer=0.0), tmp_path)
