@@ -14,8 +14,8 @@ from megaprof.capture.agenda import Agenda, Wish
 from megaprof.capture.spans import note
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList
-from megaprof.formats.checks import counted
 from megaprof.formats.names import artifact_name, shard
+from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import Selector, join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Window

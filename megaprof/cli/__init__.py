@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TextIO
 
 from megaprof.cli.parsers import Parser, meant
-from megaprof.formats.checks import printable
+from megaprof.formats.phrases import printable
 from megaprof.formats.remote import TooMuch, Unreachable
 from megaprof.version import __version__
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
-from megaprof.formats.checks import counted
+from megaprof.formats.phrases import counted
 from megaprof.formats.remote import place
 
 _MOST_WARNINGS = 20

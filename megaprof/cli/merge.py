@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
-from megaprof.formats.checks import of_several
+from megaprof.formats.phrases import of_several
 from megaprof.formats.remote import place
 
 if TYPE_CHECKING:

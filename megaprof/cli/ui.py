@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megaprof.cli import CommandError, UsageError, browser
 from megaprof.cli.inputs import add_input_option, heed_input_option
-from megaprof.formats.checks import printable
+from megaprof.formats.phrases import printable
 
 #: The first port that is tried.
 PORT = 8750

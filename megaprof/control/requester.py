@@ -17,7 +17,6 @@ from msgspec.structs import replace
 
 from megaprof.control.directory import path_of
 from megaprof.control.job import RunningJob, read_statuses
-from megaprof.formats.checks import counted
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
 from megaprof.formats.job import run as run_json
@@ -25,6 +24,7 @@ from megaprof.formats.job.records import Absent, BadRecord
 from megaprof.formats.job.requests import NAME, Refused, Request
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import FINAL, CaptureState
+from megaprof.formats.phrases import counted
 
 #: The first step comes so much later than the estimate says; a step time that is not known is waited for so many
 #: seconds.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from megaprof.formats.checks import printable
 from megaprof.formats.job.status import Calls, CaptureState, Position, RankStatus
 from megaprof.formats.names import host
+from megaprof.formats.phrases import printable
 from megaprof.parallel.topology import AXES
 from megaprof.recorders.timeline.progress import ChangeClock, Key
 

@@ -13,11 +13,11 @@ from megaprof.capture.demand import Demand
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requests import recorder_config
 from megaprof.control.status import Meter
-from megaprof.formats.checks import printable
 from megaprof.formats.job.requests import Refused, Request
 from megaprof.formats.job.status import FINAL, CaptureState, State
 from megaprof.formats.names import plain_path
 from megaprof.formats.nsys import SESSION_VARIABLE
+from megaprof.formats.phrases import printable
 from megaprof.recorders import build_recorders
 from megaprof.recorders.timeline.progress import Key
 from megaprof.runtime.logs import logger

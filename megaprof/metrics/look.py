@@ -10,10 +10,10 @@ from typing import Literal
 
 from megaprof.control.blame import Blame, Culprit, find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
-from megaprof.formats.checks import ago, counted
 from megaprof.formats.job.run import dead
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
+from megaprof.formats.phrases import ago, counted
 from megaprof.metrics.compute import SlowRanks, slow_ranks
 
 _CULPRITS = 4

@@ -17,8 +17,8 @@ from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, selected_ranks
 from megaprof.control.requests import new_request
-from megaprof.formats.checks import counted
 from megaprof.formats.job.requests import Refused
+from megaprof.formats.phrases import counted
 from megaprof.metrics.compute import StageFigures, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
 

@@ -18,7 +18,7 @@ from megaprof.analysis.report import html
 from megaprof.analysis.report.charts import HEIGHT, WIDTH
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.stages import words
-from megaprof.formats.checks import ago
+from megaprof.formats.phrases import ago
 from megaprof.ui import hand
 from megaprof.ui.captures import Capture
 from megaprof.ui.live import Now, Point

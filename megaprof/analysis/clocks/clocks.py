@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megaprof.formats.checks import counted, listed
+from megaprof.formats.phrases import counted, listed
 
 Interval = tuple[int, int]
 

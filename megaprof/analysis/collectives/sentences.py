@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang
 from megaprof.analysis.trace.groups import axis_of
-from megaprof.formats.checks import counted
+from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import Selector
 
 

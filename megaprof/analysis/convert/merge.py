@@ -32,9 +32,9 @@ from megaprof.analysis.trace.nsys import files as nsys
 from megaprof.analysis.trace.reading import Source, traces_in
 from megaprof.analysis.trace.traces import Part, UnreadableTrace
 from megaprof.formats import ranges
-from megaprof.formats.checks import counted, listed
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
+from megaprof.formats.phrases import counted, listed
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 from megaprof.version import __version__

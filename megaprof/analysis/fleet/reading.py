@@ -20,9 +20,9 @@ from megaprof.analysis.fleet.trends import Floats, Integers
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.formats import timeline as format
-from megaprof.formats.checks import counted
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.phrases import counted
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 

@@ -15,7 +15,7 @@ from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, R
 from megaprof.analysis.trace.attribution import unfed
 from megaprof.analysis.trace.groups import axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
-from megaprof.formats.checks import counted
+from megaprof.formats.phrases import counted
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 _NAMED = ("tp", "pp", "cp", "dp")

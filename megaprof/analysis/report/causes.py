@@ -11,8 +11,8 @@ from megaprof.analysis.report.sentences import Finding, trigger
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, steps
 from megaprof.analysis.stages.words import stages as stages_in_words
-from megaprof.formats.checks import listed
 from megaprof.formats.job.standstill import Standstill
+from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import Selector
 
 #: Causes that are about what a stage holds or computes.

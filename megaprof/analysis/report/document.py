@@ -26,8 +26,8 @@ from megaprof.analysis.trace.calls import GROUPS, Call
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.formats.checks import of_several
 from megaprof.formats.job.standstill import Standstill
+from megaprof.formats.phrases import of_several
 from megaprof.version import __version__
 
 #: What the JSON gives as the mean, and the spread of under ``spread``.

@@ -28,7 +28,7 @@ from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.analysis.what_if.what_if import what_if, withheld
-from megaprof.formats.checks import listed
+from megaprof.formats.phrases import listed
 from megaprof.formats.remote import place
 from megaprof.formats.timeline import SUFFIX
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megaprof.analysis.stages.samples import Spread
-from megaprof.formats.checks import ago as ago
-from megaprof.formats.checks import counted as counted
-from megaprof.formats.checks import listed
 from megaprof.formats.metadata import ModelChunk, WithoutRange
+from megaprof.formats.phrases import ago as ago
+from megaprof.formats.phrases import counted as counted
+from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import join_spans, spans_of
 
 ABSENT = "-"

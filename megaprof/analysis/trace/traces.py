@@ -35,10 +35,10 @@ from megaprof.analysis.trace.intervals import Intervals, intervals, leaves, unio
 from megaprof.analysis.trace.replays import replayed
 from megaprof.analysis.trace.unseen import without_kernels
 from megaprof.formats import graphs, ranges
-from megaprof.formats.checks import counted
 from megaprof.formats.inputs import most_bytes
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
+from megaprof.formats.phrases import counted
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import RankCoords
 

@@ -14,7 +14,7 @@ from megaprof.analysis.what_if.candidates import Known, relaid, rescheduled
 from megaprof.analysis.what_if.changes import Change, Prediction, described
 from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
-from megaprof.formats.checks import counted
+from megaprof.formats.phrases import counted
 
 MOST_MICROBATCHES = 4096
 MOST_CHUNKS = 16

@@ -22,7 +22,7 @@ from megaprof.cli.agent import answers, pages
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
 from megaprof.cli.jobs.trigger import SELECT, STEPS, TIMEOUT, wanted
 from megaprof.config.windows import TARGETS
-from megaprof.formats.checks import counted
+from megaprof.formats.phrases import counted
 from megaprof.parallel.schedules import SCHEDULES, SPLIT_SCHEDULES
 from megaprof.version import __version__
 

@@ -17,9 +17,9 @@ import msgspec
 
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
 from megaprof.control.job import NoJob, RunningJob, find_job
-from megaprof.formats.checks import ago, counted, printable
 from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.job.status import FINAL, RankStatus
+from megaprof.formats.phrases import ago, counted, printable
 from megaprof.metrics.look import View, few, gone, look_at, verdict, waited_for
 
 #: Lines of the table that are shown: the whole fits on one screen whatever the world.

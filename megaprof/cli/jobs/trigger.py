@@ -19,8 +19,8 @@ from megaprof.config.windows import TARGETS
 from megaprof.control.job import NoJob, find_job
 from megaprof.control.requester import Outcome, Requester, selected_ranks
 from megaprof.control.requests import OPTIONS, check_draft, new_request
-from megaprof.formats.checks import counted
 from megaprof.formats.job.requests import Refused
+from megaprof.formats.phrases import counted
 
 #: What is asked for unless the user says otherwise.
 STEPS, SELECT, TIMEOUT = 2, "per-stage", 300.0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megaprof.cli import CommandError, UsageError
 from megaprof.control.blame import Blame, find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
-from megaprof.formats.checks import counted
+from megaprof.formats.phrases import counted
 from megaprof.metrics.compute import SlowRanks, Summary, slow_ranks, summarise
 from megaprof.metrics.look import slower
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megaprof.cli import INTERRUPTED, TERMINATED, CommandError, UsageError
 from megaprof.cli.report import report_directory
 from megaprof.cli.training import faults, live
-from megaprof.formats.checks import counted
+from megaprof.formats.phrases import counted
 
 if TYPE_CHECKING:
     from megaprof.testing import GPTWorkload

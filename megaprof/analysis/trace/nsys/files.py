@@ -35,10 +35,10 @@ from megaprof.analysis.trace.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
 from megaprof.analysis.trace.unseen import without_kernels
 from megaprof.formats import ranges
-from megaprof.formats.checks import counted
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.formats.nsys import read_sidecar, sidecars
+from megaprof.formats.phrases import counted
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 

@@ -1,0 +1,41 @@
+"""Small pieces of what people read: counts, lists, durations, and names from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 layer``, ``4 layers``, ``4 microbatches``."""
+    return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def of_several(run: int, runs: int, command: str) -> str:
+    """That the files of several runs lie in a directory, which ``command`` reads, and how to see another one."""
+    newest = run == runs
+    which = "the newest" if newest else f"number {run}, where 1 is the oldest"
+    other = f"{command} --run {run - 1 if newest else runs}"
+    there = f"The files of {runs} runs lie here, and this is about {which}."
+    return f"{there} To see {'the one before it' if newest else 'the newest'}: {other}"
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """``a, b, c``; of more than `most` the first ones, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def ago(seconds: float) -> str:
+    """`90` as ``1 min 30 s``."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole < 600 and whole % 60 else "")
+    if whole < 172800:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} days"
+
+
+def printable(value: str) -> str:
+    """`value` with a space for each character that a terminal would act upon."""
+    return "".join(character if character.isprintable() else " " for character in value)
