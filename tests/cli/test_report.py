@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_written_does_not_take_the_report_with_it(traces, 
 
 
 def test_a_missing_extra_is_named(traces):
-    code = "import sys; sys.modules['msgspec'] = None; from megaprof.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['rich'] = None; from megaprof.cli import main; sys.exit(main(sys.argv[1:]))"
     run = subprocess.run(
         [sys.executable, "-c", code, "report", str(traces)],
         capture_output=True,
