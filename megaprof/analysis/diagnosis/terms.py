@@ -42,7 +42,7 @@ def terms(table: Table, view: View, step_ms: float) -> list[Term]:
         *_of_microbatches(table, view),
         *_of_ranks(table, view, step_ms),
         *_of_steps(view, step_ms),
-        *_of_exchanges(table),
+        *_of_exchanges(table, view),
         *_of_entries(table, view, step_ms),
         *_of_passes(table, view),
     ]
@@ -156,7 +156,7 @@ def _of_steps(view: View, step_ms: float) -> Iterator[Term]:
         yield Term("unexplained", steady, stage=stage, once=True)
 
 
-def _of_exchanges(table: Table) -> Iterator[Term]:
+def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
     s = table.entry.shape[2]
     if s == 1 or not table.clocks:
         return
@@ -172,7 +172,8 @@ def _of_exchanges(table: Table) -> Iterator[Term]:
             return v.waiting(link=link)
 
         yield Term("slow_link", quick, stage=stage, link=(stage, (stage + 1) % s))
-    if count > 1:
+    # What ends a pass and names no group may be of the pass or of the exchange behind it.
+    if count > 1 and "unknown" not in view.exposed:
 
         def at_once(v: View) -> View:
             # What all links have in common: a single slow one has a term of its own.
