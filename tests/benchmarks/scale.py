@@ -36,8 +36,6 @@ ROOT = Path(__file__).parents[2]
 SIZES = {"tp": 8, "pp": 16, "cp": 2, "ep": 8, "etp": 1}
 MICROBATCHES = 32
 SELECTIONS = ("per-stage", "all", "pp=*,dp=0", "pp=0|8-11,ep=3")
-#: What a generated file name may be off from a step where something began: the report looks at blocks of steps.
-_FOUND_WITHIN = 2
 
 
 def layout(ranks: int) -> WorldLayout:
@@ -112,23 +110,24 @@ def _peak(pid: int) -> int:
     return next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")), 0)
 
 
-def report(directory: Path, out: Path) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """What the report cost, and the causes that are a rank's."""
+def report(directory: Path, out: Path) -> tuple[dict[str, float], list[dict[str, Any]], int]:
+    """What the report cost, the causes that are a rank's, and how many steps these were looked for in."""
     seconds, used, megabytes = run("report", directory, "--json", out)
     (target,) = json.loads(out.read_text())["targets"]
     cost = {"seconds": round(seconds, 2), "cpu_seconds": round(used, 2), "rss_mb": round(megabytes)}
-    return cost, [cause for cause in target["causes"] if cause["ranks"]]
+    return cost, [cause for cause in target["causes"] if cause["ranks"]], target["diagnosed_steps"]
 
 
-def truth(found: list[dict[str, Any]], world: WorldLayout, injected: list[Slow]) -> tuple[int, int]:
-    """How many of the injected were found with ranks and step, and how many others were named."""
+def truth(found: list[dict[str, Any]], world: WorldLayout, injected: list[Slow], apart: int) -> tuple[int, int]:
+    """How many of the injected were found with ranks and step, and how many others were named. The report looks into
+    steps that lie ``apart``, and names the first of those."""
     right = 0
     for slow in injected:
         right += any(
             each["kind"] == "slow_rank"
             and set(each["ranks"]) == coupled(world, slow.rank or 0)
             and each["since"] is not None
-            and abs(each["since"] - slow.from_step) <= _FOUND_WITHIN
+            and 0 <= each["since"] - slow.from_step < apart
             for each in found
         )
     return right, len(found) - right
@@ -185,9 +184,9 @@ def main() -> None:
         job, out = Path(folder, "job"), Path(folder, "report.json")
         for ranks in counts:
             generated = generate(job, ranks, options.steps)
-            cost, named = report(job, out)
+            cost, named, looked = report(job, out)
             world = layout(ranks)
-            right, others = truth(named, world, stragglers(world, options.steps))
+            right, others = truth(named, world, stragglers(world, options.steps), -(-options.steps // looked))
             found, wrong = found + right, wrong + others
             growth.append({"ranks": ranks, **cost})
             print(
@@ -213,7 +212,7 @@ def main() -> None:
                 }
             shutil.rmtree(job)
         generate(job, options.ranks, options.steps, healthy=True)
-        _, named = report(job, out)
+        _, named, _ = report(job, out)
         print(f"healthy: {len(named)} named")
     figures |= {
         "growth": growth,
