@@ -110,7 +110,7 @@ LEAN := .venv/demo/bin/python $(INSTALL)
 .venv/demo/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
 	$(PYTHON) -m venv .venv/demo
 	$(LEAN) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
-	$(LEAN) "$(MEGATRON_CORE)" "$(TORCH)" --editable ".[report]"
+	$(LEAN) "$(MEGATRON_CORE)" "$(TORCH)" --editable ".[ui]"
 	touch $@
 
 .PRECIOUS: .venv/mcore-%/ready

@@ -107,6 +107,8 @@ def _standing(status: RankStatus) -> Standing:
 def verdict(view: View) -> str | None:
     """What is wrong with the whole job, in a sentence; None where nothing is, or only single ranks are silent."""
     blame = view.blame
+    if view.state == "ended":
+        return None
     if view.silence is not None:
         return f"The job appears to have died: {view.silence}."
     if blame.still:

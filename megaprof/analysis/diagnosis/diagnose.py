@@ -72,6 +72,8 @@ class Diagnosis:
     """What passes of single microbatches took beyond all of that: nobody can name it."""
     closing_ms: float = 0.0
     """What closing other windows added to the average step; it is taken out of all of these."""
+    sure: bool = True
+    """Whether nothing else can cost enough: every interval ends below."""
 
 
 def diagnose(run: Examined) -> Diagnosis:
@@ -107,6 +109,7 @@ def diagnose(run: Examined) -> Diagnosis:
         perhaps=tuple(perhaps),
         rest_ms=_rest(run),
         closing_ms=run.closing_ms,
+        sure=all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(left)),
     )
 
 

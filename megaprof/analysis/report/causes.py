@@ -44,9 +44,11 @@ def findings(
         return (Finding("no_verdict", "open", f"No cause of lost time is named: {withheld}."),)
     found = [_finding(cause, measured, diagnosis, fleet) for cause in diagnosis.causes]
     if not found:
-        surely = " surely" * bool(diagnosis.perhaps)
+        surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
-        found.append(Finding("no_cause", "open" if diagnosis.perhaps else "fine", text))
+        if not diagnosis.sure and not diagnosis.perhaps:
+            text += " The steps differ too much to rule one out."
+        found.append(Finding("no_cause", "fine" if diagnosis.sure else "open", text))
     found += [_perhaps(cause, measured, diagnosis, captured=captured) for cause in diagnosis.perhaps]
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
         lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
@@ -67,8 +69,10 @@ def in_brief(diagnosis: Diagnosis | None, fleet: Fleet | None, standstill: Stand
         return Finding("in_brief", "slow", listed(told, _IN_BRIEF))
     if diagnosis is None:
         return Finding("in_brief", "open", "no verdict")
-    may = " surely" * bool(diagnosis.perhaps)
-    return Finding("in_brief", "open" if may else "fine", f"nothing{may} costs {percent(LEAST)} of the step")
+    surely = "" if diagnosis.sure else " surely"
+    return Finding(
+        "in_brief", "fine" if diagnosis.sure else "open", f"nothing{surely} costs {percent(LEAST)} of the step"
+    )
 
 
 def name_of(cause: Cause) -> str:
@@ -242,7 +246,7 @@ def _uneven(cause: Cause, measured: TargetStages) -> str:
     if cause.stage is not None:
         return f"On stage {cause.stage} some microbatches take longer than others, and the pipeline waits for them."
     tokens = measured.tokens.values()
-    lengths = f" (from {min(tokens):,} to {max(tokens):,} tokens)" if tokens else ""
+    lengths = f" (from {min(tokens):,} to {max(tokens):,} tokens)" if len({*tokens}) > 1 else ""
     return f"Microbatches differ in their work{lengths}, alike on all stages, and the pipeline waits for the long ones."
 
 

@@ -99,8 +99,8 @@ def comparable(step: list[Call]) -> Clocks:
     for begin, end in sorted(shifted(call, offset) for call in step):
         if reach is not None and begin >= reach:
             problem = (
-                f"the stages of step {step[0].step} do not overlap in time, so their traces are of different "
-                "runs: the step time is the longest stage's own range"
+                f"the stages of step {step[0].step} do not overlap in time: their traces are of different "
+                "runs, or of replicas that run at different times; the step time is the longest stage's own range"
             )
             return Clocks(one_clock=False, problems=(problem,), different_runs=True)
         reach = end if reach is None else max(reach, end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.scenarios import Scenario, write
 
 PIPELINE = WorldLayout(ParallelSizes.of(8, pp=2))
 EXPERTS = WorldLayout(ParallelSizes.of(16, tp=2, pp=2, ep=2))
@@ -78,7 +80,7 @@ def cause(kind: str, **about: Any) -> Cause:
 
 
 def diagnosis(*found: Cause, perhaps: tuple[Cause, ...] = (), rest_ms: float = 0.0) -> Diagnosis:
-    return Diagnosis(400.0, 2, 400.0, found, perhaps, rest_ms)
+    return Diagnosis(400.0, 2, 400.0, found, perhaps, rest_ms, sure=not perhaps)
 
 
 @pytest.mark.parametrize("kind", sorted(causes.KINDS))
@@ -92,6 +94,16 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     assert said.text.endswith("It costs 40.0 ms (10% of the step), between 30.0 and 50.0 ms.")
     assert ("node-1" in said.text) == ("ranks" in about)
     assert "None" not in said.text
+
+
+@pytest.mark.parametrize(("noise", "sure"), [(0.0, True), (0.3, False)])
+def test_nothing_is_ruled_out_where_steps_differ_too_much(tmp_path: Path, noise: float, sure: bool) -> None:
+    write(Scenario("even", noise=noise, steps=2, microbatches=16), tmp_path)
+    (target,) = analyze(tmp_path).targets
+    assert target.diagnosis is not None
+    assert target.diagnosis.sure == sure
+    said = causes.in_brief(replace(target.diagnosis, causes=()), None)
+    assert said.severity == ("fine" if sure else "open")
 
 
 def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:

