@@ -191,6 +191,10 @@ class TimelineRecorder:
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
         return self._tally.recent(target, role)
 
+    def seconds(self, target: str, role: str | None) -> float | None:
+        """Seconds from one step to the next, lately; None before there were two."""
+        return self._tally.seconds((target, role))
+
     def drain(self) -> None:
         """Write every finished step whose times are known, in order."""
         with self._writing:
@@ -240,7 +244,7 @@ class TimelineRecorder:
             else:
                 self._device.take_back([line.began, *line.tape.marks, line.ended])
         if not line.flags & _UNUSUAL:
-            self._tally.add((line.target, line.key[1]), (duration, *totals))
+            self._tally.add((line.target, line.key[1]), (duration, *totals), line.start_ns)
         begun = line.index, line.flags, line.step, line.start_ns
         return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times
 
