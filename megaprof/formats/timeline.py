@@ -205,7 +205,8 @@ class UnreadableTimeline(Exception):
 
 def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     """Read a file up to its end or to the first damage. ``events``: False leaves the times of single events and what
-    stands beside steps out, for readers that go through thousands of files. Raises UnreadableTimeline, whatever the file holds."""
+    stands beside steps out, for readers that go through thousands of files. Raises UnreadableTimeline, whatever the
+    file holds."""
     try:
         data = read_input(path)
     except OSError as fault:

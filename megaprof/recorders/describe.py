@@ -39,7 +39,8 @@ def describe(
     if facts.chunks:  # hooks that were installed without a model did not know
         coords = replace(coords, sizes=replace(coords.sizes, vpp=len(facts.chunks)))
     # What a device has not finished is not read: that would be waiting for it.
-    work = {} if truncated is not None else read_work(call.tape.given, coords.sizes.cp, lambda tensor: list(tensor.tolist()))
+    given = () if truncated is not None else call.tape.given
+    work = read_work(given, coords.sizes.cp, lambda tensor: list(tensor.tolist()))
     count = facts.microbatches or 0
     model_config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
     device = _device(facts.chunks)

@@ -104,8 +104,9 @@ class PythonTape:
             return
         boundaries = getattr(packed, "cu_seqlens_q", None)
         if boundaries is not None:
-            padded, version = getattr(packed, "cu_seqlens_q_padded", None), getattr(boundaries, "_version", None)
-            self.given.append((self.forward, boundaries, padded, version))
+            # A tensor of inference mode has no version.
+            version = None if getattr(boundaries, "is_inference", bool)() else getattr(boundaries, "_version", None)
+            self.given.append((self.forward, boundaries, getattr(packed, "cu_seqlens_q_padded", None), version))
         elif (shape := getattr(tokens, "shape", None)) is not None:
             self.given.append((self.forward, shape))
 

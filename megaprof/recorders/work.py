@@ -27,16 +27,16 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
     the device cannot be asked.
     """
     found: dict[int, Work] = {}
-    for position, *rest in given:
+    for position, *told in given:
         number = codes.microbatch_of(position)
         if number is None or number in found:
             continue
-        if len(rest) == 1:
-            own = _of_shape(rest[0], context)
-        elif isinstance(rest[0], str):
-            own = _told(*rest, fetch)
+        if len(told) == 1:
+            own = _of_shape(told[0], context)
         else:
-            own = _packed(*rest, fetch)
+            first, second, third = told
+            by_name = isinstance(first, str)
+            own = _told(first, second, third, fetch) if by_name else _packed(first, second, third, fetch)
         if own is not None:
             found[number] = own
     return found

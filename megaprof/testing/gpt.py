@@ -208,7 +208,7 @@ class BuiltGPT:
             return self._batches(step)
         return [self._batches(step) for _ in self.chunks]
 
-    def _batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self, step: int) -> Iterator[tuple[Any, ...]]:
         from megatron.core import parallel_state
 
         workload = self.workload
@@ -337,8 +337,8 @@ def _packed(lengths: tuple[int, ...] = ()) -> dict[str, Any]:
     if not lengths:
         return {}
     ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    longest = max(lengths)
-    return {"packed_seq_params": PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest)}
+    longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
+    return {"packed_seq_params": PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest)}
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

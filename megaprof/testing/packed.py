@@ -3,6 +3,7 @@ quadratic in its length, as on a GPU."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ class PackedAttention(torch.nn.Module):
         """``query``, ``key`` and ``value`` are [token, head, size]; the result is [token, head x size]."""
         ends = others["packed_seq_params"].cu_seqlens_q.tolist()
         found = []
-        for begin, end in zip(ends, ends[1:], strict=False):
-            own = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
-            attended = torch.nn.functional.scaled_dot_product_attention(*own, is_causal=True)
+        for begin, end in itertools.pairwise(ends):
+            q, k, v = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
+            attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             found.append(attended[0].transpose(0, 1).reshape(end - begin, -1))
         return torch.cat(found)
