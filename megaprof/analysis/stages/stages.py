@@ -6,7 +6,7 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megaprof.analysis.stages.consistency import Findings, examine
@@ -118,8 +118,6 @@ class TargetStages:
     """What is missing, and why."""
     framework: str | None = None
     """The host that trained; None for another one."""
-    tokens: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """Tokens by step, call and microbatch, where the traces say them."""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -212,17 +210,7 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
         framework=first.metadata.framework,
-        tokens={key: tokens for call in calls for key, tokens in _tokens(call)},
     )
-
-
-def _tokens(call: Call) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """By step, call and microbatch; the metadata have those of the window's first call."""
-    metadata = call.metadata
-    if call.label == metadata.target and call.step == metadata.steps[0] and call.index == 0:
-        for number, tokens in enumerate(metadata.tokens or ()):
-            if tokens is not None:
-                yield (call.step, call.index, number), tokens
 
 
 def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Findings) -> Stage:
