@@ -132,7 +132,7 @@ def explain(run: Examined, found: Fit) -> Lengths | None:
     scale = np.array([1.0, 1024.0, 1024.0**2])
     each, errors = cost * scale, found.drawn.std(axis=0, ddof=1) * scale
     costs = tuple(
-        PassCost(stage, chunk, kinds[k], *map(float, each[stage, chunk, k]), _three(errors[stage, chunk, k]))
+        PassCost(stage, chunk, kinds[k], *_three(each[stage, chunk, k]), _three(errors[stage, chunk, k]))
         for stage, chunk, k in np.ndindex(cost.shape[:3])
     )
     squares, tokens = work[..., 2], work[..., 0]
