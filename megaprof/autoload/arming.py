@@ -176,6 +176,8 @@ def _keep_collectives() -> None:
         config = _settled or ProfileConfig.from_env()
     except ValueError:  # said when the hooks go in
         return
+    if config.collectives:
+        os.environ.setdefault(flight.TIMING, "1")
     name = flight.keep(sys.argv, os.environ) if config.enabled and config.listens else None
     if name is not None and os.environ.get("RANK", "0") == "0":
         logger.info("megaprof: torch keeps the last %d collectives of each rank, for a hang: %s", flight.USUAL, name)

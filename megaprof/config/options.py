@@ -132,6 +132,13 @@ class ProfileConfig:
     timeline_megabytes: int = _option(
         64, "size of a rank's timeline, in MiB; beyond it the oldest quarter is removed", read.count(1)
     )
+    collectives: bool = _option(
+        False,
+        "keep in the timeline when each rank comes to the collectives of its tensor-, context- and expert-parallel groups, "
+        "as far as torch's flight recorder holds them: the report then names the rank that the others of a group wait for. "
+        "On NCCL it needs TORCH_NCCL_ENABLE_TIMING=1, which megaprof run sets",
+        read.boolean,
+    )
     activities: tuple[str, ...] = _option(
         ACTIVITIES,
         "what the torch profiler records: cpu, cuda; cuda alone costs next to nothing, but nothing names the process "
@@ -322,7 +329,7 @@ class ProfileConfig:
 
     def _check_tools(self) -> None:
         tools = f"{flag('tool')} {' '.join(self.tool)}"
-        for tool, names in ((TIMELINE, ("timeline_select", "timeline_megabytes")), ("torch", TORCH_ONLY)):
+        for tool, names in ((TIMELINE, ("timeline_select", "timeline_megabytes", "collectives")), ("torch", TORCH_ONLY)):
             for name in names:
                 if tool not in self.tool and getattr(self, name) != _default(name):
                     raise ValueError(f"{flag(name)} has no effect with {tools}: add {tool}, or drop {flag(name)}")

@@ -23,6 +23,8 @@ SIZE, _OLD_SIZE = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
 #: Who sets these sets the size as well: Megatron-LM does, with its option.
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _OPTION = "--flight-recorder-dump-path"
+#: Has NCCL's ring say how long each ran.
+TIMING = "TORCH_NCCL_ENABLE_TIMING"
 #: As many as torch 2.13 keeps by itself.
 USUAL = 2000
 _decode = msgspec.json.Decoder(Flight, strict=False).decode
