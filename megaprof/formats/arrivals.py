@@ -20,8 +20,8 @@ Int64s = npt.NDArray[np.int64]
 
 #: Bytes of one step at most, and what a collective takes.
 MOST_BYTES, _EACH = 1024, 4
-#: Length of the group's name, whether its values are lengths, the power of two of which one is kept, the power of two of
-#: microseconds that values are in, how many follow, and the number of the first.
+#: Length of the group's name, whether its values are lengths, the power of two of which one is kept, the power of two
+#: of microseconds that values are in, how many follow, and the number of the first.
 _GROUP = struct.Struct("<BBBBHQ")
 _LARGEST = (1 << 16) - 1
 _MIXED = 0x9E3779B97F4A7C15  # Knuth's multiplicative hashing (1998, section 6.4), in 64 bits

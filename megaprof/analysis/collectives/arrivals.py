@@ -1,8 +1,8 @@
 """How long each rank waited for the others of its groups, from when all came to the same collectives.
 
-Ranks of a group leave a collective together: who came to it earlier waited so much longer. Where the device says how long
-each rank's part of it ran, the shortest part is that of the rank that came last, which waited for nobody; and no clocks
-are compared. Times of hosts are compared on one host alone.
+Ranks of a group leave a collective together: who came to it earlier waited so much longer. Where the device says how
+long each rank's part of it ran, the shortest part is that of the rank that came last, which waited for nobody; and no
+clocks are compared. Times of hosts are compared on one host alone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | Non
                 known[name] = _ranks(group.ranks)
     facts = timeline.facts(COLLECTIVES)
     for row in rows:
-        own = {(each.group, known[each.group]): each for each in unpack_arrivals(facts.get(row, b"")) if each.group in known}
+        own = {
+            (each.group, known[each.group]): each
+            for each in unpack_arrivals(facts.get(row, b""))
+            if each.group in known
+        }
         if own:
             yield row, OfStep(rank, host, int(timeline.steps["start_ns"][row]), own)
 

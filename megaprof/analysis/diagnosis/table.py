@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.collectives.arrivals import OfStep
 from megaprof.analysis.diagnosis.policy import QUARTILE
 from megaprof.parallel.schedules import PipelineSchedule
 
@@ -101,6 +102,8 @@ class RankSteps:
     """[t]: whether a step is the first in its trace."""
     device: bool = False
     """Whether its clock is the GPU's, which begins a step later than the host."""
+    came: Mapping[int, OfStep] = field(default_factory=dict)
+    """By number of the step when it came to collectives, of steps of which that is known."""
 
 
 def tabulate(

@@ -46,7 +46,6 @@ class Reading:
 
     def __init__(self) -> None:
         self._written: deque[Written] = deque(maxlen=_STEPS)
-        self._every = 1
         self._due = 0
         self._groups: dict[str, GroupConfig] = {}
         self._described: dict[int, set[str]] = defaultdict(set)
@@ -63,7 +62,7 @@ class Reading:
         if self._off or not self._written or not (last or self._written[-1].step >= self._due):
             return []
         self._groups |= flight.groups()  # those of a process that ends are gone already
-        began = time.thread_time()
+        oldest, newest, began = self._written[0], self._written[-1], time.thread_time()
         try:
             entries = flight.entries()
         except flight.NoFlightRecorder as missing:
@@ -73,16 +72,15 @@ class Reading:
         if not entries:
             self._tell(f"torch keeps no collectives: set {flight.SIZE}={flight.USUAL} before the first process group")
         found = list(self._facts(entries))
-        self._plan(time.thread_time() - began)
+        self._plan(oldest, newest, time.thread_time() - began)
         return found
 
-    def _plan(self, spent: float) -> None:
-        """When the next reading is due."""
-        newest, oldest = self._written[-1], self._written[0]
+    def _plan(self, oldest: Written, newest: Written, spent: float) -> None:
+        """When the next reading is due, by what one took."""
         steps = max(1, newest.step - oldest.step)
         seconds = max((newest.end_ns - oldest.start_ns) / 1e9 / steps, 1e-6)
-        self._every = 1 << max(0, int(np.ceil(np.log2(spent / BUDGET / seconds))))
-        self._due = (newest.step // self._every + 1) * self._every
+        every = 1 << max(0, int(np.ceil(np.log2(spent / BUDGET / seconds))))
+        self._due = (newest.step // every + 1) * every
 
     def _facts(self, entries: Sequence[Entry]) -> Iterator[tuple[Place, int, bytes]]:
         collectives = [entry for entry in entries if not entry.is_p2p and self._parallel(entry)]
