@@ -19,6 +19,8 @@ from megaprof.analysis.trace.groups import axis_of
 from megaprof.formats.arrivals import Arrivals, kept, unpack_arrivals, unpack_groups
 from megaprof.formats.timeline import COLLECTIVES, GROUPS, Timeline
 
+#: Standard error of a median of normal values, by their median absolute deviation and the root of their number.
+_OF_MEDIAN = 1.4826 * 1.2533
 #: Groups whose ranks wait for each other inside a pass.
 _INSIDE = ("tp", "cp", "ep")
 
@@ -71,6 +73,24 @@ def waited_ms(ranks: Sequence[OfStep]) -> dict[int, float]:
         for (rank, _), waited in zip(members, _waited(members), strict=True):
             found[rank.rank] += waited / 1e3
     return dict(found)
+
+
+def again_and_again(waited: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Returns [step, rank]: by how much each came later than its peers again and again, of ``waited`` [step, rank].
+
+    That is the median over steps, less what chance alone would show (James and Stein), in the steps that are nearer to
+    it than to nothing: what disturbs a rank in some steps is none of it.
+    """
+    count, ranks = waited.shape
+    if count < 2 or ranks < 2:
+        return np.zeros_like(waited)
+    others = [np.median(np.delete(waited, rank, axis=1), axis=1) for rank in range(ranks)]
+    late = np.stack(others, axis=1) - waited
+    usual = np.median(late, axis=0)
+    error = _OF_MEDIAN * np.median(np.abs(late - usual), axis=0) / np.sqrt(count - 1)
+    usual = np.maximum(usual, 0.0) * np.maximum(1.0 - (error / np.maximum(np.abs(usual), 1e-9)) ** 2, 0.0)
+    found: npt.NDArray[np.float64] = np.where(late > usual / 2, usual, 0.0)
+    return found
 
 
 def _waited(members: Sequence[tuple[OfStep, Arrivals]]) -> npt.NDArray[np.float64]:

@@ -71,7 +71,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
     rank = np.zeros((t, d, s))
     if d > 1 and s == 1:
-        rank = beyond_chance(level)[..., None]
+        rank = _own_of_replicas(level)[..., None]
         level = level - rank[:, :, 0]
     elif d > 1:
         alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
@@ -164,10 +164,9 @@ def _own(log: Floats) -> Floats:
     return found
 
 
-def beyond_chance(level: Floats) -> Floats:
-    """[t, n]: by how much each of n is longer than the others in a step because of what it is, of ``level`` [t, n].
-    What has other reasons is dealt anew in every step: so that is what one has more of than the others over all steps,
-    beyond chance."""
+def _own_of_replicas(level: Floats) -> Floats:
+    """[t, d]: what a replica takes longer than the others because of its rank, where there is no pipeline. Work is
+    dealt anew in every step, so that is what one has more of than the others over all steps, beyond chance."""
     longer = np.maximum(_against_others(level, 1), 0.0)
     total, chance = longer.sum(axis=0, keepdims=True), (longer**2).sum(axis=0, keepdims=True)
     more = np.maximum(_against_others(total, 1), 0.0)

@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.collectives.arrivals import of_steps, waited_ms
+from megaprof.analysis.collectives.arrivals import again_and_again, of_steps, waited_ms
 from megaprof.analysis.diagnosis.combined import forward_share
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
-from megaprof.analysis.diagnosis.model import beyond_chance
 from megaprof.analysis.diagnosis.policy import STEPS
 from megaprof.analysis.diagnosis.table import CALLS, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
@@ -285,13 +284,11 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
 
 def _of_peers(peers: Sequence[RankSteps]) -> Iterator[RankSteps]:
     steps = sorted({number for peer in peers for number in peer.came})
-    late = np.zeros((len(steps), len(peers)))  # against the peer that waits most
-    for t, number in enumerate(steps):
-        waited = waited_ms([peer.came[number] for peer in peers if number in peer.came])
-        if len(waited) == len(peers):
-            late[t] = [-waited[peer.names[0][0]] for peer in peers]
-    late = beyond_chance(late) if len(peers) > 1 and steps else late
-    waiting = dict(zip(steps, late.max(axis=1, keepdims=True) - late, strict=True))
+    found = [waited_ms([peer.came[number] for peer in peers if number in peer.came]) for number in steps]
+    whole = [number for number, waited in zip(steps, found, strict=True) if len(waited) == len(peers)]
+    waited = np.array([[each[peer.names[0][0]] for peer in peers] for each in found if len(each) == len(peers)])
+    late = again_and_again(waited.reshape(len(whole), len(peers)))
+    waiting = dict(zip(whole, late.max(axis=1, keepdims=True) - late, strict=True))
     for place, peer in enumerate(peers):
         own = np.array([waiting[number][place] if number in waiting else 0.0 for number in peer.steps.tolist()])
         took = np.nansum(peer.compute, axis=(1, 2, 3))
