@@ -1,4 +1,4 @@
-"""How long each rank waited for the others of its groups, from when all came to the same collectives.
+"""Who comes last inside a group, again and again, and by how much: from when its ranks came to the same collectives.
 
 Ranks of a group leave a collective together: who came to it earlier waited so much longer. Where the device says how
 long each rank's part of it ran, the shortest part is that of the rank that came last, which waited for nobody; and no
@@ -19,8 +19,10 @@ from megaprof.analysis.trace.groups import axis_of
 from megaprof.formats.arrivals import Arrivals, kept, unpack_arrivals, unpack_groups
 from megaprof.formats.timeline import COLLECTIVES, GROUPS, Timeline
 
-#: Standard error of a median of normal values, by their median absolute deviation and the root of their number.
-_OF_MEDIAN = 1.4826 * 1.2533
+#: By the median absolute deviation of normal values: their standard deviation, and, with the root of their number, the
+#: standard error of their median.
+_MAD = 1.4826
+_OF_MEDIAN = 1.2533 * _MAD
 #: Groups whose ranks wait for each other inside a pass.
 _INSIDE = ("tp", "cp", "ep")
 
@@ -57,62 +59,71 @@ def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | Non
             yield row, OfStep(rank, host, int(timeline.steps["start_ns"][row]), own)
 
 
-def waited_ms(ranks: Sequence[OfStep]) -> dict[int, float]:
-    """Returns for how many milliseconds of one step each rank waited for others of its groups; of those that can be
-    compared with another."""
+def late_ms(ranks: Sequence[OfStep]) -> dict[int, float]:
+    """Returns by how many milliseconds each rank came later to the collectives of one step than its peers, all of them
+    added up, negative where it came earlier; of those that can be compared with another.
+
+    Of each collective only what is more than the scatter of all would show counts (soft thresholds, Donoho and
+    Johnstone 1994): where a backend lets ranks go one by one, every collective has a little of it.
+    """
     by_group: defaultdict[tuple[str, tuple[int, ...]], list[tuple[OfStep, Arrivals]]] = defaultdict(list)
     for rank in ranks:
         for group, arrivals in rank.groups.items():
             by_group[group].append((rank, arrivals))
-    found: defaultdict[int, float] = defaultdict(float)
+    found: defaultdict[int, list[npt.NDArray[np.float64]]] = defaultdict(list)
     for members in by_group.values():
         if len(members) < 2 or len({arrivals.lengths for _, arrivals in members}) > 1:
             continue
         if not members[0][1].lengths and len({rank.host for rank, _ in members}) > 1:
             continue
-        for (rank, _), waited in zip(members, _waited(members), strict=True):
-            found[rank.rank] += waited / 1e3
-    return dict(found)
+        for (rank, _), late in zip(members, _late(members), strict=True):
+            found[rank.rank].append(late)
+    return {rank: _beyond_scatter(np.concatenate(each, axis=1)) / 1e3 for rank, each in found.items()}
 
 
-def again_and_again(waited: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Returns [step, rank]: by how much each came later than its peers again and again, of ``waited`` [step, rank].
+def _beyond_scatter(late: npt.NDArray[np.float64]) -> float:
+    """The sum of what is late beyond the scatter, of [lateness or how many collectives it stands for, collective]."""
+    each, count = late
+    if not len(each):
+        return 0.0
+    scatter = _MAD * float(np.median(np.abs(each - np.median(each))))
+    more = np.maximum(np.abs(each) - scatter * np.sqrt(2.0 * np.log(len(each))), 0.0)
+    return float((np.sign(each) * more * count).sum())
+
+
+def again_and_again(late: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Returns [step, rank]: by how much each came later than its peers again and again, of ``late`` [step, rank].
 
     That is the median over steps, less what chance alone would show (James and Stein), in the steps that are nearer to
     it than to nothing: what disturbs a rank in some steps is none of it.
     """
-    count, ranks = waited.shape
-    if count < 2 or ranks < 2:
-        return np.zeros_like(waited)
-    others = [np.median(np.delete(waited, rank, axis=1), axis=1) for rank in range(ranks)]
-    late = np.stack(others, axis=1) - waited
+    if len(late) < 2:
+        return np.zeros_like(late)
     usual = np.median(late, axis=0)
-    error = _OF_MEDIAN * np.median(np.abs(late - usual), axis=0) / np.sqrt(count - 1)
+    error = _OF_MEDIAN * np.median(np.abs(late - usual), axis=0) / np.sqrt(len(late) - 1)
     usual = np.maximum(usual, 0.0) * np.maximum(1.0 - (error / np.maximum(np.abs(usual), 1e-9)) ** 2, 0.0)
     found: npt.NDArray[np.float64] = np.where(late > usual / 2, usual, 0.0)
     return found
 
 
-def _waited(members: Sequence[tuple[OfStep, Arrivals]]) -> npt.NDArray[np.float64]:
-    """[member]: microseconds, of the collectives that all of them kept, and as many more as they left out."""
+def _late(members: Sequence[tuple[OfStep, Arrivals]]) -> list[npt.NDArray[np.float64]]:
+    """Of each member [2, collective]: by how many microseconds it came later than the others to each that all of them
+    kept, and how many that one stands for."""
     shift = max(arrivals.shift for _, arrivals in members)
     common = members[0][1].numbers
     for _, arrivals in members:
         common = np.intersect1d(common, arrivals.numbers[kept(arrivals.numbers, shift)], assume_unique=True)
-    if not len(common):
-        return np.zeros(len(members))
     first = members[0][0].start_ns
-    values = np.stack(
+    came = np.stack(
         [
-            arrivals.values[np.searchsorted(arrivals.numbers, common)]
+            # The shortest part is that of the last to come.
+            (-1 if arrivals.lengths else 1) * arrivals.values[np.searchsorted(arrivals.numbers, common)]
             + (0 if arrivals.lengths else (rank.start_ns - first) / 1e3)
             for rank, arrivals in members
         ]
     )
-    # The last to come waits for nobody: it came latest, or its part is the shortest.
-    waited = values - values.min(axis=0) if members[0][1].lengths else values.max(axis=0) - values
-    found: npt.NDArray[np.float64] = waited.sum(axis=1) * 2.0**shift
-    return found
+    late = (came[n] - np.median(np.delete(came, n, axis=0), axis=0) for n in range(len(members)))
+    return [np.stack((each, np.full(len(common), 2.0**shift))) for each in late]
 
 
 def _ranks(written: str) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.collectives.arrivals import again_and_again, of_steps, waited_ms
+from megaprof.analysis.collectives.arrivals import again_and_again, late_ms, of_steps
 from megaprof.analysis.diagnosis.combined import forward_share
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.policy import STEPS
@@ -284,10 +284,10 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
 
 def _of_peers(peers: Sequence[RankSteps]) -> Iterator[RankSteps]:
     steps = sorted({number for peer in peers for number in peer.came})
-    found = [waited_ms([peer.came[number] for peer in peers if number in peer.came]) for number in steps]
-    whole = [number for number, waited in zip(steps, found, strict=True) if len(waited) == len(peers)]
-    waited = np.array([[each[peer.names[0][0]] for peer in peers] for each in found if len(each) == len(peers)])
-    late = again_and_again(waited.reshape(len(whole), len(peers)))
+    found = [late_ms([peer.came[number] for peer in peers if number in peer.came]) for number in steps]
+    whole = [number for number, each in zip(steps, found, strict=True) if len(each) == len(peers)]
+    each_ms = [[each[peer.names[0][0]] for peer in peers] for each in found if len(each) == len(peers)]
+    late = again_and_again(np.array(each_ms).reshape(len(whole), len(peers)))
     waiting = dict(zip(whole, late.max(axis=1, keepdims=True) - late, strict=True))
     for place, peer in enumerate(peers):
         own = np.array([waiting[number][place] if number in waiting else 0.0 for number in peer.steps.tolist()])

@@ -210,8 +210,8 @@ class TimelineRecorder:
     def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
         while lines := self._ready():
             places = self._files.append([step for _, step in lines])
-            for place, (line, _) in zip(places, lines, strict=False):
-                if self._collectives is not None and not line.flags & format.FAILED:
+            if self._collectives is not None:
+                for place, (line, _) in zip(places, lines, strict=False):
                     self._collectives.wrote(Written(place, line.step, line.start_ns, line.end_ns))
             if self._finished:
                 pause()

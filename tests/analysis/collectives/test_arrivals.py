@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaprof.analysis.collectives.arrivals import OfStep, waited_ms
+from megaprof.analysis.collectives.arrivals import OfStep, again_and_again, late_ms
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.recorded import tables_of_timelines
 from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.formats import timeline as format
-from megaprof.formats.arrivals import Arrivals, pack_arrivals, pack_groups
+from megaprof.formats.arrivals import Arrivals, kept, pack_arrivals, pack_groups
 from megaprof.formats.flight import GroupConfig
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -30,23 +30,47 @@ def of(rank: int, values: list[int], lengths: bool = False, host: str = "a", sta
     return OfStep(rank, host, start_ns, {_TENSOR: arrivals})
 
 
-def test_who_came_earlier_waited_for_the_last() -> None:
-    assert waited_ms([of(0, [1000, 5000]), of(1, [3000, 4000])]) == {0: 2.0, 1: 1.0}
+def at(value: int) -> list[int]:
+    """Microseconds of 32 collectives, of which one is ``value``."""
+    return [0] * 31 + [value]
+
+
+def test_who_comes_last_is_late() -> None:
+    assert late_ms([of(0, at(1000)), of(1, at(3000))]) == {0: -2.0, 1: 2.0}
     # Hosts enter steps at different times; what counts is when they came.
-    assert waited_ms([of(0, [1000]), of(1, [0], start_ns=5_000_000)]) == {0: 4.0, 1: 0.0}
+    assert late_ms([of(0, [1000] * 32), of(1, [0] * 32, start_ns=5_000_000)]) == {0: -128.0, 1: 128.0}
     # On a device the shortest part is that of the last.
-    assert waited_ms([of(0, [9000], lengths=True), of(1, [2000], lengths=True, host="b")]) == {0: 7.0, 1: 0.0}
-    assert waited_ms([of(0, [1000]), of(1, [3000], host="b")]) == {}  # on clocks that may differ
-    assert waited_ms([of(0, [1000])]) == {}
+    assert late_ms([of(0, at(9000), lengths=True), of(1, at(2000), lengths=True, host="b")]) == {0: -7.0, 1: 7.0}
+    assert late_ms([of(0, at(1000)), of(1, at(3000), host="b")]) == {}  # on clocks that may differ
+    assert late_ms([of(0, at(1000))]) == {}
+
+
+def test_what_every_collective_scatters_by_is_no_lateness() -> None:
+    apart = np.random.default_rng(3).normal(0, 500, 200).astype(int)
+    late = late_ms([of(0, [0] * 200), of(1, [*apart[:-1], 20_000])])
+    assert 17 < late[1] < 20
+    assert abs(late_ms([of(0, [0] * 200), of(1, apart.tolist())])[1]) < 0.5
 
 
 def test_what_was_left_out_counts_as_what_was_kept() -> None:
     all_of_them = of(0, [0] * 64)
-    shift = 3
     numbers = all_of_them.groups[_TENSOR].numbers
-    some = numbers[(numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - shift) == 0]
-    found = waited_ms([all_of_them, of(1, [1000] * len(some), numbers=some, shift=shift)])
-    assert found == {0: 8.0 * len(some), 1: 0.0}
+    some = numbers[kept(numbers, 3)]
+    found = late_ms([all_of_them, of(1, [1000] * len(some), numbers=some, shift=3)])
+    assert found == {0: -8.0 * len(some), 1: 8.0 * len(some)}
+
+
+def test_again_and_again() -> None:
+    random = np.random.default_rng(5)
+    chance = random.normal(0, 10, (20, 2))
+    assert again_and_again(chance).max() < 10
+    chance[:, 1] += np.where(np.arange(20) < 3, 300.0, 0.0)  # a disturbance of some steps
+    assert again_and_again(chance)[:, 1].max() < 10
+    chance[8:, 0] += 100.0
+    found = again_and_again(chance)
+    assert (found[:8, 0] == 0).all()
+    assert (abs(found[8:, 0] - 100) < 15).all()
+    assert again_and_again(np.array([[50.0, -50.0]])).max() == 0  # one step shows nothing that comes again
 
 
 @pytest.mark.parametrize("late", [0, 1, None])
