@@ -236,7 +236,9 @@ def _modules(
     """What ranges say that the parts of a chunk take, in milliseconds by kind of pass; of each layer by itself."""
     numbers = held.layer_numbers if held.layer_numbers is not None else (None,) * len(kinds)
     wanted: list[tuple[str, tuple[str, ...], int | None]]
-    wanted = [(kind, (ranges.LAYER,), number) for kind, number in zip(kinds, numbers, strict=True) if number is not None]
+    wanted = [
+        (kind, (ranges.LAYER,), number) for kind, number in zip(kinds, numbers, strict=True) if number is not None
+    ]
     wanted += [(MTP, (ranges.MTP_LAYER,), number) for number in range(1, (held.mtp or 0) + 1)]
     # An encoder stays where the embedding is, and costs as it does.
     wanted += [(EMBEDDING, (ranges.EMBEDDING, *ranges.ENCODERS), None)] * bool(held.embedding)

@@ -46,6 +46,7 @@ FIELD = "num_layers_in_first_pipeline_stage=6"
         ("slime", "actor", FIRST, None),
         ("megatron-lm", None, FIRST, None),
         (None, None, FIRST, None),
+        ("verl", None, ("--hybrid-layer-pattern", "M-|M*"), None),
     ],
 )
 def test_flags_as_options_of_a_host(

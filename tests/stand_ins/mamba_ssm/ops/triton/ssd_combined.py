@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 
 def mamba_chunk_scan_combined(x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, dt_softplus=False, **_):
-    """``x`` and ``z``: [batch, length, heads, size]; ``dt``: [batch, length, heads]; ``B``, ``C``: [..., groups, state]."""
+    """``x`` and ``z``: [batch, length, heads, size]; ``dt``: [batch, length, heads]; ``B``, ``C``: [.., groups, n]."""
     dt = dt if dt_bias is None else dt + dt_bias
     dt = F.softplus(dt) if dt_softplus else dt
     heads = x.size(2) // B.size(2)
