@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Callable
 from importlib import import_module
@@ -114,19 +113,6 @@ def test_the_report_says_what_was_built(
             assert found[label] == models.MICROBATCHES * times, label
             if label != "vision_model" or found[f"{label}_backward"]:
                 assert found[f"{label}_backward"] == models.MICROBATCHES * times, label
-    if len(stages) > 1:
-        _layouts_are_the_models_own(target.what_if, "".join(models.HYBRID) if model is models.hybrid else None)
-
-
-def _layouts_are_the_models_own(what_if: Any, pattern: str | None) -> None:
-    layouts = [shlex.split(shlex.join(each.flags)) for each in what_if.candidates if each.kind == "layout"]
-    assert layouts
-    for flags in layouts:
-        if pattern is None:
-            assert "--hybrid-layer-pattern" not in flags
-        else:
-            assert flags[0] == "--hybrid-layer-pattern"
-            assert (flags[1].replace("|", ""), flags[1].count("|")) == (pattern, 1)
 
 
 #: Microbatches of each replica's steps.
