@@ -17,9 +17,10 @@ PLACING = (
     "--decoder-last-pipeline-num-layers",
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
-    "--num-layers-per-virtual-pipeline-stage",
     "--num-virtual-stages-per-pipeline-rank",
 )
+#: Megatron-LM's older word for the last one, which no layout is written with.
+_OLDER = "--num-layers-per-virtual-pipeline-stage"
 #: What turns saving off, by the option that a host saves by: nothing where the option need only go.
 _SAVING = {
     "--save": None,  # Megatron-LM, megatron/training/checkpointing.py: without it nothing is saved
@@ -58,7 +59,7 @@ def relaid(command: Sequence[str], flags: Sequence[str], framework: str | None, 
     """Returns the words of ``command`` with ``flags``, which are Megatron-LM's, in the place of those that place layers
     now. ``framework`` and ``role``: whose spelling that is, as traces name them."""
     words = options_of(framework, role, flags)
-    placing = {_name(flag) for flag in PLACING}
+    placing = {_name(flag) for flag in (*PLACING, _OLDER)}
     for flag in PLACING:
         own = options_of(framework, role, (flag, "1"))
         placing |= {_name(own[0])} if own else set()
@@ -93,5 +94,5 @@ def _names_an_option(word: str) -> bool:
 
 
 def _name(word: str) -> str:
-    """An option's name as hosts compare them: of ``--decoder_first=3``, ``--decoder-first``; of ``++a.b_c=3``, ``a.b-c``."""
+    """An option's name as hosts compare them: ``--num-layers`` of ``--num_layers=3``, ``a.b-c`` of ``++a.b_c=3``."""
     return word.partition("=")[0].lstrip("+").replace("_", "-")

@@ -46,9 +46,7 @@ def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
     return tuning.having(measured(trial, directory))
 
 
-def run(
-    tuning: Tuning, directory: Path, time_limit: float, begun: Begun, advance: Advance, over: Over
-) -> Tuning:
+def run(tuning: Tuning, directory: Path, time_limit: float, begun: Begun, advance: Advance, over: Over) -> Tuning:
     """Run trials until it stops, each at most ``time_limit`` seconds. ``directory`` has the file of what was found at
     any time. Raises `command.Saves` before the first trial, and OSError where the command cannot be started."""
     while True:

@@ -45,7 +45,9 @@ def stopped(tuning: Tuning) -> str | None:
         more = f" ({tuning.reason})" if tuning.reason else ""
         return f"No other layout is surely 1 % faster{more}."
     if tuning.stopped == "trials_spent":
-        return f"All {counted(tuning.most_trials, 'trial')} are spent, and another layout is predicted to be faster still."
+        return (
+            f"All {counted(tuning.most_trials, 'trial')} are spent, and another layout is predicted to be faster still."
+        )
     return None
 
 
@@ -111,7 +113,13 @@ def page(tuning: Tuning) -> str:
     this = {"sentence": sentence(tuning), "stopped": stopped(tuning), "command": command_line(tuning)}
     about = [when, f"megaprof {__version__}"]
     return made.render(
-        tuning=tuning, rows=rows(tuning), columns=COLUMNS, failures=failures(tuning), about=about, css=Markup(css), **this
+        tuning=tuning,
+        rows=rows(tuning),
+        columns=COLUMNS,
+        failures=failures(tuning),
+        about=about,
+        css=Markup(css),
+        **this,
     )
 
 

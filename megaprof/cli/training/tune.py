@@ -16,12 +16,13 @@ from megaprof.config.options import flag
 from megaprof.formats.files import appearing
 from megaprof.formats.phrases import counted
 from megaprof.tune import state, trial, tuning, words
-from megaprof.tune.command import Saves
+from megaprof.tune.command import Saves, without_saving
 from megaprof.tune.state import Trial, Tuning
 
 DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout of its layers would be faster, run
-COMMAND again with that, and so on, until no layout is surely 1 % faster. COMMAND names its options itself, as Megatron-LM's
-pretrain_gpt.py does; it runs without saving checkpoints. Interrupted, the same command line goes on where it was."""
+COMMAND again with that, and so on, until no layout is surely 1 % faster. COMMAND takes Megatron-LM's options, or those
+of another host in that one's spelling, on its own command line; it runs without saving checkpoints. Interrupted, the
+same command line goes on where it was."""
 
 EXAMPLES = (
     "megaprof tune --out tuned -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...",
@@ -34,12 +35,8 @@ _TRIALS, _STEPS, _TIME_LIMIT = 4, 20, 1800.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.usage = "megaprof tune [--trials N] [--steps N] [--out DIR] [--next [DIR]] -- COMMAND [ARGUMENT ...]"
-    parser.add_argument(
-        "--trials", type=int, help=f"runs of COMMAND at most, the first included (default: {_TRIALS})"
-    )
-    parser.add_argument(
-        "--steps", type=int, help=f"training steps that each run measures (default: {_STEPS})"
-    )
+    parser.add_argument("--trials", type=int, help=f"runs of COMMAND at most, the first included (default: {_TRIALS})")
+    parser.add_argument("--steps", type=int, help=f"training steps that each run measures (default: {_STEPS})")
     parser.add_argument(
         "--out", type=Path, default=Path("tuned"), help="directory of trials and result (default: tuned)"
     )
@@ -70,10 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Tune. Returns 1 where the command could not be measured. Raises UsageError and CommandError."""
     found = _begun(args)
+    resolve(list(found.command))
     try:
-        found = _next(found, args) if args.next is not None else _tuned(found, args)
+        without_saving(found.command, found.saving_off)
     except Saves as fault:
         raise UsageError(str(fault)) from None
+    with writing("--out", args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
+    found = _next(found, args) if args.next is not None else _tuned(found, args)
     with writing("--out", args.out), appearing(args.out / "report.html") as file:
         file.write(words.page(found).encode())
     _show(found, args)
@@ -94,11 +95,11 @@ def _begun(args: argparse.Namespace) -> Tuning:
     if before is None and args.out.exists() and any(args.out.iterdir()):
         raise UsageError(f"--out {args.out}: must be a new or an empty directory, or one of megaprof tune")
     if before is None and not typed:
-        raise UsageError("no command; put it behind '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ...")
+        raise UsageError(
+            "no command; put it behind '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
+        )
     if before is not None and typed and tuple(typed) != before.command:
         raise UsageError(f"--out {args.out}: has trials of another command: {shlex.join(before.command)}")
-    with writing("--out", args.out):
-        args.out.mkdir(parents=True, exist_ok=True)
     off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if before is None:
         return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off)
@@ -107,7 +108,6 @@ def _begun(args: argparse.Namespace) -> Tuning:
 
 def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:
     """Run the trials."""
-    resolve(list(found.command))
     of = found.steps + trial.WARM_UP
     try:
         with progress("steps") as advance:
@@ -130,7 +130,8 @@ def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
     found = tuning.upcoming(found, args.out)
     state.store(args.out, found)
     if (trial_now := found.pending) is not None:
-        print(f"Trial {trial_now.number} ({trial_now.what}); then: megaprof tune --next --out {shlex.quote(str(args.out))}", file=sys.stderr)
+        then = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
+        print(f"Trial {trial_now.number} ({trial_now.what}); when it is over: {then}", file=sys.stderr)
         print(_to_submit(trial_now, args.out))
     return found
 
