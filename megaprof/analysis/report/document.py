@@ -21,7 +21,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report import causes, sentences
 from megaprof.analysis.stages.samples import Spread, mean_of
-from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.stages.stages import OF_REPLICAS, Stage, TargetStages
 from megaprof.analysis.trace.calls import GROUPS, Call
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
@@ -31,7 +31,16 @@ from megaprof.formats.phrases import of_several
 from megaprof.version import __version__
 
 #: What the JSON gives as the mean, and the spread of under ``spread``.
-PER_STEP = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms", "host_bound_ms", "dp_tail_ms", "pp_waiting_ms")
+PER_STEP = (
+    "forward_ms",
+    "backward_ms",
+    "compute_ms",
+    "bubble_ms",
+    "gradients_ms",
+    "host_bound_ms",
+    "dp_tail_ms",
+    "pp_waiting_ms",
+)
 
 
 class NotAReport(ValueError):
@@ -81,7 +90,10 @@ class TargetReport:
         found = self.diagnosis
         if found is None:
             return None
-        other = found.closing_ms if self.captured else not isclose(found.step_ms, self.measured.step_ms)
+        longer = not isclose(found.step_ms, self.measured.step_ms)
+        other = (
+            found.closing_ms or (longer and self.measured.step_time_basis == OF_REPLICAS) if self.captured else longer
+        )
         return causes.basis(found, captured=self.captured) if other else None
 
     def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:

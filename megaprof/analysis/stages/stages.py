@@ -6,7 +6,7 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megaprof.analysis.stages.consistency import Findings, examine
@@ -21,10 +21,11 @@ from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
 
 ONE_CLOCK = "from the first stage's start to the last stage's end"
+OF_REPLICAS = f"each replica's own pass, {ONE_CLOCK}"
 LONGEST = "the longest stage's own range"
 
 _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
-_StepKey = tuple[int, int]  # step, and which of its calls
+_StepOf = Callable[[Call], Step]
 #: The first of several steps is left out when it takes this many times as long as the others: it warms up.
 WARM_UP = 1.25
 #: Garbage collection is told where it took more than this part of a rank's call.
@@ -66,8 +67,8 @@ class Stage:
     """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``, and ``unknown`` where the
     recording does not tell the group. None for a group that the unknown part may be of."""
     bubble_ms: Spread | None
-    """Waiting for other stages: what compute, exposed communication, gradient finalisation and ``host_bound_ms`` leave
-    of the step."""
+    """Waiting for other stages: what compute, exposed communication, ``gradients_ms`` and ``host_bound_ms`` leave of
+    the step."""
     bubble_fraction: float | None
     """The part of the step that this is, from 0 to 1."""
     forward_per_microbatch_ms: Spread | None
@@ -78,6 +79,8 @@ class Stage:
     """Data-parallel communication after the last pass."""
     pp_waiting_ms: Spread | None
     """Of the time in exchanges, what was waiting for the neighbour; the bubble contains it."""
+    gradients_ms: Spread | None
+    """Work outside of passes, as finalising gradients is, without the communication in it that ``exposed_ms`` has."""
     host_bound_ms: Spread | None
     """Inside passes, where the GPU idled because nothing was launched; None on a CPU."""
     modules_ms: dict[str, Spread]
@@ -183,8 +186,14 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
 
 def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
     by_stage = grouped(calls, lambda call: call.stage)
-    steps = {key: lay_out(step, findings) for key, step in grouped(calls, lambda call: call.key).items()}
-    uncertain = [step.uncertain_ns for step in steps.values() if step.uncertain_ns is not None]
+    apart = _by_themselves(calls)
+
+    def pipeline(call: Call) -> tuple[int, int, int]:
+        return (*call.key, call.metadata.coords.dp if apart else 0)
+
+    laid_out = {key: lay_out(step, findings) for key, step in grouped(calls, pipeline).items()}
+    steps = list(laid_out.values())
+    uncertain = [step.uncertain_ns for step in steps if step.uncertain_ns is not None]
     if uncertain:
         worst_ms = max(uncertain) / 1e6
         findings.warn(f"the clocks of the stages' hosts were aligned by their exchanges, to {worst_ms:.2g} ms")
@@ -206,14 +215,25 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         forward_only=first.forward_only,
         microbatches=counts.pop() if len(counts) == 1 else None,
         steps=tuple(sorted({call.step for call in calls})),
-        step_time_ms=Spread.of([step.ms for step in steps.values() if step.ms is not None]),
-        step_time_basis=ONE_CLOCK if all(step.one_clock for step in steps.values()) else LONGEST,
-        stages=tuple(_stage(pp, by_stage[pp], steps, findings) for pp in sorted(by_stage)),
+        step_time_ms=Spread.of([step.ms for step in steps if step.ms is not None]),
+        step_time_basis=(OF_REPLICAS if apart else ONE_CLOCK) if all(step.one_clock for step in steps) else LONGEST,
+        stages=tuple(
+            _stage(pp, by_stage[pp], lambda call: laid_out[pipeline(call)], findings) for pp in sorted(by_stage)
+        ),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
         framework=first.metadata.framework,
         tokens={key: tokens for call in calls for key, tokens in _tokens(call)},
     )
+
+
+def _by_themselves(calls: Sequence[Call]) -> bool:
+    """Whether each of several replicas is a step of its own: those that reduce no gradients do not wait for each other,
+    and each was captured on all stages that any was."""
+    if not calls[0].forward_only or calls[0].label == WHOLE_STEP or len({c.metadata.coords.dp for c in calls}) == 1:
+        return False
+    replicas = grouped(calls, lambda call: (*call.key, call.metadata.coords.dp)).values()
+    return all({call.stage for call in own} == {call.stage for call in calls} for own in replicas)
 
 
 def _tokens(call: Call) -> Iterator[tuple[tuple[int, int, int], int]]:
@@ -225,7 +245,7 @@ def _tokens(call: Call) -> Iterator[tuple[tuple[int, int, int], int]]:
                 yield (call.step, call.index, number), tokens
 
 
-def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Findings) -> Stage:
+def _stage(pp: int, calls: list[Call], step_of: _StepOf, findings: Findings) -> Stage:
     for call in calls:
         _explain(call, pp, findings)
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
@@ -238,9 +258,9 @@ def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Fi
     hosted = [call for call in on_gpu if not call.replayed]
     of_one_pass = [] if calls[0].label == WHOLE_STEP else [call for call in calls if call.phases]
     apart = [] if combined else of_one_pass
-    bubbles = [(bubble, step) for call in measured if (bubble := (step := steps[call.key]).bubble(call))]
+    bubbles = [(bubble, step) for call in measured if (bubble := (step := step_of(call)).bubble(call))]
     lasted = sum(step.ms or 0.0 for _, step in bubbles)
-    met = [step.met[call.rank] for call in on_gpu if call.rank in (step := steps[call.key]).met]
+    met = [step.met[call.rank] for call in on_gpu if call.rank in (step := step_of(call)).met]
     if on_gpu and calls[0].metadata.sizes.pp > 1 and len(met) < len(on_gpu):
         findings.note(UNMET, pp)
     return Stage(
@@ -250,7 +270,7 @@ def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Fi
         forward_ms=_of_passes(separate, ranges.FORWARD, "pass_ns"),
         backward_ms=_of_passes(separate, ranges.BACKWARD, "pass_ns"),
         compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in measured]),
-        exposed_ms=_exposed(whole, steps),
+        exposed_ms=_exposed(whole, step_of),
         bubble_ms=Spread.of([bubble.total / 1e6 for bubble, _ in bubbles]),
         bubble_fraction=sum(bubble.total for bubble, _ in bubbles) / 1e6 / lasted if lasted else None,
         forward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.FORWARD)),
@@ -260,8 +280,9 @@ def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Fi
             "steady_ms": _spread([bubble.steady for bubble, _ in bubbles]),
             "cooldown_ms": _spread([bubble.cooldown for bubble, _ in bubbles]),
         },
-        dp_tail_ms=_spread([steps[call.key].tail_ns(call) for call in whole]),
+        dp_tail_ms=_spread([step_of(call).tail_ns(call) for call in whole]),
         pp_waiting_ms=_spread([each.waiting_ns for each in met]) if len(met) == len(on_gpu) else None,
+        gradients_ms=_spread([step_of(call).gradients_ns(call) for call in whole]),
         host_bound_ms=_spread([total(call.gpu.host_bound) for call in on_gpu if call.gpu]),
         host_ms={kind: _of_passes([] if combined else hosted, kind, "duration_ns") for kind in ranges.PASSES[:2]},
         modules_ms=_modules(calls),
@@ -302,8 +323,8 @@ def _spread(nanoseconds: list[int | None]) -> Spread | None:
     return Spread.of([ns / 1e6 for ns in nanoseconds if ns is not None]) if None not in nanoseconds else None
 
 
-def _exposed(calls: list[Call], steps: dict[_StepKey, Step]) -> dict[str, Spread | None]:
-    return {group: _spread([steps[call.key].exposed_ns(call, group) for call in calls]) for group in GROUPS}
+def _exposed(calls: list[Call], step_of: _StepOf) -> dict[str, Spread | None]:
+    return {group: _spread([step_of(call).exposed_ns(call, group) for call in calls]) for group in GROUPS}
 
 
 def _parts(passes: Iterable[MeasuredPass]) -> dict[int, list[MeasuredPass]]:
