@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.running import as_a_user, check, megaprof
+from tests.cli.running import ROOT, check, megaprof
 
 JOB = Path(__file__).with_name("job.py")
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
@@ -20,7 +21,9 @@ QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 def tune(out: Path, *words: str, options: tuple[object, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = ["--", *RANKS, str(JOB), *GIVEN, *words] if words else []
-    return as_a_user("tune", "--out", out, "--steps", 5, *options, *command, **QUIET)
+    arguments = [sys.executable, "-m", "megaprof", "tune", "--out", out, "--steps", 5, *options, *command]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **QUIET}
+    return subprocess.run(list(map(str, arguments)), capture_output=True, env=env, timeout=500, text=True)
 
 
 def result(out: Path) -> Any:

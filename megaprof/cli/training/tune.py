@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megaprof.cli import FAILED, CommandError, UsageError
+from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError
 from megaprof.cli.inputs import progress, writing
 from megaprof.cli.training.run import resolve
 from megaprof.config.options import flag
@@ -109,6 +110,7 @@ def _begun(args: argparse.Namespace) -> Tuning:
 def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:
     """Run the trials."""
     of = found.steps + trial.WARM_UP
+    signal.signal(signal.SIGTERM, _terminated)  # so that the trial is ended, too
     try:
         with progress("steps") as advance:
             return tuning.run(
@@ -116,6 +118,10 @@ def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:
             )
     except OSError as fault:
         raise CommandError(f"{found.command[0]}: {fault.strerror or fault}") from None
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(TERMINATED)
 
 
 def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
