@@ -8,6 +8,7 @@ nobody else has.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -29,7 +30,8 @@ WARM_UP = 3
 #: Seconds that a command has to end after SIGTERM: megaprof writes its files for up to 20 of them.
 _GRACE = 40.0
 _LOOK = 0.5
-_LAST_LINES = 20
+#: How Python ends a traceback. The first one is the rank's; the launcher's own, about that, comes later.
+_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*[\w.]+(Error|Exception): ")
 #: Torch's and the kernel's words for memory that ran out.
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot allocate memory")
 
@@ -141,8 +143,8 @@ def _explained(ended: Ended, log: Path) -> Ended:
     told = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
     if told is not None:
         return Ended("out_of_memory", ended.code, told)
-    errors = [line for line in lines if "Error" in line]
-    return Ended(ended.outcome, ended.code, (errors or lines or [None])[-1])
+    raised = [line for line in lines if _RAISED.search(line)]
+    return Ended(ended.outcome, ended.code, raised[0] if raised else lines[-1] if lines else None)
 
 
 def _tail(log: Path, most: int = 1 << 18) -> str:

@@ -31,7 +31,7 @@ from megaprof.analysis.what_if.layouts import Layout, format_layout
 from megaprof.tune import proposals, state, trial
 from tests.tune import job
 
-RANKS = [sys.executable, "-m", "torch.distributed.run", "--master-port", "0", "--nproc-per-node"]
+RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
 LAYERS, MICROBATCHES = 8, 8
 

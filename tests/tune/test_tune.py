@@ -14,7 +14,7 @@ import pytest
 from tests.cli.running import ROOT, check, megaprof
 
 JOB = Path(__file__).with_name("job.py")
-RANKS = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 GIVEN = ["--num-layers", "8", "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "7"]
 QUIET = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
