@@ -11,8 +11,8 @@ from megaprof.tune.command import relaid, without_saving
 from megaprof.tune.proposals import best_proposal, measured
 from megaprof.tune.state import Trial, Tuning, store
 
-#: Told of a trial that begins, of its steps so far, and of a trial that has ended.
-Begun, Advance, Over = Callable[[Trial], None], Callable[[int], None], Callable[[Trial], None]
+#: Is told of a trial.
+Told = Callable[[Trial], None]
 
 
 def upcoming(tuning: Tuning, directory: Path) -> Tuning:
@@ -37,8 +37,8 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     if len(tuning.trials) >= tuning.most_trials:
         return replace(tuning, stopped="trials_spent")
     number = len(tuning.trials) + 1
-    words = relaid(without_saving(tuning.command, tuning.saving_off), proposal.flags, first.framework, first.role)
-    return tuning.having(Trial(number, tuple(words), _free(directory, number), proposal))
+    again = relaid(without_saving(tuning.command, tuning.saving_off), proposal.flags, first.framework, first.role)
+    return tuning.having(Trial(number, tuple(again), _free(directory, number), proposal))
 
 
 def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
@@ -46,7 +46,9 @@ def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
     return tuning.having(measured(trial, directory))
 
 
-def run(tuning: Tuning, directory: Path, time_limit: float, begun: Begun, advance: Advance, over: Over) -> Tuning:
+def run(
+    tuning: Tuning, directory: Path, time_limit: float, begun: Told, advance: Callable[[int], None], over: Told
+) -> Tuning:
     """Run trials until it stops, each at most ``time_limit`` seconds. ``directory`` has the file of what was found at
     any time. Raises `command.Saves` before the first trial, and OSError where the command cannot be started."""
     while True:
@@ -67,15 +69,13 @@ def run(tuning: Tuning, directory: Path, time_limit: float, begun: Begun, advanc
 
 
 def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
-    said = f": {ended.last_line}" if ended.last_line else ""
-    outcome = ended.outcome if ended.outcome in ("out_of_memory", "time_limit") else "failed"
-    made = f"after {trial.steps or 0} whole steps"
-    why = {
-        "out_of_memory": f"memory ran out {made}{said}",
-        "time_limit": f"it had not made its steps in {time_limit:g} s ({made}){said}",
-        "failed": f"the command ended with exit code {ended.code} {made}{said}",
-    }[outcome]
-    return replace(trial, outcome=outcome, why=why, step_ms=None, next=())
+    said = f" after {trial.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
+    lost = replace(trial, step_ms=None, next=())
+    if ended.outcome == "out_of_memory":
+        return replace(lost, outcome="out_of_memory", why=f"memory ran out{said}")
+    if ended.outcome == "time_limit":
+        return replace(lost, outcome="time_limit", why=f"its {time_limit:g} s were over{said}")
+    return replace(lost, outcome="failed", why=f"the command ended with exit code {ended.code}{said}")
 
 
 def _free(directory: Path, number: int) -> str:

@@ -94,10 +94,10 @@ def show(tuning: Tuning, console: Console) -> None:
         console.print(text(f"! {line}", "yellow"))
     best = tuning.best
     console.print(text(sentence(tuning), "green" if best is not None else "bold red"))
-    for line in filter(None, [stopped(tuning)]):
-        console.print(text(line))
-    if (line := command_line(tuning)) is not None:
-        console.print(text("  " + line), soft_wrap=True)
+    if (why := stopped(tuning)) is not None:
+        console.print(text(why))
+    if (command := command_line(tuning)) is not None:
+        console.print(text("  " + command), soft_wrap=True)
 
 
 def failures(tuning: Tuning) -> list[str]:
