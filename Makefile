@@ -52,12 +52,13 @@ test-ui: .venv/ui/ready
 # The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
 # is skipped, and says so.
 #
-# Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, and verl on it), on that.
+# Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, verl on it, and models that
+# need triton), on that.
 test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
 	.venv/hosts/bin/python -m pytest -rs -m hosts $(ARGS) tests/integrations tests/trainers \
 	    --ignore=tests/trainers/on_ray || [ $$? = 5 ]
 	.venv/hosts-0.19.2/bin/python -m pytest -rs $(ARGS) tests/integrations/test_megatron_bridge.py \
-	    tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
+	    tests/hooks/test_real_models.py tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
 
 # Whole trainers that start a Ray of their own: minutes each, and several GB of memory. By hand: CI has no room for them.
 SLIME := tests/trainers/on_ray/test_slime_train.py

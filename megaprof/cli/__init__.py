@@ -26,7 +26,7 @@ COMMANDS = {
     "demo": ("training.demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
     "diff": ("diff", "compare two captures stage by stage"),
     "export": ("export", "write timelines as a Parquet dataset, for a query engine"),
-    "hang": ("hang", "say which ranks keep a job waiting, from dumps of torch's flight recorder"),
+    "hang": ("hang", "say which ranks keep a job waiting, and in which collective, from torch's flight recorder"),
     "mcp": ("agent.mcp", "answer the questions of an agent: a server of the Model Context Protocol"),
     "merge": ("merge", "put all captured ranks of a step on one Perfetto timeline"),
     "nsys": ("training.nsys", "print the nsys command line that goes before a training command"),

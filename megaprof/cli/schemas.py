@@ -205,7 +205,7 @@ def _report() -> Any:
 
 def _status() -> Any:
     culprit = _shape(
-        "Culprit",
+        "WaitedFor",
         rank=(int, "Its number."),
         silent=(bool, "Whether it gives no sign of life."),
         gone=(bool, "Whether its process does not exist any more."),
@@ -233,6 +233,7 @@ def _status() -> Any:
         still_s=(float, "For how many seconds no rank has moved, where the job appears to hang; else 0."),
         stuck=(tuple[int, ...], "The ranks that have not moved for long."),
         culprits=(_many(culprit), "Whom the job waits for, those that keep most others waiting first."),
+        collectives=(Hang | None, "Which collectives it waits in; null where it runs, or its ranks do not say."),
         status=(_many(status), "Every rank that was heard."),
     )
 

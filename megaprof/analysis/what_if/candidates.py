@@ -102,7 +102,7 @@ def relaid(
     needs = in_flight_layers(pieces, change.replay.schedule)
     told = dict[str, object](
         layout=format_layout(pieces),
-        flags=_said_aloud(pieces, known.stages),
+        flags=_said_aloud(known, pieces),
         activations=_activations(needs, known.in_flight),
     )
     if known.memory is None or change.larger != 1.0:
@@ -224,10 +224,13 @@ def microbatch_counts(run: Captured) -> Iterator[Priced]:
         yield described(found, memory=None if own.forward_only else memory, assumes=assumes)
 
 
-def _said_aloud(pieces: Layout, stages: int) -> tuple[str, ...]:
+def _said_aloud(known: Known, pieces: Layout) -> tuple[str, ...]:
     """Megatron's flags for a layout. Its even split needs none for its layers; said aloud, it replaces a flag that the
-    run has now."""
-    flags = to_flags(pieces, stages)
+    run has now. A hybrid model has its layout in its pattern, and Megatron refuses the other flags beside that."""
+    if known.held.hybrid:
+        pattern = known.held.pattern(pieces)
+        return () if pattern is None else ("--hybrid-layer-pattern", pattern)
+    stages, flags = known.stages, to_flags(pieces, known.stages)
     if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
         return flags
     return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, stages)[0]), *flags)
