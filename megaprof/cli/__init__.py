@@ -36,6 +36,7 @@ COMMANDS = {
     "run": ("training.run", "run a training command with profiling, without editing it"),
     "status": ("jobs.status", "say what a running job is doing, and whom it waits for when it hangs"),
     "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
+    "tune": ("training.tune", "try the layouts that are predicted to be faster, with your own training command"),
     "ui": ("ui", "show captures and running jobs as pages in the browser"),
     "watch": ("jobs.watch", "show a running job's stages as a live table"),
 }

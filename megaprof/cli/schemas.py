@@ -43,6 +43,7 @@ from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
+from megaprof.tune.state import Tuning
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -76,6 +77,7 @@ def schemas() -> dict[str, dict[str, Any]]:
             "report": _report(),
             "status": _status(),
             "trigger": Captured,
+            "tune": Tuning,
             "watch": Look,
         }.items()
     }

@@ -27,7 +27,7 @@ _MOST_STAGES = 4
 _CHUNK_COUNTS = (1, 2, 3, 4)
 #: No layout is more certain than this, as a fraction of the step: runs of one layout in turns with others differ by as
 #: much (`make bench-whatif`: 1 to 3 %), and one run does not show it.
-_RERUN = 0.02
+RERUN = 0.02
 #: What chunks of another number may cost beyond their layers, as a fraction of the step: a published pair of GPU runs
 #: had a last stage that became 3 % slower with two chunks.
 OTHER_CHUNKS = 0.03
@@ -98,7 +98,7 @@ def relaid(
     other = len(pieces) != len(known.pieces)
     apart = float(np.hypot(known.shared, OTHER_CHUNKS * other)) if pieces != known.pieces else 0.0
     own, sure, free = (each.of(pieces) for each in (known.costs, known.sure, known.free))
-    found = priced(known.run, kind, what, own, sure, free, change, float(np.hypot(apart, _RERUN)))
+    found = priced(known.run, kind, what, own, sure, free, change, float(np.hypot(apart, RERUN)))
     needs = in_flight_layers(pieces, change.replay.schedule)
     told = dict[str, object](
         layout=format_layout(pieces),
@@ -192,7 +192,7 @@ def balanced(run: Captured) -> Priced:
 
     drawn = even(run.drawn)
     what = "the measured work spread evenly over the stages"
-    found = priced(run, "balanced", what, even(run.content[0]), drawn, drawn, beside=_RERUN)
+    found = priced(run, "balanced", what, even(run.content[0]), drawn, drawn, beside=RERUN)
     return described(found, assumes="layers can be divided")
 
 
@@ -219,7 +219,7 @@ def microbatch_counts(run: Captured) -> Iterator[Priced]:
         what = f"{words.counted(count, 'microbatch')} of {size} the size"
         change = Change(compiled(checked, run.replay.rendezvous, run.replay.in_turn), many / count)
         free = np.concatenate([run.drawn] * _WAYS)
-        found = priced(run, "microbatches", what, run.content[0], run.drawn, free, change, _RERUN)
+        found = priced(run, "microbatches", what, run.content[0], run.drawn, free, change, RERUN)
         memory = "every microbatch holds twice the activations" if count < many else None
         yield described(found, memory=None if own.forward_only else memory, assumes=assumes)
 
