@@ -179,9 +179,10 @@ def _predicted(known: Packed, what: str, work: Floats, replay: Replay) -> Predic
 
     def gain(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
         own = state.at(rows)
-        took = run.replay.step_ms(own.passes, entry=own.entry, link=own.link).max(axis=1)
-        took -= replay.step_ms(passes(cost, rows), entry=own.entry, link=own.link).max(axis=1)
-        return took
+        as_was = run.replay.step_ms(own.passes, entry=own.entry, link=own.link).max(axis=1)
+        other = replay.step_ms(passes(cost, rows), entry=own.entry, link=own.link).max(axis=1)
+        shorter: Floats = as_was - other
+        return shorter
 
     every = np.arange(n)
     gains = gain(found.cost, every)
