@@ -250,16 +250,20 @@ def _modules(
 ) -> Iterable[tuple[str, tuple[float, ...]]]:
     """What ranges say that the parts of a chunk take, in milliseconds by kind of pass; of each layer by itself."""
     numbers = held.layer_numbers if held.layer_numbers is not None else (None,) * len(kinds)
-    wanted: list[tuple[str, str, int | None]]
-    wanted = [(kind, ranges.LAYER, number) for kind, number in zip(kinds, numbers, strict=True) if number is not None]
-    wanted += [(MTP, ranges.MTP_LAYER, number) for number in range(1, (held.mtp or 0) + 1)]
-    wanted += [(EMBEDDING, ranges.EMBEDDING, None)] * bool(held.embedding)
-    wanted += [(LOSS, ranges.OUTPUT_LAYER, None)] * bool(held.loss)
-    for name, label, number in wanted:
+    wanted: list[tuple[str, tuple[str, ...], int | None]]
+    wanted = [
+        (kind, (ranges.LAYER,), number) for kind, number in zip(kinds, numbers, strict=True) if number is not None
+    ]
+    wanted += [(MTP, (ranges.MTP_LAYER,), number) for number in range(1, (held.mtp or 0) + 1)]
+    # An encoder stays where the embedding is, and costs as it does.
+    wanted += [(EMBEDDING, (ranges.EMBEDDING, *ranges.ENCODERS), None)] * bool(held.embedding)
+    wanted += [(LOSS, (ranges.OUTPUT_LAYER,), None)] * bool(held.loss)
+    for name, labels, number in wanted:
         passes = []
         for kind in ((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))[: 1 if forward_only else 2]:
             each = [
                 [ns for call in calls for ns in call.modules.get(ModuleKey(label, number, None, one), ())]
+                for label in labels
                 for one in kind
             ]
             if each[0]:
