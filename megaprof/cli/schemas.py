@@ -135,11 +135,12 @@ def _report() -> Any:
     )
     what_if = _shape(
         "WhatIf",
-        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended by_hand")),
+        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended by_hand packings")),
         replay_error=(number, _about(WhatIf)["replay_error"] + " The mean."),
         replay_error_spread=(spread, _about(WhatIf)["replay_error"]),
         costs=(costs | None, _about(WhatIf)["costs"]),
         candidates=(_many(prediction), _about(WhatIf)["candidates"]),
+        packings=(_many(prediction), _about(WhatIf)["packings"]),
         best=(prediction | None, _about(WhatIf)["best"]),
         host_options=(tuple[str, ...] | None, "`best` in the host's own options; null where it takes the flags."),
     )

@@ -31,6 +31,7 @@ from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, He
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.memory import measured as measured_memory
+from megaprof.analysis.what_if.packing import packed, plans
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
@@ -73,6 +74,11 @@ class WhatIf:
     """That as a sentence."""
     mended: tuple[int, ...] = ()
     """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
+    packings: tuple[Prediction, ...] = ()
+    """The same sequences in other microbatches, the quickest first, and behind them what no packing can beat; empty
+    where microbatches do not differ, or their sequences were not captured."""
+    most_tokens: int | None = None
+    """Tokens of the sequences of a microbatch, at most, that memory was seen to hold; no packing above has more."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
     by_hand: ByHand | None = field(default=None, compare=False, repr=False)
@@ -88,7 +94,7 @@ class WhatIf:
         costs = self.costs
         same = ("replay_ms", "measured_ms", "outside_ms", "rendezvous", "p2p_ms", "layout", "advice", "capture")
         return {
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in (*same, "most_tokens")},
             "replay_error": mean_of(self.replay_error),
             "replay_error_spread": asdict(self.replay_error) if self.replay_error else None,
             "costs": None
@@ -101,6 +107,7 @@ class WhatIf:
             },
             "candidates": [_plain(candidate) for candidate in self.candidates],
             "best": _plain(self.best) if self.best else None,
+            "packings": [_plain(packing) for packing in self.packings],
             "alike": list(self.alike),
             "warnings": list(self.warnings),
         }
@@ -120,6 +127,8 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatI
         rendezvous=run.replay.rendezvous,
         p2p_ms=steps.p2p_ms,
     )
+    if _differ(diagnosis) and (known_sequences := packed(run)) is not None:
+        replayed = replace(replayed, packings=tuple(plans(known_sequences)), most_tokens=known_sequences.most)
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
         return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks})
@@ -156,6 +165,12 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatI
         alike=alike,
         capture=_capture(table, more) if more else None,
     )
+
+
+def _differ(diagnosis: Diagnosis) -> bool:
+    """Whether microbatches or replicas differ in what they are given."""
+    found = diagnosis.lengths
+    return found is not None and max(found.squares, found.tokens_ratio) > 1.0 + LEAST
 
 
 def withheld(reason: str) -> WhatIf:
