@@ -41,9 +41,10 @@ def tables(calls: Iterable[Call], reading: FleetReading, workers: Workers = 1) -
 
 def beside(recorded: Table, traced: Table) -> Table:
     """A timeline's steps with what a trace tells of passes: the parts of them that are exposed communication or an idle
-    GPU. A trace that has as many ranks, or another schedule, stands for itself."""
+    GPU. A trace that has as many ranks and steps, or another schedule, stands for itself."""
     alike = recorded.schedule == traced.schedule
-    if not alike or traced.ranks[..., : traced.compute.shape[3]].size >= recorded.ranks.size:
+    ranks = traced.ranks[..., : traced.compute.shape[3]].size
+    if not alike or (ranks >= recorded.ranks.size and len(traced.steps) >= len(recorded.steps)):
         return traced
 
     def part(lost: Floats) -> Floats:

@@ -124,7 +124,7 @@ def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
     step = milliseconds(diagnosis.step_ms)
     if captured and diagnosis.closing_ms:
         less = milliseconds(diagnosis.closing_ms)
-        return f"causes and predictions: of {step} a step, without {less} in which other windows were closed"
+        return f"causes and predictions: of {step} a step, without {less} in which megaprof closed the window before"
     if captured:
         return f"causes and predictions: of {step} a step, until its longest replica is done"
     return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
@@ -141,7 +141,7 @@ def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, fleet: 
 def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> Finding:
     """What may be a cause, with the option that captures enough steps to tell."""
     text = (
-        f"Perhaps {name_of(cause)}: {milliseconds(max(cause.price.ms, 0.0))} "
+        f"Perhaps {name_of(cause)}{_when(cause)}: {milliseconds(max(cause.price.ms, 0.0))} "
         f"({percent(max(cause.price.ms, 0.0) / diagnosis.step_ms)} of the step)"
         f"{_interval(cause.price.low, cause.price.high)}."
     )
@@ -277,6 +277,8 @@ def _because(cause: Cause) -> str:
     share = (
         f"The lengths of their sequences explain {percent(at)} ({percent(low)} to {percent(high)}) of the difference"
     )
+    if high == 0.0:
+        return "Their lengths explain nothing of it: it is a machine, or experts that get more tokens than others."
     if cause.reason == "data":
         return f"{share}: it is the data."
     if cause.reason == "machine":

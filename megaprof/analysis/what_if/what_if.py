@@ -329,10 +329,10 @@ def _advice(
         steps = len(run.table.steps)
         tell = f"it takes {steps + more} steps to tell, and these are {steps}"
         return f"whether {first.what} would be quicker is not sure: {_times(first)}; {tell}"
-    if first.speedup >= 1.0 + LEAST:
+    if first.high > 1.0 + LEAST:
         return f"no other layout is surely better: {first.what} would be {_times(first)}"
     least = f"no other split of the layers gains {LEAST:.0%}"
-    return f"with as many model chunks {least}: {first.what} would be {_times(first)}"
+    return f"with the same number of model chunks {least}: {first.what} would be {_times(first)}"
 
 
 def _gains(each: Prediction, measured_ms: float) -> str:

@@ -167,3 +167,17 @@ def test_a_timeline_takes_from_a_trace_what_passes_lose_inside(tmp_path: Path) -
     assert found.steps.tolist() == run.steps.tolist()
     assert found.exposed["tp"] == pytest.approx(0.3 * run.passes, rel=0.02)
     assert beside(traced, traced) is traced
+
+
+def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> None:
+    write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
+    run = table_in(tmp_path)
+    two = replace(
+        run,
+        **{name: getattr(run, name)[:2] for name in ("steps", "opening", "start", "end", "compute", "idle")},
+        **{name: getattr(run, name)[:2] for name in ("entry", "reduction", "length")},
+        exposed={"tp": 0.1 * run.passes[:2]},
+    )
+    assert beside(run, two).steps.tolist() == run.steps.tolist()
+    assert beside(run, two).exposed["tp"] == pytest.approx(0.1 * run.passes, rel=0.05)
+    assert beside(two, run) is run
