@@ -8,18 +8,20 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, ChunkTimes, Stage, TargetStages
+from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, ChunkTimes, Stage, TargetStages, imbalance
 
 
 def averages(measured: TargetStages, table: Table) -> TargetStages:
     """``measured``, which holds what is known of a few steps, with the times of all steps of ``table``, on the same
     ranks."""
+    stages = tuple(_stage(stage, measured, table) for stage in measured.stages)
     return replace(
         measured,
         steps=tuple(sorted(set(table.steps.tolist()))),
         step_time_ms=_spread(table.length),
         step_time_basis=ONE_CLOCK if table.clocks else LONGEST,
-        stages=tuple(_stage(stage, measured, table) for stage in measured.stages),
+        stages=stages,
+        imbalance=None if measured.unjudgeable else imbalance(stages, measured.sizes),
     )
 
 

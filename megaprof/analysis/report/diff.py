@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
@@ -135,12 +134,8 @@ class Diff:
     warnings: tuple[str, ...]
     """The targets that only one of them has, and what each capture's report warns of, in sentences."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
-        return asdict(self)
 
-
-def compare(before: Report, after: Report) -> Diff:
+def compare(before: Document, after: Document) -> Diff:
     """Compare two reports. Raises NothingToCompare."""
     old, new = _by_key(before), _by_key(after)
     common = [key for key in old if key in new]
@@ -160,7 +155,7 @@ def compare(before: Report, after: Report) -> Diff:
 _Key = tuple[str, str | None]
 
 
-def _by_key(report: Report) -> dict[_Key, TargetReport]:
+def _by_key(report: Document) -> dict[_Key, TargetReport]:
     found: dict[_Key, TargetReport] = {}
     for target in report.targets:
         found.setdefault(target.key, target)  # of several sizes the first

@@ -6,7 +6,7 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megaprof.analysis.stages.consistency import Findings, examine
@@ -116,24 +116,18 @@ class TargetStages:
     """Why no stage may be called slow, a clause; None where one may."""
     warnings: tuple[str, ...]
     """What is missing, and why."""
+    imbalance: float | None = None
+    """Compute of the slowest stage over the average over stages; None without a pipeline, and where that of a stage is
+    not known or ``unjudgeable`` says why."""
     framework: str | None = None
     """The host that trained; None for another one."""
-    tokens: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """Tokens by step, call and microbatch, where the traces say them."""
+    tokens: tuple[int, int] | None = None
+    """The fewest and the most tokens of a microbatch; None where the traces do not say."""
 
     @property
     def passes(self) -> tuple[str, ...]:
         """Kinds of passes: ``forward``, and ``backward`` where there is one."""
         return ("forward",) if self.forward_only else ("forward", "backward")
-
-    @property
-    def imbalance(self) -> float | None:
-        """Compute of the slowest stage over the average over stages; None without a pipeline, or where that of a stage
-        is not known."""
-        compute = [stage.compute_ms.mean for stage in self.stages if stage.compute_ms]
-        if self.unjudgeable or self.sizes.pp == 1 or len(compute) < self.sizes.pp or max(compute) <= 0:
-            return None
-        return max(compute) / statistics.fmean(compute)
 
     @property
     def step_ms(self) -> float:
@@ -198,6 +192,8 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
             f"Python collected garbage for {worst.collecting_ns / 1e6:.3g} ms of step {worst.step} on rank "
             f"{worst.rank}, for which others may have waited; with Megatron's --manual-gc all ranks collect at once"
         )
+    stages = tuple(_stage(pp, by_stage[pp], steps, findings) for pp in sorted(by_stage))
+    tokens = [count for call in calls for count in _tokens(call)]
     return TargetStages(
         target=first.label,
         role=first.role,
@@ -208,21 +204,30 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         steps=tuple(sorted({call.step for call in calls})),
         step_time_ms=Spread.of([step.ms for step in steps.values() if step.ms is not None]),
         step_time_basis=ONE_CLOCK if all(step.one_clock for step in steps.values()) else LONGEST,
-        stages=tuple(_stage(pp, by_stage[pp], steps, findings) for pp in sorted(by_stage)),
+        stages=stages,
+        imbalance=None if findings.unjudgeable else imbalance(stages, sizes),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
         framework=first.metadata.framework,
-        tokens={key: tokens for call in calls for key, tokens in _tokens(call)},
+        tokens=(min(tokens), max(tokens)) if tokens else None,
     )
 
 
-def _tokens(call: Call) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """By step, call and microbatch; the metadata have those of the window's first call."""
+def imbalance(stages: Sequence[Stage], sizes: ParallelSizes) -> float | None:
+    """Returns the slowest stage's compute over the average over stages; None without a pipeline, or where that of a
+    stage is not known."""
+    compute = [stage.compute_ms.mean for stage in stages if stage.compute_ms]
+    if sizes.pp == 1 or len(compute) < sizes.pp or max(compute) <= 0:
+        return None
+    return max(compute) / statistics.fmean(compute)
+
+
+def _tokens(call: Call) -> list[int]:
+    """Returns the tokens of its microbatches; the metadata have those of the window's first call."""
     metadata = call.metadata
-    if call.label == metadata.target and call.step == metadata.steps[0] and call.index == 0:
-        for number, tokens in enumerate(metadata.tokens or ()):
-            if tokens is not None:
-                yield (call.step, call.index, number), tokens
+    if call.label != metadata.target or call.step != metadata.steps[0] or call.index:
+        return []
+    return [tokens for tokens in metadata.tokens or () if tokens is not None]
 
 
 def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Findings) -> Stage:

@@ -175,7 +175,7 @@ def test_a_step_that_ran_again_counts_as_it_ran_last(tmp_path: Path) -> None:
         tmp_path, LAYOUT, steps=40, first_step=20, microbatches=8, noise=0.0, start_ns=later, forward_ms=30.0
     )
     reading = read_fleet(find_timelines(tmp_path))
-    (fleet,) = survey(reading, tmp_path)
+    (fleet,) = survey(reading)
     places = [rank.coords for rank in reading.series[fleet.key].ranks]
     calls = detail_of(fleet.key, places, reading.files[fleet.key])
     assert {call.step for call in calls} == set(range(40, 60))
