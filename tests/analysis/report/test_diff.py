@@ -12,7 +12,7 @@ from rich.console import Console
 
 from megaprof.analysis.report.diff import NothingToCompare, compare
 from megaprof.analysis.report.diff_terminal import show_diff
-from megaprof.analysis.report.document import NotAReport
+from megaprof.analysis.report.document import Document, NotAReport
 from megaprof.analysis.report.report import analyze
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
