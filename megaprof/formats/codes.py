@@ -12,6 +12,8 @@ from megaprof.formats import ranges
 from megaprof.formats.ranges import RangeName
 
 FORWARD, BACKWARD, COMBINED, FINALIZE, P2P, WAIT = range(1, 7)
+#: The call of a model inside a forward: for the hook alone, no event has it.
+MODEL = 15
 #: What a step's totals are kept of, in this order.
 KINDS = {FORWARD: "forward", BACKWARD: "backward", COMBINED: "combined", FINALIZE: "finalize", P2P: "p2p"}
 #: Handles of overlapped exchanges, as Megatron's schedules name them (0.12 to 0.19).

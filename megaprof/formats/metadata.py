@@ -108,8 +108,12 @@ class Metadata:
     micro_batch_size: int | None = None
     """Sequences of a microbatch, as the schedule was told."""
     tokens: tuple[int | None, ...] | None = None
-    """Tokens that each microbatch of the window's first call really had, padding included, as the schedule's tensors
-    say; None where no stage exchanges tensors, and in timelines."""
+    """Tokens that each microbatch of the window's first call really had, padding included; None where this rank's model
+    is given none, and in timelines."""
+    lengths: tuple[tuple[int, ...] | None, ...] | None = None
+    """The sequences of each of them that attend to themselves alone, likewise."""
+    lengths_from: str | None = None
+    """Where lengths are from, one of `megaprof.formats.work.SOURCES`."""
     chunks: tuple[ModelChunk, ...] = ()
     """This rank's model chunks, in their order."""
     p2p: dict[str, Any] | None = None
@@ -203,6 +207,10 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
     yield "profiler.start_ns", None if metadata.profiler is None else metadata.profiler.start_ns, _LARGEST
     for tokens in metadata.tokens or ():
         yield "tokens", tokens, _LARGEST
+    yield "lengths", len(metadata.lengths or ()), MOST
+    for own in metadata.lengths or ():
+        for length in own or ():
+            yield "lengths", length, MOST
     for name in ("seq_length", "micro_batch_size", "pid", "local_ranks", "cores"):
         yield name, getattr(metadata, name), _LARGEST
     for chunk in metadata.chunks:

@@ -14,7 +14,7 @@ import json
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +28,9 @@ from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
 
 SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
-METADATA, SHAPE, STEP = 1, 2, 3
+METADATA, SHAPE, STEP, FACT = 1, 2, 3, 4
+#: What a fact beside a step says.
+WORK, COLLECTIONS, COLLECTIVES = 1, 2, 3
 
 #: Step flags.
 DEVICE_CLOCK = 1  # its times are the GPU's, by CUDA events
@@ -69,6 +71,7 @@ _MOST_EVENTS = 1 << 18
 #: No record is longer; what claims to be is damage.
 _LONGEST_RECORD = 1 << 26
 MOST_NUMBERS = 1 << 16
+_FACT = struct.Struct("<IB")
 
 Microseconds = npt.NDArray[np.int64]
 
@@ -96,6 +99,11 @@ def step_record(
         spent = tuple(min(max(0, number), _LONGEST) for number in spent)
     head = _STEP.pack(STEP, _FIXED.size + len(times), metadata, shape, *begun, *spent)
     return head + times + _CHECK.pack(zlib.crc32(times, zlib.crc32(head)))
+
+
+def fact_record(row: int, what: int, payload: bytes) -> bytes:
+    """Something beside the step that is number ``row`` of the file, from 0: ``WORK``, ..., whose bytes are its own."""
+    return _record(FACT, _FACT.pack(row, what) + payload)
 
 
 def pack_times(times: Microseconds) -> list[bytes]:
@@ -156,11 +164,17 @@ class Timeline:
     """Why reading stopped before the end of the file; None when it did not."""
     _times: _Times
     """The times of the events of each, empty where nobody wanted them."""
+    _facts: Mapping[int, Mapping[int, bytes]]
+    """What stands beside steps, by what it is and by the step's position; empty where nobody wanted it."""
 
     @property
     def is_cut(self) -> bool:
         """True where it ends inside a record, as when a process is killed or still writes."""
         return self.damage == _CUT
+
+    def facts(self, what: int) -> Mapping[int, bytes]:
+        """What the file says beside steps, by their positions in ``steps``: ``WORK``, ..."""
+        return self._facts.get(what, {})
 
     def events(self, position: int) -> Events | None:
         """The events of step ``steps[position]``; None where it has none, or where they are damaged."""
@@ -190,8 +204,9 @@ class UnreadableTimeline(Exception):
 
 
 def read_timeline(path: Path, *, events: bool = True) -> Timeline:
-    """Read a file up to its end or to the first damage. ``events``: False leaves the times of single events out, for
-    readers that go through thousands of files. Raises UnreadableTimeline, whatever the file holds."""
+    """Read a file up to its end or to the first damage. ``events``: False leaves the times of single events and what
+    stands beside steps out, for readers that go through thousands of files. Raises UnreadableTimeline, whatever the
+    file holds."""
     try:
         data = read_input(path)
     except OSError as fault:
@@ -202,6 +217,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     shapes: list[npt.NDArray[np.int64]] = []
     blocks: list[npt.NDArray[Any]] = []
     where: list[range] = []
+    facts: dict[int, dict[int, bytes]] = {}
     damage = None
     position = len(MAGIC)
     try:
@@ -221,6 +237,9 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
                 shapes.append(_shape(data[position + _HEAD.size : end - _CHECK.size]))
             elif kind == METADATA and len(metadata) < MOST_NUMBERS:
                 metadata.append(_metadata(data[position + _HEAD.size : end - _CHECK.size]))
+            elif kind == FACT and events and end - position >= _HEAD.size + _FACT.size + _CHECK.size:
+                row, what = _FACT.unpack_from(data, position + _HEAD.size)
+                facts.setdefault(what, {})[row] = data[position + _HEAD.size + _FACT.size : end - _CHECK.size]
             # A record of a kind that a later version added is skipped.
             position = end
     except ValueError as fault:
@@ -233,7 +252,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
     if impossible.any():
         steps, damage = steps[: int(impossible.argmax())], "a step has an impossible number or time"
     times = _Times(data, tuple(where), tuple(accumulate(map(len, where)))) if events else _Times(b"", (), ())
-    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, times)
+    return Timeline(path, tuple(metadata), tuple(shapes), steps, damage, times, facts)
 
 
 class _Times(NamedTuple):

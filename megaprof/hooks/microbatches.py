@@ -10,7 +10,6 @@ from typing import Any
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import codes
 from megaprof.hooks.dispatch import Code, ranged
-from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import RecordedCall
 from megaprof.runtime.patching import Patches
 
@@ -32,21 +31,14 @@ def patch_microbatches(patches: Patches, dispatcher: Dispatcher) -> None:
 
 def _forward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
     places = (_place(original, "model"), "model"), (_place(original, "current_microbatch"), "current_microbatch")
-    position, received = _position(original, "model", codes.FORWARD), _argument(original, "input_tensor")
+    position = _position(original, "model", codes.FORWARD)
 
     def code(call: RecordedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         found: int = position(call, args, kwargs)
-        if call.ranged:
-            call.forwards += 1
-            _count(call, received(args, kwargs))
+        call.forwards += call.ranged
         return found
 
-    def produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
-        if call.ranged:
-            _count(call, result)
-        return call.tape.produced(result)
-
-    return ranged(original, dispatcher, code, produced, fast=(codes.FORWARD, *places))
+    return ranged(original, dispatcher, code, _produced, fast=(codes.FORWARD, *places))
 
 
 def _backward(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[..., Any]:
@@ -72,7 +64,11 @@ def _combined(original: Callable[..., Any], dispatcher: Dispatcher) -> Callable[
         backward = _begin_backward(call, output(args, kwargs))
         return codes.BACKWARD | backward if call.tape.forward is None else codes.combined(call.tape.forward, backward)
 
-    return ranged(original, dispatcher, code, lambda call, kwargs, result: call.tape.produced(result))
+    return ranged(original, dispatcher, code, _produced)
+
+
+def _produced(call: RecordedCall, kwargs: dict[str, Any], result: Any) -> Any:
+    return call.tape.produced(result)
 
 
 def _begin_backward(call: RecordedCall, output: Any) -> int:
@@ -80,20 +76,6 @@ def _begin_backward(call: RecordedCall, output: Any) -> int:
     call.backwards += 1
     call.backward = int(call.tape.consumed(output))
     return call.backward
-
-
-def _count(call: RecordedCall, value: Any) -> None:
-    """Note the tokens of the running microbatch, by the shape of what stages send each other: ``[length, batch,
-    hidden]``, with packed sequences their sum. The loss has no such shape."""
-    while isinstance(value, list | tuple) and value:
-        value = value[0]
-    shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))
-    config: Any = getattr(innermost(call.facts.chunks[0]), "config", None)
-    number = codes.microbatch_of(call.tape.forward)
-    if number is None or len(shape) != 3 or shape[2] != getattr(config, "hidden_size", None):
-        return
-    cut = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    call.tokens[number] = shape[0] * shape[1] * cut * getattr(config, "context_parallel_size", 1)
 
 
 def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:

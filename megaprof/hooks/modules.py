@@ -197,14 +197,15 @@ def _compiled(chunk: Any) -> set[int]:
     breaks graphs, is refused under ``fullgraph``, and costs one compilation with it and one more without it."""
     found: set[int] = set()
     for module in chunk.modules() if hasattr(chunk, "modules") else ():
-        if id(module) not in found and _is_compiled(module):
+        if id(module) not in found and is_compiled(module):
             found |= {id(inner) for inner in module.modules()}
             found |= {id(getattr(inner, "token_dispatcher", None)) for inner in module.modules()}
     return found
 
 
-def _is_compiled(module: Any) -> bool:
-    own = vars(module)
+def is_compiled(module: Any) -> bool:
+    """Whether torch.compile compiles this module, or its ``forward``."""
+    own = getattr(module, "__dict__", {})
     return (
         own.get("_compiled_call_impl") is not None  # module.compile()
         or "_orig_mod" in own.get("_modules", {})  # torch.compile(module)

@@ -17,7 +17,9 @@ from megaprof.capture.profiler import profiler
 from megaprof.formats import codes
 from megaprof.hooks.batch import Batch, when_asked
 from megaprof.hooks.dispatch import ranged, stepped
+from megaprof.hooks.models import patch_plain_model
 from megaprof.recorders.call import CallFacts, RecordedCall
+from megaprof.runtime.isolation import Contained
 
 
 def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +47,7 @@ def _prepare(batch: Batch, dispatcher: Dispatcher, args: tuple[Any, ...], facts:
     import torch
 
     passes, model = _Passes(dispatcher, facts), facts.chunks[0]
+    patch_plain_model(dispatcher, model)  # first: its pass is around it
     owner, name = (model, "forward") if batch.forward is None else (args[0], batch.forward)
     dispatcher.of_this_call.shadow(owner, name, passes.forward)
     if not facts.forward_only:
@@ -131,6 +134,9 @@ class PlainSteps:
         self.end(failed=True)
         self._passes.microbatch = 0
         self._recorded = self._dispatcher.begin(self._facts)
+        if self._recorded:
+            with Contained("looking at a model", self._dispatcher.drop):
+                patch_plain_model(self._dispatcher, self._facts.chunks[0])
 
     def end(self, *, failed: bool = False) -> None:
         """All passes of the step are done. A no-op outside a step."""

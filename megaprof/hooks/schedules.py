@@ -16,6 +16,7 @@ from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.evaluation import evaluating
 from megaprof.hooks.dispatch import stepped
 from megaprof.hooks.finalize import patch_finalize
+from megaprof.hooks.models import patch_models
 from megaprof.hooks.modules import patch_modules
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.call import CallFacts
@@ -78,6 +79,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
 
     def prepare(facts: CallFacts) -> None:
         patch_finalize(dispatcher, facts.chunks)
+        patch_models(dispatcher, facts.chunks)
         if dispatcher.level in ("layer", "module"):
             patch_modules(dispatcher, facts.chunks)
 

@@ -3,12 +3,14 @@
 Each rank's figures are medians over its last steps. compute = forward + backward + combined passes, with whatever is
 communicated inside a microbatch.
 
-- imbalance: the slowest stage's compute over the mean of all stages', a stage's being the median of its ranks.
+- compute of a stage: the median of its ranks that are not slow. A slow rank is named by itself, and its stage is none
+  that computes longer than the others.
+- imbalance: the slowest stage's compute over the mean of all stages'.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, for the median stage: the part of a step in which a
   stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
 - straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
-- slow ranks: those of a stage whose compute is more than `SLOW` times that of their peers; of ranks that communicate
-  with each other inside a microbatch, one makes all slow.
+- slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, and that are about as slow
+  as the slowest of them; of ranks that communicate with each other inside a microbatch, one makes all slow.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 
-#: A rank is slow from this factor over its peers on, as in the report.
+#: A rank is slow from this factor over its peers on, and a stage from this one over the average stage.
 SLOW = 1.1
 
 
@@ -51,7 +53,7 @@ class StageFigures:
     step_ms: float | None
     """How long a step takes, in milliseconds: median of its ranks."""
     compute_ms: float | None
-    """What it computes in a step, in milliseconds: median of its ranks."""
+    """What it computes in a step, in milliseconds: median of its ranks, without slow ones."""
     imbalance: float | None
     """That over the mean of all stages."""
     slowest_rank: int | None
@@ -60,6 +62,11 @@ class StageFigures:
     """For how long that computes, in milliseconds."""
     peers_ms: float | None
     """For how long its peers compute, in milliseconds: the median of the stage's other ranks; None without any."""
+
+    @property
+    def above_peers(self) -> float:
+        """How many times as long as its peers the slowest rank computes; 1 where that is not known."""
+        return self.slowest_ms / self.peers_ms if self.slowest_ms and self.peers_ms else 1.0
 
 
 @dataclass(frozen=True)
@@ -87,13 +94,19 @@ class Summary:
     recent: int | None = None
     """Of how many steps, the last ones of every rank, the medians are."""
 
+    @property
+    def slow_stage(self) -> int | None:
+        """The slowest stage, where it computes more than `SLOW` times as long as the average one; None where all are as
+        quick."""
+        return self.slowest_stage if (self.imbalance or 0.0) > SLOW else None
+
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
     """Of the ranks in `statuses`: a straggler is found only where a stage has several of them there."""
     of_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)
-    compute = {pp: _median(_compute(members)) for pp, members in of_stage.items()}
+    compute = {pp: _usual(members) for pp, members in of_stage.items()}
     known = {pp: value for pp, value in compute.items() if value is not None}
     # A mean over some stages is not the mean of all.
     mean = statistics.fmean(known.values()) if len(known) == run.sizes.pp and any(known.values()) else None
@@ -151,12 +164,15 @@ def slow_ranks(statuses: Iterable[RankStatus]) -> SlowRanks | None:
         of_stage.setdefault(status.coords["pp"], []).append(status)
     found = []
     for stage, members in of_stage.items():
-        above = {rank: ratio for rank, ratio in _above_peers(members).items() if ratio > SLOW}
+        above = _slow(members)
         peers = {each.rank: each.compute_ms for each in members if each.compute_ms and each.rank not in above}
         if above and peers:
             usual = statistics.median_low(peers.values())
             peer = min(rank for rank, compute_ms in peers.items() if compute_ms == usual)
-            slowest = sorted(above, key=lambda rank: (-above[rank], rank))
+            # What is above its peers by far less than the slowest is not as slow, and may be chance.
+            most = max(above.values())
+            named = [rank for rank, ratio in above.items() if ratio - 1 > (most - 1) / 2]
+            slowest = sorted(named, key=lambda rank: (-above[rank], rank))
             found.append(SlowRanks(tuple(slowest), stage, above[slowest[0]], peer))
     return max(found, key=lambda each: each.ratio, default=None)
 
@@ -181,8 +197,15 @@ def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
     }
 
 
-def _compute(members: Sequence[RankStatus]) -> list[float | None]:
-    return [status.compute_ms for status in members]
+def _usual(members: Sequence[RankStatus]) -> float | None:
+    """What a stage computes: the median of its ranks that are not slow, as the report has it."""
+    slow = _slow(members)
+    return _median([status.compute_ms for status in members if status.rank not in slow])
+
+
+def _slow(members: Sequence[RankStatus]) -> dict[int, float]:
+    """The ranks of a stage that are slow, and by which factor."""
+    return {rank: ratio for rank, ratio in _above_peers(members).items() if ratio > SLOW}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

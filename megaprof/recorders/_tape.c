@@ -15,6 +15,7 @@
 /* The layout of a code, as in megaprof.formats.codes; a test compares both. */
 #define FORWARD 1
 #define BACKWARD 2
+#define MODEL 15
 #define CHUNK_SHIFT 4
 #define CHUNK_MOST 255
 #define MICROBATCH_SHIFT 12
@@ -33,6 +34,7 @@ typedef struct {
     Py_ssize_t pending_count, pending_room;
     PyObject *clock; /* NULL: the host's */
     PyObject *marks; /* with a clock: its answers, start and end in turns */
+    PyObject *given; /* what models were given */
 } Tape;
 
 typedef struct {
@@ -68,6 +70,7 @@ typedef struct {
 
 static PyTypeObject TapeType, GateType, HookType, MarkerType;
 static PyObject *handle_name; /* the attribute of torch's event that the runtime knows it by */
+static PyObject *boundaries_name, *padded_name, *version_name, *shape_name;
 
 static int64_t
 nanoseconds(void)
@@ -180,6 +183,52 @@ tape_consumed(Tape *self, PyObject *output)
     return 0;
 }
 
+/* A new reference to an attribute, or to None where there is none. NULL: Python code ran and raised, which may be a
+ * handler of the host's; what C code raises, as for the version of an inference tensor, has no traceback. */
+static PyObject *
+attribute(PyObject *of, PyObject *name)
+{
+    PyObject *found, *type, *value, *traceback;
+    if (of == NULL || of == Py_None)
+        return Py_NewRef(Py_None);
+    found = PyObject_GetAttr(of, name);
+    if (found != NULL)
+        return found;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (traceback != NULL && !PyErr_GivenExceptionMatches(type, PyExc_AttributeError)) {
+        PyErr_Restore(type, value, traceback);
+        return NULL;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+    return Py_NewRef(Py_None);
+}
+
+/* -1: an exception is set. */
+static int
+tape_takes(Tape *self, PyObject *packed, PyObject *tokens)
+{
+    if (self->forward < 0)
+        return 0;
+    PyObject *item = NULL, *padded = NULL, *version = NULL, *shape = NULL, *first = attribute(packed, boundaries_name);
+    if (first != NULL && first != Py_None) {
+        padded = attribute(packed, padded_name);
+        version = padded == NULL ? NULL : attribute(first, version_name);
+        if (version != NULL)
+            item = Py_BuildValue("(LOOO)", (long long)self->forward, first, padded, version);
+    }
+    else if (first != NULL && (shape = attribute(tokens, shape_name)) != NULL)
+        item = shape == Py_None ? Py_NewRef(Py_None) : Py_BuildValue("(LO)", (long long)self->forward, shape);
+    int failed = item == NULL || (item != Py_None && PyList_Append(self->given, item));
+    Py_XDECREF(item);
+    Py_XDECREF(first);
+    Py_XDECREF(padded);
+    Py_XDECREF(version);
+    Py_XDECREF(shape);
+    return failed ? -1 : 0;
+}
+
 static int
 tape_init(Tape *self, PyObject *args, PyObject *kwargs)
 {
@@ -203,6 +252,9 @@ tape_init(Tape *self, PyObject *args, PyObject *kwargs)
     self->chunk_count = count;
     self->forward_only = (char)forward_only;
     self->forward = -1;
+    self->given = PyList_New(0);
+    if (self->given == NULL)
+        return -1;
     if (clock != Py_None) {
         self->marks = PyList_New(0);
         if (self->marks == NULL)
@@ -218,12 +270,14 @@ tape_traverse(Tape *self, visitproc visit, void *arg)
 {
     Py_VISIT(self->clock);
     Py_VISIT(self->marks);
+    Py_VISIT(self->given);
     return 0;
 }
 
 static int
 tape_clear(Tape *self)
 {
+    Py_CLEAR(self->given);
     Py_CLEAR(self->clock);
     Py_CLEAR(self->marks);
     return 0;
@@ -291,6 +345,18 @@ tape_py_produced(Tape *self, PyObject *result)
 }
 
 static PyObject *
+tape_py_takes(Tape *self, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "takes(packed, tokens)");
+        return NULL;
+    }
+    if (tape_takes(self, args[0], args[1]))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
 tape_py_consumed(Tape *self, PyObject *output)
 {
     return PyLong_FromLongLong(tape_consumed(self, output));
@@ -346,6 +412,7 @@ static PyMethodDef tape_methods[] = {
     {"position", (PyCFunction)(void (*)(void))tape_py_position, METH_FASTCALL, "A forward of this chunk starts."},
     {"produced", (PyCFunction)tape_py_produced, METH_O, "The result of that forward."},
     {"consumed", (PyCFunction)tape_py_consumed, METH_O, "The position of the forward that made this output."},
+    {"takes", (PyCFunction)(void (*)(void))tape_py_takes, METH_FASTCALL, "A model is called in that forward."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -353,6 +420,7 @@ static PyMemberDef tape_members[] = {
     {"now", T_LONGLONG, offsetof(Tape, now), 0, "The code of the event that is open; 0: none."},
     {"ran_forward", T_BOOL, offsetof(Tape, ran_forward), READONLY, "Whether any forward has ended."},
     {"marks", T_OBJECT, offsetof(Tape, marks), READONLY, "The answers of a clock of its own, else None."},
+    {"given", T_OBJECT, offsetof(Tape, given), READONLY, "What models were given."},
     {NULL, 0, 0, 0, NULL},
 };
 
@@ -517,6 +585,15 @@ hook_call(Hook *self, PyObject *const *args, size_t flags, PyObject *kwnames)
             return PyObject_Vectorcall(self->slow, args, flags, kwnames);
     }
     int64_t code = self->code;
+    if (self->kind == MODEL) {
+        Py_INCREF(tape);
+        int failed = tape_takes(tape, argument(args, count, kwnames, self->first_index, self->first_name),
+                                argument(args, count, kwnames, self->second_index, self->second_name)) && fault(gate);
+        Py_DECREF(tape);
+        if (failed)
+            return NULL;
+        return PyObject_Vectorcall(self->original, args, flags, kwnames);
+    }
     if (self->kind == FORWARD)
         code |= tape_position(tape, argument(args, count, kwnames, self->first_index, self->first_name),
                               argument(args, count, kwnames, self->second_index, self->second_name));
@@ -897,12 +974,21 @@ static struct PyModuleDef module = {
     .m_methods = functions,
 };
 
+static int
+named(PyObject **name, const char *text)
+{
+    return *name != NULL || (*name = PyUnicode_InternFromString(text)) != NULL;
+}
+
 PyMODINIT_FUNC
 PyInit__tape(void)
 {
     if (PyType_Ready(&TapeType) || PyType_Ready(&GateType) || PyType_Ready(&HookType) || PyType_Ready(&MarkerType))
         return NULL;
-    if (handle_name == NULL && (handle_name = PyUnicode_InternFromString("cuda_event")) == NULL)
+    if (!named(&boundaries_name, "cu_seqlens_q") || !named(&padded_name, "cu_seqlens_q_padded") ||
+        !named(&version_name, "_version") || !named(&shape_name, "shape"))
+        return NULL;
+    if (!named(&handle_name, "cuda_event"))
         return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made == NULL)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megaprof.config.windows import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
@@ -55,9 +55,6 @@ class RecordedCall:
     """True: a window is open that wants ranges of what the schedule calls."""
     line: Line | None = None
     """Where the timeline keeps this call; None: nowhere."""
-    tokens: dict[int, int] = field(default_factory=dict)
-    """By microbatch, while a window is open: the tokens of the tensor that it came with or left this stage with."""
-
     forwards: int = 0
     """How many forwards have begun, while a window is open."""
     backwards: int = 0
@@ -66,11 +63,6 @@ class RecordedCall:
     """The part of a code that says of which microbatch and chunk the last backward is; 0: not known."""
     without: tuple[WithoutRange, ...] = ()
     """Modules that were to have ranges and have none; known when the call is over."""
-
-    @property
-    def tokens_per_microbatch(self) -> tuple[int | None, ...] | None:
-        """The tokens of each microbatch; None where none is known."""
-        return tuple(map(self.tokens.get, range(self.facts.microbatches or 0))) if self.tokens else None
 
 
 #: Stands for the call of a window in which no schedule ran.

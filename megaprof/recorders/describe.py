@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
 from megaprof.formats.names import host
+from megaprof.formats.work import SOURCES
 from megaprof.parallel.chunks import describe_chunk, innermost
 from megaprof.parallel.machine import local_ranks, physical_cores
+from megaprof.recorders.work import read_work
 from megaprof.version import __version__
 
 if TYPE_CHECKING:
@@ -36,6 +38,10 @@ def describe(
     coords = window.coords
     if facts.chunks:  # hooks that were installed without a model did not know
         coords = replace(coords, sizes=replace(coords.sizes, vpp=len(facts.chunks)))
+    # What a device has not finished is not read: that would be waiting for it.
+    given = () if truncated is not None else call.tape.given
+    work = read_work(given, coords.sizes.cp, lambda tensor: list(tensor.tolist()))
+    count = facts.microbatches or 0
     model_config = getattr(innermost(facts.chunks[0]), "config", None) if facts.chunks else None
     device = _device(facts.chunks)
     local_ranks, cores = _shared_machine() if device == "cpu" else (None, None)
@@ -55,7 +61,9 @@ def describe(
         microbatch_group_size=getattr(model_config, group, None),
         seq_length=facts.seq_length,
         micro_batch_size=facts.micro_batch_size,
-        tokens=call.tokens_per_microbatch,
+        tokens=_each(count, {number: own.tokens for number, own in work.items()}),
+        lengths=_each(count, {number: own.lengths for number, own in work.items()}),
+        lengths_from=max((own.source for own in work.values()), key=SOURCES.index, default=None),
         chunks=tuple(ModelChunk(**describe_chunk(chunk)) for chunk in facts.chunks),
         p2p={
             name: getattr(model_config, name, None) for name in ("batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm")
@@ -72,6 +80,11 @@ def describe(
         truncated=truncated is not None,
         truncated_reason=truncated,
     ).as_dict()
+
+
+def _each(count: int, known: dict[int, Any]) -> tuple[Any, ...] | None:
+    """By microbatch; None where nothing is known of any."""
+    return tuple(map(known.get, range(count))) if known and count else None
 
 
 def _device(chunks: Iterable[Any]) -> str | None:

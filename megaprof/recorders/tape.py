@@ -30,7 +30,18 @@ class PythonTape:
     holds a tensor or a model.
     """
 
-    __slots__ = ("_chunks", "_forward_only", "_positions", "clock", "events", "forward", "marks", "now", "ran_forward")
+    __slots__ = (
+        "_chunks",
+        "_forward_only",
+        "_positions",
+        "clock",
+        "events",
+        "forward",
+        "given",
+        "marks",
+        "now",
+        "ran_forward",
+    )
 
     def __init__(
         self, chunks: tuple[Any, ...] = (), forward_only: bool = False, clock: Callable[[], Any] | None = None
@@ -49,6 +60,9 @@ class PythonTape:
         it is. None: no forward yet, or a pass without one."""
         self.ran_forward = False
         """True once a forward has returned."""
+        self.given: list[tuple[Any, ...]] = []
+        """What models were given, see `recorders.work`: the position of the forward, and the boundaries of its packed
+        sequences, these with padding, and the version of the first; or the position and a shape."""
         self._forward_only = forward_only
         self._chunks = {id(chunk): codes.of_chunk(index) for index, chunk in enumerate(chunks)}
         self._positions: dict[int, int] = {}
@@ -81,6 +95,20 @@ class PythonTape:
             if not self._forward_only:
                 self._positions[_identity(result)] = self.forward
         return result
+
+    def takes(self, packed: Any, tokens: Any) -> None:
+        """A model is called in the forward that runs. ``packed``: its ``PackedSeqParams``, or None; ``tokens``: its
+        input. Boundaries are a few numbers, kept as they are: whoever reads them sees by their version whether they
+        were changed meanwhile."""
+        if self.forward is None:
+            return
+        boundaries = getattr(packed, "cu_seqlens_q", None)
+        if boundaries is not None:
+            # A tensor of inference mode has no version.
+            version = None if getattr(boundaries, "is_inference", bool)() else getattr(boundaries, "_version", None)
+            self.given.append((self.forward, boundaries, getattr(packed, "cu_seqlens_q_padded", None), version))
+        elif (shape := getattr(tokens, "shape", None)) is not None:
+            self.given.append((self.forward, shape))
 
     def consumed(self, output: object) -> int:
         """The position of the forward that produced ``output``, which is now being differentiated; 0: not known."""
@@ -117,8 +145,9 @@ Tape: Any = PythonTape if _c is None else _c.Tape
 Gate: Any = PythonGate if _c is None else _c.Gate
 #: ``Hook(gate, original, slow, code, first, second, overlap)``: a hooked function in C, None where there is none.
 #: ``code``: the event, or its kind for a forward (``first`` and ``second``: place and name of the arguments with model
-#: chunk and microbatch) and for a backward (``first``: of the output). ``overlap``: the name of an argument that needs
-#: the way in Python when it is true.
+#: chunk and microbatch) and for a backward (``first``: of the output). `codes.MODEL` is no event: what a model is given
+#: (``first`` and ``second``: of its ``PackedSeqParams`` and its input) is noted, see `PythonTape.takes`. ``overlap``:
+#: the name of an argument that needs the way in Python when it is true.
 Hook: Any = None if _c is None else _c.Hook
 IN_C = Hook is not None
 #: ``Marker(pool, make, stream, device, is_capturing, record)``: the clock of a GPU in C, None where there is none. It

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -63,7 +64,7 @@ def _config(workload: GPTWorkload) -> Any:
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
         "use_cpu_initialization": True,
-        "variable_seq_lengths": workload.seq_lengths is not None,
+        "variable_seq_lengths": workload.seq_lengths is not None or workload.packs is not None,
         "overlap_p2p_comm": overlap_p2p,
         "batch_p2p_comm": not overlap_p2p,
         "num_moe_experts": workload.experts,
@@ -100,9 +101,14 @@ def _build_chunk(workload: GPTWorkload, config: Any, chunk: int, device: str = "
         parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
         if "vp_stage" in inspect.signature(GPTModel.__init__).parameters:
             stage = {"vp_stage": chunk}
+    layer = get_gpt_layer_local_spec(num_experts=workload.experts, moe_grouped_gemm=False)
+    if workload.packs is not None:
+        from megaprof.testing.packed import PackedAttention
+
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=workload.experts, moe_grouped_gemm=False),
+        layer,
         vocab_size=workload.vocab,
         max_sequence_length=workload.seq_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **stage),
@@ -202,7 +208,7 @@ class BuiltGPT:
             return self._batches(step)
         return [self._batches(step) for _ in self.chunks]
 
-    def _batches(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(self, step: int) -> Iterator[tuple[Any, ...]]:
         from megatron.core import parallel_state
 
         workload = self.workload
@@ -212,13 +218,22 @@ class BuiltGPT:
         device = next(self.chunks[0].parameters()).device
         generator = torch.Generator().manual_seed(int.from_bytes(seed[:7], "big"))
         multiplier = next(number for number in range(5, workload.vocab + 6) if math.gcd(number, workload.vocab) == 1)
-        for length in workload.seq_lengths or (workload.seq_length,) * workload.microbatches:
+        packs = workload.packs
+        lengths = workload.seq_lengths or (workload.seq_length,) * workload.microbatches
+        if packs is not None:
+            packs = packs[replica * workload.microbatches :][: workload.microbatches] or packs
+            lengths = tuple(map(sum, packs))
+        for number, length in enumerate(lengths):
             tokens = torch.randint(workload.vocab, (workload.micro_batch_size, length), generator=generator).to(device)
-            yield tokens, (tokens * multiplier + 1) % workload.vocab
+            labels = (tokens * multiplier + 1) % workload.vocab
+            yield (tokens, labels) if packs is None else (tokens, labels, packs[number])
 
     @staticmethod
-    def _inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _inputs(tokens: torch.Tensor, packed: tuple[int, ...] = ()) -> tuple[Any, ...]:
+        """The model's positional arguments."""
         length = tokens.shape[1]
+        if packed:
+            return tokens, torch.cat([torch.arange(each, device=tokens.device) for each in packed])[None], None
         positions = torch.arange(length, device=tokens.device).unsqueeze(0).expand_as(tokens)
         mask = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
         return tokens, positions, mask
@@ -227,27 +242,27 @@ class BuiltGPT:
         self, data_iterator: Iterator[Any], model: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[..., Any]]:
         """Megatron-LM's ``forward_step_func``: (per-token losses, or a schedule plan for combined 1F1B; loss_func)."""
-        tokens, labels = next(data_iterator)
+        tokens, labels, *packs = next(data_iterator)
         run = model.build_schedule_plan if return_schedule_plan else model
 
         def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = output.float().mean()
             return loss, {"lm loss": loss.detach().clone()}
 
-        return run(*self._inputs(tokens), labels=labels), loss_func
+        return run(*self._inputs(tokens, *packs), labels=labels, **_packed(*packs)), loss_func
 
     def log_probs_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
         """A ``forward_step_func`` as RL frameworks have it: the model's logits, turned into the labels' log-probs."""
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        tokens, labels = next(data_iterator)
+        tokens, labels, *packs = next(data_iterator)
 
         def log_probs(logits: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
             by_sequence = logits.float().transpose(0, 1).contiguous()
             losses: torch.Tensor = vocab_parallel_cross_entropy(by_sequence, labels.transpose(0, 1).contiguous())
             return -losses.transpose(0, 1)
 
-        return model(*self._inputs(tokens)), log_probs
+        return model(*self._inputs(tokens, *packs), **_packed(*packs)), log_probs
 
     def _run(self, forward_backward_func: ForwardBackward | None, step: int, **options: Any) -> list[Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -313,6 +328,17 @@ class BuiltGPT:
     def gradient_digest(self) -> str:
         """sha256 over this rank's reduced gradients of the last step, bit by bit."""
         return _digest((name, parameter.main_grad) for name, parameter in self._parameters())
+
+
+def _packed(lengths: tuple[int, ...] = ()) -> dict[str, Any]:
+    """What a model is told of packed sequences."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if not lengths:
+        return {}
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    longest = {"max_seqlen_q": max(lengths), "max_seqlen_kv": max(lengths)}
+    return {"packed_seq_params": PackedSeqParams("thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest)}
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

@@ -40,6 +40,9 @@ class GPTWorkload:
     """Tokens in a sequence."""
     seq_lengths: tuple[int, ...] | None = None
     """Tokens in a sequence of each microbatch instead, as RL frameworks have them; ``seq_length`` is the longest."""
+    packs: tuple[tuple[int, ...], ...] | None = None
+    """Tokens of every sequence that is packed into each microbatch instead: as many microbatches as there are in one
+    replica, or in all of them, replica after replica. Attention is within a sequence alone."""
     hidden: int = 256
     """Hidden size. A layer costs far more than the embedding or the output layer at the defaults."""
     heads: int = 4
@@ -114,6 +117,15 @@ class GPTWorkload:
                 raise ValueError(f"seq_lengths={self.seq_lengths}: must have microbatches={self.microbatches} numbers")
             if min(self.seq_lengths) < 1 or max(self.seq_lengths) > self.seq_length:
                 raise ValueError(f"seq_lengths={self.seq_lengths}: must lie in 1..seq_length={self.seq_length}")
+        if self.packs is not None:
+            if len(self.packs) not in (self.microbatches, self.microbatches * (self.dp or self.ep)):
+                raise ValueError(
+                    f"packs={self.packs}: must have microbatches={self.microbatches} items, or so many for each replica"
+                )
+            if self.seq_lengths is not None or self.micro_batch_size > 1 or self.tp > 1 or self.combined_1f1b:
+                raise ValueError("packs: needs micro_batch_size=1, tp=1, no seq_lengths and no combined_1f1b")
+            if any(not own or min(own) < 1 or sum(own) > self.seq_length for own in self.packs):
+                raise ValueError(f"packs={self.packs}: each must hold 1 to seq_length={self.seq_length} tokens in all")
         if self.sequence_parallel:
             if self.seq_length % self.tp:
                 raise ValueError(f"seq_length={self.seq_length}: must be a multiple of tp={self.tp} with experts")

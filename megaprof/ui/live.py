@@ -19,7 +19,7 @@ from megaprof.control.requester import Outcome, Requester, selected_ranks
 from megaprof.control.requests import new_request
 from megaprof.formats.job.requests import Refused
 from megaprof.formats.phrases import counted
-from megaprof.metrics.compute import StageFigures, Summary, summarise
+from megaprof.metrics.compute import SLOW, StageFigures, Summary, summarise
 from megaprof.metrics.look import View, look_at, verdict, waited_for
 
 #: Jobs that are watched at a time, pages that watch one, and looks that are remembered.
@@ -92,10 +92,10 @@ class Now:
 
     @property
     def slowest(self) -> list[StageFigures]:
-        """The stages whose slowest rank is furthest above its peers, of those with several ranks."""
+        """The stages with a slow rank, the one furthest above its peers first."""
         stages = self.summary.stages if self.summary else ()
-        known = [stage for stage in stages if stage.slowest_ms and stage.peers_ms]
-        return sorted(known, key=lambda stage: -(stage.slowest_ms or 0.0) / (stage.peers_ms or 1.0))[:_SLOWEST]
+        slow = [stage for stage in stages if stage.above_peers > SLOW]
+        return sorted(slow, key=lambda stage: -stage.above_peers)[:_SLOWEST]
 
     @property
     def to_capture(self) -> str:

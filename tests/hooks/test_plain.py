@@ -161,3 +161,24 @@ def test_the_first_batch_brings_the_hooks(engine: Engine, tmp_path: Path, monkey
 def test_every_host_names_a_batch_by_its_own_function() -> None:
     named = {(hook.module, hook.function) for hook in registry.HOOKS if hook.batch is not None}
     assert len(named) == sum(hook.batch is not None for hook in registry.HOOKS) == 10
+
+
+def test_positions_tell_where_sequences_begin(engine: Engine, tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(1, 1)
+
+        def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+            return self.inner(input_ids.float()[..., None])
+
+    engine.module = Model()  # type: ignore[assignment]
+    engine.forward_step = lambda row: engine.module(row, position_ids=row).sum()  # type: ignore[method-assign]
+    rows = [torch.tensor([[0, 1, 2, 0, 1]]), torch.tensor([[0, 1, 2, 3]])]
+    with install_without_pipeline(None, config(tmp_path, "train_actor", steps="0")):
+        forward = vars(engine.module).get("forward")
+        engine.forward_backward_batch(rows)
+        assert vars(engine.module).get("forward") is forward
+    (path,) = find_traces(tmp_path)
+    metadata = read_trace(path).metadata
+    assert (metadata.lengths, metadata.lengths_from) == (((3, 2), (4,)), "position_ids")

@@ -1,35 +1,66 @@
-"""The tokens of each microbatch, on real schedules with sequences of different lengths."""
+"""The work of each microbatch, on real schedules with sequences of different lengths."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from megaprof import ProfileConfig, analyze, install_hooks
+import numpy as np
+import pytest
+
+from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.formats import timeline as format
+from megaprof.formats.work import unpack_work
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 LENGTHS = (8, 64, 16, 64, 24, 64)
+PACKS = ((8, 56), (64,), (16,), (1, 1, 62), (24,), (30, 30))
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "microbatches": 6, "seq_length": 64}
-WORKLOAD = GPTWorkload(pp=2, seq_lengths=LENGTHS, micro_batch_size=2, **SMALL)
+ROWS = GPTWorkload(pp=2, seq_lengths=LENGTHS, micro_batch_size=2, **SMALL)
+PACKED = GPTWorkload(pp=2, packs=PACKS, **SMALL)
+ALONE = GPTWorkload(packs=PACKS, **SMALL)
 
 
-def train(directory: str) -> None:
+def train(directory: str, workload: GPTWorkload) -> None:
     init_distributed()
     with cpu_megatron():
-        gpt = build(WORKLOAD)
-        wanted = ProfileConfig(("train_actor", "evaluate"), directory, select="all", steps="1", activities=("cpu",))
+        gpt = build(workload)
+        wanted = ProfileConfig(
+            ("train_actor", "evaluate"),
+            directory,
+            select="all",
+            steps="1",
+            activities=("cpu",),
+            tool=("torch", "timeline"),
+        )
         with install_hooks(gpt.chunks, wanted, iteration=lambda: gpt.step):
             for _ in range(3):
                 gpt.train_step()
                 gpt.evaluate()
 
 
-def test_every_stage_knows_them(tmp_path: Path) -> None:
-    run_ranks(train, WORKLOAD.world_size, str(tmp_path), timeout=180)
-    found = [read_trace(path).metadata for path in find_traces(tmp_path)]
-    assert len(found) == 4
-    assert all(each.tokens == tuple(2 * length for length in LENGTHS) for each in found)
-    assert all(each.seq_length == 64 for each in found), "what the schedule was told"
-    (trained,) = [each.measured for each in analyze(tmp_path).targets if each.measured.target == "train_actor"]
-    assert trained.tokens == (2 * min(LENGTHS), 2 * max(LENGTHS))
+@pytest.mark.parametrize("workload", [ROWS, PACKED, ALONE], ids=["rows", "packed", "one stage"])
+def test_the_work_of_every_microbatch_is_recorded(workload: GPTWorkload, tmp_path: Path) -> None:
+    run_ranks(train, workload.world_size, str(tmp_path), workload, timeout=180)
+    packed = workload.packs is not None
+    lengths = workload.packs or tuple((length, length) for length in LENGTHS)
+    expected = [(sum(own), len(own), sum(each * each for each in own)) for own in lengths]
+    traces = [read_trace(path).metadata for path in find_traces(tmp_path)]
+    assert len(traces) == 2 * workload.world_size
+    for metadata in traces:
+        assert metadata.lengths == lengths
+        assert metadata.tokens == tuple(tokens for tokens, _, _ in expected)
+        assert metadata.lengths_from == ("packed_seq_params" if packed else "shapes")
+    files = [format.read_timeline(path) for path in tmp_path.glob("*" + format.SUFFIX)]
+    assert len(files) == workload.world_size
+    for timeline in files:
+        assert timeline.damage is None
+        told = timeline.facts(format.WORK)
+        assert len(told) == 2, "once for each target, since nothing changes"
+        for payload in told.values():
+            found = unpack_work(payload)
+            assert found is not None
+            assert found[0] == ("packed_seq_params" if packed else "shapes")
+            assert np.array_equal(found[1], expected)
+            assert len(payload) == 1 + 16 * len(expected)

@@ -20,7 +20,7 @@ from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.names import temporary_path
 from megaprof.metrics import sinks
-from megaprof.metrics.compute import SlowRanks, Summary, slow_ranks, summarise
+from megaprof.metrics.compute import SLOW, SlowRanks, Summary, slow_ranks, summarise
 from megaprof.metrics.overview import Overview
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
@@ -59,9 +59,9 @@ def summary() -> Summary:
 
 
 def test_figures(summary: Summary) -> None:
-    assert [(s.pp, s.compute_ms, s.slowest_rank) for s in summary.stages] == [(0, 40.0, 0), (1, 75.0, 3)]
-    assert summary.imbalance == pytest.approx(75 / 57.5)
-    assert summary.slowest_stage == 1
+    assert [(s.pp, s.compute_ms, s.slowest_rank) for s in summary.stages] == [(0, 40.0, 0), (1, 60.0, 3)]
+    assert summary.imbalance == pytest.approx(60 / 50), "of ranks that are not slow"
+    assert (summary.slowest_stage, summary.slow_stage) == (1, 1)
     assert (summary.straggler, summary.straggler_ratio) == (3, pytest.approx(90 / 60)), "against its peer, not itself"
     assert [s.peers_ms for s in summary.stages] == [pytest.approx(40), pytest.approx(60)]
     assert summary.bubble_fraction == pytest.approx((0.5 + 0.15) / 2)
@@ -73,6 +73,17 @@ def test_slow_ranks_and_a_peer_to_compare_them_with() -> None:
     found = slow_ranks([status(0, 50.0), status(1, 40.0), status(2, 60.0), status(3, 156.0)])
     assert found == SlowRanks((3,), 1, pytest.approx(2.6), 2)
     assert slow_ranks([status(0, 40.0), status(2, 90.0)]) is None, "a stage with one rank has no peers"
+
+
+def test_beside_a_slow_rank_no_other_rank_and_no_stage_is_named() -> None:
+    job = [status(0, 40.0), status(1, 41.0), status(2, 40.0), status(3, 96.0)]
+    summary = summarise(RUN, job)
+    assert (summary.imbalance, summary.slow_stage) == (pytest.approx(40.5 / 40.25), None)
+    assert [stage.pp for stage in summary.stages if stage.above_peers > SLOW] == [1]
+    one_stage = [replace(each, coords={**each.coords, "pp": 0}) for each in job]
+    found = slow_ranks([*one_stage[:2], replace(one_stage[2], recent=status(2, 46.0).recent), one_stage[3]])
+    assert found is not None
+    assert found.ranks == (3,), "rank 2 is 1.15 times as slow as its peers, and not 2.4 times"
 
 
 def test_ranks_that_wait_for_each_other_inside_a_microbatch_are_slow_together() -> None:
@@ -105,9 +116,9 @@ def test_prometheus_reads_the_file(summary: Summary, tmp_path: Path) -> None:
     assert (step.value, step.labels) == (0.1, {"target": "train_actor"})
     assert {s.labels["stage"]: s.value for s in families["megaprof_stage_compute_seconds"].samples} == {
         "0": 0.04,
-        "1": 0.075,
+        "1": 0.06,
     }
-    assert families["megaprof_imbalance_ratio"].samples[0].value == pytest.approx(75 / 57.5)
+    assert families["megaprof_imbalance_ratio"].samples[0].value == pytest.approx(60 / 50)
     assert all(family.type == "gauge" and family.documentation for family in families.values())
 
 
@@ -165,7 +176,7 @@ def test_megatron_lms_tensorboard_writer_gets_them(
     events.Reload()
     assert name == "TensorBoard"
     (imbalance,) = events.Scalars("megaprof/imbalance")
-    assert (imbalance.step, imbalance.value) == (41, pytest.approx(75 / 57.5))
+    assert (imbalance.step, imbalance.value) == (41, pytest.approx(60 / 50))
     assert "megaprof/compute_ms/stage_1" in events.Tags()["scalars"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,6 +80,58 @@ def test_a_clock_of_its_own_keeps_its_answers() -> None:
         made.add(7, first, made.mark())
         assert made.marks == [first, first + 1]
         assert events(made) == [[7, 0, 0]]
+
+
+class Packed:
+    """Stands for ``PackedSeqParams``."""
+
+    def __init__(self, boundaries: Any, padded: Any = None) -> None:
+        self.cu_seqlens_q, self.cu_seqlens_q_padded = boundaries, padded
+
+
+def test_what_models_are_given_is_kept_as_it_is() -> None:
+    boundaries, padded, tokens = torch.tensor([0, 3, 5]), torch.tensor([0, 4, 8]), torch.zeros(2, 7)
+    boundaries += 0  # its version is 1
+    with torch.inference_mode():
+        without_version = torch.tensor([0, 3])
+    for made in (Tape(), PythonTape()):
+        made.takes(Packed(boundaries), tokens)  # in no forward
+        made.position(None, 4)
+        for packed in (Packed(boundaries, padded), Packed(without_version), Packed(None), object(), None):
+            made.takes(packed, tokens)
+        made.takes(None, None)
+        position = codes.of_microbatch(4)
+        shape = (position, (2, 7))
+        assert made.given[0] == (position, boundaries, padded, 1)
+        assert made.given[1] == (position, without_version, None, None)
+        assert made.given[2:] == [shape] * 3
+    seen: list[Any] = []
+    gate = Gate(seen.append)
+    hook = Hook(gate, lambda *args, **kwargs: (args, kwargs), None, codes.MODEL, (1, "packed_seq_params"), (0, "ids"))
+    gate.tape = made = Tape()
+    made.position(None, 0)
+    for call in (
+        lambda: hook(tokens, None),
+        lambda: hook(ids=tokens),
+        lambda: hook(ids=tokens, packed_seq_params=None),
+    ):
+        assert call() == call()
+    assert made.given == [(codes.of_microbatch(0), (2, 7))] * 6
+    assert seen == []
+
+
+def test_an_exception_of_the_hosts_passes_what_models_are_given() -> None:
+    class Interrupted:
+        @property
+        def shape(self) -> Any:
+            raise TimeoutError
+
+    gate = Gate(never)
+    hook = Hook(gate, lambda ids: ids, None, codes.MODEL, (1, "packed_seq_params"), (0, "ids"))
+    gate.tape = Tape()
+    gate.tape.position(None, 0)
+    with pytest.raises(TimeoutError):
+        hook(Interrupted())
 
 
 def test_a_tape_cannot_grow_while_it_is_read() -> None:

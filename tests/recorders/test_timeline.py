@@ -16,6 +16,7 @@ from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.install import Handle
 from megaprof.recorders.timeline import device, recorder
+from megaprof.recorders.timeline.progress import Tally
 from megaprof.recorders.timeline.recorder import STEPS_AT_ONCE, TimelineRecorder
 
 
@@ -55,6 +56,19 @@ def _ends() -> bool:
             return True
         time.sleep(0.01)
     return False
+
+
+def test_a_step_comes_no_more_often_than_steps_last() -> None:
+    """The first steps are quicker here, as those of a job whose rank becomes slow are: the time between steps is of the
+    same steps, and of their medians, as what a step takes."""
+    tally, key, start = Tally(), ("train_actor", None), 0
+    for milliseconds in (300, 300, 1100, 1200, 1200):
+        tally.add(key, (1000 * milliseconds, 0, 0, 0, 0, 0), start)
+        assert (tally.seconds(key) is None) == (start == 0)
+        start += 1_000_000 * (milliseconds + 50)
+    recent = tally.recent(*key)
+    assert recent is not None
+    assert (recent.step_ms, tally.seconds(key)) == (1100, pytest.approx(1.15))
 
 
 def test_it_says_how_fast(one_rank: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megaprof.formats.metadata import Metadata
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders.timeline import files
-from megaprof.recorders.timeline.files import Step, TimelineFiles
+from megaprof.recorders.timeline.files import Facts, Step, TimelineFiles
 from tests.formats.steps import StepRecord
 
 COORDS = RankCoords(rank=3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=2))
@@ -26,10 +26,10 @@ def described(role: str) -> dict[str, Any]:
     return Metadata("train_actor", COORDS, (0, 0), role=role).as_dict()
 
 
-def step_of(step: int, key: str = "actor", shape: list[int] = SHAPE) -> Step:
+def step_of(step: int, key: str = "actor", shape: list[int] = SHAPE, facts: Facts = ()) -> Step:
     record = StepRecord(9, 9, step, 0, 10**18, 9000, shape, [s + 1 for s in shape], {"forward": 10})
     events = array("q", shape).tobytes()
-    return key, described(key), events, record.begun(), record.spent(), record.times()
+    return key, described(key), events, record.begun(), record.spent(), record.times(), facts
 
 
 def append(timeline: TimelineFiles, step: int, key: str = "actor") -> None:
@@ -65,6 +65,26 @@ def test_size_is_bounded_and_every_file_stands_alone(tmp_path: Path, at_once: in
     assert [f"step{read.steps['step'][0]:06}" in read.path.name for read in read] == [True] * len(read)
     assert all(timeline.metadata and timeline.shapes and timeline.damage is None for timeline in read)
     assert timeline.steps_lost == 0
+
+
+def test_what_stands_beside_a_step_stands_in_every_file_and_once_as_long_as_it_holds(tmp_path: Path) -> None:
+    timeline = TimelineFiles(tmp_path, None, COORDS, 4 << 16)
+    work = [b"" if step < 5 else b"few" if step % 100 else b"many" for step in range(1000)]
+    for first in range(0, 1000, 16):
+        numbers = range(first, min(first + 16, 1000))
+        timeline.append([step_of(n, facts=((format.WORK, work[n]), (9, b"%d" % n))) for n in numbers])
+    timeline.close()
+    for path in sorted(tmp_path.iterdir()):
+        read = read_timeline(path)
+        numbers = read.steps["step"].tolist()
+        assert read.damage is None
+        assert read.facts(9) == {row: b"%d" % number for row, number in enumerate(numbers)}
+        told, holds = read.facts(format.WORK), b""
+        for row, number in enumerate(numbers):
+            assert told.get(row) != holds, "told twice"
+            holds = told.get(row, holds)
+            assert holds == work[number]
+        assert not read_timeline(path, events=False).facts(9)
 
 
 def test_steps_are_written_with_one_write_and_taken_back_together(

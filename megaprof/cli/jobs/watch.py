@@ -134,7 +134,6 @@ def _table(job: RunningJob) -> RenderableType:
     for name in ("stage", "ranks", "step", "step ms", "compute ms", "imbalance", "slowest rank", "its ms"):
         table.add_column(name, justify="right")
     for stage in summary.stages[:_LINES]:
-        slowest = stage.compute_ms is not None and summary.slowest_stage == stage.pp and len(summary.stages) > 1
         table.add_row(
             str(stage.pp),
             str(stage.ranks),
@@ -144,7 +143,7 @@ def _table(job: RunningJob) -> RenderableType:
             _number(stage.imbalance, 2),
             "-" if stage.slowest_rank is None else str(stage.slowest_rank),
             _number(stage.slowest_ms),
-            style="bold red" if slowest and (summary.imbalance or 0) > 1.1 else None,
+            style="bold red" if stage.pp == summary.slow_stage else None,
         )
     parts = [
         counted(job.run.world, "rank") + ("" if look.heard == job.run.world else f", {look.heard} of them answering"),

@@ -22,9 +22,11 @@ FILES = 4
 #: After a write that failed (a full disk, a file server that is gone), how long not to try again, in seconds.
 PAUSE_SECONDS = 60.0
 
-Step = tuple[Any, dict[str, Any], bytes, tuple[int, int, int, int], tuple[int, ...], bytes]
+Facts = tuple[tuple[int, bytes], ...]
+"""What stands beside a step: which fact of `formats.timeline`, and its bytes."""
+Step = tuple[Any, dict[str, Any], bytes, tuple[int, int, int, int], tuple[int, ...], bytes, Facts]
 """What stands for its metadata; the metadata; the codes of its events as 64-bit integers, in the order of their starts;
-and what `formats.timeline.step_record` takes."""
+what `formats.timeline.step_record` takes; and what stands beside it."""
 
 
 class TimelineFiles:
@@ -47,6 +49,8 @@ class TimelineFiles:
         self._size = 0
         self._metadata: dict[Any, int] = {}
         self._shapes: dict[bytes, int] = {}
+        self._steps = 0
+        self._work: dict[Any, bytes] = {}
         self._paused_until = 0.0
         self.bytes_written = 0
         self.steps_lost = 0
@@ -77,8 +81,11 @@ class TimelineFiles:
         """Write the first of ``steps``, as many as have room in one file; answers how many."""
         if self._file is None:
             self._begin_file(steps[0][3][2])
-        size, data, count = self._size, [] if self._size else [format.MAGIC], 0
-        for key, metadata, events, begun, spent, times in steps:
+        size, data, count = self._size, list[bytes](), 0
+        # In front of the steps: those of one length then follow each other, which is quick to read, and a file that is
+        # cut lacks steps rather than what stands beside them.
+        beside: list[bytes] = [] if size else [format.MAGIC]
+        for key, metadata, events, begun, spent, times, facts in steps:
             number, shape, records = self._metadata.get(key), self._shapes.get(events), b""
             if number is None or shape is None:
                 if size and max(len(self._metadata), len(self._shapes)) >= format.MOST_NUMBERS:
@@ -90,16 +97,31 @@ class TimelineFiles:
                     shape = self._shapes[events] = len(self._shapes)
                     records += format.shape_record(events)
             records += format.step_record(number, shape, begun, spent, times)
-            if size and size + len(records) > self._largest:
+            said = self._said(key, self._steps + count, facts)
+            if size and size + len(records) + len(said) > self._largest:
                 break
             data.append(records)
-            size += len(records)
+            beside.append(said)
+            size += len(records) + len(said)
             count += 1
         if count:
-            self._write(b"".join(data))
+            self._write(b"".join((*beside, *data)))
+            self._steps += count
         if count < len(steps):
             self._end_file()
         return count
+
+    def _said(self, key: Any, row: int, facts: Facts) -> bytes:
+        """The records of what stands beside a step. Work holds until another one is told: most jobs never say it
+        twice."""
+        said = []
+        for what, payload in facts:
+            if what == format.WORK:
+                if self._work.get(key, b"") == payload:
+                    continue
+                self._work[key] = payload
+            said.append(format.fact_record(row, what, payload))
+        return b"".join(said)
 
     def _begin_file(self, step: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
@@ -111,7 +133,7 @@ class TimelineFiles:
                 self._file = os.open(path, flags, 0o666)
                 break
         self._path, self._size = path, 0
-        self._metadata, self._shapes = {}, {}
+        self._metadata, self._shapes, self._work, self._steps = {}, {}, {}, 0
 
     def _write(self, data: bytes) -> None:
         """All of ``data`` or, after an OSError, nothing of it."""

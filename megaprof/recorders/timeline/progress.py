@@ -22,14 +22,14 @@ class Tally:
 
     def __init__(self) -> None:
         self._steps: dict[Key, deque[tuple[int, ...]]] = {}
+        self._starts: dict[Key, deque[int]] = {}
         self._latest: Key | None = None
 
-    def add(self, key: Key, microseconds: tuple[int, ...]) -> None:
-        """`microseconds`: of the step, and by kind of event, in the order of `codes.KINDS`."""
-        steps = self._steps.get(key)
-        if steps is None:
-            steps = self._steps[key] = deque(maxlen=RECENT_STEPS)
-        steps.append(microseconds)
+    def add(self, key: Key, microseconds: tuple[int, ...], start_ns: int) -> None:
+        """`microseconds`: of the step, and by kind of event, in the order of `codes.KINDS`. `start_ns`: when it began,
+        in wall-clock nanoseconds."""
+        self._steps.setdefault(key, deque(maxlen=RECENT_STEPS)).append(microseconds)
+        self._starts.setdefault(key, deque(maxlen=RECENT_STEPS)).append(start_ns)
         self._latest = key
 
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
@@ -43,6 +43,17 @@ class Tally:
             statistics.median(own) / 1e3 for own in zip(*steps, strict=True)
         )
         return Recent(chosen[0], len(steps), step, forward, backward, combined, finalize, p2p, chosen[1])
+
+    def seconds(self, key: Key) -> float | None:
+        """Seconds from one step to the next: a usual step and the usual pause behind it, of the same steps as `recent`;
+        None before there were two."""
+        took = [step[0] for step in list(self._steps.get(key, ()))]
+        starts = list(self._starts.get(key, ()))
+        pauses = [
+            max(0.0, (following - start) / 1e3 - own)
+            for own, start, following in zip(took, starts, starts[1:], strict=False)
+        ]
+        return (statistics.median(took) + statistics.median(pauses)) / 1e6 if pauses else None
 
     def _main(self) -> Key | None:
         return next((key for key in list(self._steps) if key[0] == "train_actor"), self._latest)

@@ -22,6 +22,7 @@ from megaprof.config.options import ProfileConfig
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.job.status import Position, Recent
+from megaprof.formats.work import pack_work
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall
@@ -29,9 +30,10 @@ from megaprof.recorders.describe import describe
 from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock
-from megaprof.recorders.timeline.files import Step, TimelineFiles
+from megaprof.recorders.timeline.files import Facts, Step, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
+from megaprof.recorders.work import read_work
 from megaprof.runtime.background import Background
 from megaprof.runtime.logs import logger
 
@@ -191,6 +193,10 @@ class TimelineRecorder:
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
         return self._tally.recent(target, role)
 
+    def seconds(self, target: str, role: str | None) -> float | None:
+        """Seconds from one step to the next, lately; None before there were two."""
+        return self._tally.seconds((target, role))
+
     def drain(self) -> None:
         """Write every finished step whose times are known, in order."""
         with self._writing:
@@ -240,9 +246,16 @@ class TimelineRecorder:
             else:
                 self._device.take_back([line.began, *line.tape.marks, line.ended])
         if not line.flags & _UNUSUAL:
-            self._tally.add((line.target, line.key[1]), (duration, *totals))
+            self._tally.add((line.target, line.key[1]), (duration, *totals), line.start_ns)
         begun = line.index, line.flags, line.step, line.start_ns
-        return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times
+        return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times, self._facts(line)
+
+    def _facts(self, line: Line) -> Facts:
+        """What stands beside a step: what its microbatches consist of. A step that the GPU may not have finished is
+        not asked."""
+        fetch = None if self._device is None or line.flags & format.INCOMPLETE else self._device.numbers
+        found = read_work(line.tape.given, self._coords.sizes.cp, fetch)
+        return ((format.WORK, pack_work(found)),)
 
     def _describe(
         self, call: RecordedCall, target: str, role: str | None, step: int

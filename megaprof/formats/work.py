@@ -1,0 +1,58 @@
+"""The work of microbatches: the lengths of their sequences, which attention is quadratic in, as files hold it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+#: Where lengths are from, the most exact first; in a timeline the place in here plus one.
+SOURCES = PACKED, MASK, POSITIONS, SHAPES = "packed_seq_params", "attention_mask", "position_ids", "shapes"
+
+_MICROBATCH = struct.Struct("<IIQ")
+_ROW = np.dtype([("tokens", "<u4"), ("sequences", "<u4"), ("squares", "<u8")])
+_MOST = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one microbatch consists of."""
+
+    tokens: int
+    """Tokens that were computed, padding included."""
+    lengths: tuple[int, ...]
+    """The sequences that attend to themselves alone."""
+    source: str
+    """One of `SOURCES`."""
+
+    @property
+    def squares(self) -> int:
+        """The sum of the squares of the lengths: what attention is in proportion to."""
+        return sum(length * length for length in self.lengths)
+
+
+def pack_work(found: Mapping[int, Work]) -> bytes:
+    """16 bytes a microbatch, by its number, and one for the least exact source; empty where nothing is known."""
+    if not found:
+        return b""
+    rows = []
+    for number in range(max(found) + 1):
+        own = found.get(number)
+        known = (0, 0, 0) if own is None else (min(own.tokens, _MOST), min(len(own.lengths), _MOST), own.squares)
+        rows.append(_MICROBATCH.pack(*known))
+    source = max(SOURCES.index(own.source) for own in found.values())
+    return b"".join((bytes((source + 1,)), *rows))
+
+
+def unpack_work(payload: bytes) -> tuple[str, npt.NDArray[np.float64]] | None:
+    """The source, and [microbatch, 3]: tokens, sequences and sum of squares, NaN for a microbatch of which nothing is
+    known. None: nothing is known of any, or the bytes say what cannot be."""
+    if not payload or not 1 <= payload[0] <= len(SOURCES) or (len(payload) - 1) % _ROW.itemsize:
+        return None
+    rows = np.frombuffer(payload, dtype=_ROW, offset=1)
+    found = np.stack([rows[name].astype(float) for name in ("tokens", "sequences", "squares")], axis=-1)
+    found[rows["tokens"] == 0] = np.nan
+    return SOURCES[payload[0] - 1], found

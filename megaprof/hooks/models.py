@@ -1,0 +1,106 @@
+"""What a model is given in a recorded call: the lengths of its sequences say what its microbatches take."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megaprof.capture.dispatcher import Dispatcher
+from megaprof.formats import codes
+from megaprof.formats.work import MASK, POSITIONS
+from megaprof.hooks.modules import is_compiled
+from megaprof.parallel.chunks import innermost
+from megaprof.recorders.tape import Hook
+from megaprof.recorders.work import MOST_SEQUENCES
+from megaprof.runtime.device import capturing
+from megaprof.runtime.isolation import contained
+
+#: What runs a model forward; the combined 1F1B schedule has it planned and calls its parts.
+_METHODS = "forward", "build_schedule_plan"
+_PACKED, _TOKENS = "packed_seq_params", "input_ids"
+
+
+def patch_models(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
+    """Note what the models of ``chunks`` are given, until the call ends. A model that torch.compile compiles is left
+    alone: another ``forward`` would be compiled again."""
+    for chunk in chunks:
+        model = innermost(chunk)
+        if is_compiled(chunk) or is_compiled(model):
+            continue
+        for method in _METHODS:
+            if callable(getattr(model, method, None)) and hasattr(model, "__dict__"):
+                dispatcher.of_this_call.shadow(model, method, partial(_watched, dispatcher))
+
+
+def _watched(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    places = _places(getattr(original, "__func__", original))
+    (packed, _), (tokens, _) = places
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        if (call := dispatcher.call) is not None:
+            try:
+                call.tape.takes(
+                    args[packed] if packed < len(args) else kwargs.get(_PACKED),
+                    args[tokens] if tokens < len(args) else kwargs.get(_TOKENS),
+                )
+            except BaseException as fault:
+                if not contained("looking at a microbatch", dispatcher.drop, fault):
+                    raise
+        return original(*args, **kwargs)
+
+    return watched if Hook is None else Hook(dispatcher.gate, original, watched, codes.MODEL, *places)
+
+
+def patch_plain_model(dispatcher: Dispatcher, model: Any) -> None:
+    """The same of a model without Megatron's packed sequences: its mask or its positions tell, until the call ends."""
+    inner = innermost(model)
+    if not is_compiled(model) and not is_compiled(inner):
+        dispatcher.of_this_call.shadow(inner, "forward", partial(_seen, dispatcher))
+
+
+def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[..., Any]:
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        call = dispatcher.call
+        if call is not None and call.tape.forward is not None:
+            try:
+                if not capturing() and (told := _told(*args[:1], **kwargs)) is not None:
+                    call.tape.given.append((call.tape.forward, *told))
+            except BaseException as fault:
+                if not contained("looking at a microbatch", dispatcher.drop, fault):
+                    raise
+        return original(*args, **kwargs)
+
+    return seen
+
+
+def _told(
+    input_ids: Any = None, *, attention_mask: Any = None, position_ids: Any = None, **others: Any
+) -> tuple[Any, ...] | None:
+    """What `recorders.work` reads lengths from. A few operations on the model's own device, which nobody waits for."""
+    import torch
+
+    shape = getattr(input_ids, "shape", None)
+    with torch.no_grad():
+        if getattr(attention_mask, "ndim", 0) == 2:
+            return MASK, attention_mask.sum(-1), attention_mask.numel()
+        if getattr(position_ids, "ndim", 0) in (2, 3):
+            rows = position_ids if position_ids.ndim == 2 else position_ids[0]  # of several axes of a picture
+            begins = rows == 0
+            begins[:, 0] = True
+            count, places = rows.numel(), torch.arange(rows.numel(), device=rows.device)
+            first = torch.where(begins.reshape(-1), places, count).sort().values
+            return POSITIONS, first[: MOST_SEQUENCES + 1], count
+    return None if shape is None else (shape,)
+
+
+@functools.lru_cache(maxsize=64)
+def _places(function: Callable[..., Any]) -> tuple[tuple[int, str], tuple[int, str]]:
+    """Which positional arguments of a bound method they are; ones that no call can have where they are none."""
+    names = [*inspect.signature(function).parameters]
+    own = names[1:] if names[:1] == ["self"] else names
+    packed, tokens = (own.index(name) if name in own else sys.maxsize for name in (_PACKED, _TOKENS))
+    return (packed, _PACKED), (tokens, _TOKENS)
