@@ -1,4 +1,4 @@
-"""JSON Schemas of what the commands print, from their classes: ``python -m megaprof.cli.schemas DIR`` writes them."""
+"""JSON Schemas of what the commands print, from their classes: ``python -m megaprof.cli.schemas docs`` writes them."""
 
 from __future__ import annotations
 
@@ -49,11 +49,49 @@ def schemas() -> dict[str, dict[str, Any]]:
     }
 
 
-def write(directory: Path) -> None:
-    """One file for each command. Raises OSError."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, schema in schemas().items():
-        (directory / f"{name}.json").write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
+def write(docs: Path) -> None:
+    """Writes ``schemas/COMMAND.json`` for each command, and tables of the report's as ``json.md``. Raises OSError."""
+    (docs / "schemas").mkdir(parents=True, exist_ok=True)
+    found = schemas()
+    for name, schema in found.items():
+        (docs / "schemas" / f"{name}.json").write_text(json.dumps(schema, indent=1) + "\n", encoding="utf-8")
+    (docs / "json.md").write_text("\n".join(_page(found["report"])), encoding="utf-8")
+
+
+def _page(schema: dict[str, Any]) -> Iterator[str]:
+    yield "# The JSON of a report"
+    yield ""
+    yield "`megaprof report DIR --json FILE` writes it ([schema](schemas/report.json)). This page is made from the classes"
+    yield "of the report (`make schemas`). Every field is always there, null where its value is not known."
+    for name, each in schema["$defs"].items():
+        yield ""
+        yield f"## {name}"
+        yield ""
+        yield each.get("description", "")
+        yield ""
+        yield "| field | type | meaning |"
+        yield "|---|---|---|"
+        for field, value in each["properties"].items():
+            yield f"| `{field}` | {_type(value)} | {value.get('description', '')} |"
+    yield ""
+
+
+def _type(value: dict[str, Any]) -> str:
+    """``list of Cause``, ``number or null``, ``one of `a`, `b` ``: a type in a few words."""
+    if "anyOf" in value:
+        return " or ".join(_type(each) for each in value["anyOf"])
+    if "$ref" in value:
+        name = value["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "enum" in value:
+        return "one of " + ", ".join(f"`{each}`" for each in value["enum"])
+    if "prefixItems" in value:
+        return f"list: {', '.join(_type(each) for each in value['prefixItems'])}"
+    if value.get("type") == "array":
+        return f"list of {_type(value['items'])}"
+    if isinstance(inner := value.get("additionalProperties"), dict):
+        return f"object of {_type(inner)}"
+    return str(value.get("type", "any"))
 
 
 def _status() -> Any:
@@ -108,7 +146,12 @@ def _shape(name: str, *parts: tuple[Any, str], **own: tuple[Any, str]) -> Any:
 
 @cache
 def _about(of: Any) -> dict[str, str]:
-    """What the line below each field of a class says, in JSON's words."""
+    """What the line below each field of a class says, in JSON's words; what a class inherits, too."""
+    inherited = {name: about for base in reversed(of.__mro__[1:]) for name, about in _about(base).items()}
+    return inherited | _said(of)
+
+
+def _said(of: Any) -> dict[str, str]:
     try:
         source = inspect.getsource(of)
     except (OSError, TypeError):  # made here, of fields that say what they are
@@ -133,7 +176,7 @@ def _complete(shape: Any) -> dict[str, Any]:
     about = {each.__name__: _about(each) for each in _dataclasses(shape)}
     for name, definition in schema["$defs"].items():
         if "description" in definition:
-            definition["description"] = _in_json(definition["description"])
+            definition["description"] = _in_json(inspect.cleandoc(definition["description"]))
         fields = definition.get("properties", {})
         for field, value in fields.items():
             value.pop("default", None)
