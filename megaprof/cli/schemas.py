@@ -61,8 +61,8 @@ def write(docs: Path) -> None:
 def _page(schema: dict[str, Any]) -> Iterator[str]:
     yield "# The JSON of a report"
     yield ""
-    yield "`megaprof report DIR --json FILE` writes it ([schema](schemas/report.json)). This page is made from the classes"
-    yield "of the report (`make schemas`). Every field is always there, null where its value is not known."
+    yield "`megaprof report DIR --json FILE` writes it ([schema](schemas/report.json)). It is made from the classes"
+    yield "of the report by `make schemas`. Every field is always there, null where its value is not known."
     for name, each in schema["$defs"].items():
         yield ""
         yield f"## {name}"
