@@ -8,18 +8,29 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, ChunkTimes, Stage, TargetStages, imbalance
+from megaprof.analysis.stages.stages import (
+    LONGEST,
+    OF_REPLICAS,
+    ONE_CLOCK,
+    Basis,
+    ChunkTimes,
+    Stage,
+    TargetStages,
+    imbalance,
+)
 
 
 def averages(measured: TargetStages, table: Table) -> TargetStages:
     """``measured``, which holds what is known of a few steps, with the times of all steps of ``table``, on the same
     ranks."""
+    replica = int(np.argwhere(table.ranks == measured.stages[0].ranks[0])[0, 0])
+    basis: Basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
     stages = tuple(_stage(stage, measured, table) for stage in measured.stages)
     return replace(
         measured,
         steps=tuple(sorted(set(table.steps.tolist()))),
-        step_time_ms=_spread(table.length),
-        step_time_basis=ONE_CLOCK if table.clocks else LONGEST,
+        step_time_ms=_spread(table.lengths[:, replica]),
+        step_time_basis=basis if table.clocks else LONGEST,
         stages=stages,
         imbalance=None if measured.unjudgeable else imbalance(stages, measured.sizes),
     )
@@ -31,8 +42,8 @@ def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
     of_kind = dict(zip(table.schedule.kinds, np.moveaxis(took, 2, 0), strict=True))  # [t, c, m]
     forward, backward = (of_kind.get(kind) for kind in ("forward", "backward"))
     compute = took.sum(axis=(1, 2, 3))
-    tail = _spread(table.reduction)
-    bubble = np.maximum(table.length - compute - table.reduction, 0.0) * (measured.sizes.pp > 1)
+    tail, length = _spread(table.reduction), table.lengths[:, replica]
+    bubble = np.maximum(length - compute - table.reduction, 0.0) * (measured.sizes.pp > 1)
     return replace(
         stage,
         chunks=tuple(_chunk(chunk, forward, backward) for chunk in stage.chunks),
@@ -41,11 +52,12 @@ def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
         compute_ms=_spread(compute),
         exposed_ms={**stage.exposed_ms, **({} if stage.exposed_ms.get("dp") is None else {"dp": tail})},
         bubble_ms=_spread(bubble),
-        bubble_fraction=float(bubble.sum() / table.length.sum()),
+        bubble_fraction=float(bubble.sum() / length.sum()),
         forward_per_microbatch_ms=_summed(forward, 1),
         backward_per_microbatch_ms=_summed(backward, 1),
         bubble_split=_split(table, replica, stage.pp, bubble),
         dp_tail_ms=tail,
+        gradients_ms=None,  # what is not communication is none of the step here
     )
 
 
@@ -60,7 +72,7 @@ def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, 
     before = np.clip(np.minimum(end, filled[:, None]) - start, 0.0, None).sum(axis=1)
     behind = np.clip(end - np.maximum(start, drained[:, None]), 0.0, None).sum(axis=1)
     warmup = np.clip(filled - before, 0.0, bubble)
-    cooldown = np.clip(table.length - table.reduction - drained - behind, 0.0, bubble - warmup)
+    cooldown = np.clip(table.lengths[:, replica] - table.reduction - drained - behind, 0.0, bubble - warmup)
     parts = {"warmup_ms": warmup, "steady_ms": bubble - warmup - cooldown, "cooldown_ms": cooldown}
     return {name: _spread(each) for name, each in parts.items()}
 

@@ -50,7 +50,8 @@ class Table:
     layers: Floats
     """[s, c]: decoder layers; NaN where nobody says."""
     start: Floats
-    """[t, d, s, c, k, m]: when each pass began, since the first rank entered the step."""
+    """[t, d, s, c, k, m]: when each pass began, since the first rank entered the step, or that of its own replica where
+    these do not wait for each other."""
     end: Floats
     """[t, d, s, c, k, m]: when it ended."""
     compute: Floats
@@ -64,9 +65,18 @@ class Table:
     reduction: Floats
     """[t]: how long the step went on for gradients behind the last pass."""
     length: Floats
-    """[t]: the step, from the first rank's entry to the end of the reduction."""
+    """[t]: the step, from the first rank's entry to the end of the reduction; of replicas that do not wait for each
+    other, the longest one's."""
     clocks: bool
     """Whether all stages are on one clock: without it there are no entries and no links."""
+
+    @property
+    def lengths(self) -> Floats:
+        """[t, d]: the step of every replica: its own pass, where they do not wait for each other."""
+        if "backward" in self.schedule.kinds:
+            return np.broadcast_to(self.length[:, None], self.start.shape[:2])
+        longest: Floats = self.end.max(axis=(2, 3, 4, 5))
+        return longest
 
     @property
     def passes(self) -> Floats:
@@ -130,7 +140,12 @@ def tabulate(
     device = any(r.device for r in order)
     if device or not clocks:  # when the GPU begins a step says nothing about the host
         enter = np.fmin.reduce(start, axis=(-3, -2, -1))
-    first = np.min(enter, axis=(1, 2, 3))
+    # Replicas that reduce no gradients do not wait for each other: each one's step begins when it enters it itself.
+    first = np.min(enter, axis=(2, 3))
+    if "backward" in schedule.kinds:
+        first = np.broadcast_to(first.min(axis=1, keepdims=True), first.shape)
+    since = first[:, :, None, None, None, None, None]
+    start, end, enter, reduced = start - since, end - since, enter - since[..., 0, 0, 0], reduced - since[..., 0, 0, 0]
     last = np.fmax.reduce(end.reshape(len(common), -1), axis=1)
     done = np.fmax(last, np.fmax.reduce(reduced.reshape(len(common), -1), axis=1))
     groups = sorted({group for r in order for group in r.exposed})
@@ -141,9 +156,8 @@ def tabulate(
         table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed[group] = table.min(axis=3)[whole]
-    since = first[:, None, None, None, None, None]
     names = _names(order, positions)
-    entry = enter.max(axis=3) - first[:, None, None] if clocks and not device else np.full(enter.shape[:3], np.nan)
+    entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
         target=target,
         role=role,
@@ -154,14 +168,14 @@ def tabulate(
         ranks=np.array([[rank for rank, _ in own] for own in names]).reshape(*positions[:2], -1),
         hosts=_nested([[host for _, host in own] for own in names], positions[1]),
         layers=np.array([r.layers for r in order], dtype=float).reshape(*positions, -1)[0, :, 0],
-        start=(start.min(axis=3) - since)[whole],
-        end=(end.max(axis=3) - since)[whole],
+        start=start.min(axis=3)[whole],
+        end=end.max(axis=3)[whole],
         compute=stacked("compute")[whole],
         exposed=exposed,
         idle=stacked("idle").min(axis=3)[whole],
         entry=entry[whole],
         reduction=(done - last)[whole],
-        length=(done - first)[whole],
+        length=done[whole],
         clocks=clocks,
     )
 

@@ -113,11 +113,13 @@ def price(cause: Cause, diagnosis: Diagnosis) -> str:
 
 
 def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
-    """Which steps causes are priced in, where these are others than those of the tables, or shorter."""
+    """Which steps causes are priced in, where these are others than those of the tables."""
     step = milliseconds(diagnosis.step_ms)
-    if captured:
+    if captured and diagnosis.closing_ms:
         less = milliseconds(diagnosis.closing_ms)
         return f"causes and predictions: of {step} a step, without {less} in which other windows were closed"
+    if captured:
+        return f"causes and predictions: of {step} a step, until its longest replica is done"
     return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
 
 
@@ -252,9 +254,12 @@ def _uneven(cause: Cause, measured: TargetStages) -> str:
 
 
 def _unequal(cause: Cause, measured: TargetStages) -> str:
+    wait = "the step lasts until the one that has the most is done"
+    if not measured.forward_only:
+        wait = "all wait in the gradient reduction for the one that has the most"
     return (
-        f"The replicas get unequal work{_when(cause)}, and all wait in the gradient reduction for the one that has the "
-        "most: spread long sequences evenly over the replicas of a step."
+        f"The replicas get unequal work{_when(cause)}, and {wait}: spread long sequences evenly over the replicas of a "
+        "step."
     )
 
 

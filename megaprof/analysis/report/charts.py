@@ -64,7 +64,7 @@ def bars(measured: TargetStages) -> Bars | None:
     longest = max([sum(row.values()) for row in parts] + [mean_of(measured.step_time_ms) or 0.0], default=0.0)
     if not longest or not any(stage.compute_ms for stage in stages):
         return None
-    groups = [group for group in GROUPS if any(mean_of(stage.exposed_ms[group]) for stage in stages)]
+    beside = [kind for kind in _BESIDE if any(row[kind] for row in parts)]
     passes = measured.passes
     slowest = max(mean_of(stage.compute_ms) or 0.0 for stage in stages)
     rows = [
@@ -73,20 +73,29 @@ def bars(measured: TargetStages) -> Bars | None:
             tuple(Piece(kind, 100 * ms / longest, _hint(stage, kind, ms)) for kind, ms in row.items() if ms),
             (
                 *(mean_of(getattr(stage, f"{name}_ms")) for name in (*passes, "compute")),
-                *(mean_of(stage.exposed_ms[group]) for group in groups),
+                *(mean_of(_spreads(stage)[kind]) for kind in beside),
             ),
             len(stages) > 1 and (mean_of(stage.compute_ms) or 0.0) == slowest,
         )
         for stage, row in zip(stages, parts, strict=True)
     ]
-    exposed = [(group, f"exposed {group}") for group in groups]
-    columns = (*passes, "compute", *(name for _, name in exposed), "bubble")
-    return Bars(columns, (("compute", "compute"), *exposed, ("bubble", "bubble")), tuple(rows))
+    named = [(kind, _BESIDE[kind]) for kind in beside]
+    columns = (*passes, "compute", *(name for _, name in named), "bubble")
+    return Bars(columns, (("compute", "compute"), *named, ("bubble", "bubble")), tuple(rows))
+
+
+#: What a stage does beside computing and waiting for others, and its name.
+_BESIDE = {**{group: f"exposed {group}" for group in GROUPS}, "gradients": "gradients", "host": "waiting for the host"}
+
+
+def _spreads(stage: Stage) -> dict[str, Spread | None]:
+    """The parts of a step, which add up to it."""
+    beside = {**stage.exposed_ms, "gradients": stage.gradients_ms, "host": stage.host_bound_ms}
+    return {"compute": stage.compute_ms, **{kind: beside[kind] for kind in _BESIDE}, "bubble": stage.bubble_ms}
 
 
 def _parts(stage: Stage) -> dict[str, float]:
-    spreads = {"compute": stage.compute_ms, **{group: stage.exposed_ms[group] for group in GROUPS}}
-    return {kind: mean_of(spread) or 0.0 for kind, spread in (spreads | {"bubble": stage.bubble_ms}).items()}
+    return {kind: mean_of(spread) or 0.0 for kind, spread in _spreads(stage).items()}
 
 
 def _hint(stage: Stage, kind: str, ms: float) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from megaprof.analysis.report.document import Document, TargetReport
+from megaprof.analysis.report.sentences import BASIS
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
@@ -230,7 +231,8 @@ def _notes(before: TargetStages, after: TargetStages) -> list[str]:
             shown = [words.ABSENT if value is None else value for value in (old, new)]
             notes.append(f"{name} {shown[0]} -> {shown[1]}: stages and steps do not do the same work")
     if before.step_time_basis != after.step_time_basis:
-        notes.append(f"step times are not measured alike: {before.step_time_basis}; {after.step_time_basis}")
+        told = "; ".join(BASIS[each.step_time_basis] for each in (before, after))
+        notes.append(f"step times are not measured alike: {told}")
     return notes
 
 

@@ -18,7 +18,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report import causes, sentences
-from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.stages import OF_REPLICAS, TargetStages
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -109,7 +109,10 @@ class TargetReport(TargetStages):
         """Which steps the causes are of, where these are others than those of the tables, or shorter."""
         if self.diagnosis is None:
             return None
-        other = self.diagnosis.closing_ms if self.captured else not isclose(self.diagnosis.step_ms, self.step_ms)
+        longer = not isclose(self.diagnosis.step_ms, self.step_ms)
+        other = longer
+        if self.captured:
+            other = self.diagnosis.closing_ms > 0.0 or (longer and self.step_time_basis == OF_REPLICAS)
         return causes.basis(self.diagnosis, captured=self.captured) if other else None
 
     def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:

@@ -12,7 +12,7 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
-from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.stages import Basis, TargetStages
 from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, sentence, spans, steps
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -39,6 +39,12 @@ FOREIGN_STAGES = (
 #: What a layout's letters mean, for those that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
 FROM_EXCHANGES = "stages, from exchanges, not from ranges"
+#: How a step was timed.
+BASIS: dict[Basis, str] = {
+    "one_clock": "from the first stage's start to the last stage's end",
+    "of_replicas": "each replica's own pass, from the first stage's start to the last stage's end",
+    "longest_stage": "the longest stage's own range",
+}
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"

@@ -172,7 +172,7 @@ def _summary(target: TargetReport) -> list[str]:
         first, last = fleet.coverage.steps
         lines.insert(0, f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}")
     if measured.step_time_ms:
-        basis = f", {measured.step_time_basis}" if measured.sizes.pp > 1 else ""
+        basis = f", {sentences.BASIS[measured.step_time_basis]}" if measured.sizes.pp > 1 else ""
         lines.append(f"step time {with_spread(measured.step_time_ms)} ms{basis}")
     if target.basis is not None:
         lines.append(target.basis)
@@ -228,12 +228,13 @@ def _waiting_table(measured: TargetStages) -> Table | None:
         "\nsteady": [stage.bubble_split["steady_ms"] for stage in measured.stages],
         "\ncool-down": [stage.bubble_split["cooldown_ms"] for stage in measured.stages],
         "gradient\ntail": [stage.dp_tail_ms for stage in measured.stages],
+        "gradients\nfinalised": [stage.gradients_ms for stage in measured.stages],
         "waiting for\nthe host": [stage.host_bound_ms for stage in measured.stages],
     }
     shown = {name: spreads for name, spreads in columns.items() if any(s and s.mean > 0 for s in spreads)}
     if not shown:
         return None
-    made = stage_table("waiting per step, ms", *shown)
+    made = stage_table("beside computing, per step, ms", *shown)
     for place, stage in enumerate(measured.stages):
         made.add_row(*stage_cells(stage), *(mean(spreads[place]) for spreads in shown.values()))
     return made

@@ -6,8 +6,9 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread, mean_of
@@ -20,11 +21,15 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
 
-ONE_CLOCK = "from the first stage's start to the last stage's end"
-LONGEST = "the longest stage's own range"
+#: How a step is timed: from the first stage's start to the last stage's end; so for each replica by itself; or, where
+#: the stages have no common clock, as long as the longest stage's own range.
+Basis = Literal["one_clock", "of_replicas", "longest_stage"]
+ONE_CLOCK: Final = "one_clock"
+OF_REPLICAS: Final = "of_replicas"
+LONGEST: Final = "longest_stage"
 
 _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
-_StepKey = tuple[int, int]  # step, and which of its calls
+_StepOf = Callable[[Call], Step]
 #: The first of several steps is left out when it takes this many times as long as the others: it warms up.
 WARM_UP = 1.25
 #: Garbage collection is told where it took more than this part of a rank's call.
@@ -66,8 +71,8 @@ class Stage:
     """Communication that no compute hides, by group: ``tp``, ``ep``, ``cp``, ``pp``, ``dp``, and ``unknown`` where the
     recording does not tell the group. None for a group that the unknown part may be of."""
     bubble_ms: Spread | None
-    """Waiting for other stages: what compute, exposed communication, gradient finalisation and ``host_bound_ms`` leave
-    of the step."""
+    """Waiting for other stages: what compute, exposed communication, ``gradients_ms`` and ``host_bound_ms`` leave of
+    the step."""
     bubble_fraction: float | None
     """The part of the step that this is, from 0 to 1."""
     forward_per_microbatch_ms: Spread | None
@@ -78,6 +83,8 @@ class Stage:
     """Data-parallel communication after the last pass."""
     pp_waiting_ms: Spread | None
     """Of the time in exchanges, what was waiting for the neighbour; the bubble contains it."""
+    gradients_ms: Spread | None
+    """Work outside of passes, as finalising gradients is, without the communication in it that ``exposed_ms`` has."""
     host_bound_ms: Spread | None
     """Inside passes, where the GPU idled because nothing was launched; None on a CPU."""
     modules_ms: dict[str, Spread]
@@ -108,8 +115,9 @@ class TargetStages:
     """The captured steps, ascending."""
     step_time_ms: Spread | None
     """Milliseconds of a step; None where no step is whole."""
-    step_time_basis: str
-    """How that was measured, in words."""
+    step_time_basis: Basis
+    """How that was measured: from the first stage's start to the last stage's end (``one_clock``), so for each replica
+    by itself (``of_replicas``), or, without a common clock, as the longest stage's own range (``longest_stage``)."""
     stages: tuple[Stage, ...]
     """By pipeline rank; those that were captured."""
     unjudgeable: str | None
@@ -177,8 +185,14 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
 
 def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
     by_stage = grouped(calls, lambda call: call.stage)
-    steps = {key: lay_out(step, findings) for key, step in grouped(calls, lambda call: call.key).items()}
-    uncertain = [step.uncertain_ns for step in steps.values() if step.uncertain_ns is not None]
+    apart = _by_themselves(calls)
+
+    def pipeline(call: Call) -> tuple[int, int, int]:
+        return (*call.key, call.metadata.coords.dp if apart else 0)
+
+    laid_out = {key: lay_out(step, findings) for key, step in grouped(calls, pipeline).items()}
+    steps = list(laid_out.values())
+    uncertain = [step.uncertain_ns for step in steps if step.uncertain_ns is not None]
     if uncertain:
         worst_ms = max(uncertain) / 1e6
         findings.warn(f"the clocks of the stages' hosts were aligned by their exchanges, to {worst_ms:.2g} ms")
@@ -192,7 +206,7 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
             f"Python collected garbage for {worst.collecting_ns / 1e6:.3g} ms of step {worst.step} on rank "
             f"{worst.rank}, for which others may have waited; with Megatron's --manual-gc all ranks collect at once"
         )
-    stages = tuple(_stage(pp, by_stage[pp], steps, findings) for pp in sorted(by_stage))
+    stages = tuple(_stage(pp, by_stage[pp], lambda call: laid_out[pipeline(call)], findings) for pp in sorted(by_stage))
     tokens = [count for call in calls for count in _tokens(call)]
     return TargetStages(
         target=first.label,
@@ -202,8 +216,8 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         forward_only=first.forward_only,
         microbatches=counts.pop() if len(counts) == 1 else None,
         steps=tuple(sorted({call.step for call in calls})),
-        step_time_ms=Spread.of([step.ms for step in steps.values() if step.ms is not None]),
-        step_time_basis=ONE_CLOCK if all(step.one_clock for step in steps.values()) else LONGEST,
+        step_time_ms=Spread.of([step.ms for step in steps if step.ms is not None]),
+        step_time_basis=(OF_REPLICAS if apart else ONE_CLOCK) if all(step.one_clock for step in steps) else LONGEST,
         stages=stages,
         imbalance=None if findings.unjudgeable else imbalance(stages, sizes),
         unjudgeable=findings.unjudgeable,
@@ -222,6 +236,15 @@ def imbalance(stages: Sequence[Stage], sizes: ParallelSizes) -> float | None:
     return max(compute) / statistics.fmean(compute)
 
 
+def _by_themselves(calls: Sequence[Call]) -> bool:
+    """Whether each of several replicas is a step of its own: those that reduce no gradients do not wait for each other,
+    and each was captured on all stages that any was."""
+    if not calls[0].forward_only or calls[0].label == WHOLE_STEP or len({c.metadata.coords.dp for c in calls}) == 1:
+        return False
+    replicas = grouped(calls, lambda call: (*call.key, call.metadata.coords.dp)).values()
+    return all({call.stage for call in own} == {call.stage for call in calls} for own in replicas)
+
+
 def _tokens(call: Call) -> list[int]:
     """Returns the tokens of its microbatches; the metadata have those of the window's first call."""
     metadata = call.metadata
@@ -230,7 +253,7 @@ def _tokens(call: Call) -> list[int]:
     return [tokens for tokens in metadata.tokens or () if tokens is not None]
 
 
-def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Findings) -> Stage:
+def _stage(pp: int, calls: list[Call], step_of: _StepOf, findings: Findings) -> Stage:
     for call in calls:
         _explain(call, pp, findings)
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
@@ -243,9 +266,9 @@ def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Fi
     hosted = [call for call in on_gpu if not call.replayed]
     of_one_pass = [] if calls[0].label == WHOLE_STEP else [call for call in calls if call.phases]
     apart = [] if combined else of_one_pass
-    bubbles = [(bubble, step) for call in measured if (bubble := (step := steps[call.key]).bubble(call))]
+    bubbles = [(bubble, step) for call in measured if (bubble := (step := step_of(call)).bubble(call))]
     lasted = sum(step.ms or 0.0 for _, step in bubbles)
-    met = [step.met[call.rank] for call in on_gpu if call.rank in (step := steps[call.key]).met]
+    met = [step.met[call.rank] for call in on_gpu if call.rank in (step := step_of(call)).met]
     if on_gpu and calls[0].metadata.sizes.pp > 1 and len(met) < len(on_gpu):
         findings.note(UNMET, pp)
     return Stage(
@@ -255,7 +278,7 @@ def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Fi
         forward_ms=_of_passes(separate, ranges.FORWARD, "pass_ns"),
         backward_ms=_of_passes(separate, ranges.BACKWARD, "pass_ns"),
         compute_ms=Spread.of([sum(phase.compute_ns for phase in call.phases) / 1e6 for call in measured]),
-        exposed_ms=_exposed(whole, steps),
+        exposed_ms=_exposed(whole, step_of),
         bubble_ms=Spread.of([bubble.total / 1e6 for bubble, _ in bubbles]),
         bubble_fraction=sum(bubble.total for bubble, _ in bubbles) / 1e6 / lasted if lasted else None,
         forward_per_microbatch_ms=Spread.of(_per_microbatch(apart, ranges.FORWARD)),
@@ -265,8 +288,9 @@ def _stage(pp: int, calls: list[Call], steps: dict[_StepKey, Step], findings: Fi
             "steady_ms": _spread([bubble.steady for bubble, _ in bubbles]),
             "cooldown_ms": _spread([bubble.cooldown for bubble, _ in bubbles]),
         },
-        dp_tail_ms=_spread([steps[call.key].tail_ns(call) for call in whole]),
+        dp_tail_ms=_spread([step_of(call).tail_ns(call) for call in whole]),
         pp_waiting_ms=_spread([each.waiting_ns for each in met]) if len(met) == len(on_gpu) else None,
+        gradients_ms=_spread([step_of(call).gradients_ns(call) for call in whole]),
         host_bound_ms=_spread([total(call.gpu.host_bound) for call in on_gpu if call.gpu]),
         host_ms={kind: _of_passes([] if combined else hosted, kind, "duration_ns") for kind in ranges.PASSES[:2]},
         modules_ms=_modules(calls),
@@ -307,8 +331,8 @@ def _spread(nanoseconds: list[int | None]) -> Spread | None:
     return Spread.of([ns / 1e6 for ns in nanoseconds if ns is not None]) if None not in nanoseconds else None
 
 
-def _exposed(calls: list[Call], steps: dict[_StepKey, Step]) -> dict[str, Spread | None]:
-    return {group: _spread([steps[call.key].exposed_ns(call, group) for call in calls]) for group in GROUPS}
+def _exposed(calls: list[Call], step_of: _StepOf) -> dict[str, Spread | None]:
+    return {group: _spread([step_of(call).exposed_ns(call, group) for call in calls]) for group in GROUPS}
 
 
 def _parts(passes: Iterable[MeasuredPass]) -> dict[int, list[MeasuredPass]]:

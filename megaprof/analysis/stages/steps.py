@@ -83,6 +83,16 @@ class Step:
             return known - total(self.waited.get(rank, intervals(())))
         return known
 
+    def gradients_ns(self, call: Call) -> int | None:
+        """Work outside of passes, as finalising gradients is: what neither exposed communication nor waiting has."""
+        if call.gpu is not None:
+            return call.gpu.outside_ns
+        if call.has_kernels:
+            return None
+        # With data parallelism all of it counts as that group's communication.
+        own = total(call.finalize) - total(self.waited.get(call.rank, intervals(())))
+        return own if call.metadata.sizes.dp == 1 else 0
+
     def tail_ns(self, call: Call) -> int | None:
         """Data-parallel communication after the last pass, nothing computing beside it."""
         if call.gpu is not None:

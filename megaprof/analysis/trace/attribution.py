@@ -57,6 +57,8 @@ class Attribution:
     """The data-parallel part of that after the last computation; None where it is undecided."""
     busy: Intervals
     """When this rank did not wait for another stage, gaps inside passes included; disjoint."""
+    outside_ns: int
+    """How long it computed for none of its passes, as for scaling gradients behind the last one."""
     host_bound: Intervals
     """When it idled in a pass because nothing was launched; disjoint."""
     pipeline: Intervals
@@ -109,6 +111,7 @@ def attribute(
         undecided=undecided,
         tail=None if "dp" in undecided else tail,
         busy=intersection(union(np.concatenate((work, host_bound))), whole),
+        outside_ns=total(difference(union(gpu.spans[compute & (owner == _NOBODY)]), union(rows))),
         host_bound=host_bound,
         pipeline=difference(union(communication["pp"]), computing),
         exchanges=_exchanges(gpu, own & (use == PP), exchanges),

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.stages.stages import LONGEST, ONE_CLOCK, measure
+from megaprof.analysis.diagnosis.files import tables_in
+from megaprof.analysis.stages.stages import LONGEST, OF_REPLICAS, ONE_CLOCK, measure
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace
@@ -108,6 +109,20 @@ class TestNumbers:
         trace.write(tmp_path)
         assert only(tmp_path).stages[0].bubble_ms.mean == 15
 
+    @pytest.mark.parametrize("dp", [1, 2])
+    def test_the_parts_of_a_step_add_up_to_it(self, tmp_path, dp):
+        # Two stages of 120 each, one behind the other by 10; gradients are finalised for 25 behind each.
+        for pp in range(2):
+            trace = plain_stage(pp, 2, 10, 20, start=10 * pp, sizes={"dp": dp})
+            trace.call(10 * pp, 145)
+            del trace.events[-2]
+            trace.event("megaprof/finalize_grads", 120 + 10 * pp, 25)
+            trace.write(tmp_path)
+        target = only(tmp_path)
+        for stage in target.stages:
+            parts = (stage.compute_ms, stage.bubble_ms, stage.gradients_ms, stage.exposed_ms["dp"])
+            assert sum(part.mean for part in parts) == target.step_time_ms.mean == 155
+
     def test_without_a_pipeline_there_is_no_bubble(self, tmp_path):
         trace = plain_stage(0, 1, 10, 20)
         trace.call(0, 500)
@@ -116,6 +131,24 @@ class TestNumbers:
         stage = only(tmp_path).stages[0]
         assert (stage.bubble_ms.mean, stage.bubble_fraction) == (0, 0)
         assert stage.exposed_ms["pp"].mean == 0
+
+    def test_replicas_of_a_log_prob_pass_that_run_at_different_times_have_a_step_each(self, tmp_path):
+        # Replica 1 begins a second later, and takes twice as long.
+        for dp, ms in enumerate((10, 20)):
+            for pp in range(2):
+                coords = {"rank": 2 * pp + dp, "dp": dp}
+                start = 1000 * dp + ms * pp
+                plain_stage(pp, 2, ms, 0, start=start, target="train_log_probs", sizes={"dp": 2}, coords=coords).write(
+                    tmp_path
+                )
+        target = only(tmp_path)
+        assert (target.step_time_basis, target.unjudgeable) == (OF_REPLICAS, None)
+        assert (target.step_time_ms.min, target.step_time_ms.max) == (50, 100)
+        for stage in target.stages:
+            assert (stage.bubble_ms.min, stage.bubble_ms.max) == (10, 20)
+        (table,) = tables_in(tmp_path).values()
+        assert (table.length.tolist(), table.lengths.tolist()) == ([100], [[50, 100]])
+        assert table.entry.tolist() == [[[0, 10], [0, 20]]], "no rank enters late because its replica began later"
 
     def test_combined_passes_count_as_compute_and_are_not_split(self, tmp_path):
         trace = TraceBuilder(microbatches=2)
