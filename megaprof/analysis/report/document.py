@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Fleet
@@ -25,6 +26,13 @@ from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.phrases import of_several
 from megaprof.version import __version__
+
+
+def plain_number(value: Any) -> Any:
+    """Returns a number of numpy's as one of Python's, for msgspec. Raises NotImplementedError for anything else."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a report holds {type(value).__name__}")
 
 
 class NotAReport(ValueError):
@@ -175,7 +183,8 @@ class Report(Document):
 
     def json(self) -> bytes:
         """Returns the document as JSON."""
-        return msgspec.json.encode(Document(**{each.name: getattr(self, each.name) for each in fields(Document)}))
+        document = Document(**{each.name: getattr(self, each.name) for each in fields(Document)})
+        return msgspec.json.encode(document, enc_hook=plain_number)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the same as plain data: strings, finite numbers, lists, dicts and None."""

@@ -129,8 +129,6 @@ class TargetStages:
     not known or ``unjudgeable`` says why."""
     framework: str | None = None
     """The host that trained; None for another one."""
-    tokens: tuple[int, int] | None = None
-    """The fewest and the most tokens of a microbatch; None where the traces do not say."""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -207,7 +205,6 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
             f"{worst.rank}, for which others may have waited; with Megatron's --manual-gc all ranks collect at once"
         )
     stages = tuple(_stage(pp, by_stage[pp], lambda call: laid_out[pipeline(call)], findings) for pp in sorted(by_stage))
-    tokens = [count for call in calls for count in _tokens(call)]
     return TargetStages(
         target=first.label,
         role=first.role,
@@ -223,7 +220,6 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
         framework=first.metadata.framework,
-        tokens=(min(tokens), max(tokens)) if tokens else None,
     )
 
 
@@ -243,14 +239,6 @@ def _by_themselves(calls: Sequence[Call]) -> bool:
         return False
     replicas = grouped(calls, lambda call: (*call.key, call.metadata.coords.dp)).values()
     return all({call.stage for call in own} == {call.stage for call in calls} for own in replicas)
-
-
-def _tokens(call: Call) -> list[int]:
-    """Returns the tokens of its microbatches; the metadata have those of the window's first call."""
-    metadata = call.metadata
-    if call.label != metadata.target or call.step != metadata.steps[0] or call.index:
-        return []
-    return [tokens for tokens in metadata.tokens or () if tokens is not None]
 
 
 def _stage(pp: int, calls: list[Call], step_of: _StepOf, findings: Findings) -> Stage:

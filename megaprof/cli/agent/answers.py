@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from megaprof.analysis.report import sentences
-from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.document import Report, TargetReport, plain_number
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.stages.words import mean, title
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
@@ -51,7 +51,7 @@ def of_layouts(directory: str, run: int | None) -> dict[str, Any]:
         "headline": [
             f"{title(*each.key)}: {each.advice.plain if each.advice else 'nothing is predicted'}" for each in targets
         ],
-        "targets": [{name: msgspec.to_builtins(getattr(each, name)) for name in names} for each in targets],
+        "targets": [{name: msgspec.to_builtins(getattr(each, name), enc_hook=plain_number) for name in names} for each in targets],
     }
 
 
