@@ -51,7 +51,10 @@ def of_layouts(directory: str, run: int | None) -> dict[str, Any]:
         "headline": [
             f"{title(*each.key)}: {each.advice.plain if each.advice else 'nothing is predicted'}" for each in targets
         ],
-        "targets": [{name: msgspec.to_builtins(getattr(each, name), enc_hook=plain_number) for name in names} for each in targets],
+        "targets": [
+            {name: msgspec.to_builtins(getattr(each, name), enc_hook=plain_number) for name in names}
+            for each in targets
+        ],
     }
 
 
