@@ -130,7 +130,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> tuple
         candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
         best=advised,
         host_options=options_of(calls[0].metadata.framework, calls[0].role, advised.flags) if advised else None,
-        advice=_advice([each.prediction for each in compared], advised, alike, run.step_ms, more),
+        advice=_advice([each.prediction for each in compared], advised, alike, run, more),
         alike=alike,
         capture=_capture(table, more) if more else None,
     )
@@ -274,19 +274,21 @@ def _capture(table: Table, more: int) -> str:
 
 
 def _advice(
-    compared: Sequence[Prediction], best: Prediction | None, alike: Sequence[str], measured_ms: float, more: int
+    compared: Sequence[Prediction], best: Prediction | None, alike: Sequence[str], run: Examined, more: int
 ) -> str:
     """``compared``: layouts with the captured number of chunks, the shortest first."""
     if best is not None:
         as_good = f"; {' and '.join(alike)} cannot be told apart from it" if alike else ""
-        return f"{best.what}: {_gains(best, measured_ms)}{as_good}"
+        return f"{best.what}: {_gains(best, run.step_ms)}{as_good}"
     if not compared:
         return "no other layout of these layers exists with as many stages and chunks"
     first = compared[0]
     if first.fits is False and _surely(first):
         return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
     if more:
-        return f"whether {first.what} would be quicker is not sure: {_times(first)}; {more} more steps would tell"
+        steps = len(run.table.steps)
+        tell = f"it takes {steps + more} steps to tell, and these are {steps}"
+        return f"whether {first.what} would be quicker is not sure: {_times(first)}; {tell}"
     if first.speedup >= 1.0 + LEAST:
         return f"no other layout is surely better: {first.what} would be {_times(first)}"
     least = f"no other split of the layers gains {LEAST:.0%}"
