@@ -28,6 +28,7 @@ from megaprof.cli.merge import Answer as Merged
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.topology import ParallelSizes
+from megaprof.tune.state import Tuning
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -44,6 +45,7 @@ def schemas() -> dict[str, dict[str, Any]]:
             "report": Document,
             "status": _status(),
             "trigger": Captured,
+            "tune": Tuning,
             "watch": Look,
         }.items()
     }
@@ -96,7 +98,7 @@ def _type(value: dict[str, Any]) -> str:
 
 def _status() -> Any:
     culprit = _shape(
-        "Culprit",
+        "WaitedFor",
         rank=(int, "Its number."),
         silent=(bool, "Whether it gives no sign of life."),
         gone=(bool, "Whether its process does not exist any more."),
@@ -127,6 +129,7 @@ def _status() -> Any:
             GenericAlias(tuple, (culprit, ...)),
             "Whom the job waits for, those that keep most others waiting first.",
         ),
+        collectives=(Hang | None, "Which collectives it waits in; null where it runs, or its ranks do not say."),
         status=(GenericAlias(tuple, (status, ...)), "Every rank that was heard."),
     )
 

@@ -26,7 +26,7 @@ _IN_BRIEF = 3
 #: What costs less than this part of a step in which it is not there costs nothing there.
 _HARDLY = 0.002
 #: Of more captured steps than this nobody thinks.
-_MANY_STEPS = 100
+MANY_STEPS = 100
 #: Microbatches that differ by less than this factor are the same.
 _ALIKE = 1.005
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
@@ -147,7 +147,7 @@ def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, capt
         f"{_interval(cause.price.low, cause.price.high)}."
     )
     wanted = diagnosis.steps + cause.more_steps
-    if cause.more_steps > _MANY_STEPS or (not captured and wanted > STEPS):
+    if cause.more_steps > MANY_STEPS or (not captured and wanted > STEPS):
         return Finding("perhaps", "open", f"{text} The steps differ too much to tell with a few more of them.")
     # Nothing here knows whether the job runs on: what it takes is said of any run like it.
     text += f" It takes {counted(wanted, 'step')} to tell, and these are {diagnosis.steps}"

@@ -90,7 +90,10 @@ class TargetReport(TargetStages):
             captured=captured,
             what_if=what_if,
             fleet=fleet,
-            findings=causes.findings(measured, diagnosis, withheld, asked, captured=captured),
+            findings=(
+                *causes.findings(measured, diagnosis, withheld, asked, captured=captured),
+                *sentences.of_packing(what_if, measured.framework, measured.sizes.cp),
+            ),
             advice=sentences.of_what_if(what_if, measured.framework),
             ends=() if fleet is None else sentences.ends(fleet),
             changes=() if fleet is None else sentences.changes(fleet, job),

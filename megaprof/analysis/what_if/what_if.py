@@ -29,6 +29,7 @@ from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, He
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.memory import measured as measured_memory
+from megaprof.analysis.what_if.packing import packed, plans
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
@@ -71,6 +72,11 @@ class WhatIf:
     """That as a sentence."""
     mended: tuple[int, ...] = ()
     """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
+    packings: tuple[Prediction, ...] = ()
+    """The same sequences in other microbatches, the quickest first, and behind them what no packing can beat; empty
+    where microbatches do not differ, or their sequences were not captured."""
+    most_tokens: int | None = None
+    """Tokens of the sequences of a microbatch, at most, that memory was seen to hold; no packing above has more."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
     host_options: tuple[str, ...] | None = None
@@ -98,6 +104,8 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> tuple
         rendezvous=run.replay.rendezvous,
         p2p_ms=steps.p2p_ms,
     )
+    if _differ(diagnosis) and (known_sequences := packed(run)) is not None:
+        replayed = replace(replayed, packings=tuple(plans(known_sequences)), most_tokens=known_sequences.most)
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
         return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
@@ -135,6 +143,12 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> tuple
         capture=_capture(table, more) if more else None,
     )
     return found, known
+
+
+def _differ(diagnosis: Diagnosis) -> bool:
+    """Whether microbatches or replicas differ in what they are given."""
+    found = diagnosis.lengths
+    return found is not None and max(found.squares, found.tokens_ratio) > 1.0 + LEAST
 
 
 def withheld(reason: str) -> WhatIf:
@@ -214,16 +228,20 @@ def _modules(
 ) -> Iterable[tuple[str, tuple[float, ...]]]:
     """What ranges say that the parts of a chunk take, in milliseconds by kind of pass; of each layer by itself."""
     numbers = held.layer_numbers if held.layer_numbers is not None else (None,) * len(kinds)
-    wanted: list[tuple[str, str, int | None]]
-    wanted = [(kind, ranges.LAYER, number) for kind, number in zip(kinds, numbers, strict=True) if number is not None]
-    wanted += [(MTP, ranges.MTP_LAYER, number) for number in range(1, (held.mtp or 0) + 1)]
-    wanted += [(EMBEDDING, ranges.EMBEDDING, None)] * bool(held.embedding)
-    wanted += [(LOSS, ranges.OUTPUT_LAYER, None)] * bool(held.loss)
-    for name, label, number in wanted:
+    wanted: list[tuple[str, tuple[str, ...], int | None]]
+    wanted = [
+        (kind, (ranges.LAYER,), number) for kind, number in zip(kinds, numbers, strict=True) if number is not None
+    ]
+    wanted += [(MTP, (ranges.MTP_LAYER,), number) for number in range(1, (held.mtp or 0) + 1)]
+    # An encoder stays where the embedding is, and costs as it does.
+    wanted += [(EMBEDDING, (ranges.EMBEDDING, *ranges.ENCODERS), None)] * bool(held.embedding)
+    wanted += [(LOSS, (ranges.OUTPUT_LAYER,), None)] * bool(held.loss)
+    for name, labels, number in wanted:
         passes = []
         for kind in ((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))[: 1 if forward_only else 2]:
             each = [
                 [ns for call in calls for ns in call.modules.get(ModuleKey(label, number, None, one), ())]
+                for label in labels
                 for one in kind
             ]
             if each[0]:

@@ -181,8 +181,8 @@ def test_a_prediction_is_compared_with_steps_of_its_own_kind(tmp_path):
     plain = only(compare(before, after)).prediction
     (target,) = before.targets
     spread = target.measured.step_time_ms
-    longer = replace(target.measured, step_time_ms=replace(spread, mean=spread.mean + 300.0))
-    closing = replace(before, targets=(replace(target, measured=longer),))
+    longer = replace(target, step_time_ms=replace(spread, mean=spread.mean + 300.0))
+    closing = replace(before, targets=(longer,))
     kept = only(compare(closing, after)).prediction
     assert (kept.measured, kept.error, kept.inside) == (plain.measured, plain.error, True)
     assert kept.before_ms / kept.measured_ms == kept.measured
