@@ -77,9 +77,9 @@ docs: .venv/docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv/docs/bin/mkdocs build --strict $(ARGS)
 	.venv/docs/bin/python -m tests.gallery build/site/gallery --ranks $(or $(RANKS),2048)
 
-# docs/schemas, from the dataclasses.
+# docs/schemas and docs/json.md, from the dataclasses.
 schemas: .venv/ready
-	$(BIN)/python -m megaprof.cli.schemas docs/schemas
+	$(BIN)/python -m megaprof.cli.schemas docs
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from megaprof.cli import CommandError
 from megaprof.cli.inputs import add_input_option, heed_input_option
@@ -14,7 +15,7 @@ from megaprof.formats.remote import Unreachable, place
 
 if TYPE_CHECKING:
     from megaprof.analysis.report.diff import Diff
-    from megaprof.analysis.report.document import Report
+    from megaprof.analysis.report.document import Document
 
 EXAMPLES = (
     "megaprof diff traces-before traces-after",
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     diff = compared(arguments.before, arguments.after)
     if arguments.json:
-        sys.stdout.write(json.dumps(diff.to_json(), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(diff), indent=2).decode() + "\n")
     else:
         from rich.console import Console
 
@@ -56,22 +57,18 @@ def compared(before: Path, after: Path) -> Diff:
         raise CommandError(f"{before} and {after}: {fault}") from None
 
 
-def _report(path: Path) -> Report:
-    from megaprof.analysis.report.document import Report
+def _report(path: Path) -> Document:
+    from megaprof.analysis.report.document import Document
     from megaprof.analysis.report.report import NothingToReport, analyze
     from megaprof.formats.inputs import read_input
 
     try:
         if path.is_file() and not path.name.endswith((".pt.trace.json", ".gz", ".sqlite", ".nsys-rep")):
-            return Report.from_json(json.loads(read_input(path), parse_constant=_unknown), path)
+            return Document.from_json(read_input(path))
         return analyze(path)
     except NothingToReport as fault:
         raise CommandError(str(fault)) from None
     except Unreachable:
         raise
-    except (OSError, ValueError, RecursionError, MemoryError) as fault:
+    except (OSError, ValueError, MemoryError) as fault:
         raise CommandError(f"{path} cannot be read as the JSON of a report: {fault}") from None
-
-
-def _unknown(constant: str) -> None:
-    """What another tool wrote as NaN or Infinity."""

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from megaprof.cli import CommandError, UsageError, browser
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
 from megaprof.formats.files import appearing
@@ -29,7 +31,7 @@ EXAMPLES = (
     "megaprof report traces",
     "megaprof report traces --open",
     "megaprof report traces --html report.html",
-    "megaprof report traces --json - | jq '.targets[0].causes'",
+    "megaprof report traces --json - | jq '.targets[0].diagnosis.causes'",
     "megaprof report step20.nsys-rep --tp 8 --pp 4",
 )
 
@@ -185,7 +187,7 @@ def analyzed(
 
 
 def _json(report: Report) -> str:
-    return json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
+    return msgspec.json.format(report.json(), indent=2).decode() + "\n"
 
 
 def _html(report: Report) -> str:

@@ -30,7 +30,7 @@ from starlette.routing import Route
 
 from megaprof.analysis.report import html
 from megaprof.analysis.report.diff import NothingToCompare, compare
-from megaprof.analysis.report.document import TargetReport
+from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.control.directory import parts_with_a_run
 from megaprof.formats.files import Unsafe
 from megaprof.formats.job.requests import Refused
@@ -123,8 +123,8 @@ class Pages:
         if isinstance(capture, Response):
             return capture
         targets = capture.report.targets
-        number, target = _chosen(request, targets)
-        known = None if target is None else target.what_if.by_hand
+        number, target = _chosen(request, capture.report)
+        known = None if target is None else capture.report.by_hand[number]
         shared: dict[str, Any] = {"place": place, "targets": targets, "number": number, "target": target}
         if target is None or known is None:
             return _page("what_if.html", **shared, answer=None, data=None)
@@ -139,8 +139,8 @@ class Pages:
             capture = await self._captures.get(place, pages.links_of(place))
         except Unreadable as fault:
             return JSONResponse({"fault": str(fault)})
-        number, target = _chosen(request, capture.report.targets)
-        known = None if target is None else target.what_if.by_hand
+        number, target = _chosen(request, capture.report)
+        known = None if target is None else capture.report.by_hand[number]
         if target is None or known is None:
             raise _Missing
 
@@ -350,12 +350,12 @@ def _refused(message: str, status: int = 403) -> Response:
     return PlainTextResponse(f"megaprof: {message}\n", status)
 
 
-def _chosen(request: Request, targets: tuple[TargetReport, ...]) -> tuple[int, TargetReport | None]:
+def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None]:
     """The target that is asked for; without one the first that can be changed by hand."""
-    text = request.query_params.get("t", "")
+    text, targets = request.query_params.get("t", ""), report.targets
     if text.isascii() and text.isdecimal() and int(text[:6]) < len(targets):
         return int(text[:6]), targets[int(text[:6])]
-    able = next((place for place, each in enumerate(targets) if each.what_if.by_hand is not None), 0)
+    able = next((place for place, each in enumerate(report.by_hand) if each is not None), 0)
     return able, targets[able] if targets else None
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report import sentences
 
 
+def of_fleet(fleet: Fleet) -> tuple[sentences.Finding, ...]:
+    """What happened over the whole run."""
+    return (*sentences.ends(fleet), *sentences.changes(fleet, Path("job")))
+
+
 def findings(fleet: Fleet) -> tuple[str, ...]:
-    return tuple(finding.plain for finding in sentences.of_fleet(fleet))
+    return tuple(finding.plain for finding in of_fleet(fleet))
 
 
 def notes(fleet: Fleet) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def report(directory: Path, out: Path) -> tuple[dict[str, float], list[dict[str,
     seconds, used, megabytes = run("report", directory, "--json", out)
     (target,) = json.loads(out.read_text())["targets"]
     cost = {"seconds": round(seconds, 2), "cpu_seconds": round(used, 2), "rss_mb": round(megabytes)}
-    return cost, [cause for cause in target["causes"] if cause["ranks"]], target["diagnosed_steps"]
+    return cost, [cause for cause in target["diagnosis"]["causes"] if cause["ranks"]], target["diagnosis"]["steps"]
 
 
 def truth(found: list[dict[str, Any]], world: WorldLayout, injected: list[Slow], apart: int) -> tuple[int, int]:

@@ -42,12 +42,12 @@ def test_json_has_the_fleet_and_html_shows_the_same(timelines: Path, tmp_path: P
     assert run.returncode == 0
     (target,) = json.loads(run.stdout)["targets"]
     fleet = target["fleet"]
-    assert fleet["ranks"] == 8
-    slow = target["causes"][0]
-    assert (slow["kind"], slow["rank"], slow["stage"]) == ("slow_rank", 5, 1)
+    assert fleet["coverage"]["ranks"] == 8
+    slow = target["diagnosis"]["causes"][0]
+    assert (slow["kind"], slow["ranks"], slow["stage"]) == ("slow_rank", [5], 1)
     assert 20 <= slow["since"] <= 22
     assert [stage["pp"] for stage in fleet["stages"]] == [0, 1]
-    assert len(fleet["buckets"]) == len(fleet["step_ms"]) == len(fleet["stages"][0]["compute_ms"]) == 60
+    assert len(fleet["buckets"]) == len(fleet["times"]["step_ms"]) == len(fleet["stages"][0]["compute_ms"]) == 60
     text = page.read_text()
     assert "Rank 5 (stage 1, node-0000) computes " in text
     assert "The whole run: 8 ranks, steps 0-59" in text
@@ -67,7 +67,8 @@ def test_one_file_is_a_directory_of_one(timelines: Path) -> None:
     run = megaprof("report", sorted(timelines.iterdir())[3], "--json", "-")
     assert run.returncode == 0
     (target,) = json.loads(run.stdout)["targets"]
-    assert (target["fleet"]["ranks"], target["fleet"]["missing"]) == (1, [0, 1, 2, 4, 5, 6, 7])
+    coverage = target["fleet"]["coverage"]
+    assert (coverage["ranks"], coverage["missing"]) == (1, [0, 1, 2, 4, 5, 6, 7])
 
 
 def test_only_damaged_timelines_are_one_line_and_exit_code_1(timelines: Path) -> None:

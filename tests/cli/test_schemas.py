@@ -23,8 +23,9 @@ COMMANDS = ("diff", "export", "hang", "merge", "report", "status", "trigger", "t
 def test_the_schemas_are_up_to_date(tmp_path: Path) -> None:
     schemas.write(tmp_path)
     documented = {path.name: path.read_text() for path in (ROOT / "docs" / "schemas").iterdir()}
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == documented, "make schemas"
+    assert {path.name: path.read_text() for path in (tmp_path / "schemas").iterdir()} == documented, "make schemas"
     assert documented.keys() == {f"{command}.json" for command in COMMANDS}
+    assert (tmp_path / "json.md").read_text() == (ROOT / "docs" / "json.md").read_text(), "make schemas"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -98,7 +98,7 @@ def test_run_without_an_edit_and_resume(checkout: Path, tmp_path: Path) -> None:
     assert names(out) == stages("evaluate.step000000", "train_actor.step000004")
     reported = trained(out)
     assert reported["slowest_stage"] == 0
-    assert any(cause["kind"] == "layers" for cause in reported["causes"])
+    assert any(cause["kind"] == "layers" for cause in reported["diagnosis"]["causes"])
 
     pretrain(
         checkout,
@@ -124,7 +124,7 @@ def test_tensor_parallel_stages(checkout: Path, tmp_path: Path) -> None:
     assert sorted(path.name.rpartition("rank")[2][:5] for path in out.iterdir()) == ["00000", "00000", "00002", "00002"]
     reported = trained(out)
     assert (reported["sizes"]["tp"], reported["sizes"]["pp"]) == (2, 2)
-    assert [chunk["layers"] for stage in reported["stages"] for chunk in stage["chunks"]] == [2, 6]
+    assert [chunk["holds"]["layers"] for stage in reported["stages"] for chunk in stage["chunks"]] == [2, 6]
 
 
 def test_with_the_patch(checkout: Path, tmp_path: Path) -> None:

@@ -119,14 +119,13 @@ def report(directory: Path) -> dict[tuple[str, str | None], dict[str, Any]]:
 
 def layers(target: Mapping[str, Any]) -> list[int]:
     """Decoder layers of each stage."""
-    return [sum(chunk["layers"] for chunk in stage["chunks"]) for stage in target["stages"]]
+    return [sum(chunk["holds"]["layers"] for chunk in stage["chunks"]) for stage in target["stages"]]
 
 
 def finds_the_first_stage_slow(target: Mapping[str, Any]) -> bool:
     """Whether the report has the stage that was built slow as the slowest. On a machine whose cores the ranks share it
     may take that for chance, and say so; it may not name another one."""
     quickest = [
-        sum(stage["per_microbatch"][f"{kind}_ms"]["min"] for kind in ("forward", "backward"))
-        for stage in target["stages"]
+        sum(stage[f"{kind}_per_microbatch_ms"]["min"] for kind in ("forward", "backward")) for stage in target["stages"]
     ]
     return quickest[0] > 1.5 * quickest[1] and target["imbalance"] > 1 and target["slowest_stage"] in (0, None)

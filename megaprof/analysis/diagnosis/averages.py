@@ -8,20 +8,31 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import LONGEST, OF_REPLICAS, ONE_CLOCK, ChunkTimes, Stage, TargetStages
+from megaprof.analysis.stages.stages import (
+    LONGEST,
+    OF_REPLICAS,
+    ONE_CLOCK,
+    Basis,
+    ChunkTimes,
+    Stage,
+    TargetStages,
+    imbalance,
+)
 
 
 def averages(measured: TargetStages, table: Table) -> TargetStages:
     """``measured``, which holds what is known of a few steps, with the times of all steps of ``table``, on the same
     ranks."""
     replica = int(np.argwhere(table.ranks == measured.stages[0].ranks[0])[0, 0])
-    basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
+    basis: Basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
+    stages = tuple(_stage(stage, measured, table) for stage in measured.stages)
     return replace(
         measured,
         steps=tuple(sorted(set(table.steps.tolist()))),
         step_time_ms=_spread(table.lengths[:, replica]),
         step_time_basis=basis if table.clocks else LONGEST,
-        stages=tuple(_stage(stage, measured, table) for stage in measured.stages),
+        stages=stages,
+        imbalance=None if measured.unjudgeable else imbalance(stages, measured.sizes),
     )
 
 

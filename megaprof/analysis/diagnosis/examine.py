@@ -22,8 +22,11 @@ class Price:
     """Milliseconds of a step, with a 90 % interval."""
 
     ms: float
+    """What is likeliest."""
     low: float
+    """The lower end of the interval."""
     high: float
+    """Its upper end."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from megaprof.analysis.fleet.trends import (
 )
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.ranges import RangeName
+from megaprof.parallel.topology import ParallelSizes
 
 Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with each other
 
@@ -142,10 +143,12 @@ class Fleet:
     """One target and role on all its ranks, over the whole run. By bucket: one value for every stretch of steps, None
     where there is none."""
 
-    key: Key
-    """Target, role and parallel sizes."""
-    directory: Path
-    """Where the job writes, so that a capture can be asked for."""
+    target: str
+    """What was captured: ``train_actor``, ..."""
+    role: str | None
+    """``actor``, ``ref``, ...; None without roles."""
+    sizes: ParallelSizes
+    """The parallel sizes of the job."""
     coverage: Coverage
     """Ranks and steps that there are."""
     width: int
@@ -166,6 +169,11 @@ class Fleet:
     """Steps in which the job stood still, or in the middle of which it ended; they count for no time."""
 
     @property
+    def key(self) -> Key:
+        """Target, role and parallel sizes."""
+        return Key(self.target, self.role, self.sizes)
+
+    @property
     def stood_still(self) -> frozenset[int]:
         """The steps of `standstills`."""
         return frozenset(each.step for each in self.standstills)
@@ -178,12 +186,10 @@ class Fleet:
         return of_stages + [shift for _, shift in own.stage_synchronisation]
 
 
-def survey(reading: FleetReading, directory: Path) -> list[Fleet]:
-    """One `Fleet` for every target, role and set of sizes in ``reading``, of the job that writes to ``directory``."""
+def survey(reading: FleetReading) -> list[Fleet]:
+    """One `Fleet` for every target, role and set of sizes in ``reading``."""
     return [
-        _fleet(
-            key, series, reading.width.get(key[:2], 1), directory, partial(_longest, key, reading.files.get(key, {}))
-        )
+        _fleet(key, series, reading.width.get(key[:2], 1), partial(_longest, key, reading.files.get(key, {})))
         for key, series in reading.series.items()
         if series.ranks
     ]
@@ -193,9 +199,7 @@ def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: i
     return longest_pass(key, files.get(rank, ()), step)
 
 
-def _fleet(
-    key: Key, series: Series, width: int, directory: Path, place: Callable[[int, int], RangeName | None]
-) -> Fleet:
+def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], RangeName | None]) -> Fleet:
     ranks = sorted(series.ranks, key=lambda r: r.coords.rank)
     step_ms, buckets = _buckets(series, ranks, width)
     times = _times(series, step_ms, buckets)
@@ -214,8 +218,9 @@ def _fleet(
         at_most = _plain(low_median(_by_group(series.at_most, buckets)[1]))
         synchronisation = replace(synchronisation, at_most_ms=at_most)
     return Fleet(
-        key=key,
-        directory=directory,
+        target=key.target,
+        role=key.role,
+        sizes=key.sizes,
         coverage=_coverage(key, series, ranks, times.step),
         width=width,
         buckets=tuple(buckets.first.tolist()),

@@ -6,7 +6,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -41,8 +40,8 @@ class Exposed:
 class RankFacts:
     """One rank, from the first activity of its GPU to the last."""
 
-    path: Path
-    """Its file."""
+    file: str
+    """The name of its file."""
     rank: int | None
     """Global rank; None where nothing says it."""
     rank_from: str
@@ -160,7 +159,7 @@ def _facts(recording: Recording, axes: _Axes) -> RankFacts:
     ]
     lengths = (recording.steps[:, 1] - recording.steps[:, 0]).tolist()
     return RankFacts(
-        path=recording.path,
+        file=recording.path.name,
         rank=recording.rank,
         rank_from=recording.rank_from,
         span_ms=(end - start) / 1e6,

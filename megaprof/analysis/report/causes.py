@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.policy import LEAST, STEPS
@@ -35,18 +36,18 @@ def findings(
     measured: TargetStages,
     diagnosis: Diagnosis | None,
     withheld: str | None,
-    fleet: Fleet | None = None,
+    job: Path | None = None,
     *,
     captured: bool = True,
 ) -> tuple[Finding, ...]:
     """The verdict: the dearest cause first, then the others, what may be one, and what nobody can name.
 
-    ``withheld``: why there is no diagnosis; ``fleet``: of a job that can be asked for a capture; ``captured``:
-    whether the diagnosis is of captured steps, and not of timelines.
+    ``withheld``: why there is no diagnosis; ``job``: the directory in which its job can be asked for a capture;
+    ``captured``: whether the diagnosis is of captured steps, and not of timelines.
     """
     if diagnosis is None:
         return (Finding("no_verdict", "open", f"No cause of lost time is named: {withheld}."),)
-    found = [_finding(cause, measured, diagnosis, fleet) for cause in diagnosis.causes]
+    found = [_finding(cause, measured, diagnosis, job) for cause in diagnosis.causes]
     if not found:
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
@@ -130,11 +131,11 @@ def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
     return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
 
 
-def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, fleet: Fleet | None) -> Finding:
+def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
     text, command = f"{evidence(cause, measured)} {price(cause, diagnosis)}", None
-    if len(cause.ranks) > 1 and cause.kind == "slow_rank" and fleet is not None:
+    if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
         text += " A capture shows which of them it is:"
-        command = trigger(fleet, str(Selector.of_ranks(cause.ranks)))
+        command = trigger(job, measured.target, str(Selector.of_ranks(cause.ranks)))
     return Finding(cause.kind, "slow", text, command)
 
 

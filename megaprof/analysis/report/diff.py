@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.document import Document, TargetReport
+from megaprof.analysis.report.sentences import BASIS
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
@@ -138,12 +138,8 @@ class Diff:
     warnings: tuple[str, ...]
     """The targets that only one of them has, and what each capture's report warns of, in sentences."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
-        return asdict(self)
 
-
-def compare(before: Report, after: Report) -> Diff:
+def compare(before: Document, after: Document) -> Diff:
     """Compare two reports. Raises NothingToCompare."""
     old, new = _by_key(before), _by_key(after)
     common = [key for key in old if key in new]
@@ -163,7 +159,7 @@ def compare(before: Report, after: Report) -> Diff:
 _Key = tuple[str, str | None]
 
 
-def _by_key(report: Report) -> dict[_Key, TargetReport]:
+def _by_key(report: Document) -> dict[_Key, TargetReport]:
     found: dict[_Key, TargetReport] = {}
     for target in report.targets:
         found.setdefault(target.key, target)  # of several sizes the first
@@ -241,7 +237,8 @@ def _notes(before: TargetStages, after: TargetStages) -> list[str]:
             shown = [words.ABSENT if value is None else value for value in (old, new)]
             notes.append(f"{name} {shown[0]} -> {shown[1]}: stages and steps do not do the same work")
     if before.step_time_basis != after.step_time_basis:
-        notes.append(f"step times are not measured alike: {before.step_time_basis}; {after.step_time_basis}")
+        told = "; ".join(BASIS[each.step_time_basis] for each in (before, after))
+        notes.append(f"step times are not measured alike: {told}")
     return notes
 
 

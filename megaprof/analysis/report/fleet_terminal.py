@@ -9,7 +9,7 @@ from rich.console import Console
 
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.trends import Percentiles
-from megaprof.analysis.report import sentences
+from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.printing import number_columns, show_finding, table, text
 from megaprof.analysis.stages.words import ABSENT, number
 
@@ -19,15 +19,9 @@ _WIDTH = 20
 _MOST_STAGES = 16
 
 
-def show_ends(fleet: Fleet, console: Console) -> None:
-    """Print where the job stood still, and whose data end early: that comes before all else."""
-    for finding in sentences.ends(fleet):
-        show_finding(console, finding)
-
-
-def show_over_the_run(fleet: Fleet, console: Console) -> None:
+def show_over_the_run(target: TargetReport, fleet: Fleet, console: Console) -> None:
     """Print what changed over the run, percentiles, and how the times went."""
-    for finding in sentences.changes(fleet):
+    for finding in target.changes:
         show_finding(console, finding, quiet=True)
     made = table("over the run, ms per step", left=[""])
     number_columns(made, "ranks", "p50", "p95", "p99", "max")
@@ -46,7 +40,7 @@ def show_over_the_run(fleet: Fleet, console: Console) -> None:
     console.print(made)
     if len(shown) < len(fleet.stages):
         console.print(f"the slowest {len(shown)} of {len(fleet.stages)} stages; all are in the JSON", style="dim")
-    for note in sentences.notes_of(fleet):
+    for note in target.notes:
         console.print(text(note, "dim"))
 
 

@@ -27,6 +27,7 @@ from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
 from megaprof.analysis.trace.traces import UnreadableTrace
+from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import what_if, withheld
 from megaprof.formats.phrases import listed
 from megaprof.formats.remote import place
@@ -80,7 +81,7 @@ def analyze(
     warnings = [warning for reading in of_run for warning in reading.warnings]
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
     warnings += fleet.warnings_of_files()
-    fleets = survey(fleet, (path.parent if path.is_file() else path).absolute())
+    fleets = survey(fleet)
     found = {key: _diagnosed(table) for key, table in tables(calls, fleet, workers).items()}
     traced = {_key(call) for call in calls}
     calls += _details(fleet, fleets, tuple(calls), found)
@@ -88,16 +89,20 @@ def analyze(
         return foreign
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
-    targets = tuple(_target(measured, calls, traced, fleets, found) for measured in measure(calls))
+    job = (path.parent if path.is_file() else path).absolute()
+    told = [_target(measured, calls, traced, fleets, found, job) for measured in measure(calls)]
+    targets = tuple(target for target, _ in told)
     return Report(
-        path,
-        read,
-        targets,
-        together(warnings),
-        tuple(fleet.read),
-        tuple(_drawn(calls, targets)),
+        path=path,
+        source=str(path),
+        traces=read,
+        timelines=tuple(fleet.read),
+        targets=targets,
+        warnings=together(warnings),
         run=runs.chosen + 1,
         runs=runs.count,
+        drawn=tuple(_drawn(calls, targets)),
+        by_hand=tuple(by_hand for _, by_hand in told),
     )
 
 
@@ -128,7 +133,14 @@ def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int]) -> 
     if not recordings:
         return None
     files = dict.fromkeys(recording.path for recording in recordings)
-    return Report(path, tuple(files), (), together(warnings), foreign=facts_of(recordings, dict(sizes)))
+    return Report(
+        path=path,
+        source=str(path),
+        traces=tuple(files),
+        targets=(),
+        warnings=together(warnings),
+        foreign=facts_of(recordings, dict(sizes)),
+    )
 
 
 def together(warnings: Iterable[str]) -> tuple[str, ...]:
@@ -184,7 +196,7 @@ def _details(
 
 
 def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
-    latest = {target.key: target.measured.steps[-1] for target in targets if target.measured.steps}
+    latest = {target.key: target.steps[-1] for target in targets if target.steps}
     return (call for call in calls if latest.get((call.label, call.role)) == call.step)
 
 
@@ -194,20 +206,23 @@ def _target(
     traced: AbstractSet[Key],
     fleets: Sequence[Fleet],
     diagnosed: Mapping[Key, _Diagnosed],
-) -> TargetReport:
-    """``traced``: what traces tell of."""
+    job: Path,
+) -> tuple[TargetReport, ByHand | None]:
+    """The report on a target, and what answers for changes of it by hand. ``traced``: what traces tell of; ``job``: the
+    directory that the job writes to."""
     key = Key(measured.target, measured.role, measured.sizes)
     fleet = next((fleet for fleet in fleets if fleet.key == key), None)
     found = diagnosed.get(key, Unfit("no step was recorded whole"))
     if isinstance(found, Unfit):
         why = measured.unjudgeable or str(found)
-        return TargetReport(measured, None, withheld(why), why, fleet)
+        return TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None
     examined, diagnosis = found
     own = [call for call in calls if _key(call) == key]
     if key not in traced:
         measured = averages(measured, examined.table)
     captured = key in traced and set(examined.table.steps.tolist()) <= set(measured.steps)
-    return TargetReport(measured, diagnosis, what_if(examined, diagnosis, own), None, fleet, captured)
+    predicted, by_hand = what_if(examined, diagnosis, own)
+    return TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=captured), by_hand
 
 
 def _others(directory: Path) -> list[Path]:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
-from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.stages import Basis, TargetStages
 from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, sentence, spans, speedup, steps
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.layouts import options_of
 from megaprof.analysis.what_if.packing import switch_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standing, Standstill
@@ -40,6 +40,12 @@ FOREIGN_STAGES = (
 #: What a layout's letters mean, for those that have no shorter name.
 LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
 FROM_EXCHANGES = "stages, from exchanges, not from ranges"
+#: How a step was timed.
+BASIS: dict[Basis, str] = {
+    "one_clock": "from the first stage's start to the last stage's end",
+    "of_replicas": "each replica's own pass, from the first stage's start to the last stage's end",
+    "longest_stage": "the longest stage's own range",
+}
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
@@ -66,15 +72,14 @@ class Finding:
         return self.text if self.command is None else f"{self.text} `{self.command}`"
 
 
-def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = None) -> Finding | None:
-    """Which rank to mend, which layout to change to, with its flags and in the options of ``framework`` for ``role``,
-    or that none is better."""
+def of_what_if(found: WhatIf, framework: str | None = None) -> Finding | None:
+    """Which rank to mend, which layout to change to, with its flags and in the options of ``framework``, or that none
+    is better."""
     if found.advice is None:
         return None
     if found.best is None or found.best.kind == "no_straggler":
         return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice), found.capture)
-    own = options_of(framework, role, found.best.flags)
-    told = None if own is None else f"{framework}: {shlex.join(own)}"
+    told = None if found.host_options is None else f"{framework}: {shlex.join(found.host_options)}"
     return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags), told)
 
 
@@ -139,11 +144,6 @@ def facts(measured: TargetStages) -> list[str]:
     ]
 
 
-def of_fleet(fleet: Fleet) -> tuple[Finding, ...]:
-    """What happened over the whole run: where it stood still first, whose data end early, and what changed."""
-    return (*ends(fleet), *changes(fleet))
-
-
 def ends(fleet: Fleet) -> tuple[Finding, ...]:
     """Where it stood still, and whose data end early."""
     return (*of_standstills(fleet.standstills), *_ended(fleet))
@@ -189,10 +189,10 @@ def _standing(rank: Standing, verb: str) -> str:
     return f"{place} {verb} in {rank.phase}{microbatch}{chunk}"
 
 
-def changes(fleet: Fleet) -> tuple[Finding, ...]:
+def changes(fleet: Fleet, job: Path) -> tuple[Finding, ...]:
     """What took longer from some step on, what changed most first and what is over last: a measurement, which says
-    nothing of why."""
-    told = [*_slower_stages(fleet), *_synchronisation(fleet), *_steps(fleet)]
+    nothing of why. ``job``: the directory in which a capture can be asked for."""
+    told = [*_slower_stages(fleet, job), *_synchronisation(fleet, job), *_steps(fleet)]
     return tuple(finding for _, finding in sorted(told, key=lambda each: each[0]))
 
 
@@ -204,12 +204,12 @@ def _shifted(shift: Shift, kind: str, text: str, command: str | None = None) -> 
     return (shift.until is not None, shift.before_ms - shift.after_ms), Finding(kind, "slow", text, command)
 
 
-def _slower_stages(fleet: Fleet) -> Iterator[_Told]:
+def _slower_stages(fleet: Fleet, job: Path) -> Iterator[_Told]:
     for stage in fleet.stages:
         for shift in stage.shifts:
             if shift.change <= EXCESS:
                 continue
-            if fleet.key.sizes.pp == 1:
+            if fleet.sizes.pp == 1:
                 yield _shifted(shift, "slow_run", f"The compute of a step {_went(fleet, shift)}, on all ranks alike.")
                 continue
             text = (
@@ -218,22 +218,22 @@ def _slower_stages(fleet: Fleet) -> Iterator[_Told]:
                 f"{milliseconds(shift.after_ms)} per step instead of {milliseconds(shift.before_ms)}. A capture shows "
                 "why:"
             )
-            yield _shifted(shift, "slow_stage", text, trigger(fleet, f"pp={stage.pp}"))
+            yield _shifted(shift, "slow_stage", text, trigger(job, fleet.target, f"pp={stage.pp}"))
 
 
-def _synchronisation(fleet: Fleet) -> Iterator[_Told]:
+def _synchronisation(fleet: Fleet, job: Path) -> Iterator[_Told]:
     for shift in fleet.synchronisation.synchronisation_shifts:
         text = (
             f"Gradient synchronisation {_went(fleet, shift)}, even for the rank that comes last to it: {_COLLECTIVE}."
         )
         yield _shifted(shift, "slow_synchronisation", text)
     for pp, shift in fleet.synchronisation.stage_synchronisation:
-        tied = _TIED if pp in (0, fleet.key.sizes.pp - 1) else ""
+        tied = _TIED if pp in (0, fleet.sizes.pp - 1) else ""
         text = (
             f"Gradient synchronisation of stage {pp} {_went(fleet, shift)}, compared with that of the other stages: "
             f"{_COLLECTIVE}{tied}. A capture shows whether one of its ranks is slow:"
         )
-        yield _shifted(shift, "slow_synchronisation", text, trigger(fleet, f"pp={pp}"))
+        yield _shifted(shift, "slow_synchronisation", text, trigger(job, fleet.target, f"pp={pp}"))
 
 
 def _steps(fleet: Fleet) -> Iterator[_Told]:
@@ -262,7 +262,7 @@ def _end(ended: Ended) -> str:
 
 def notes_of(fleet: Fleet) -> Iterator[str]:
     """What a reader of a fleet's numbers must know, in sentences."""
-    sizes, coverage, single = fleet.key.sizes, fleet.coverage, fleet.times.single
+    sizes, coverage, single = fleet.sizes, fleet.coverage, fleet.times.single
     if coverage.missing:
         have = "has" if coverage.ranks == 1 else "have"
         yield f"{coverage.ranks} of {sizes.world} ranks {have} a timeline; missing: {spans(coverage.missing, _MOST)}."
@@ -310,10 +310,10 @@ def _went(fleet: Fleet, shift: Shift) -> str:
     )
 
 
-def trigger(fleet: Fleet, selection: str) -> str:
-    """The command that captures some ranks of the running job."""
-    where, target = shlex.quote(str(fleet.directory)), shlex.quote(fleet.key.target)
-    return f"megaprof trigger {where} --target {target} --steps 2 --select {shlex.quote(selection)}"
+def trigger(job: Path, target: str, selection: str) -> str:
+    """Returns the command that captures some ranks of the job that writes to the directory ``job``."""
+    where = f"{shlex.quote(str(job))} --target {shlex.quote(target)}"
+    return f"megaprof trigger {where} --steps 2 --select {shlex.quote(selection)}"
 
 
 def of_foreign(foreign: Foreign) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from megaprof.analysis.report import causes, sentences
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.fleet_terminal import show_ends, show_over_the_run
+from megaprof.analysis.report.fleet_terminal import show_over_the_run
 from megaprof.analysis.report.foreign_terminal import show_foreign
 from megaprof.analysis.report.printing import (
     STYLES,
@@ -63,7 +63,7 @@ def show(report: Report, console: Console) -> None:
     if report.warnings:
         heading(console, "Files")
         show_warnings(console, report.warnings)
-    folder = report.source.parent if report.source.is_file() else report.source
+    folder = report.path.parent if report.path.is_file() else report.path
     heading(console, "Traces" if report.traces else "Timelines")
     console.print(text(str(folder.absolute())), soft_wrap=True)
     if report.timelines:
@@ -76,19 +76,19 @@ def show(report: Report, console: Console) -> None:
         console.print(text("To open one, drag it into https://ui.perfetto.dev or load it in chrome://tracing"))
     if report.traces and report.foreign is None:  # recordings of others cannot be merged
         console.print(text("All ranks of a step on one timeline, in https://ui.perfetto.dev:"))
-        console.print(text(f"  megaprof open {shlex.quote(str(report.source))}"), soft_wrap=True)
+        console.print(text(f"  megaprof open {shlex.quote(report.source)}"), soft_wrap=True)
 
 
 def _show_target(target: TargetReport, console: Console) -> None:
     measured = target.measured
     heading(console, title(*target.key))
-    if target.fleet is not None:
-        show_ends(target.fleet, console)
+    for finding in target.ends:
+        show_finding(console, finding)
     for line in _summary(target):
         console.print(text(line))
     _show_verdict(target, console)
     if target.fleet is not None:
-        show_over_the_run(target.fleet, console)
+        show_over_the_run(target, target.fleet, console)
     _show_per_step(measured, console)
     if (waiting := _waiting_table(measured)) is not None:
         console.print(waiting)
@@ -128,8 +128,8 @@ def _show_verdict(target: TargetReport, console: Console) -> None:
     show_finding(console, first)
     for each in others:
         show_finding(console, each, quiet=True)
-    if (advice := sentences.of_what_if(found, measured.framework, measured.role)) is not None:
-        show_finding(console, advice)
+    if target.advice is not None:
+        show_finding(console, target.advice)
         if found.best and found.best.activations:
             console.print(text(sentence(found.best.activations)))
 
@@ -159,7 +159,9 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
     if (withheld := sentences.left_out(found)) is not None:
         console.print(text(withheld, "dim"))
     if found.costs:
-        costs = ", ".join(f"{kind} {number(sum(cost))} ms" for kind, cost in found.costs.by_kind.items())
+        costs = ", ".join(
+            f"{kind} {number(cost.forward_ms + cost.backward_ms)} ms" for kind, cost in found.costs.by_kind.items()
+        )
         assumptions = "".join(f"; {each}" for each in found.costs.assumptions)
         console.print(text(f"Costs per microbatch, from {found.costs.source}: {costs}{assumptions}", "dim"))
     show_warnings(console, found.warnings)
@@ -172,7 +174,7 @@ def _summary(target: TargetReport) -> list[str]:
         first, last = fleet.coverage.steps
         lines.insert(0, f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}")
     if measured.step_time_ms:
-        basis = f", {measured.step_time_basis}" if measured.sizes.pp > 1 else ""
+        basis = f", {sentences.BASIS[measured.step_time_basis]}" if measured.sizes.pp > 1 else ""
         lines.append(f"step time {with_spread(measured.step_time_ms)} ms{basis}")
     if target.basis is not None:
         lines.append(target.basis)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from megaprof.analysis.stages.consistency import Findings, examine
 from megaprof.analysis.stages.samples import Spread, mean_of
@@ -20,9 +21,12 @@ from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
 
-ONE_CLOCK = "from the first stage's start to the last stage's end"
-OF_REPLICAS = f"each replica's own pass, {ONE_CLOCK}"
-LONGEST = "the longest stage's own range"
+#: How a step is timed: from the first stage's start to the last stage's end; so for each replica by itself; or, where
+#: the stages have no common clock, as long as the longest stage's own range.
+Basis = Literal["one_clock", "of_replicas", "longest_stage"]
+ONE_CLOCK: Final = "one_clock"
+OF_REPLICAS: Final = "of_replicas"
+LONGEST: Final = "longest_stage"
 
 _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
 _StepOf = Callable[[Call], Step]
@@ -111,14 +115,18 @@ class TargetStages:
     """The captured steps, ascending."""
     step_time_ms: Spread | None
     """Milliseconds of a step; None where no step is whole."""
-    step_time_basis: str
-    """How that was measured, in words."""
+    step_time_basis: Basis
+    """How that was measured: from the first stage's start to the last stage's end (``one_clock``), so for each replica
+    by itself (``of_replicas``), or, without a common clock, as the longest stage's own range (``longest_stage``)."""
     stages: tuple[Stage, ...]
     """By pipeline rank; those that were captured."""
     unjudgeable: str | None
     """Why no stage may be called slow, a clause; None where one may."""
     warnings: tuple[str, ...]
     """What is missing, and why."""
+    imbalance: float | None = None
+    """Compute of the slowest stage over the average over stages; None without a pipeline, and where that of a stage is
+    not known or ``unjudgeable`` says why."""
     framework: str | None = None
     """The host that trained; None for another one."""
 
@@ -126,15 +134,6 @@ class TargetStages:
     def passes(self) -> tuple[str, ...]:
         """Kinds of passes: ``forward``, and ``backward`` where there is one."""
         return ("forward",) if self.forward_only else ("forward", "backward")
-
-    @property
-    def imbalance(self) -> float | None:
-        """Compute of the slowest stage over the average over stages; None without a pipeline, or where that of a stage
-        is not known."""
-        compute = [stage.compute_ms.mean for stage in self.stages if stage.compute_ms]
-        if self.unjudgeable or self.sizes.pp == 1 or len(compute) < self.sizes.pp or max(compute) <= 0:
-            return None
-        return max(compute) / statistics.fmean(compute)
 
     @property
     def step_ms(self) -> float:
@@ -205,6 +204,7 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
             f"Python collected garbage for {worst.collecting_ns / 1e6:.3g} ms of step {worst.step} on rank "
             f"{worst.rank}, for which others may have waited; with Megatron's --manual-gc all ranks collect at once"
         )
+    stages = tuple(_stage(pp, by_stage[pp], lambda call: laid_out[pipeline(call)], findings) for pp in sorted(by_stage))
     return TargetStages(
         target=first.label,
         role=first.role,
@@ -215,13 +215,21 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         steps=tuple(sorted({call.step for call in calls})),
         step_time_ms=Spread.of([step.ms for step in steps if step.ms is not None]),
         step_time_basis=(OF_REPLICAS if apart else ONE_CLOCK) if all(step.one_clock for step in steps) else LONGEST,
-        stages=tuple(
-            _stage(pp, by_stage[pp], lambda call: laid_out[pipeline(call)], findings) for pp in sorted(by_stage)
-        ),
+        stages=stages,
+        imbalance=None if findings.unjudgeable else imbalance(stages, sizes),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
         framework=first.metadata.framework,
     )
+
+
+def imbalance(stages: Sequence[Stage], sizes: ParallelSizes) -> float | None:
+    """Returns the slowest stage's compute over the average over stages; None without a pipeline, or where that of a
+    stage is not known."""
+    compute = [stage.compute_ms.mean for stage in stages if stage.compute_ms]
+    if sizes.pp == 1 or len(compute) < sizes.pp or max(compute) <= 0:
+        return None
+    return max(compute) / statistics.fmean(compute)
 
 
 def _by_themselves(calls: Sequence[Call]) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import comb, inf, isfinite, prod
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +23,14 @@ _Counts = tuple[int, ...]
 """How many units each piece holds. A layout keeps the units in their order, so this is all there is to choose."""
 
 
-class Cost(NamedTuple):
-    """One microbatch through one layer, in milliseconds."""
+@dataclass(frozen=True)
+class Cost:
+    """One microbatch through one layer."""
 
     forward_ms: float
+    """Milliseconds of its forward."""
     backward_ms: float = 0.0
+    """Milliseconds of its backward."""
 
 
 FREE = Cost(0.0)
@@ -64,7 +66,7 @@ class CostModel:
         units = [("E", self.embedding), *(("t", cost) for cost in each)]
         units += [("m" * mtp_layers, mtp)] * (mtp_layers > 0) + [("L", self.loss)]
         for name, cost in units:
-            if not all(isfinite(ms) and ms >= 0 for ms in cost):
+            if not all(isfinite(ms) and ms >= 0 for ms in (cost.forward_ms, cost.backward_ms)):
                 raise ValueError(f"CostModel has {cost} for {name!r}; times must be finite and not negative")
         if not (isfinite(self.p2p_ms) and self.p2p_ms >= 0):
             raise ValueError(f"CostModel has p2p_ms={self.p2p_ms}; it must be finite and not negative")

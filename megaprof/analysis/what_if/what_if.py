@@ -7,11 +7,9 @@ for it, and it comes first.
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,14 +19,14 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.stages import words
-from megaprof.analysis.stages.samples import Spread, mean_of
+from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.trace.calls import RECOMPUTE, Call, ModuleKey, grouped
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
 from megaprof.analysis.what_if.changes import Prediction, Priced, apart, captured
 from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, Held, fitted
-from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
+from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.analysis.what_if.packing import packed, plans
@@ -81,40 +79,19 @@ class WhatIf:
     """Tokens of the sequences of a microbatch, at most, that memory was seen to hold; no packing above has more."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
-    by_hand: ByHand | None = field(default=None, compare=False, repr=False)
-    """What answers for changes that a person chooses; None where ``warnings`` say why, and not in the JSON."""
+    host_options: tuple[str, ...] | None = None
+    """The flags of ``best`` in the host's own options; None where there is no such, and where the host takes the flags.
+    """
     alike: tuple[str, ...] = ()
     """Layouts that cannot be told apart from ``best`` by what was captured."""
     capture: str | None = None
     """The option that captures as many steps as would show whether the quickest layout gains 2 %; None where that is
     known, and where no number of steps would."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data. ``replay_error`` is the mean; flags are one string, quoted for a shell."""
-        costs = self.costs
-        same = ("replay_ms", "measured_ms", "outside_ms", "rendezvous", "p2p_ms", "layout", "advice", "capture")
-        return {
-            **{name: getattr(self, name) for name in (*same, "most_tokens")},
-            "replay_error": mean_of(self.replay_error),
-            "replay_error_spread": asdict(self.replay_error) if self.replay_error else None,
-            "costs": None
-            if costs is None
-            else {
-                "by_kind": {kind: cost._asdict() for kind, cost in costs.by_kind.items()},
-                "residual": costs.residual,
-                "source": costs.source,
-                "assumptions": list(costs.assumptions),
-            },
-            "candidates": [_plain(candidate) for candidate in self.candidates],
-            "best": _plain(self.best) if self.best else None,
-            "packings": [_plain(packing) for packing in self.packings],
-            "alike": list(self.alike),
-            "warnings": list(self.warnings),
-        }
 
-
-def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatIf:
-    """Predict changes of a run. ``calls``: those of its job that were read, which say what its stages hold and what
+def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> tuple[WhatIf, ByHand | None]:
+    """Predicts changes of a run; returns what was predicted, and what answers for changes that a person chooses, None
+    where ``warnings`` say why. ``calls``: those of its job that were read, which say what its stages hold and what
     single modules take."""
     table, state = run.table, run.view.state
     errors = (state.step_ms(run.replay) - table.length) / table.length
@@ -131,9 +108,9 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatI
         replayed = replace(replayed, packings=tuple(plans(known_sequences)), most_tokens=known_sequences.most)
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
-        return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks})
+        return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
     if table.schedule.stages == 1:
-        return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",))
+        return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",)), None
     told = [] if table.clocks else [f"no exchange takes time in the replay: {_NO_CLOCK}"]
     if run.missed > LEAST:
         told.append(f"the replay is {run.missed:.1%} off the measured step, and every prediction as uncertain")
@@ -143,7 +120,7 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatI
         held = _held(table, by_stage)
     except _Unknown as reason:
         warnings = (f"no other layout is predicted: {reason}", *told)
-        return replace(replayed, candidates=tuple(others), warnings=warnings)
+        return replace(replayed, candidates=tuple(others), warnings=warnings), None
     memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule))
     shared = _shared_cores(calls)
     known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES)
@@ -153,18 +130,19 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatI
     alike = () if best is None else _alike(best, compared)
     quicker = [each.prediction for each in compared if each.prediction.speedup > 1.0]
     more = quicker[0].more_steps if best is None and quicker else 0
-    return replace(
+    found = replace(
         replayed,
         warnings=(*([] if shared is None else [shared]), *told),
         layout=format_layout(held.pieces),
         costs=fitted(known.costs),
         candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
-        by_hand=known,
         best=advised,
+        host_options=options_of(calls[0].metadata.framework, calls[0].role, advised.flags) if advised else None,
         advice=_advice([each.prediction for each in compared], advised, alike, run, more),
         alike=alike,
         capture=_capture(table, more) if more else None,
     )
+    return found, known
 
 
 def _differ(diagnosis: Diagnosis) -> bool:
@@ -341,8 +319,3 @@ def _gains(each: Prediction, measured_ms: float) -> str:
 
 def _times(each: Prediction) -> str:
     return f"{words.speedup(each.speedup, each.reach)} times as fast"
-
-
-def _plain(prediction: Prediction) -> dict[str, Any]:
-    values = asdict(prediction) | {"step_time_ms": prediction.step_ms, "flags": shlex.join(prediction.flags)}
-    return {name: value for name, value in values.items() if name not in ("step_ms", "fits")}

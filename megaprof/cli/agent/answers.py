@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megaprof.analysis.report import sentences
-from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.document import Report, TargetReport, plain_number
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.stages.words import mean, title
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
@@ -21,7 +23,7 @@ from megaprof.formats.timeline import SUFFIX as TIMELINE
 from megaprof.metrics.look import look_at
 
 #: What a summary leaves out of every document: tables, and what changed over the steps of a run.
-_TABLES = "candidates costs events replay_error_spread single spread stages status"
+_TABLES = "candidates costs events replay_error single stages status"
 _SERIES = "at_most_ms buckets imbalance step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: A replay of more passes than this would keep the server busy.
@@ -44,19 +46,22 @@ def of_report(directory: str, run: int | None) -> dict[str, Any]:
 def of_layouts(directory: str, run: int | None) -> dict[str, Any]:
     """The same report's ``what_if`` alone. Raises CommandError, and what reading raises."""
     targets = _report(directory, run).targets
-    told = [(target, sentences.of_what_if(target.what_if, *_framework(target))) for target in targets]
+    names = ("target", "role", "sizes", "schedule", "microbatches", "advice", "what_if")
     return {
-        "headline": [f"{title(*each.key)}: {said.plain if said else 'nothing is predicted'}" for each, said in told],
+        "headline": [
+            f"{title(*each.key)}: {each.advice.plain if each.advice else 'nothing is predicted'}" for each in targets
+        ],
         "targets": [
-            {name: each[name] for name in ("target", "role", "sizes", "schedule", "microbatches", "what_if")}
-            for each in (target.to_json() for target in targets)
+            {name: msgspec.to_builtins(getattr(each, name), enc_hook=plain_number) for name in names}
+            for each in targets
         ],
     }
 
 
 def of_diff(before: str, after: str) -> dict[str, Any]:
     """``megaprof diff A B --json``. Raises CommandError, and what reading raises."""
-    return compared(place(before), place(after)).to_json()
+    found: dict[str, Any] = msgspec.to_builtins(compared(place(before), place(after)))
+    return found
 
 
 def of_status(directory: str, role: str | None) -> dict[str, Any]:
@@ -90,16 +95,11 @@ def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **option
     }
 
 
-def _framework(target: TargetReport) -> tuple[str | None, str | None]:
-    return target.measured.framework, target.measured.role
-
-
 def _in_brief(target: TargetReport) -> str:
     """As in the table that the report on many targets begins with."""
     said = target.in_brief().text
-    measured = target.measured
-    imbalance = "" if measured.imbalance is None else f"; imbalance {measured.imbalance:.2f}"
-    step = measured.step_time_ms
+    imbalance = "" if target.imbalance is None else f"; imbalance {target.imbalance:.2f}"
+    step = target.step_time_ms
     return f"{title(*target.key)}: {said}{imbalance}" + (f"; a step takes {mean(step)} ms" if step else "")
 
 

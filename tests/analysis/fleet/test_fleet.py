@@ -9,10 +9,9 @@ import pytest
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
-from megaprof.analysis.report import sentences
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
-from tests.analysis.telling import findings, notes
+from tests.analysis.telling import findings, notes, of_fleet
 
 PIPELINE = WorldLayout(ParallelSizes.of(32, pp=4))
 EXPERTS = WorldLayout(ParallelSizes.of(64, tp=2, pp=2, ep=4))
@@ -26,7 +25,7 @@ def fleet_of(directory: Path, layout: WorldLayout, **options: Any) -> Fleet:
 
 
 def fleet_in(directory: Path) -> Fleet:
-    (fleet,) = survey(read_fleet(find_timelines(directory)), directory)
+    (fleet,) = survey(read_fleet(find_timelines(directory)))
     return fleet
 
 
@@ -34,7 +33,7 @@ def test_a_slow_rank_makes_the_step_longer_and_no_stage(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, PIPELINE, slow=[Slow(rank=19, from_step=70, factor=1.31), WARM_UP, *CHECKPOINTS])
     assert not any(stage.shifts for stage in fleet.stages)
     assert [shift.step for shift in fleet.times.step_shifts] == [70]
-    assert [found.kind for found in sentences.of_fleet(fleet)] == ["slow_step"]
+    assert [found.kind for found in of_fleet(fleet)] == ["slow_step"]
     assert not fleet.synchronisation.synchronisation_shifts  # the others waited in it, and nobody was slow in it
     assert fleet.times.single.count == 5 + 2  # those of the warm-up, and steps 49 and 99
 
@@ -90,7 +89,7 @@ def test_what_ended_is_told_with_both_ends_and_last(tmp_path: Path) -> None:
     fleet = fleet_of(tmp_path, PIPELINE, slow=slow)
     shifts = {stage.pp: [(s.step, s.until) for s in stage.shifts if s.change > 0] for stage in fleet.stages}
     assert (shifts[2], shifts[1]) == ([(30, 60)], [(80, None)])
-    of_stages = [found.text for found in sentences.of_fleet(fleet) if found.kind == "slow_stage"]
+    of_stages = [found.text for found in of_fleet(fleet) if found.kind == "slow_stage"]
     assert [text[:7] for text in of_stages] == ["Stage 1", "Stage 2"]
 
 

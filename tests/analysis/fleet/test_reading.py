@@ -65,7 +65,7 @@ def test_rotated_files_are_one_rank_and_a_restart_counts_as_it_ran_last(tmp_path
     for rank in series.ranks:
         assert (rank.counts.sum(), rank.again, rank.last_step) == (40, 10, 39)
         assert rank.compute[30:].min() > 1.5 * rank.compute[:30].max()
-    (fleet,) = survey(reading, tmp_path)
+    (fleet,) = survey(reading)
     assert any("10 steps of a rank ran twice" in note for note in notes(fleet))
     assert set(later) < set(reading.read)
 
@@ -106,7 +106,7 @@ def test_several_processes_read_the_same(tmp_path: Path, monkeypatch: pytest.Mon
     several = read_fleet(paths, 2, lambda now, of: done.append((now, of)))
     alone = read_fleet(paths, 1)
     assert done[-1] == (4, 4)
-    assert survey(several, tmp_path) == survey(alone, tmp_path)
+    assert survey(several) == survey(alone)
 
 
 def test_a_file_that_ends_in_a_record_is_normal_and_told_once(tmp_path: Path) -> None:
@@ -130,5 +130,5 @@ def test_a_damaged_file_is_told_and_raises_nothing(tmp_path: Path, position: int
     ranks = {r.coords.rank for series in reading.series.values() for r in series.ranks}
     assert {0, 1, 3} <= ranks
     assert ranks == {0, 1, 2, 3} or told
-    for fleet in survey(reading, tmp_path):
+    for fleet in survey(reading):
         notes(fleet)

@@ -8,11 +8,11 @@ import pytest
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
-from megaprof.analysis.report import sentences
 from megaprof.analysis.report.report import analyze
 from megaprof.formats.timeline import FAILED
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
+from tests.analysis.telling import of_fleet
 
 LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))
 #: A forward takes 10 ms, so that the passes of one step take a minute.
@@ -21,7 +21,7 @@ HANG = 500.0
 
 def fleet_of(directory: Path, *slow: Slow, steps: int = 30) -> Fleet:
     write_timelines(directory, LAYOUT, steps=steps, microbatches=4, slow=slow)
-    (fleet,) = survey(read_fleet(find_timelines(directory)), directory)
+    (fleet,) = survey(read_fleet(find_timelines(directory)))
     return fleet
 
 
@@ -34,8 +34,8 @@ def test_a_rank_that_held_all_others_up_is_named(tmp_path: Path, step: int, outc
     (rank,) = found.waited_for
     assert (rank.rank, rank.stage) == (3, 1)
     assert rank.phase in ("forward", "backward")
-    assert sentences.of_fleet(fleet)[0].kind == "standstill"
-    assert sentences.of_fleet(fleet)[0].severity == "slow"
+    assert of_fleet(fleet)[0].kind == "standstill"
+    assert of_fleet(fleet)[0].severity == "slow"
 
 
 def test_its_step_counts_for_no_time(tmp_path: Path) -> None:

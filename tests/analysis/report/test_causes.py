@@ -73,7 +73,7 @@ def test_the_causes_of_a_run(
 
 
 SIZES = ParallelSizes.of(8, pp=4)
-MEASURED = TargetStages("train_actor", None, SIZES, "1f1b", False, 8, (5, 6), None, "", (), None, ())
+MEASURED = TargetStages("train_actor", None, SIZES, "1f1b", False, 8, (5, 6), None, "one_clock", (), None, ())
 
 
 def cause(kind: str, **about: Any) -> Cause:

@@ -15,6 +15,7 @@ import pytest
 from megaprof.analysis.report.drawn import StepTimeline, timelines
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.sentences import of_what_if
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -46,7 +47,7 @@ class Reader(HTMLParser):
 
 
 def render(directory, name="run"):
-    report = replace(analyze(directory), source=Path(name))
+    report = replace(analyze(directory), path=Path(name))
     text = page(report, timelines(report))
     reader = Reader()
     reader.feed(text)
@@ -213,7 +214,8 @@ def test_what_if_shows_before_and_after(tmp_path):
         best=best,
         advice="4+4 layers: 500 ms a step",
     )
-    text = page(replace(report, targets=(replace(report.targets[0], what_if=found),)), {})
+    target = replace(report.targets[0], what_if=found, advice=of_what_if(found))
+    text = page(replace(report, targets=(target,)), {})
     assert text.count("--pipeline-model-parallel-layout &#39;Et*4|t*4L&#39;") == 2  # above, and in the table
     assert "4+4 &lt;layers&gt;" in text
     assert "off by -1.4%" in text

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.stages.samples import mean_of
 from tests.analysis.altered import reported
 from tests.analysis.scenarios import Scenario
 from tests.analysis.synthetic import plain_stage
@@ -20,8 +22,8 @@ def started(slowest_ms: float) -> Any:
     return lambda stage: asked | {"start_ns": round(1e6 * (slowest_ms if stage == 2 else 2.0))}
 
 
-def bubbles(document: dict[str, Any]) -> list[float | None]:
-    return [stage["bubble_ms"] for stage in document["stages"]]
+def bubbles(target: TargetReport) -> list[float | None]:
+    return [mean_of(stage.bubble_ms) for stage in target.stages]
 
 
 def test_a_stage_that_the_profilers_start_holds_up_is_no_bubble(
@@ -30,22 +32,19 @@ def test_a_stage_that_the_profilers_start_holds_up_is_no_bubble(
     """Healthy stages, of which one enters its only step 300 ms late."""
     late = Scenario("held up by the profiler", late={2: 300.0})
     target = reported(late, tmp_path, monkeypatch, device="cuda", profiler=started(302.0))
-    document = target.to_json()
-    assert bubbles(document) == [None] * 4
-    assert document["step_time_ms"] is None
-    assert all(stage["compute_ms"] > 900 for stage in document["stages"])
-    assert not document["causes"]
-    assert (document["what_if"]["replay_ms"], document["what_if"]["candidates"]) == (None, [])
-    assert any("302 ms" in warning for warning in document["warnings"])
+    assert bubbles(target) == [None] * 4
+    assert target.step_time_ms is None
+    assert all(stage.compute_ms is not None and stage.compute_ms.mean > 900 for stage in target.stages)
+    assert not target.causes
+    assert (target.what_if.replay_ms, target.what_if.candidates) == (None, ())
+    assert any("302 ms" in warning for warning in target.warnings)
 
 
 def test_starts_that_take_alike_leave_the_step_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = reported(Scenario("healthy"), tmp_path, monkeypatch, device="cuda", profiler=started(7.0))
-    document = target.to_json()
-    assert not document["warnings"]
-    assert all(150 < bubble < 250 for bubble in bubbles(document) if bubble is not None)
-    assert None not in bubbles(document)
-    assert document["what_if"]["candidates"]
+    assert not target.warnings
+    assert all(bubble is not None and 150 < bubble < 250 for bubble in bubbles(target))
+    assert target.what_if.candidates
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -28,12 +28,11 @@ def is_cuda(event: Event) -> bool:
 
 
 def says_nothing(target: TargetReport) -> bool:
-    document = target.to_json()
-    times = [stage[name] for stage in document["stages"] for name in ("forward_ms", "compute_ms", "bubble_ms")]
-    assert document["step_time_ms"] is None
-    assert document["what_if"].get("replay_ms") is None
-    assert not document["what_if"]["candidates"]
-    return not any(times) and not document["causes"] and document["slowest_stage"] is None and len(times) == 12
+    times = [getattr(stage, name) for stage in target.stages for name in ("forward_ms", "compute_ms", "bubble_ms")]
+    assert target.step_time_ms is None
+    assert target.what_if.replay_ms is None
+    assert not target.what_if.candidates
+    return not any(times) and not target.causes and target.slowest_stage is None and len(times) == 12
 
 
 def test_every_kernel_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +95,8 @@ def test_a_rank_that_lost_more_than_one_launch_in_a_hundred_has_no_verdict(
     target = reported(UNEVEN, tmp_path, monkeypatch, without(30), **ON_GPU)
     assert target.withheld is not None
     assert not target.causes
-    stages = target.to_json()["stages"]
-    assert [stage["compute_ms"] is None for stage in stages] == [False, False, True, False]
-    assert {stage["bubble_ms"] for stage in stages} == {None}
+    assert [stage.compute_ms is None for stage in target.stages] == [False, False, True, False]
+    assert {stage.bubble_ms for stage in target.stages} == {None}
 
 
 def test_few_lost_kernels_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

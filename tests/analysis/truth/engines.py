@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.diagnose import diagnose as diagnosed
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.files import tables_in
 from megaprof.analysis.diagnosis.table import Unfit
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.what_if.what_if import WhatIf
 
 
 @dataclass(frozen=True)
@@ -54,21 +55,20 @@ class Said:
 
 def report(directory: Path) -> Said:
     """`megaprof report`, by its JSON."""
-    (target,) = analyze(directory).to_json()["targets"]
-    return Said(tuple(map(_named, target["causes"])), tuple(_layouts(target["what_if"])), in_order=True)
+    (target,) = analyze(directory).targets
+    return Said(tuple(map(_named, target.causes)), tuple(_layouts(target.what_if)), in_order=True)
 
 
-def _named(cause: Mapping[str, Any]) -> Named:
-    where, prices = cause["stage"], (cause["gain_ms"], cause["low_ms"], cause["high_ms"])
-    return Named(cause["kind"], where, tuple(cause["ranks"]), cause["group"], *prices)
+def _named(cause: Cause) -> Named:
+    at = cause.price
+    return Named(cause.kind, cause.stage, cause.ranks, cause.group, at.ms, at.low, at.high)
 
 
-def _layouts(found: Mapping[str, Any]) -> Iterator[Advised]:
-    best = found["best"] or {}
-    for each in found["candidates"]:
-        if each["layout"]:
-            is_best = best.get("layout") == each["layout"]
-            yield Advised(each["layout"], each["speedup"], each["low"], each["high"], is_best)
+def _layouts(found: WhatIf) -> Iterator[Advised]:
+    for each in found.candidates:
+        if each.layout:
+            is_best = found.best is not None and found.best.layout == each.layout
+            yield Advised(each.layout, each.speedup, each.low, each.high, is_best)
 
 
 def diagnose(directory: Path) -> Said:

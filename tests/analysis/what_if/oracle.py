@@ -58,7 +58,7 @@ def lower_bound_ms(
     """
     if min(pp, vpp, microbatches) < 1:
         raise ValueError(f"pp={pp}, vpp={vpp} and microbatches={microbatches} must be at least 1")
-    work = [sum(one) if not forward_only else one.forward_ms for _, one in cost.units(layers, mtp_layers)]
+    work = [one.forward_ms + one.backward_ms * (not forward_only) for _, one in cost.units(layers, mtp_layers)]
     total, m = sum(work), microbatches
     way = total + (pp * vpp - 1) * (1 if forward_only else 2) * cost.p2p_ms
     bounds = [m * total / pp, way, m * max(work)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.what_if.by_hand import ByHand, moved, split, tried
 from megaprof.analysis.what_if.changes import resliced
@@ -19,17 +20,22 @@ from tests.analysis.synthetic import pipeline
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> WhatIf:
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     directory = tmp_path_factory.mktemp("run")
     write(Scenario("by hand", layers=(6, 4, 4, 2), loss=4.0, microbatches=8, noise=0.005, steps=3), directory)
-    (target,) = analyze(directory).targets
-    return target.what_if
+    return analyze(directory)
 
 
 @pytest.fixture(scope="module")
-def known(found: WhatIf) -> ByHand:
-    assert found.by_hand is not None
-    return found.by_hand
+def found(report: Report) -> WhatIf:
+    return report.targets[0].what_if
+
+
+@pytest.fixture(scope="module")
+def known(report: Report) -> ByHand:
+    (by_hand,) = report.by_hand
+    assert by_hand is not None
+    return by_hand
 
 
 def test_what_was_captured_takes_what_was_measured(found: WhatIf, known: ByHand) -> None:
@@ -140,6 +146,6 @@ def test_other_microbatches_share_the_tokens() -> None:
 
 def test_a_run_that_is_not_predicted_cannot_be_changed(tmp_path: Path) -> None:
     pipeline(tmp_path, [4])
-    (target,) = analyze(tmp_path).targets
-    assert target.what_if.by_hand is None
-    assert target.what_if.warnings
+    report = analyze(tmp_path)
+    assert report.by_hand == (None,)
+    assert report.targets[0].what_if.warnings

@@ -76,8 +76,8 @@ def test_a_demo_captures_and_reports_what_it_was_told_to_build(
     report: dict[str, Any] = json.loads((out / "report.json").read_text())
     assert [target["target"] for target in report["targets"]] == ["train_actor", "train_log_probs"]
     for target in report["targets"]:
-        assert [[chunk["layers"] for chunk in stage["chunks"]] for stage in target["stages"]] == [[2], [6]]
-        assert all(stage["forward_ms"] > 0 for stage in target["stages"])
+        assert [[chunk["holds"]["layers"] for chunk in stage["chunks"]] for stage in target["stages"]] == [[2], [6]]
+        assert all(stage["forward_ms"]["mean"] > 0 for stage in target["stages"])
 
 
 @pytest.mark.slow
@@ -86,8 +86,8 @@ def test_one_stage_has_no_pipeline_to_be_imbalanced(tmp_path: Path) -> None:
     assert main(["demo", *SMALL, "--pp", "1", "--layers", "2", "--out", str(out)]) == 0
     for target in json.loads((out / "report.json").read_text())["targets"]:
         assert target["slowest_stage"] is None
-        assert {cause["stage"] for cause in target["causes"]} <= {0, None}
-        assert [stage["bubble_ms"] for stage in target["stages"]] == [0.0]
+        assert {cause["stage"] for cause in target["diagnosis"]["causes"]} <= {0, None}
+        assert [stage["bubble_ms"]["mean"] for stage in target["stages"]] == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_the_report_names_the_slow_rank(tmp_path: Path, capfd: pytest.CaptureFix
     assert "Fault: rank 3 (stage 1) takes at least twice as long for every layer, from step 5 on.\n" in said
     assert "The demo has ended after 20 steps.\n" in said
     (target,) = json.loads((tmp_path / "out" / "report.json").read_text())["targets"]
-    assert ("slow_rank", 3) in [(each["kind"], each["rank"]) for each in target["causes"]]
+    assert ("slow_rank", [3]) in [(each["kind"], each["ranks"]) for each in target["diagnosis"]["causes"]]
 
 
 @pytest.mark.slow
