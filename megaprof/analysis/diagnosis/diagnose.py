@@ -212,7 +212,7 @@ def _more(steps: int, error: float, above: float) -> int:
 
 def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
     table, kind = run.table, term.kind
-    there = active(gain) if term.once or term.ranks else np.ones(len(gain), dtype=bool)
+    there = active(gain / table.length) if term.once or term.ranks else np.ones(len(gain), dtype=bool)
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
     else:

@@ -28,7 +28,11 @@ def of_both(excess: Floats) -> np.typing.NDArray[np.bool_]:
 
 
 def active(gain: Floats) -> np.typing.NDArray[np.bool_]:
-    """Returns in which steps a cause is there: those in which it costs at least half of what it can cost."""
+    """Returns in which steps a cause is there: those of which it costs at least half the part that it can cost.
+
+    ``gain`` [t]: as parts of the steps. On a machine that is busy now and then a cause costs more milliseconds of the
+    steps that take longer, and is there in the others as well.
+    """
     much = float(np.quantile(gain, 0.9))
     found: np.typing.NDArray[np.bool_] = gain > 0.5 * much
     return found if found.any() else np.ones(len(gain), dtype=bool)

@@ -217,6 +217,17 @@ def test_a_rank_says_when_it_is_slow(tmp_path):
         assert cause.while_ms == pytest.approx(true, rel=0.1)
 
 
+def test_steps_that_a_busy_machine_makes_longer_do_not_hide_the_others(tmp_path):
+    fault = Fault("slow_rank", 1.6, stage=1, replica=2, steps=tuple(range(5, 40)))
+    table = table_of(replace(LONG, faults=(fault,)), tmp_path)
+    longer = np.where(np.arange(len(table.steps)) % 5 == 2, 4.0, 1.0)
+    times = {name: getattr(table, name) for name in ("start", "end", "compute", "idle", "entry", "reduction", "length")}
+    busy = {name: each * longer.reshape(-1, *[1] * (each.ndim - 1)) for name, each in times.items()}
+    (cause,) = diagnose(examine(replace(table, **busy))).causes
+    assert (cause.kind, cause.ranks, cause.since) == ("slow_rank", (5,), 10)
+    assert cause.share == pytest.approx(35 / 39, abs=0.01)
+
+
 def test_without_a_pipeline_a_rank_that_becomes_slow_is_no_unequal_work(tmp_path):
     slow = Fault("slow_rank", 1.4, stage=0, replica=2, steps=tuple(range(18, 40)))
     (cause,) = diagnosis_of(replace(ALONE, steps=40, faults=(slow,)), tmp_path).causes
