@@ -30,7 +30,7 @@ from megaprof.parallel.schedules import PipelineSchedule
 _LEFT_OUT = format.FAILED | format.CAPTURED
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
 #: Passes in a table at most, so that it fits into memory and time: first steps are left out, down to so many, ...
-_MOST_PASSES = 1_000_000
+_MOST_PASSES = 500_000
 _FEWEST_STEPS = 16
 #: ... then replicas, of which half are the slowest.
 
