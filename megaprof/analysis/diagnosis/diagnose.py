@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, field, replace
 import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined, Price, most_gained
+from megaprof.analysis.diagnosis.lengths import Fit, Lengths, explain, fit, of_microbatches, of_replicas
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
 from megaprof.analysis.diagnosis.table import Floats
@@ -47,9 +48,14 @@ class Cause:
     parts: Mapping[str, float] = field(default_factory=dict)
     """``forward_ms``, ``backward_ms`` of one microbatch, where a stage has its own excess. While it is there:
     ``factor`` of a slow rank against its peers, of the longest microbatch or replica against the average;
-    ``transfer_ms`` of a slow link and ``usual_ms`` of the others; ``late_ms`` of an entry."""
+    ``explained``, ``explained_low`` and ``explained_high``: the part of what microbatches or replicas differ by that
+    the lengths of their sequences explain, with its 90 % interval; ``transfer_ms`` of a slow link and ``usual_ms`` of
+    the others; ``late_ms`` of an entry."""
     more_steps: int = 0
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
+    reason: str | None = None
+    """Why microbatches or replicas differ: ``data``, the lengths of their sequences; ``machine``, which these do not
+    explain; None where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,15 @@ class Diagnosis:
     """What passes of single microbatches took beyond all of that: nobody can name it."""
     closing_ms: float = 0.0
     """What closing other windows added to the average step; it is taken out of all of these."""
+    lengths: Lengths | None = None
+    """The sequences of the microbatches, and what they explain; None where they are not known of all."""
     sure: bool = True
     """Whether nothing else can cost enough: every interval ends below."""
 
 
 def diagnose(run: Examined) -> Diagnosis:
     """The causes of one job's lost time."""
-    left = terms(run.table, run.view, run.step_ms)
+    left, asked = terms(run.table, run.view, run.step_ms), run
     causes: list[Cause] = []
     perhaps: list[Cause] = []
     # Terms that gain enough only together: they are causes as soon as one beside them is.
@@ -101,6 +109,9 @@ def diagnose(run: Examined) -> Diagnosis:
     filling = _filling(run)
     if filling is not None:
         causes.insert(sum(each.price.ms >= filling.price.ms for each in causes), filling)
+    of_lengths = fit(asked)
+    if of_lengths is not None:
+        causes, perhaps = ([_explained(asked, of_lengths, each) for each in some] for some in (causes, perhaps))
     return Diagnosis(
         step_ms=run.step_ms,
         steps=len(run.table.steps),
@@ -109,8 +120,21 @@ def diagnose(run: Examined) -> Diagnosis:
         perhaps=tuple(perhaps),
         rest_ms=_rest(run),
         closing_ms=run.closing_ms,
+        lengths=None if of_lengths is None else explain(asked, of_lengths),
         sure=all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(left)),
     )
+
+
+def _explained(run: Examined, found: Fit, cause: Cause) -> Cause:
+    """Why microbatches or replicas differ, from their lengths."""
+    if cause.kind == "uneven_microbatches":
+        of = of_microbatches(run, found, cause.stage)
+    elif cause.kind == "unequal_replicas":
+        of = of_replicas(run, found)
+    else:
+        return cause
+    parts = {"explained": of.share, "explained_low": of.low, "explained_high": of.high}
+    return replace(cause, reason=of.reason, parts={**cause.parts, **parts})
 
 
 _Found = tuple[Term, Cause]

@@ -25,6 +25,7 @@ from megaprof.analysis.trace.pool import each as in_processes
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.metadata import Metadata
+from megaprof.formats.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
 
 _LEFT_OUT = format.FAILED | format.CAPTURED
@@ -222,8 +223,14 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
     alike: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
+    work, source = np.full((len(numbers), microbatches, 3), np.nan), None
+    told: dict[int, list[bytes]] = {}
     for t, number in enumerate(numbers):
         start_ns, timeline, row = found[number]
+        if id(timeline) not in told:
+            told[id(timeline)] = _work(timeline)
+        if (known := unpack_work(told[id(timeline)][row])) is not None and len(known[1]) == microbatches:
+            source, work[t] = known
         enter[t] = (start_ns - plan.origin) / 1e6
         device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
         alike.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)
@@ -263,8 +270,20 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         enter=enter,
         reduced=reduced,
         opening=np.zeros(len(numbers), dtype=np.bool_),
+        work=work,
+        lengths_from=source,
         device=device,
     )
+
+
+def _work(timeline: format.Timeline) -> list[bytes]:
+    """What every step's microbatches consist of: what was told last of steps with its metadata."""
+    told, holds = timeline.facts(format.WORK), dict[int, bytes]()
+    found = []
+    for row, number in enumerate(timeline.steps["metadata"].tolist()):
+        holds[number] = told.get(row, holds.get(number, b""))
+        found.append(holds[number])
+    return found
 
 
 class _Places(NamedTuple):

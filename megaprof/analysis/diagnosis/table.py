@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.policy import QUARTILE
+from megaprof.formats.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 
 Floats = npt.NDArray[np.float64]
@@ -69,6 +70,13 @@ class Table:
     other, the longest one's."""
     clocks: bool
     """Whether all stages are on one clock: without it there are no entries and no links."""
+    work: Floats | None = None
+    """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
+    of no microbatch."""
+    lengths_from: str | None = None
+    """Where that is from, one of `megaprof.formats.work.SOURCES`."""
+    sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
+    """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
 
     @property
     def lengths(self) -> Floats:
@@ -109,6 +117,11 @@ class RankSteps:
     reduced: Floats
     opening: npt.NDArray[np.bool_]
     """[t]: whether a step is the first in its trace."""
+    work: Floats
+    """[t, m, 3]: see `Table.work`."""
+    lengths_from: str | None = None
+    sequences: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
+    """By step, as its place in ``steps``, and microbatch."""
     device: bool = False
     """Whether its clock is the GPU's, which begins a step later than the host."""
 
@@ -156,6 +169,8 @@ def tabulate(
         table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed[group] = table.min(axis=3)[whole]
+    # Ranks that wait for each other may have data of their own: the most of it is waited for.
+    work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
     names = _names(order, positions)
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -177,7 +192,24 @@ def tabulate(
         reduction=(done - last)[whole],
         length=done[whole],
         clocks=clocks,
+        work=work if np.isfinite(work).any() else None,
+        lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
+        sequences=_sequences(order, positions, np.array(common)[whole]),
     )
+
+
+def _sequences(
+    order: Sequence[RankSteps], positions: tuple[int, int, int], steps: npt.NDArray[np.int64]
+) -> dict[tuple[int, int, int], tuple[int, ...]]:
+    """Of every replica as the first of its ranks saw them."""
+    place = {int(step): t for t, step in enumerate(steps)}
+    found: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for n, rank in enumerate(order):
+        replica = n // (positions[1] * positions[2])
+        for (t, microbatch), lengths in rank.sequences.items():
+            if (at := place.get(int(rank.steps[t]))) is not None:
+                found.setdefault((at, replica, microbatch), lengths)
+    return found
 
 
 _Place = tuple[int, int]  # stage and peer

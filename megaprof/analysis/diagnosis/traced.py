@@ -68,6 +68,10 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, waited = (np.full(shape, np.nan) for _ in range(4))
     idle = np.zeros(shape)
+    sequences, work = _sequences(calls), np.full((len(calls), schedule.microbatches, 3), np.nan)
+    for (t, number), (tokens, lengths) in sequences.items():
+        if number < schedule.microbatches:
+            work[t, number] = tokens, len(lengths), sum(each * each for each in lengths)
     for t, call in enumerate(calls):
         unfed, until = _unfed(call)
         alone = ([p.duration_ns for p in call.phases if p.kind == kind] for kind in ranges.PASSES[:2])
@@ -98,8 +102,24 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         exposed=_exposed(calls, waited),
         enter=np.array([(call.extent[0] - origin) * _MS for call in calls]),
         reduced=np.array([_reduced(call, origin) for call in calls]),
+        work=work,
+        lengths_from=metadata.lengths_from,
+        sequences={key: lengths for key, (_, lengths) in sequences.items()},
         opening=np.array([n == 0 or call.source != calls[n - 1].source for n, call in enumerate(calls)]),
     )
+
+
+def _sequences(calls: Sequence[Call]) -> dict[tuple[int, int], tuple[int, tuple[int, ...]]]:
+    """By call and microbatch its tokens, and the lengths of its sequences: the metadata have those of a window's first
+    call."""
+    found = {}
+    for t, call in enumerate(calls):
+        own = call.metadata
+        if call.label == own.target and call.step == own.steps[0] and call.index == 0:
+            for number, (tokens, lengths) in enumerate(zip(own.tokens or (), own.lengths or (), strict=False)):
+                if tokens and lengths:
+                    found[t, number] = tokens, lengths
+    return found
 
 
 def _exposed(calls: Sequence[Call], waited: Floats) -> dict[str, Floats]:

@@ -24,6 +24,8 @@ _MOST = 8
 _IN_BRIEF = 3
 #: Of more captured steps than this nobody thinks.
 _MANY_STEPS = 100
+#: Microbatches that differ by less than this factor are the same.
+_ALIKE = 1.005
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
@@ -246,20 +248,52 @@ def _data_wait(cause: Cause, measured: TargetStages) -> str:
 
 def _uneven(cause: Cause, measured: TargetStages) -> str:
     if cause.stage is not None:
-        return f"On stage {cause.stage} some microbatches take longer than others, and the pipeline waits for them."
-    tokens = measured.tokens.values()
-    lengths = f" (from {min(tokens):,} to {max(tokens):,} tokens)" if len({*tokens}) > 1 else ""
-    return f"Microbatches differ in their work{lengths}, alike on all stages, and the pipeline waits for the long ones."
+        text = f"On stage {cause.stage} some microbatches take longer than others, and the pipeline waits for them."
+    else:
+        text = "Microbatches differ in their work, alike on all stages, and the pipeline waits for the long ones."
+    return f"{text} {_because(cause)}"
 
 
 def _unequal(cause: Cause, measured: TargetStages) -> str:
     wait = "the step lasts until the one that has the most is done"
     if not measured.forward_only:
         wait = "all wait in the gradient reduction for the one that has the most"
-    return (
-        f"The replicas get unequal work{_when(cause)}, and {wait}: spread long sequences evenly over the replicas of a "
-        "step."
+    text = f"The replicas get unequal work{_when(cause)}, and {wait}. {_because(cause)}"
+    return text if cause.reason == "machine" else f"{text} Spread long sequences evenly over the replicas of a step."
+
+
+def _because(cause: Cause) -> str:
+    """Whether the data are why some take longer."""
+    if "explained" not in cause.parts:
+        return "Nothing that was recorded says whether their sequences differ in length."
+    low, at, high = (cause.parts[f"explained{end}"] for end in ("_low", "", "_high"))
+    share = (
+        f"The lengths of their sequences explain {percent(at)} ({percent(low)} to {percent(high)}) of the difference"
     )
+    if cause.reason == "data":
+        return f"{share}: it is the data."
+    if cause.reason == "machine":
+        return f"{share}: it is not the data, but a machine, or experts that get more tokens than others."
+    return f"{share}: whether it is the data is not sure."
+
+
+def lengths(diagnosis: Diagnosis | None) -> str | None:
+    """What microbatches consist of and what their lengths explain, in a line; None where nothing is known of them, or
+    they are all the same."""
+    found = None if diagnosis is None else diagnosis.lengths
+    if found is None or max(found.squares, found.tokens_ratio) < _ALIKE:
+        return None
+    tokens, sequences = (_from_to(*each) for each in (found.tokens, found.sequences))
+    of = found.explained
+    return (
+        f"microbatches: {tokens} tokens in {sequences} sequences; the longest has {found.squares:.2g} times the mean "
+        f"sum of squared lengths and {found.tokens_ratio:.2g} times the mean tokens; lengths explain "
+        f"{percent(of.share)} ({percent(of.low)} to {percent(of.high)}) of how long they take"
+    )
+
+
+def _from_to(low: float, high: float) -> str:
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
 
 
 def _communication(cause: Cause, measured: TargetStages) -> str:

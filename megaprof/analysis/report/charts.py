@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megaprof.analysis.diagnosis.diagnose import Cause
+from megaprof.analysis.diagnosis.lengths import Lengths
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report import sentences
 from megaprof.analysis.stages.samples import Spread, mean_of
@@ -55,6 +56,30 @@ class Bars:
     """Kinds of pieces, and their names."""
     rows: tuple[Bar, ...]
     """By pipeline rank."""
+
+
+@dataclass(frozen=True)
+class Scatter:
+    """Microbatches by how long their sequences are and what they take."""
+
+    dots: tuple[tuple[float, float, float], ...]
+    """Of each where it is from the left, and from the top: as measured, and as its lengths say."""
+    widest: float
+    """The sum of squares at the right end."""
+    longest: float
+    """Milliseconds at the top."""
+
+
+def scatter(found: Lengths) -> Scatter:
+    """In units of a curve's drawing."""
+    widest = max(squares for squares, _, _ in found.drawn)
+    longest = max(max(measured, by_work) for _, measured, by_work in found.drawn)
+
+    def top(ms: float) -> float:
+        return HEIGHT * (1.0 - 0.95 * ms / longest)
+
+    dots = tuple((0.98 * WIDTH * squares / widest, top(ms), top(by_work)) for squares, ms, by_work in found.drawn)
+    return Scatter(dots, widest, longest)
 
 
 def bars(measured: TargetStages) -> Bars | None:

@@ -23,7 +23,7 @@ from importlib.resources import files
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from megaprof.analysis.report import charts, sentences
+from megaprof.analysis.report import causes, charts, sentences
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import StepTimeline, boxes
 from megaprof.analysis.stages import words
@@ -73,7 +73,8 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    made.globals |= {"charts": charts, "sentences": sentences, "shell": shlex.join, "words": words, "light": light}
+    made.globals |= {"causes": causes, "charts": charts, "sentences": sentences, "words": words}
+    made.globals |= {"shell": shlex.join, "light": light}
     return made
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megaprof.analysis.report import sentences
+from megaprof.analysis.report import causes, sentences
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.fleet_terminal import show_ends, show_over_the_run
 from megaprof.analysis.report.foreign_terminal import show_foreign
@@ -94,6 +94,8 @@ def _show_target(target: TargetReport, console: Console) -> None:
         console.print(waiting)
     if any(s.forward_per_microbatch_ms or s.backward_per_microbatch_ms for s in measured.stages):
         console.print(_per_microbatch_table(measured))
+    if (told := causes.lengths(target.diagnosis)) is not None:
+        console.print(text(told))
     with_modules = [stage for stage in measured.stages if stage.modules_ms]
     if with_modules:
         console.print(_modules_table(max(with_modules, key=lambda s: s.compute_ms.mean if s.compute_ms else 0.0)))

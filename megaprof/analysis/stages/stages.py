@@ -6,7 +6,7 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megaprof.analysis.stages.consistency import Findings, examine
@@ -121,8 +121,6 @@ class TargetStages:
     """What is missing, and why."""
     framework: str | None = None
     """The host that trained; None for another one."""
-    tokens: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    """Tokens by step, call and microbatch, where the traces say them."""
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -223,7 +221,6 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
         framework=first.metadata.framework,
-        tokens={key: tokens for call in calls for key, tokens in _tokens(call)},
     )
 
 
@@ -234,15 +231,6 @@ def _by_themselves(calls: Sequence[Call]) -> bool:
         return False
     replicas = grouped(calls, lambda call: (*call.key, call.metadata.coords.dp)).values()
     return all({call.stage for call in own} == {call.stage for call in calls} for own in replicas)
-
-
-def _tokens(call: Call) -> Iterator[tuple[tuple[int, int, int], int]]:
-    """By step, call and microbatch; the metadata have those of the window's first call."""
-    metadata = call.metadata
-    if call.label == metadata.target and call.step == metadata.steps[0] and call.index == 0:
-        for number, tokens in enumerate(metadata.tokens or ()):
-            if tokens is not None:
-                yield (call.step, call.index, number), tokens
 
 
 def _stage(pp: int, calls: list[Call], step_of: _StepOf, findings: Findings) -> Stage:

@@ -1,0 +1,224 @@
+"""What microbatches take, explained by their sequences: a + b * tokens + c * the sum of the squares of their lengths.
+
+Matrix products take time by tokens, attention by the square of a sequence (Megatron-LM's FLOP formula has both). What
+every pass takes is fitted so, for each stage, chunk and kind by itself, with nothing below 0; how much of the spread of
+microbatches that leaves is what nothing of the data explains.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.examine import Examined
+from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
+from megaprof.analysis.diagnosis.table import Floats
+
+#: More than half of a spread is most of it.
+_MOST = 0.5
+#: Microbatches that a picture shows at most.
+_SHOWN = 400
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """What the passes of one kind, of one chunk, take: the sum of three parts, each with its standard error."""
+
+    stage: int
+    """Its stage."""
+    chunk: int
+    """Its chunk there."""
+    kind: str
+    """``forward`` or ``backward``."""
+    fixed_ms: float
+    """Milliseconds of every microbatch."""
+    tokens_ms: float
+    """Milliseconds of 1,024 tokens."""
+    squares_ms: float
+    """Milliseconds of a sequence of 1,024 tokens, for its square alone."""
+    errors_ms: tuple[float, float, float]
+    """Of these three."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """How much of what some passes differ by their lengths explain."""
+
+    share: float
+    """The part of the variance."""
+    low: float
+    """The lower end of its 90 % interval."""
+    high: float
+    """The upper end."""
+
+    @property
+    def reason(self) -> str | None:
+        """``data`` where lengths explain most of it, ``machine`` where they do not, None where that is not sure."""
+        return "data" if self.low >= _MOST else "machine" if self.high < _MOST else None
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The sequences of a run's microbatches, and what they explain."""
+
+    source: str
+    """Where their lengths are from, one of `megaprof.formats.work.SOURCES`."""
+    tokens: tuple[float, float]
+    """Of a microbatch, from the smallest to the largest."""
+    sequences: tuple[float, float]
+    """Likewise."""
+    squares: float
+    """How many times the mean sum of squares the longest microbatch of a step has, on average."""
+    tokens_ratio: float
+    """The same of tokens."""
+    explained: Explained
+    """What microbatches differ by within a step."""
+    costs: tuple[PassCost, ...]
+    """What passes take by them."""
+    drawn: tuple[tuple[float, float, float], ...]
+    """Some microbatches: sum of squares, milliseconds of their passes on average over stages, and by their lengths."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The same as arrays, for who predicts other microbatches."""
+
+    cost: Floats
+    """[s, c, k, 3]: milliseconds of a microbatch, of a token, and of the square of one."""
+    drawn: Floats
+    """[draw, s, c, k, 3]: of draws of microbatches."""
+    of_work: Floats
+    """[t, d, s, c, k, m]: what passes take by it."""
+
+
+def features(work: Floats) -> Floats:
+    """[..., 3]: what a pass is proportional to, from tokens, sequences and squares."""
+    return np.stack((np.ones_like(work[..., 0]), work[..., 0], work[..., 2]), axis=-1)
+
+
+def fit(run: Examined) -> Fit | None:
+    """None where not every microbatch of the run is known."""
+    work = run.table.work
+    if work is None or not np.isfinite(work).all():
+        return None
+    view = run.view
+    passes = view.state.passes - view.waited() - view.stalls()
+    # What is slow is slow for all microbatches: it is no part of what they hold.
+    slow = view.rank * view.pace * view.peer.max(axis=3)
+    passes = passes / slow[..., None, None, None]
+    _, _, s, c, k, _ = passes.shape
+    y = np.moveaxis(passes, 5, 2).reshape(-1, s * c * k)
+    x = features(work).reshape(-1, 3)
+    random = np.random.default_rng(0)
+    drawn = random.multinomial(len(x), np.full(len(x), 1.0 / len(x)), size=DRAWS).astype(float)
+    found = _not_negative(x, y, np.concatenate((np.ones((1, len(x))), drawn))).reshape(1 + DRAWS, s, c, k, 3)
+    return Fit(found[0], found[1:], taken(found[0], work))
+
+
+def taken(cost: Floats, work: Floats) -> Floats:
+    """[t, d, s, c, k, m]: what passes of microbatches take, [t, d, m, 3], by costs, [s, c, k, 3]."""
+    found: Floats = np.einsum("tdmf,sckf->tdsckm", features(work), cost)
+    return np.maximum(found, 1e-9)
+
+
+def explain(run: Examined, found: Fit) -> Lengths | None:
+    """What of a run its lengths explain."""
+    table, work = run.table, run.table.work
+    if work is None or table.lengths_from is None:
+        return None
+    cost, kinds = found.cost, table.schedule.kinds
+    scale = np.array([1.0, 1024.0, 1024.0**2])
+    each, errors = cost * scale, found.drawn.std(axis=0, ddof=1) * scale
+    costs = tuple(
+        PassCost(stage, chunk, kinds[k], *_three(each[stage, chunk, k]), _three(errors[stage, chunk, k]))
+        for stage, chunk, k in np.ndindex(cost.shape[:3])
+    )
+    squares, tokens = work[..., 2], work[..., 0]
+    measured = table.passes.mean(axis=2).sum(axis=(2, 3)).reshape(-1)
+    by_work = found.of_work.mean(axis=2).sum(axis=(2, 3)).reshape(-1)
+    shown = np.unique(np.linspace(0, len(measured) - 1, min(len(measured), _SHOWN)).round().astype(int))
+    return Lengths(
+        source=table.lengths_from,
+        tokens=(float(tokens.min()), float(tokens.max())),
+        sequences=(float(work[..., 1].min()), float(work[..., 1].max())),
+        squares=float((squares.max(axis=2) / squares.mean(axis=2)).mean()),
+        tokens_ratio=float((tokens.max(axis=2) / tokens.mean(axis=2)).mean()),
+        explained=of_microbatches(run, found),
+        costs=costs,
+        drawn=tuple(
+            zip(squares.reshape(-1)[shown].tolist(), measured[shown].tolist(), by_work[shown].tolist(), strict=True)
+        ),
+    )
+
+
+def _three(values: Floats) -> tuple[float, float, float]:
+    return float(values[0]), float(values[1]), float(values[2])
+
+
+def of_microbatches(run: Examined, found: Fit, stage: int | None = None) -> Explained:
+    """What lengths explain of how microbatches of a step differ: on all stages, or on one beyond the others."""
+    ratio, by_work = _logs(run, found)
+    if stage is None:
+        measured, said = np.median(ratio, axis=(2, 3, 4)), np.median(by_work, axis=(2, 3, 4))
+    else:
+        measured, said = (each[:, :, stage].mean(axis=(2, 3)) for each in (ratio, by_work))
+    return _explained(measured - measured.mean(axis=-1, keepdims=True), said - said.mean(axis=-1, keepdims=True))
+
+
+def of_replicas(run: Examined, found: Fit) -> Explained:
+    """What lengths explain of how replicas of a step differ."""
+    ratio, by_work = (np.median(each, axis=(2, 3, 4, 5)) for each in _logs(run, found))
+    return _explained(ratio - ratio.mean(axis=1, keepdims=True), by_work - by_work.mean(axis=1, keepdims=True))
+
+
+def _logs(run: Examined, found: Fit) -> tuple[Floats, Floats]:
+    """Logarithms of passes, measured and by their work, each against what is usual of its stage, chunk and kind."""
+    both = (np.log(np.maximum(run.table.passes, 1e-9)), np.log(found.of_work))
+    measured, said = (each - np.median(each, axis=(0, 1, 5), keepdims=True) for each in both)
+    return measured, said
+
+
+def _explained(measured: Floats, said: Floats) -> Explained:
+    """The part of a variance, and how far that is sure: by draws of what it is of."""
+    whole, left = (measured**2).reshape(-1), ((measured - said) ** 2).reshape(-1)
+    n = len(whole)
+    random = np.random.default_rng(0)
+    weights = random.multinomial(n, np.full(n, 1.0 / n), size=10 * DRAWS)
+    # Three numbers that are fitted explain so much of anything.
+    chance = (n - 1) / max(n - 4, 1)
+
+    def share(whole: float, left: float) -> float:
+        return float(np.clip(1.0 - chance * left / max(whole, 1e-18), 0.0, 1.0))
+
+    drawn = [share(float(own @ whole), float(own @ left)) for own in weights]
+    at, error = share(float(whole.sum()), float(left.sum())), float(np.std(drawn))
+    return Explained(at, max(at - LEVEL * error, 0.0), min(at + LEVEL * error, 1.0))
+
+
+def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
+    """[draw, q, 3]: least squares of ``y`` [n, q] by ``x`` [n, 3] with weights [draw, n], nothing below 0.
+
+    Of three numbers there are seven choices that are not 0: each is solved, and the best that is not negative counts
+    (the solution of Lawson and Hanson's algorithm, found by looking at all of them).
+    """
+    x, scale = x / (size := np.maximum(np.abs(x).max(axis=0), 1e-18)), size
+    gram = np.einsum("wn,nf,ng->wfg", weights, x, x)
+    right = np.einsum("wn,nf,nq->wqf", weights, x, y)
+    best = np.zeros((len(weights), y.shape[1], 3))
+    gained = np.zeros((len(weights), y.shape[1]))
+    for count in (1, 2, 3):
+        for chosen in itertools.combinations(range(3), count):
+            own = list(chosen)
+            # What says the same as another, as tokens do where all have as many, is divided between both.
+            inverse = np.linalg.pinv(gram[:, own][:, :, own], hermitian=True, rcond=1e-9)
+            solved = np.einsum("wfg,wqg->wqf", inverse, right[..., own])
+            gain = (solved * right[..., own]).sum(axis=-1)
+            better = (solved >= 0.0).all(axis=-1) & (gain > gained * (1.0 + 1e-9))
+            candidate = np.zeros_like(best)
+            candidate[..., own] = solved
+            best = np.where(better[..., None], candidate, best)
+            gained = np.where(better, gain, gained)
+    found: Floats = best / scale
+    return found

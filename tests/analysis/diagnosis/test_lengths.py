@@ -1,0 +1,77 @@
+"""What lengths of sequences explain of how long microbatches take: the data's, a machine's, or not known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprof.analysis.diagnosis.diagnose import diagnose
+from megaprof.analysis.diagnosis.examine import examine
+from megaprof.analysis.diagnosis.lengths import _not_negative
+from megaprof.analysis.diagnosis.table import Table
+from tests.analysis.diagnosis.test_diagnose import ALONE, HEALTHY, LONG, table_of
+from tests.analysis.truth.pipelines import Fault
+
+UNEVEN = replace(HEALTHY, faults=(Fault("uneven_microbatches", 0.4),))
+UNEQUAL = replace(LONG, faults=(Fault("unequal_replicas", 0.2),))
+
+
+def given_lengths(table: Table, squares: np.ndarray) -> Table:
+    """``squares`` [t, d, m], of sequences in microbatches of 4,096 tokens."""
+    work = np.stack((np.full(squares.shape, 4096.0), np.ones(squares.shape), squares), axis=-1)
+    return replace(table, work=work, lengths_from="packed_seq_params")
+
+
+def long_as_they_take(table: Table) -> np.ndarray:
+    """Squares in proportion to what the passes of a microbatch take beyond a fixed part, which is a third."""
+    took = np.median(table.passes, axis=(2, 3, 4))
+    return (took - took.mean() / 3.0) * 1e6
+
+
+@pytest.mark.parametrize("pipeline", [UNEVEN, UNEQUAL, replace(ALONE, faults=UNEQUAL.faults)], ids=["m", "d", "alone"])
+def test_uneven_work_is_the_datas_where_lengths_explain_it_and_else_a_machines(pipeline, tmp_path):
+    table = table_of(pipeline, tmp_path)
+    squares = long_as_they_take(table)
+    others = np.random.default_rng(0).permutation(squares.reshape(-1)).reshape(squares.shape)
+    cases: dict[str, np.ndarray | None] = {"data": squares, "machine": others, "": None}
+    for reason, own in cases.items():
+        told = diagnose(examine(table if own is None else given_lengths(table, own)))
+        (cause,) = told.causes
+        assert cause.kind in ("uneven_microbatches", "unequal_replicas")
+        assert (cause.reason or "") == reason
+        assert (told.lengths is None) == (own is None)
+        assert ("explained" in cause.parts) == (own is not None)
+
+
+def test_costs_are_what_passes_take(tmp_path):
+    table = table_of(UNEVEN, tmp_path)
+    squares = long_as_they_take(table)
+    told = diagnose(examine(given_lengths(table, squares))).lengths
+    assert told is not None
+    assert told.explained.low > 0.9
+    assert told.squares == pytest.approx((squares.max(axis=2) / squares.mean(axis=2)).mean())
+    assert told.tokens_ratio == 1.0
+    for cost in told.costs:
+        took = table.passes[:, :, cost.stage, cost.chunk, table.schedule.kinds.index(cost.kind)].mean()
+        # All have as many tokens, so these and the fixed part are one.
+        assert cost.fixed_ms + 4 * cost.tokens_ms == pytest.approx(took / 3.0, rel=0.1)
+        assert cost.squares_ms * squares.mean() / 1024**2 == pytest.approx(took / 1.5, rel=0.1)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(4, 40))
+def test_least_squares_with_nothing_below_0(seed, n):
+    random = np.random.default_rng(seed)
+    x = np.stack((np.ones(n), random.uniform(1, 1e4, n), random.uniform(1, 1e8, n)), axis=-1)
+    y = (x / [1.0, 1e4, 1e8]) @ random.uniform(-1, 1, (3, 2)) + random.normal(0, 0.1, (n, 2))
+    scaled = x / x.max(axis=0)
+    for q, own in enumerate(_not_negative(x, y, np.ones((1, n)))[0]):
+        found = own * x.max(axis=0)
+        slope = scaled.T @ (scaled @ found - y[:, q])
+        # Where it is above 0 it cannot be better, and where it is 0 only below 0 would be.
+        assert (found >= 0).all()
+        assert np.abs(slope[found > 0]).max(initial=0.0) < 1e-6 * n
+        assert slope[found == 0].min(initial=0.0) > -1e-6 * n
