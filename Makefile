@@ -15,7 +15,7 @@ SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
-    bench bench-capture bench-closing bench-overhead bench-replay bench-report bench-scale bench-timeline bench-truth bench-whatif clean docs
+    bench bench-capture bench-closing bench-overhead bench-replay bench-report bench-scale bench-timeline bench-truth bench-tune bench-whatif clean docs
 
 # In an environment with only what it needs, of which torch is most; in .venv where that is there already.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
@@ -52,12 +52,13 @@ test-ui: .venv/ui/ready
 # The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
 # is skipped, and says so.
 #
-# Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, and verl on it), on that.
+# Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, verl on it, and models that
+# need triton), on that.
 test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
 	.venv/hosts/bin/python -m pytest -rs -m hosts $(ARGS) tests/integrations tests/trainers \
 	    --ignore=tests/trainers/on_ray || [ $$? = 5 ]
 	.venv/hosts-0.19.2/bin/python -m pytest -rs $(ARGS) tests/integrations/test_megatron_bridge.py \
-	    tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
+	    tests/hooks/test_real_models.py tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
 
 # Whole trainers that start a Ray of their own: minutes each, and several GB of memory. By hand: CI has no room for them.
 SLIME := tests/trainers/on_ray/test_slime_train.py
@@ -210,7 +211,7 @@ gpu-packages:
 	    "$(MEGATRON_CORE)" fsspec isal jinja2 markdown-it-py markupsafe mdurl msgspec nvtx pygments rich
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-closing bench-overhead bench-replay bench-report bench-timeline bench-scale bench-truth bench-whatif
+bench: bench-capture bench-closing bench-overhead bench-replay bench-report bench-timeline bench-scale bench-truth bench-tune bench-whatif
 
 bench-capture: .venv/ready
 	$(BIN)/python -m tests.benchmarks.capture $(or $(ARGS),--pairs 5)
@@ -229,6 +230,9 @@ bench-report: .venv/bench
 
 bench-timeline: .venv/ready
 	$(BIN)/python -m tests.benchmarks.timeline $(ARGS)
+
+bench-tune: .venv/ready
+	$(BIN)/python -m tests.benchmarks.tune $(ARGS)
 
 bench-whatif: .venv/ready
 	$(BIN)/python -m tests.benchmarks.whatif $(ARGS)

@@ -156,6 +156,7 @@ def _finish_job() -> None:
 
 
 def _watch(schedules: ModuleType) -> None:
+    _keep_collectives()
     original = getattr(schedules, _ASKED, None)
     if original is None or hasattr(original, "_megaprof"):
         return
@@ -164,6 +165,22 @@ def _watch(schedules: ModuleType) -> None:
         names = getattr(module, "__dict__", {})
         if names.get(_ASKED) is original:
             names[_ASKED] = asked
+
+
+def _keep_collectives() -> None:
+    """Has torch keep its last collectives, which say of a hang where it is. Later its process groups exist."""
+    from megaprof.config.options import ProfileConfig
+    from megaprof.recorders import flight
+
+    try:
+        config = _settled or ProfileConfig.from_env()
+    except ValueError:  # said when the hooks go in
+        return
+    if config.collectives:
+        os.environ.setdefault(flight.TIMING, "1")
+    name = flight.keep(sys.argv, os.environ) if config.enabled and config.listens else None
+    if name is not None and os.environ.get("RANK", "0") == "0":
+        logger.info("megaprof: torch keeps the last %d collectives of each rank, for a hang: %s", flight.USUAL, name)
 
 
 def _asked(original: Callable[..., Any]) -> Callable[..., Any]:

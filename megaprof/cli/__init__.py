@@ -26,7 +26,7 @@ COMMANDS = {
     "demo": ("training.demo", "run a small real Megatron-Core pipeline on the CPU, capture it, and report on it"),
     "diff": ("diff", "compare two captures stage by stage"),
     "export": ("export", "write timelines as a Parquet dataset, for a query engine"),
-    "hang": ("hang", "say which ranks keep a job waiting, from dumps of torch's flight recorder"),
+    "hang": ("hang", "say which ranks keep a job waiting, and in which collective, from torch's flight recorder"),
     "mcp": ("agent.mcp", "answer the questions of an agent: a server of the Model Context Protocol"),
     "merge": ("merge", "put all captured ranks of a step on one Perfetto timeline"),
     "nsys": ("training.nsys", "print the nsys command line that goes before a training command"),
@@ -36,6 +36,7 @@ COMMANDS = {
     "run": ("training.run", "run a training command with profiling, without editing it"),
     "status": ("jobs.status", "say what a running job is doing, and whom it waits for when it hangs"),
     "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
+    "tune": ("training.tune", "try the layouts that are predicted to be faster, with your own training command"),
     "ui": ("ui", "show captures and running jobs as pages in the browser"),
     "watch": ("jobs.watch", "show a running job's stages as a live table"),
 }

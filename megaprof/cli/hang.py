@@ -1,4 +1,5 @@
-"""``megaprof hang DIR``: which ranks keep a job waiting, from dumps of torch's flight recorder."""
+"""``megaprof hang DIR``: which ranks keep a job waiting, from torch's flight recorder of each: dumps, or what the ranks
+of a job that listens wrote themselves."""
 
 from __future__ import annotations
 
@@ -6,10 +7,17 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megaprof.cli import UNWELL, CommandError, say
+from megaprof.control.directory import CONTROL
+from megaprof.control.job import NoJob, find_job
+
+if TYPE_CHECKING:
+    from megaprof.analysis.collectives.hang import Hang
 
 EXAMPLES = (
+    "megaprof hang traces   # the --profile-dir of a job that hangs",
     "megaprof hang /tmp/dumps   # where TORCH_NCCL_DEBUG_INFO_TEMP_FILE=/tmp/dumps/rank_ pointed to",
     "megaprof hang /tmp/dumps --json | jq .culprits[].rank",
 )
@@ -21,25 +29,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "dir",
         metavar="DIR",
         type=Path,
-        help="directory of the dumps of one hang, one for each rank, whose names end in the rank: pickled as torch's "
-        "watchdog writes them, or JSON",
+        help="a job's --profile-dir, or a directory of the dumps of one hang, one for each rank, whose names end in "
+        "the rank: pickled as torch's watchdog writes them, or JSON",
     )
+    parser.add_argument("--role", help="whose, where several roles share a --profile-dir")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print who keeps the job waiting. Raises CommandError where no dump can be read."""
-    from megaprof.analysis.collectives.dumps import BadDump
-    from megaprof.analysis.collectives.hang import hang_of
     from megaprof.analysis.collectives.sentences import sentences
 
-    try:
-        hang = hang_of(path for path in arguments.dir.iterdir() if path.is_file())
-    except (BadDump, OSError) as fault:
-        raise CommandError(f"{arguments.dir}: {fault}") from None
+    hang = _hang(arguments.dir, arguments.role)
     if arguments.json:
         print(json.dumps(asdict(hang)))
     else:
         for line in sentences(hang):
             say(line)
     return UNWELL if hang.culprits or hang.unended else 0
+
+
+def _hang(directory: Path, role: str | None) -> Hang:
+    from megaprof.analysis.collectives.dumps import BadDump
+    from megaprof.analysis.collectives.hang import hang_of, hang_of_job
+
+    if (directory / CONTROL).is_dir():
+        try:
+            found = hang_of_job(find_job(directory, role).in_flight())
+        except NoJob as fault:
+            raise CommandError(str(fault)) from None
+        if found is None:
+            raise CommandError(f"no rank of the job in {directory} has written that it stands still")
+        return found
+    try:
+        return hang_of(path for path in directory.iterdir() if path.is_file())
+    except (BadDump, OSError) as fault:
+        raise CommandError(f"{directory}: {fault}") from None

@@ -109,9 +109,9 @@ def report_directory(
     number: int | None = None,
     sizes: dict[str, int] | None = None,
     workers: Workers | None = None,
-) -> None:
-    """Print the report on ``directory`` (the run with this ``number``, from 1), as tables or ``as_json``, and write it
-    to ``json_file`` and ``html_file``.
+) -> Report:
+    """Print the report on ``directory`` (the run with this ``number``, from 1), as tables or ``as_json``, write it to
+    ``json_file`` and ``html_file``, and return it.
 
     Raises CommandError when there is nothing to report on or a file cannot be written.
     """
@@ -140,6 +140,7 @@ def report_directory(
         print(f"To look at it: {here if browser.is_here() else there}")
         if not browser.is_here():
             print(f"Or where your browser is: {browser.fetching(html_file)}")
+    return report
 
 
 def _sizes(arguments: argparse.Namespace) -> dict[str, int]:

@@ -43,6 +43,7 @@ from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes
+from megaprof.tune.state import Tuning
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -76,6 +77,7 @@ def schemas() -> dict[str, dict[str, Any]]:
             "report": _report(),
             "status": _status(),
             "trigger": Captured,
+            "tune": Tuning,
             "watch": Look,
         }.items()
     }
@@ -133,11 +135,12 @@ def _report() -> Any:
     )
     what_if = _shape(
         "WhatIf",
-        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended by_hand")),
+        (WhatIf, _names(WhatIf, "replay_error costs candidates best mended by_hand packings")),
         replay_error=(number, _about(WhatIf)["replay_error"] + " The mean."),
         replay_error_spread=(spread, _about(WhatIf)["replay_error"]),
         costs=(costs | None, _about(WhatIf)["costs"]),
         candidates=(_many(prediction), _about(WhatIf)["candidates"]),
+        packings=(_many(prediction), _about(WhatIf)["packings"]),
         best=(prediction | None, _about(WhatIf)["best"]),
         host_options=(tuple[str, ...] | None, "`best` in the host's own options; null where it takes the flags."),
     )
@@ -203,7 +206,7 @@ def _report() -> Any:
 
 def _status() -> Any:
     culprit = _shape(
-        "Culprit",
+        "WaitedFor",
         rank=(int, "Its number."),
         silent=(bool, "Whether it gives no sign of life."),
         gone=(bool, "Whether its process does not exist any more."),
@@ -231,6 +234,7 @@ def _status() -> Any:
         still_s=(float, "For how many seconds no rank has moved, where the job appears to hang; else 0."),
         stuck=(tuple[int, ...], "The ranks that have not moved for long."),
         culprits=(_many(culprit), "Whom the job waits for, those that keep most others waiting first."),
+        collectives=(Hang | None, "Which collectives it waits in; null where it runs, or its ranks do not say."),
         status=(_many(status), "Every rank that was heard."),
     )
 

@@ -39,6 +39,8 @@ ALL_RANKS = "all_ranks"
 SCHEDULE = ("skip_first", "wait", "warmup", "active", "repeat")
 #: The value of ``steps`` that leaves it to them. Not None: None and [] are no steps at all, as hosts' configs have it.
 BY_SCHEDULE = "schedule"
+#: Options of the timeline alone.
+TIMELINE_ONLY = ("timeline_select", "timeline_megabytes", "collectives")
 #: Options of the torch profiler alone, and those among them that it ignores without CPU activity.
 TORCH_ONLY = ("activities", "record_shapes", "with_flops", "with_modules", "export", "execution_trace", "kernels")
 NEED_CPU = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
@@ -131,6 +133,13 @@ class ProfileConfig:
     )
     timeline_megabytes: int = _option(
         64, "size of a rank's timeline, in MiB; beyond it the oldest quarter is removed", read.count(1)
+    )
+    collectives: bool = _option(
+        False,
+        "keep in the timeline when each rank comes to the collectives of its groups, as far as torch's flight recorder "
+        "holds them: the report names which of tensor- or context-parallel ranks the others wait for. "
+        "On NCCL it needs TORCH_NCCL_ENABLE_TIMING=1, which megaprof run sets",
+        read.boolean,
     )
     activities: tuple[str, ...] = _option(
         ACTIVITIES,
@@ -322,7 +331,10 @@ class ProfileConfig:
 
     def _check_tools(self) -> None:
         tools = f"{flag('tool')} {' '.join(self.tool)}"
-        for tool, names in ((TIMELINE, ("timeline_select", "timeline_megabytes")), ("torch", TORCH_ONLY)):
+        for tool, names in (
+            (TIMELINE, TIMELINE_ONLY),
+            ("torch", TORCH_ONLY),
+        ):
             for name in names:
                 if tool not in self.tool and getattr(self, name) != _default(name):
                     raise ValueError(f"{flag(name)} has no effect with {tools}: add {tool}, or drop {flag(name)}")

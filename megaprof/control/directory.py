@@ -15,7 +15,7 @@ from megaprof.formats.files import Directory, Owner, Unsafe
 from megaprof.formats.job import run as run_json
 from megaprof.formats.names import sanitise, shard_of
 
-CONTROL, STATUS = "control", "status"
+CONTROL, STATUS, COLLECTIVES = "control", "status", "collectives"
 _ROLE = "role-"
 _MOST_ROLES = 256
 _MODE = 0o700
@@ -33,14 +33,14 @@ def path_of(directory: Path, part: str | None) -> Path:
     return root if part is None else root / part
 
 
-def status_folder(rank: int, world: int) -> tuple[str, ...]:
-    """Returns the directories that lead from the control directory to a rank's status."""
+def folder_of(what: str, rank: int, world: int) -> tuple[str, ...]:
+    """Returns the directories that lead from the control directory to a rank's file below the directory `what`."""
     shard = shard_of(rank, world)
-    return (STATUS, shard) if shard else (STATUS,)
+    return (what, shard) if shard else (what,)
 
 
-def status_name(rank: int) -> str:
-    """Returns what a rank's status file is called."""
+def name_of(rank: int) -> str:
+    """Returns what a rank's files are called there."""
     return f"rank{rank:05d}.json"
 
 

@@ -8,20 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megaprof.control.directory import (
+    COLLECTIVES,
     CONTROL,
+    STATUS,
     folder,
+    folder_of,
+    name_of,
     open_any,
     part,
     parts_with_a_run,
     path_of,
-    status_folder,
-    status_name,
 )
 from megaprof.formats.files import Directory, Unsafe
+from megaprof.formats.flight import Flight
 from megaprof.formats.job import records
 from megaprof.formats.job import run as run_json
+from megaprof.formats.job.in_flight import InFlight
 from megaprof.formats.job.records import Absent, BadRecord
 from megaprof.formats.job.run import RunRecord, dead
 from megaprof.formats.job.status import LATE_INTERVALS, LATE_SECONDS, RankStatus
@@ -31,6 +36,8 @@ from megaprof.formats.phrases import ago
 _LOOKS = 3
 #: Threads that read statuses: a network file system takes milliseconds for each, and serves many at once.
 _READERS = 16
+#: A record that each rank writes, with its `run` and `rank`.
+OfRank = TypeVar("OfRank", RankStatus, InFlight)
 
 
 class NoJob(Exception):
@@ -63,6 +70,15 @@ class RunningJob:
                 return read_statuses(control, self.run, range(self.run.world) if ranks is None else ranks)
         except (OSError, Unsafe):
             return {}
+
+    def in_flight(self) -> dict[int, Flight]:
+        """Returns what the ranks that stand still have in flight, as far as they wrote it, by rank."""
+        try:
+            with self.control() as control:
+                found = read_of_ranks(control, COLLECTIVES, self.run, range(self.run.world), InFlight)
+        except (OSError, Unsafe):
+            return {}
+        return {rank: Flight(each.version, each.entries, each.pg_config) for rank, each in found.items()}
 
     def now(self, statuses: dict[int, RankStatus], silence: str | None) -> float:
         """Returns the time by the clocks of the job's hosts, in seconds. The clock here may differ from theirs; but
@@ -129,28 +145,39 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
 
 def read_statuses(control: Directory, run: RunRecord, ranks: Iterable[int]) -> dict[int, RankStatus]:
     """Returns the statuses of `ranks`, as far as they are written and of `run`, by rank."""
+    found = read_of_ranks(control, STATUS, run, ranks, RankStatus)
+    sizes = run.sizes
+    return {
+        rank: status
+        for rank, status in found.items()
+        if all(place < getattr(sizes, axis) for axis, place in status.coords.items())
+    }
+
+
+def read_of_ranks(
+    control: Directory, what: str, run: RunRecord, ranks: Iterable[int], kind: type[OfRank]
+) -> dict[int, OfRank]:
+    """Returns the records of `ranks` below the directory `what`, as far as they are written and of `run`, by rank."""
     by_folder: dict[tuple[str, ...], list[int]] = {}
     for rank in ranks:
-        by_folder.setdefault(status_folder(rank, run.world), []).append(rank)
-    found: list[RankStatus | None] = []
+        by_folder.setdefault(folder_of(what, rank, run.world), []).append(rank)
+    found: list[tuple[int, OfRank | None]] = []
     for names, members in by_folder.items():
         with suppress(OSError, Unsafe), folder(control, *names) as opened:
             opened.names(1)  # a network file system asks its server again
-            found += _read_all(opened, run, members)
-    return {each.rank: each for each in found if each is not None}
+            found += zip(members, _read_all(opened, members, kind), strict=True)
+    return {rank: each for rank, each in found if each is not None and (each.run, each.rank) == (run.run, rank)}
 
 
-def _read_all(opened: Directory, run: RunRecord, ranks: list[int]) -> list[RankStatus | None]:
+def _read_all(opened: Directory, ranks: list[int], kind: type[OfRank]) -> list[OfRank | None]:
     if len(ranks) <= _READERS:
-        return [_read(opened, run, rank) for rank in ranks]
+        return [_read(opened, rank, kind) for rank in ranks]
     with ThreadPoolExecutor(_READERS) as readers:
-        return list(readers.map(lambda rank: _read(opened, run, rank), ranks))
+        return list(readers.map(lambda rank: _read(opened, rank, kind), ranks))
 
 
-def _read(opened: Directory, run: RunRecord, rank: int) -> RankStatus | None:
+def _read(opened: Directory, rank: int, kind: type[OfRank]) -> OfRank | None:
     try:
-        status = records.read(opened, status_name(rank), RankStatus)
+        return records.read(opened, name_of(rank), kind)
     except (Absent, BadRecord):
         return None
-    inside = all(place < getattr(run.sizes, axis) for axis, place in status.coords.items())
-    return status if (status.run, status.rank) == (run.run, rank) and inside else None

@@ -21,6 +21,7 @@ from megaprof.artifacts.writer import Writer
 from megaprof.control import directory as places
 from megaprof.control.captures import Captures
 from megaprof.control.job import RunningJob
+from megaprof.control.standstills import Standstill
 from megaprof.control.status import Meter, Reporter
 from megaprof.formats.files import Directory, Owner, Unsafe
 from megaprof.formats.job import records
@@ -89,6 +90,7 @@ class Listener:
         self._own = RunRecord.new(coords, layout, session.config.target, session.role, self._every)
         self._run: RunRecord | None = None
         self._ousted = False
+        self._standstill = Standstill(coords)
         self._captures = Captures(session, writer, self._directory, self._meter, leads=self._leads)
         self._followers: list[Callable[[Listener], None]] = []
         self._at_end: list[Callable[[], None]] = []
@@ -191,8 +193,12 @@ class Listener:
             return  # the directory is another job's
         run, rank, world = self._run, self._coords.rank, self._coords.sizes.world
         status = self._reporter.describe(None if run is None else run.run, self._captures.state, ended=ended)
-        with places.folder(control, *places.status_folder(rank, world), create=True) as folder:
-            records.write(folder, places.status_name(rank), status)
+        with places.folder(control, *places.folder_of(places.STATUS, rank, world), create=True) as folder:
+            records.write(folder, places.name_of(rank), status)
+        if ended:
+            self._standstill.leave(control)
+        else:
+            self._standstill.look(control, status)
 
     def close(self) -> None:
         """Says in the status that the rank has ended. Its windows are closed and their files finished."""

@@ -31,7 +31,7 @@ SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
 METADATA, SHAPE, STEP, FACT = 1, 2, 3, 4
 #: What a fact beside a step says.
-WORK, COLLECTIONS, COLLECTIVES = 1, 2, 3
+WORK, COLLECTIONS, COLLECTIVES, GROUPS = 1, 2, 3, 4
 
 #: Step flags.
 DEVICE_CLOCK = 1  # its times are the GPU's, by CUDA events

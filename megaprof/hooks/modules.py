@@ -229,9 +229,11 @@ def sites(chunk: Any, *, parts: bool) -> Iterator[Site]:
     """The methods of a model chunk that are ranges; ``parts``: those inside layers too.
 
     Found by the attribute names that GPTModel, MambaModel, HybridModel and their kin share, never by class: the classes
-    are the layer spec's choice. Stacks beside the language model's (a vision model's, T5's encoder) have none.
+    are the layer spec's choice. A vision model is one range; T5's encoder has none.
     """
     language = language_model(chunk)
+    for label in ranges.ENCODERS:
+        yield from _forward(getattr(innermost(chunk), label, None), ranges.operation_range(label))
     for label in (ranges.EMBEDDING, ranges.OUTPUT_LAYER):
         yield from _forward(getattr(language, label, None), ranges.operation_range(label))
     for layer in _layers(getattr(language, "decoder", None)):

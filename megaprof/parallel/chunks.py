@@ -43,8 +43,18 @@ def language_model(chunk: Any) -> Any:
 
 
 def _kind(layer: Any) -> str:
-    """``moe`` or ``dense`` by the layer's MLP, else the layer's class name (Mamba and others have no MLP)."""
-    mlp = getattr(layer, "mlp", None)
+    """``moe`` or ``dense`` by the layer's MLP; ``attention`` or ``mlp`` where a hybrid stack has halves of layers as
+    layers of their own; else the layer's class name (Mamba and others have no MLP)."""
+    mlp, attention = getattr(layer, "mlp", None), getattr(layer, "self_attention", None)
     if mlp is None:
         return type(layer).__name__
-    return "moe" if hasattr(mlp, "router") else "dense"
+    if hasattr(mlp, "router"):
+        return "moe"
+    if _is_nothing(mlp) and not _is_nothing(attention):
+        return "attention"
+    return "mlp" if attention is not None and _is_nothing(attention) and not _is_nothing(mlp) else "dense"
+
+
+def _is_nothing(module: Any) -> bool:
+    """Whether ``module`` stands where a layer has no such part."""
+    return type(module).__name__ == "IdentityOp"

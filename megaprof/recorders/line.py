@@ -10,6 +10,7 @@ class Line:
 
     __slots__ = (
         "began",
+        "end_ns",
         "ended",
         "flags",
         "index",
@@ -37,6 +38,8 @@ class Line:
         """What beginning and ending it cost the training thread, in nanoseconds."""
         self.start_ns = 0
         """When it began: wall clock, nanoseconds."""
+        self.end_ns = 0
+        """When the host was through with it, likewise."""
         self.began: Any = None
         """The mark of its start."""
         self.ended: Any = None

@@ -1,8 +1,9 @@
 """What it costs to leave the timeline on: real steps of a real job, in alternating blocks with and without it.
 
-    python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100] [--busy]
+    python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100] [--busy] [--collectives 4]
 
-Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included. In place of layers each stage
+Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included; with ``--collectives``, TP=2 and
+so many collectives in each pass, in both halves of a pair, whose arrivals are recorded, too. In place of layers a stage
 sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine, two ranks do not disturb each
 other, and hooks run in caches that have gone cold. In every other block of steps no session is told of calls. Which
 block of a pair comes first changes from pair to pair, so that a drift of the machine cancels out. Ranks run
@@ -51,8 +52,8 @@ WIDTH = 16
 BLOCK = 8
 
 
-def _config(directory: str) -> ProfileConfig:
-    return ProfileConfig(target=("train_actor",), tool=("timeline",), dir=directory)
+def _config(directory: str, collectives: int) -> ProfileConfig:
+    return ProfileConfig(target=("train_actor",), tool=("timeline",), dir=directory, collectives=collectives > 0)
 
 
 class Wait(torch.autograd.Function):
@@ -70,13 +71,34 @@ class Wait(torch.autograd.Function):
         return gradient, None
 
 
-class Stage(torch.nn.Module):
-    """A pipeline stage that sleeps."""
+class Meet(torch.autograd.Function):
+    """Some collectives of the tensor-parallel group, in a forward and in its backward."""
 
-    def __init__(self, config: TransformerConfig, seconds: float) -> None:
+    @staticmethod
+    def forward(ctx: Any, batch: torch.Tensor, count: int) -> torch.Tensor:
+        ctx.count = count
+        _meet(count)
+        return batch.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        _meet(ctx.count)
+        return gradient, None
+
+
+def _meet(count: int) -> None:
+    for _ in range(count):
+        torch.distributed.all_reduce(torch.ones(1), group=parallel_state.get_tensor_model_parallel_group())
+
+
+class Stage(torch.nn.Module):
+    """A pipeline stage that sleeps, and meets its peers."""
+
+    def __init__(self, config: TransformerConfig, seconds: float, collectives: int) -> None:
         super().__init__()
         self.config = config
         self.seconds = seconds
+        self.collectives = collectives
         self.linear = torch.nn.Linear(WIDTH, WIDTH)
         self.model_type = ModelType.encoder_or_decoder
         self.received: torch.Tensor | None = None
@@ -85,7 +107,8 @@ class Stage(torch.nn.Module):
         self.received = received[0] if isinstance(received, list) else received
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return Wait.apply(self.linear(batch if self.received is None else self.received), self.seconds)
+        waited = Wait.apply(self.linear(batch if self.received is None else self.received), self.seconds)
+        return Meet.apply(waited, self.collectives) if self.collectives else waited
 
 
 def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -147,23 +170,28 @@ def _real_time() -> bool:
     return True
 
 
-def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[str, Any]:
+def job(microbatches: int, steps: int, seconds: float, directory: str, collectives: int) -> dict[str, Any]:
     """The cost of the timeline in so many steps of so many seconds, bytes of a step, and the longest burst of the
     background thread."""
     torch.set_num_threads(1)
     realtime = _real_time()
     init_distributed()
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    stages = 1 if collectives else 2
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2 // stages, pipeline_model_parallel_size=stages
+    )
     config = TransformerConfig(
         num_layers=2,
         hidden_size=WIDTH,
         num_attention_heads=2,
-        pipeline_model_parallel_size=2,
+        tensor_model_parallel_size=2 // stages,
+        pipeline_model_parallel_size=stages,
         pipeline_dtype=torch.float32,
         batch_p2p_comm=False,
     )
-    # Two stages, so the last one's fill and drain make it one microbatch more.
-    model, batch = Stage(config, seconds / 3 / (microbatches + 1)), torch.randn(1, 1, WIDTH)
+    # Of two stages the last one's fill and drain make it one microbatch more.
+    model = Stage(config, seconds / 3 / (microbatches + stages - 1), collectives)
+    batch = torch.randn(1, 1, WIDTH)
 
     def step() -> None:
         get_forward_backward_func()(
@@ -179,7 +207,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str) -> dict[s
     with cpu_megatron():
         for _ in range(5):
             step()
-        with install_hooks([model], _config(directory)) as handle:
+        with install_hooks([model], _config(directory, collectives)) as handle:
             timeline = None if handle._session is None else handle._session.timeline
             if timeline is None:
                 raise RuntimeError("no timeline")
@@ -198,10 +226,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--collectives", type=int, default=0, help="in each pass, of two tensor-parallel ranks")
     args = parser.parse_args()
     quiet = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, awake(), one_busy(args.busy):
-        measured = args.microbatches, args.steps, args.step_ms / 1e3, str(Path(folder))
+        measured = args.microbatches, args.steps, args.step_ms / 1e3, str(Path(folder)), args.collectives
         ranks = run_ranks(job, 2, *measured, timeout=1800, env=quiet)
     how = "C" if tape.IN_C else "Python"
     print(f"hooks in {how}; a step without the timeline: {ranks[0]['cost'].step_us / 1e3:.1f} ms")
@@ -224,6 +253,7 @@ def main() -> None:
                 "bytes_per_rank_step": round(max(rank["bytes"] for rank in ranks)),
                 "pairs": wall.pairs,
                 "busy": args.busy,
+                "collectives": args.collectives,
                 "realtime": all(rank["realtime"] for rank in ranks),
             }
         )

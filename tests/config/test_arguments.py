@@ -59,6 +59,7 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         "max_host_memory": (["64GiB"], "64GiB"),
         "timeline_select": (["per-stage", "--profile-tool", "timeline"], "per-stage"),
         "timeline_megabytes": (["7", "--profile-tool", "timeline"], 7),
+        "collectives": (["--profile-tool", "timeline"], True),
         "on_finish": (["ls"], "ls"),
         "on_finish_when": (["end", "--profile-on-finish", "ls"], "end"),
         "flush_seconds": (["5"], 5),
@@ -69,10 +70,7 @@ def test_every_option_is_a_flag_that_reaches_the_config() -> None:
         **{name: (["7"], 7) for name in ("skip_first", "wait", "warmup", "active", "repeat")},
     }
     for option in options():
-        if option.default is False:
-            given, expected = [], True
-        else:
-            given, expected = values[option.name]
+        given, expected = values.get(option.name, ([], True))
         base = [] if option.name in ("target", "dir") else ON
         extra = [] if base else (ON[2:] if option.name == "target" else ON[:2])
         config = parse([*base, *extra, flag(option.name), *given])

@@ -51,7 +51,7 @@ class Paths:
         return self.root / requests.NAME
 
     def status(self, rank: int) -> Path:
-        return self.root.joinpath(*places.status_folder(rank, self.world), places.status_name(rank))
+        return self.root.joinpath(*places.folder_of(places.STATUS, rank, self.world), places.name_of(rank))
 
     def request(self) -> Request:
         return read(self.capture, Request)

@@ -415,8 +415,9 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
     timeline = SimpleNamespace(
         position=lambda: inside,
         device_position=lambda: inside,
-        recent=lambda: recent,
+        recent=lambda *_: recent,
         calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
+        seconds=lambda target, role: 1.0,
     )
     monkeypatch.setattr(job.handle._session, "timeline", timeline)
     job.listener.look()

@@ -1,101 +1,149 @@
-"""Models of Megatron-Core other than the plain GPT, as they are: what a trace says of them against what was built.
-
-Not here, because a CPU cannot run them: context parallelism (Megatron has it in Transformer Engine's attention alone)
-and Mamba (its kernels are CUDA's).
-"""
+"""Models of Megatron-Core other than the plain GPT: what the report says of them against what was built."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.traces import find_traces, read_trace
+from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from tests.hooks import real_models as models
+from tests.hooks.test_te_layers import STAND_INS
 
 pytestmark = pytest.mark.slow
 
-LENGTH, VOCAB, LAYERS, MICROBATCHES = 16, 64, 2, 2
-
-
-def _config(**more: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    sizes = {"num_layers": LAYERS, "hidden_size": 32, "num_attention_heads": 2}
-    return TransformerConfig(**sizes, use_cpu_initialization=True, **more)
-
-
-def multi_token_prediction() -> tuple[Any, Callable[[Any, Any], Any]]:
-    layer_specs = pytest.importorskip("megatron.core.models.gpt.gpt_layer_specs")
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    if not hasattr(layer_specs, "get_gpt_mtp_block_spec"):
-        pytest.skip("megatron-core before 0.13")
-    config = _config(mtp_num_layers=1)
-    block = layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    ahead = layer_specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
-    model = GPTModel(config, block, VOCAB, LENGTH, mtp_block_spec=ahead)
-
-    def forward(tokens: Any, mask: Any) -> Any:
-        return model(tokens, torch.arange(LENGTH)[None], mask, labels=tokens, loss_mask=torch.ones(1, LENGTH))
-
-    return model, forward
-
-
-def encoder_and_decoder() -> tuple[Any, Callable[[Any, Any], Any]]:
-    from megatron.core.models.T5 import t5_spec
-    from megatron.core.models.T5.t5_model import T5Model
-
-    config = _config()
-    specs = t5_spec.encoder_model_with_local_spec(), t5_spec.decoder_model_with_local_spec()
-    model = T5Model(config, config, *specs, VOCAB, LENGTH, add_encoder=True, add_decoder=True)
-
-    def forward(tokens: Any, mask: Any) -> Any:
-        every = torch.zeros_like(mask)
-        return model(tokens, tokens, every, mask, every, lm_labels=tokens)
-
-    return model, forward
+DENSE = ("dense",) * models.LAYERS
+LETTERS = {"M": "MambaLayer", "-": "mlp", "*": "attention"}
 
 
 @pytest.mark.parametrize(
-    ("build", "kinds", "mtp", "layer_ranges"),
+    ("model", "needs", "sizes", "stages", "ranges"),
     [
-        (multi_token_prediction, ("dense", "dense"), 1, 3),
+        pytest.param(
+            models.multi_token_prediction,
+            "megatron.core.transformer.multi_token_prediction",
+            {},
+            [DENSE],
+            {"layer": models.LAYERS + 1, "mtp_layer": 1},
+            id="mtp",
+        ),
         # An encoder's layers are counted, and have no ranges.
-        (encoder_and_decoder, ("encoder", "encoder", "dense", "dense"), 0, 2),
+        pytest.param(
+            models.encoder_and_decoder,
+            "megatron.core.models.T5",
+            {},
+            [("encoder",) * models.LAYERS + DENSE],
+            {"layer": models.LAYERS, "cross_attention": models.LAYERS},
+            id="t5",
+        ),
+        pytest.param(
+            models.context_parallel,
+            "megatron.core",
+            {"context_parallel_size": 2},
+            [DENSE],
+            {"layer": models.LAYERS, "attention": models.LAYERS},
+            id="cp",
+        ),
+        pytest.param(
+            models.hybrid,
+            "megatron.core.models.hybrid.hybrid_model",
+            {"pipeline_model_parallel_size": 2},
+            [tuple(LETTERS[letter] for letter in stage) for stage in models.HYBRID],
+            {"layer": 4, "mixer": 2, "attention": 1, "mlp": 1},
+            id="hybrid",
+        ),
+        pytest.param(
+            models.vision_and_language,
+            "megatron.core.models.multimodal.llava_model",
+            {"pipeline_model_parallel_size": 2},
+            [DENSE[:2], DENSE[2:]],
+            {"layer": 2, "vision_model": 1, "vision_projection": 1, "embedding": 1},
+            id="llava",
+        ),
+        pytest.param(
+            models.megatron_fsdp,
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+            {},
+            [DENSE],
+            {"layer": models.LAYERS},
+            id="fsdp",
+        ),
     ],
 )
-def test_a_trace_says_what_was_built(
-    build: Callable[[], Any], kinds: tuple[str, ...], mtp: int, layer_ranges: int, one_rank: Any, tmp_path: Path
+def test_the_report_says_what_was_built(
+    model: Callable[[], Any],
+    needs: str,
+    sizes: dict[str, int],
+    stages: list[tuple[str, ...]],
+    ranges: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    """``ranges``: how many a pass has on the first stage."""
+    try:
+        import_module(needs)
+    except ImportError as missing:
+        pytest.skip(f"this megatron-core has it not, or needs what is not installed: {missing}")
+    monkeypatch.syspath_prepend(STAND_INS)
+    many = 2 if sizes or model is models.megatron_fsdp else 1
+    run_ranks(models.train, many, model, sizes, str(tmp_path), timeout=300)
 
-    model_parallel_cuda_manual_seed(1)
-    model, forward = build()
-    mask = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    (target,) = analyze(tmp_path).targets
+    told = target.measured
+    assert (told.microbatches, told.sizes.pp, told.sizes.cp) == (
+        models.MICROBATCHES,
+        len(stages),
+        sizes.get("context_parallel_size", 1),
+    )
+    assert [len(stage.ranks) * len(stages) for stage in told.stages] == [many] * len(stages)
+    for trace in map(read_trace, find_traces(tmp_path)):
+        stage, (chunk,) = trace.metadata.coords.pp, trace.metadata.chunks
+        first, last = stage == 0, stage == len(stages) - 1
+        assert (chunk.embedding, chunk.kinds, chunk.loss) == (first, stages[stage], last)
+        assert chunk.mtp == (model is models.multi_token_prediction)
+        found = Counter(each.name.label for each in trace.ranges)
+        assert (found["forward"], found["backward"]) == (models.MICROBATCHES, models.MICROBATCHES)
+        for label, times in ranges.items() if first else ():
+            assert found[label] == models.MICROBATCHES * times, label
+            if label != "vision_model" or found[f"{label}_backward"]:
+                assert found[f"{label}_backward"] == models.MICROBATCHES * times, label
 
-    def step(data: Any, _: Any) -> Any:
-        return forward(next(data), mask), lambda loss: (loss.float().mean(), {})
 
-    config = ProfileConfig(("train_actor",), str(tmp_path), steps="0", activities=("cpu",), ranges="module")
-    with install_hooks([model], config):
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=iter(torch.randint(0, VOCAB, (MICROBATCHES, 1, LENGTH))),
-            model=[model],
-            num_microbatches=MICROBATCHES,
-            seq_length=LENGTH,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-    trace = read_trace(next(iter(find_traces(tmp_path))))
-    (chunk,) = trace.metadata.chunks
-    assert (chunk.embedding, chunk.kinds, chunk.mtp, chunk.loss) == (True, kinds, mtp, True)
-    found = Counter(each.name.label for each in trace.ranges)
-    assert (found["forward"], found["backward"]) == (MICROBATCHES, MICROBATCHES)
-    assert found["layer"] == MICROBATCHES * layer_ranges
+#: Microbatches of each replica's steps.
+COUNTS = (2, 3, 1), (2, 3, 4)
+DYNAMIC = GPTWorkload(pp=2, dp=2, layers=4, hidden=32, seq_length=16, heads=2, microbatches=4)
+
+
+def train_dynamically(directory: str) -> None:
+    from megatron.core import parallel_state
+
+    from megaprof import ProfileConfig, install_hooks
+
+    init_distributed()
+    with cpu_megatron():
+        gpt = build(DYNAMIC)
+        config = ProfileConfig(("train_actor",), directory, steps="0:3", select="all", activities=("cpu",))
+        with install_hooks(gpt.chunks, config):
+            for step, count in enumerate(COUNTS[parallel_state.get_data_parallel_rank()]):
+                gpt._run(None, step, forward_only=False, num_microbatches=count)
+
+
+def test_microbatches_that_change_by_step_and_replica(tmp_path: Path) -> None:
+    run_ranks(train_dynamically, DYNAMIC.world_size, str(tmp_path), timeout=300)
+    for trace in map(read_trace, find_traces(tmp_path)):
+        count = COUNTS[trace.metadata.coords.dp][trace.metadata.steps[0]]
+        passes = Counter(each.name.label for each in trace.ranges)
+        assert (trace.metadata.microbatches, passes["forward"], passes["backward"]) == (count, count, count)
+    (target,) = analyze(tmp_path).targets
+    told = target.measured
+    assert told.microbatches is None
+    assert told.imbalance is not None
+    assert [stage.pp for stage in told.stages] == [0, 1]
+    assert [each for each in told.warnings if "replicas have different numbers of microbatches" in each]
+    assert not [each for each in told.warnings if "the stages report different" in each]

@@ -20,7 +20,7 @@ from megaprof import ProfileConfig
 from megaprof.cli import main
 from megaprof.testing import cpu_megatron, init_distributed, run_ranks
 from tests.integrations import test_skyrl, test_verl
-from tests.integrations.driving import host_environment, labels, prepare, skip_unless_importable, traces
+from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
 from tests.integrations.test_verl import MINI_BATCHES, WORKLOAD, Off
 
 pytestmark = pytest.mark.hosts
@@ -129,8 +129,8 @@ def of_skyrl(host: str) -> None:
 
 
 HOSTS = {
-    "verl": (of_verl, "verl.workers.engine_workers", test_verl.EDGES, WORKLOAD.microbatches // MINI_BATCHES // RANKS),
-    "skyrl": (of_skyrl, SKYRL_WORKERS, test_skyrl.EDGES, WORKLOAD.microbatches),
+    "verl": (of_verl, WORKLOAD.microbatches // MINI_BATCHES // RANKS),
+    "skyrl": (of_skyrl, WORKLOAD.microbatches),
 }
 
 
@@ -138,7 +138,7 @@ HOSTS = {
 def test_windows_without_a_pipeline(
     name: str, wheel: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train, module, edges, update = HOSTS[name]
+    train, update = HOSTS[name]
     host = wheel(name)
     targets = ("train_actor", "train_log_probs", "evaluate") if name == "skyrl" else ("train_actor", "train_log_probs")
     config = ProfileConfig(
@@ -150,7 +150,7 @@ def test_windows_without_a_pipeline(
         tool=("torch", "timeline"),
     )
     env = host_environment(host, config) | WITHOUT_KERNELS
-    skip_unless_importable(module, env, *edges)
+    skip_without_packages()
     run_ranks(train, RANKS, str(host), timeout=400, env=env)
 
     found: dict[str, list[Any]] = defaultdict(list)
@@ -183,7 +183,7 @@ def test_verls_own_settings(wheel: Callable[[str], Path], tmp_path: Path) -> Non
         "VERL_USE_EXTERNAL_MODULES": "megaprof.autoload.plugin",
         "VERL_DISABLE_FLASH_ATTN_CE": "1",
     }
-    skip_unless_importable("verl.workers.engine_workers", env, *test_verl.EDGES)
+    skip_without_packages()
     profilers = [f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref")]
     overrides = [
         *("global_profiler.tool=megaprof", "global_profiler.steps=[5]", f"global_profiler.save_path={tmp_path}"),

@@ -16,7 +16,7 @@ import pytest
 
 from megaprof import ProfileConfig
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
-from tests.integrations.driving import host_environment, labels, prepare, skip_unless_importable, traces
+from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
 
 pytestmark = pytest.mark.hosts
 
@@ -109,7 +109,7 @@ def test_steps_and_evaluation(wheel: Callable[[str], Path], tmp_path: Path) -> N
     )
     host = wheel("megatron-bridge")
     env = host_environment(host, config)
-    skip_unless_importable("megatron.bridge.training.train", env, "transformer_engine")
+    skip_without_packages()
     run_ranks(train, WORKLOAD.world_size, str(host), timeout=240, env=env)
 
     found = traces(tmp_path)

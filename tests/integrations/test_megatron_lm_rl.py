@@ -16,7 +16,7 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from tests.integrations import driving
-from tests.integrations.driving import host_environment, labels, prepare, skip_unless_importable, traces
+from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
 
 pytestmark = pytest.mark.hosts
 
@@ -102,7 +102,7 @@ def test_the_policys_log_probs_and_the_references(tmp_path: Path) -> None:
         activities=("cpu",),
     )
     env = host_environment(Path(checkout), config)
-    skip_unless_importable("megatron.rl.rl_utils", env, *EDGES)
+    skip_without_packages()
     first, second = run_ranks(rounds, WORKLOAD.world_size, checkout, timeout=240, env=env)
     assert first == second  # broadcast from the last stage
     own, reference = first[0]

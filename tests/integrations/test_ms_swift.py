@@ -18,7 +18,7 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
-from tests.integrations.driving import host_environment, labels, prepare, skip_unless_importable, traces
+from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
 
 pytestmark = pytest.mark.hosts
 
@@ -178,7 +178,7 @@ def test_options_of_its_own_and_an_evaluation(wheel: Callable[[str], Path], tmp_
     host = wheel("ms-swift")
     assert main(["patch", "ms-swift", str(host)]) == 0
     env = host_environment(host, None)
-    skip_unless_importable("swift.megatron.trainers.trainer", env, "mcore_bridge")
+    skip_without_packages()
     options = [
         *("--callbacks", "profiler"),
         *("--profiler_save_path", str(tmp_path)),
@@ -211,7 +211,7 @@ def test_roles_of_log_probs(discrete: bool, wheel: Callable[[str], Path], tmp_pa
     )
     host = wheel("ms-swift")
     env = host_environment(host, config)
-    skip_unless_importable("swift.megatron.trainers.grpo_trainer", env, "mcore_bridge")
+    skip_without_packages()
     run_ranks(train_grpo, WORKLOAD.world_size, str(host), timeout=240, env=env)
 
     found = traces(tmp_path)
@@ -234,7 +234,7 @@ def test_the_reference_of_dpo_is_a_range_of_its_role(wheel: Callable[[str], Path
     )
     host = wheel("ms-swift")
     env = host_environment(host, config)
-    skip_unless_importable("swift.megatron.trainers.dpo_trainer", env, "mcore_bridge")
+    skip_without_packages()
     run_ranks(train_dpo, WORKLOAD.world_size, str(host), timeout=240, env=env)
 
     found = traces(tmp_path)

@@ -21,7 +21,7 @@ from megaprof import ProfileConfig
 from megaprof.autoload import slime as slime_entry
 from megaprof.integrations import registry, skyrl, slime, verl
 from megaprof.integrations.contract import Facts
-from tests.integrations.driving import host_environment, skip_unless_importable
+from tests.integrations.driving import host_environment, skip_without_packages
 
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler", "critic.profiler"
 
@@ -269,7 +269,7 @@ def test_verl_mistakes_are_raised_where_the_schedule_is_asked_for() -> None:
 def test_verls_own_dataclasses(wheel: Callable[[str], Path]) -> None:
     host = wheel("verl")
     env = host_environment(host, None)
-    skip_unless_importable("verl.utils.profiler.config", env)
+    skip_without_packages()
     code = """
 from tests.integrations import driving
 driving.prepare(None)
@@ -370,7 +370,7 @@ def test_skyrl_refuses_what_it_cannot_honour(settings: dict[str, Any], message: 
 def test_skyrls_own_dataclass(wheel: Callable[[str], Path]) -> None:
     host = wheel("skyrl")
     env = host_environment(host, None)
-    skip_unless_importable("skyrl.train.config.config", env, "skyrl_gym")
+    skip_without_packages()
     code = """
 from tests.integrations import driving
 driving.prepare(None, "skyrl_gym")

@@ -28,7 +28,7 @@ from tests.integrations.driving import (
     host_environment,
     labels,
     prepare,
-    skip_unless_importable,
+    skip_without_packages,
     start_ray,
     traces,
 )
@@ -212,7 +212,7 @@ def test_roles_of_the_workers(patched: bool, wheel: Callable[[str], Path], tmp_p
         assert main(["patch", "skyrl", str(host)]) == 0
         overrides = [f"trainer.policy.megatron_config.megaprof={json.dumps(options)}"]
     env = host_environment(host, None if patched else ProfileConfig(**options))
-    skip_unless_importable(WORKERS, env, *EDGES)
+    skip_without_packages()
     run_ranks(train, WORKLOAD.world_size, str(host), *overrides, timeout=240, env=env)
 
     found = traces(tmp_path)
@@ -240,7 +240,7 @@ def test_roles_in_one_job_of_rays(wheel: Callable[[str], Path], tmp_path: Path) 
         activities=("cpu",),
     )
     env = host_environment(wheel("skyrl"), config) | PATIENT_RAY
-    skip_unless_importable(WORKERS, env, *EDGES)
+    skip_without_packages()
     with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = one.getsockname()[1], other.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as short:  # Ray's sockets need short names

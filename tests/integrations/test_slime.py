@@ -17,7 +17,7 @@ import pytest
 
 from megaprof import ProfileConfig
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
-from tests.integrations.driving import checkout, host_environment, labels, prepare, skip_unless_importable, traces
+from tests.integrations.driving import checkout, host_environment, labels, prepare, skip_without_packages, traces
 
 pytestmark = pytest.mark.hosts
 
@@ -115,7 +115,7 @@ def test_roles_and_steps(tmp_path: Path) -> None:
     )
     env = host_environment(Path(slime), config)
     env["PYTHONPATH"] += os.pathsep + megatron_lm
-    skip_unless_importable("slime.backends.megatron_utils.model", env)
+    skip_without_packages()
     run_ranks(train, WORKLOAD.world_size, slime, megatron_lm, timeout=240, env=env)
 
     found = traces(tmp_path)

@@ -22,7 +22,7 @@ import pytest
 from megaprof import ProfileConfig
 from megaprof.cli import main
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
-from tests.integrations.driving import host_environment, labels, prepare, skip_unless_importable, traces
+from tests.integrations.driving import host_environment, labels, prepare, skip_without_packages, traces
 
 pytestmark = pytest.mark.hosts
 
@@ -322,7 +322,7 @@ def test_roles_of_colocated_workers(patched: bool, wheel: Callable[[str], Path],
     if patched:
         assert main(["patch", "verl", str(host)]) == 0
     env = host_environment(host, None if patched else ProfileConfig(**options))
-    skip_unless_importable("verl.workers.engine_workers", env, *EDGES)
+    skip_without_packages()
     run_ranks(train, WORKLOAD.world_size, str(host), options, timeout=240, env=env)
 
     found = traces(tmp_path)
@@ -338,7 +338,7 @@ def test_roles_of_colocated_workers(patched: bool, wheel: Callable[[str], Path],
 def test_verls_own_settings(discrete: bool, wheel: Callable[[str], Path], tmp_path: Path) -> None:
     host = wheel("verl")
     env = host_environment(host, None) | {"VERL_USE_EXTERNAL_MODULES": "megaprof.autoload.plugin"}
-    skip_unless_importable("verl.workers.engine_workers", env, *EDGES)
+    skip_without_packages()
     actor, ref = (f"actor_rollout_ref.{role}.profiler" for role in ("actor", "ref"))
     overrides = [
         "global_profiler.tool=megaprof",
@@ -385,7 +385,7 @@ def test_sft(settings: str, wheel: Callable[[str], Path], tmp_path: Path) -> Non
             "trainer.profile_interval=[5,5]",
         ]
     env = host_environment(host, config) | {"VERL_USE_EXTERNAL_MODULES": "megaprof.autoload.plugin"}
-    skip_unless_importable("verl.trainer.sft_trainer", env, *EDGES)
+    skip_without_packages()
     run_ranks(fit, WORKLOAD.world_size, str(host), *overrides, timeout=240, env=env)
 
     found = traces(tmp_path)

@@ -19,8 +19,8 @@ from megaprof.control.blame import Blame
 from megaprof.control.job import RunningJob
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import Calls, RankStatus, Recent
-from megaprof.metrics.compute import summarise
-from megaprof.metrics.look import View
+from megaprof.metrics.compute import slow_ranks, summarise
+from megaprof.metrics.look import View, slower
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import live
 from megaprof.ui.live import Now, Point
@@ -281,6 +281,17 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     assert "777" in text
     assert "+50%" in text
     assert len(shown) < 60_000
+
+
+@pytest.mark.parametrize(("state", "colour"), [("runs", "slow"), ("ended", "open")])
+def test_a_slow_rank_is_red_as_long_as_its_job_runs(tmp_path: Path, state: str, colour: str) -> None:
+    layout = WorldLayout(ParallelSizes.of(4, pp=2))
+    run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
+    statuses = {rank: status(layout, rank, 60.0 + (rank == 3) * 90) for rank in range(4)}
+    summary, slow = summarise(run, statuses.values()), slow_ranks(statuses.values())
+    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None, slow)
+    said = slower(slow) if slow is not None and state == "runs" else None
+    assert f'class="verdict {colour}"' in now_shown(Now(1, 100.0, state, None, view, summary, said))
 
 
 def test_a_curve_breaks_where_the_job_began_again() -> None:

@@ -1,8 +1,8 @@
 """What each rank asked of its process groups: dumps of torch's flight recorder, one file for each rank.
 
 torch's watchdog writes them when a collective times out (``TORCH_NCCL_DEBUG_INFO_TEMP_FILE`` or
-``TORCH_FR_DUMP_TEMP_FILE`` and the rank's number, pickled); torch gives the same as JSON. Formats: torch 2.5 and later
-(``FlightRecorder`` in torch/csrc/distributed/c10d, version 2.4 of the dump and later).
+``TORCH_FR_DUMP_TEMP_FILE`` and the rank's number, pickled); torch gives the same as JSON, and megaprof's ranks write it
+themselves when they stand still.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from megaprof.formats.flight import EXCHANGE, Entry, Flight
+
 #: A recorder's buffer has some thousand entries of about 1 kB with their frames.
 _LARGEST_BYTES = 1 << 28
 _NAME = re.compile(r"(?P<rank>\d{1,7})(\.(json|pkl|pickle))?")
-#: ``nccl:send 0->1``, ``nccl:recv 1<-0``: places in the group, one's own first.
-_EXCHANGE = re.compile(r"(?P<what>send|recv) \d+(->|<-)(?P<peer>\d+)")
 
 
 class BadDump(ValueError):
@@ -80,34 +80,6 @@ class Dump:
     """When the last operation in it was called; 0 without any."""
 
 
-class _Entry(msgspec.Struct):
-    process_group: tuple[str, str]
-    collective_seq_id: int
-    profiling_name: str
-    time_created_ns: int
-    state: str
-    retired: bool
-    record_id: int
-    is_p2p: bool = False
-    input_sizes: list[list[int]] = []
-    input_dtypes: list[str] = []
-
-
-class _Config(msgspec.Struct):
-    desc: str
-    ranks: str
-
-
-class _Status(msgspec.Struct):
-    last_enqueued_collective: int
-
-
-class _File(msgspec.Struct):
-    entries: list[_Entry]
-    pg_config: dict[str, _Config] = {}
-    pg_status: dict[str, _Status] = {}
-
-
 class _Plain(pickle.Unpickler):
     """Makes containers, numbers and texts only, so that a pickle can run nothing."""
 
@@ -134,13 +106,14 @@ def read_dump(path: Path) -> Dump:
     held = path.read_bytes()
     try:
         plain = json.loads(held) if held[:1] == b"{" else _Plain(io.BytesIO(held)).load()
-        file = msgspec.convert(plain, _File, strict=False)
+        file = msgspec.convert(plain, Flight, strict=False)
     except Exception as fault:  # whatever a hostile pickle makes of itself
         raise BadDump(" ".join(str(fault).split())[:200] or type(fault).__name__) from None
-    return _dump(rank, file)
+    return dump_of(rank, file)
 
 
-def _dump(rank: int, file: _File) -> Dump:
+def dump_of(rank: int, file: Flight) -> Dump:
+    """Returns what a rank has called. Raises BadDump."""
     groups = {name: Group(config.desc, _ranks(config.ranks)) for name, config in file.pg_config.items() if name}
     called: defaultdict[str, int] = defaultdict(int)
     exchanging, pending = set(), []
@@ -148,16 +121,16 @@ def _dump(rank: int, file: _File) -> Dump:
         name, description = entry.process_group
         group = groups.setdefault(name, Group(description, ()))
         called[name] = max(called[name], entry.collective_seq_id)
-        exchange = _EXCHANGE.search(entry.profiling_name)
+        exchange = EXCHANGE.search(entry.profiling_name)
         if exchange is not None:
             exchanging.add(name)
-        if not (entry.retired or entry.state == "completed"):
+        if not entry.ended:
             pending.append(_operation(entry, group, exchange))
     latest = max((entry.time_created_ns for entry in file.entries), default=0) / 1e9
     return Dump(rank, groups, dict(called), _enqueued(file), frozenset(exchanging), tuple(pending), latest)
 
 
-def _operation(entry: _Entry, group: Group, exchange: re.Match[str] | None) -> Operation:
+def _operation(entry: Entry, group: Group, exchange: re.Match[str] | None) -> Operation:
     name = entry.profiling_name.partition(":")[2] or entry.profiling_name
     peer = None
     if exchange is not None:
@@ -185,7 +158,7 @@ def _ranks(written: str) -> tuple[int, ...]:
         raise BadDump(f"a group has the ranks {written[:40]!r}") from None
 
 
-def _enqueued(file: _File) -> dict[str, int]:
+def _enqueued(file: Flight) -> dict[str, int]:
     """By group, the number of the last operation that was called.
 
     torch counts groups in the order in which the process made them, which is that of their names, as long as those are

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation, rank_of, read_dump
+from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation, dump_of, rank_of, read_dump
+from megaprof.formats.flight import Flight
 
 #: Of one size on all of its ranks; an all-to-all, a gather or a scatter may give each rank another.
 _EVEN = ("all_reduce", "allreduce", "broadcast", "_broadcast_oop", "_all_gather_base", "_reduce_scatter_base", "reduce")
-_PIPELINE = "PIPELINE_MODEL_PARALLEL_GROUP"
+_PIPELINE, _TENSOR = "PIPELINE_MODEL_PARALLEL_GROUP", "TENSOR_MODEL_PARALLEL_GROUP"
 
 Why = Literal["absent", "no_dump", "stuck", "not_begun", "differs", "crossed"]
 
@@ -108,6 +109,17 @@ def hang_of(paths: Iterable[Path]) -> Hang:
     if not dumps:
         raise BadDump("; ".join(warnings) or "no file here is a dump of torch's flight recorder")
     return hang(dumps, warnings)
+
+
+def hang_of_job(flights: Mapping[int, Flight]) -> Hang | None:
+    """Returns what the ranks of a job that stand still have written, by rank; None where none has."""
+    dumps, warnings = {}, []
+    for rank, flight in sorted(flights.items()):
+        try:
+            dumps[rank] = dump_of(rank, flight)
+        except BadDump as fault:
+            warnings.append(f"What rank {rank} has in flight cannot be read: {fault}")
+    return hang(dumps, warnings) if dumps else None
 
 
 def hang(dumps: Mapping[int, Dump], warnings: Sequence[str] = ()) -> Hang:
@@ -267,12 +279,17 @@ class _Job:
         )
 
     def _stage(self, rank: int) -> int | None:
-        pipelines = [
-            ranks
-            for name, ranks in self.members.items()
-            if self._groups[name].description == _PIPELINE and rank in ranks
-        ]
-        return pipelines[0].index(rank) if pipelines else None
+        """A rank that left no dump may be in nobody's pipeline group: its tensor-parallel peers are on its stage."""
+        for peer in (rank, *self._group_with(rank, _TENSOR)):
+            pipeline = self._group_with(peer, _PIPELINE)
+            if pipeline:
+                return pipeline.index(peer)
+        return None
+
+    def _group_with(self, rank: int, description: str) -> tuple[int, ...]:
+        """The ranks of the group of this description that ``rank`` is in; none where nobody knows it."""
+        groups = self.members.items()
+        return next((own for name, own in groups if self._groups[name].description == description and rank in own), ())
 
     def differing(self, rank: int, mine: Operation, theirs: Operation) -> Culprit:
         """Returns ``rank``, which called ``mine`` where others called ``theirs``."""

@@ -95,7 +95,11 @@ def diagnose(run: Examined) -> Diagnosis:
     while True:
         found, doubtful = _dearest(beside, left)
         if found is not None:
-            causes += _told(hiding, found[1])
+            told = _told(hiding, found[1])
+            if told[-1].price.low <= LEAST * run.step_ms:
+                perhaps = _unsure(told, run)
+                break
+            causes += told
             hiding = []
         else:
             perhaps = perhaps if hiding else doubtful
@@ -121,7 +125,8 @@ def diagnose(run: Examined) -> Diagnosis:
         rest_ms=_rest(run),
         closing_ms=run.closing_ms,
         lengths=None if of_lengths is None else explain(asked, of_lengths),
-        sure=all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(left)),
+        sure=not perhaps
+        and all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(left)),
     )
 
 
@@ -145,7 +150,16 @@ def _told(hiding: list[Cause], last: Cause) -> list[Cause]:
     nothing by itself, and what the last one gains is so much less."""
     debt = sum(min(each.price.ms, 0.0) for each in hiding)
     kept = [replace(each, price=Price(*(max(ms, 0.0) for ms in astuple(each.price)))) for each in hiding]
-    return [*kept, replace(last, price=Price(*(ms + debt for ms in astuple(last.price))))]
+    price = Price(*(ms + debt for ms in astuple(last.price)))
+    return [*kept, replace(last, price=price, while_ms=last.while_ms + debt)]
+
+
+def _unsure(told: list[Cause], run: Examined) -> list[Cause]:
+    """Causes that gain enough only together, and not surely."""
+    *_, last = told
+    error = (last.price.ms - last.price.low) / LEVEL
+    more = _more(len(run.table.steps), error, last.price.ms - LEAST * run.step_ms)
+    return [replace(each, more_steps=more) for each in told]
 
 
 def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause]]:

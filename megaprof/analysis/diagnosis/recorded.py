@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.collectives.arrivals import again_and_again, late_ms, of_steps
 from megaprof.analysis.diagnosis.combined import forward_share
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.policy import STEPS
@@ -34,6 +35,8 @@ _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
 _MOST_PASSES = 500_000
 _FEWEST_STEPS = 16
 #: ... then replicas, of which half are the slowest.
+#: A rank that seems to wait all the time computes all the same.
+_MOST_WAITING = 0.99
 
 
 def tables_of_timelines(reading: FleetReading, workers: Workers = 1) -> dict[Key, Table | Unfit]:
@@ -55,6 +58,8 @@ class _Plan(NamedTuple):
     metadata: Metadata
     numbers: npt.NDArray[np.int64]
     """Steps, with their calls in the lowest `CALLS` bits."""
+    came: npt.NDArray[np.int64]
+    """Those of which it is known when one rank came to its collectives."""
     origin: int
     """Nanoseconds on the wall clock that times are counted from: floats hold the rest exactly."""
 
@@ -76,7 +81,8 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     of_rank = own.chunks * len(own.kinds) * own.microbatches
     most = max(1, _MOST_PASSES // (own.stages * of_rank))
     steps = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most // len(replicas)))
-    plan = plan._replace(numbers=_spread(plan.numbers, steps))
+    told = plan.numbers[np.isin(plan.numbers, plan.came)]
+    plan = plan._replace(numbers=_spread(told if len(told) >= min(steps, _FEWEST_STEPS) else plan.numbers, steps))
     chosen = _chosen(replicas, max(1, most // steps))
     groups = [peers for replica in chosen for peers in replicas[replica]]
     # Peers wait for each other in every pass: one of them shows what all take, but not who of them enters late.
@@ -92,7 +98,7 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     read = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
     if not read:
         raise Unfit("no step was recorded with the times of its microbatches")
-    table = table_of(key, read, plan.metadata, own)
+    table = table_of(key, _without_waiting(read), plan.metadata, own)
     if len(chosen) == len(replicas):
         return table
     # For all that is seen of it, the reduction may have waited for a replica that is not here.
@@ -139,9 +145,12 @@ def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
     """What most of one rank's steps are like, and which these are. Raises Unfit."""
     alike: dict[tuple[object, ...], list[tuple[Metadata, npt.NDArray[np.void]]]] = defaultdict(list)
     reasons: list[str] = []
+    came: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
     for path in files:
         with suppress(format.UnreadableTimeline):
-            timeline = format.read_timeline(path, events=False)
+            timeline = format.read_timeline(path)
+            rows = [row for row in timeline.facts(format.COLLECTIVES) if row < len(timeline.steps)]
+            came.append(_numbers(timeline.steps[rows]))
             for number, metadata in enumerate(timeline.metadata):
                 if Key(metadata.target, metadata.role, metadata.sizes) != key:
                     continue
@@ -158,7 +167,7 @@ def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
     steps = np.concatenate([part for _, part in most])
     combined = bool((steps["combined"] > 0).any())
     schedule = schedule_of(metadata, metadata.forward_only, combined=combined)
-    return _Plan(key, schedule, metadata, _warm(steps), int(steps["start_ns"][0]))
+    return _Plan(key, schedule, metadata, _warm(steps), np.concatenate(came), int(steps["start_ns"][0]))
 
 
 def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
@@ -255,6 +264,10 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
             reduced[of_step[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     _, timeline, row = found[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
+    came = {}
+    for number, (_, timeline, row) in found.items():
+        for _, of_step in of_steps(timeline, [row], *rank.names[0]):
+            came[number] = of_step
     return RankSteps(
         names=rank.names,
         stage=metadata.coords.pp,
@@ -273,7 +286,31 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         work=work,
         lengths_from=source,
         device=device,
+        came=came,
     )
+
+
+def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
+    """What they computed without waiting for the one of their peers that came to collectives last again and again,
+    evenly taken from the passes of a step: not on every clock is it known how long ranks waited in which pass."""
+    groups: dict[tuple[int, int], list[RankSteps]] = defaultdict(list)
+    for rank in ranks:
+        groups[rank.replica, rank.stage].append(rank)
+    return [rank for peers in groups.values() for rank in _of_peers(peers)]
+
+
+def _of_peers(peers: Sequence[RankSteps]) -> Iterator[RankSteps]:
+    steps = sorted({number for peer in peers for number in peer.came})
+    found = [late_ms([peer.came[number] for peer in peers if number in peer.came]) for number in steps]
+    whole = [number for number, each in zip(steps, found, strict=True) if len(each) == len(peers)]
+    each_ms = [[each[peer.names[0][0]] for peer in peers] for each in found if len(each) == len(peers)]
+    late = again_and_again(np.array(each_ms).reshape(len(whole), len(peers)))
+    waiting = dict(zip(whole, late.max(axis=1, keepdims=True) - late, strict=True))
+    for place, peer in enumerate(peers):
+        own = np.array([waiting[number][place] if number in waiting else 0.0 for number in peer.steps.tolist()])
+        took = np.nansum(peer.compute, axis=(1, 2, 3))
+        left = 1.0 - np.clip(own / np.maximum(took, 1e-9), 0.0, _MOST_WAITING)
+        yield replace(peer, compute=peer.compute * left[:, None, None, None])
 
 
 def _work(timeline: format.Timeline) -> list[bytes]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.collectives.arrivals import OfStep
 from megaprof.analysis.diagnosis.policy import QUARTILE
 from megaprof.formats.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
@@ -124,6 +125,8 @@ class RankSteps:
     """By step, as its place in ``steps``, and microbatch."""
     device: bool = False
     """Whether its clock is the GPU's, which begins a step later than the host."""
+    came: Mapping[int, OfStep] = field(default_factory=dict)
+    """By number of the step when it came to collectives, of steps of which that is known."""
 
 
 def tabulate(

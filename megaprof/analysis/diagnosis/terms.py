@@ -162,21 +162,20 @@ def _of_exchanges(table: Table, view: View) -> Iterator[Term]:
         return
     wraps = table.schedule.chunks > 1 and s > 2
     count = s if wraps else s - 1
-    for stage in range(count):
+    for stage in range(count) if count > 1 else ():
 
         def quick(v: View, stage: int = stage) -> View:
-            others = np.delete(v.state.link[..., :count], stage, axis=-1)
-            usual = np.median(others, axis=-1) if others.size else np.zeros(v.state.link.shape[:-1])
+            usual = np.median(np.delete(v.state.link[..., :count], stage, axis=-1), axis=-1)
             link = v.state.link.copy()
             link[..., stage] = np.minimum(link[..., stage], usual)
             return v.waiting(link=link)
 
         yield Term("slow_link", quick, stage=stage, link=(stage, (stage + 1) % s))
     # What ends a pass and names no group may be of the pass or of the exchange behind it.
-    if count > 1 and "unknown" not in view.exposed:
+    if "unknown" not in view.exposed:
 
         def at_once(v: View) -> View:
-            # What all links have in common: a single slow one has a term of its own.
+            # What all links have in common: a slow one among several has a term of its own.
             usual = np.quantile(v.state.link[..., :count], 0.5, axis=-1, keepdims=True, method="lower")
             return v.waiting(link=np.maximum(v.state.link - usual, 0.0))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
-from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.policy import LEAST, STEPS
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.sentences import Finding, trigger
 from megaprof.analysis.stages.stages import TargetStages
-from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, sentence, steps
+from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.stages.words import stages as stages_in_words
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.phrases import listed
@@ -22,8 +22,10 @@ OF_A_STAGE = frozenset(
 _MOST = 8
 #: Causes in a table of targets.
 _IN_BRIEF = 3
+#: What costs less than this part of a step in which it is not there costs nothing there.
+_HARDLY = 0.002
 #: Of more captured steps than this nobody thinks.
-_MANY_STEPS = 100
+MANY_STEPS = 100
 #: Microbatches that differ by less than this factor are the same.
 _ALIKE = 1.005
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
@@ -103,14 +105,18 @@ def evidence(cause: Cause, measured: TargetStages) -> str:
 
 def price(cause: Cause, diagnosis: Diagnosis) -> str:
     """What that costs, a sentence."""
-    at = cause.price
-    if at.ms <= 0.0:
-        return "Mending it alone gains nothing, because another cause here holds the step back as much."
-    text = f"It costs {milliseconds(at.ms)} ({percent(at.ms / diagnosis.step_ms)} of the step)"
-    text += _interval(at.low, at.high)
-    if cause.share < 1.0:
-        text += f"; {milliseconds(cause.while_ms)} of each step in which it is there"
-    return text + "."
+    at, whole = cause.price, diagnosis.step_ms
+    if at.low <= LEAST * whole:
+        most = f"no more than {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
+        gains = most if at.high > 0.0 and at.ms > 0.0 else "nothing"
+        return f"Mending it alone gains {gains}, because another cause here holds the step back nearly as much."
+    if cause.share == 1.0:
+        return f"It costs {milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}."
+    # The average over all steps is that of those in which it is there, and of the others.
+    others = (at.ms - cause.share * cause.while_ms) / (1.0 - cause.share)
+    of_others = f", {milliseconds(others)} of each other one" if others > _HARDLY * whole else ""
+    there = f"{milliseconds(cause.while_ms)} of each step in which it is there{of_others}"
+    return f"It costs {there}: {milliseconds(at.ms)} on average ({percent(at.ms / whole)}){_interval(at.low, at.high)}."
 
 
 def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
@@ -139,14 +145,15 @@ def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, capt
         f"({percent(max(cause.price.ms, 0.0) / diagnosis.step_ms)} of the step)"
         f"{_interval(cause.price.low, cause.price.high)}."
     )
-    more = counted(cause.more_steps, "more step")
-    if cause.more_steps > _MANY_STEPS:
-        return Finding("perhaps", "open", f"{text} It would take more than {_MANY_STEPS} more steps to tell.")
+    wanted = diagnosis.steps + cause.more_steps
+    if cause.more_steps > MANY_STEPS or (not captured and wanted > STEPS):
+        return Finding("perhaps", "open", f"{text} The steps differ too much to tell with a few more of them.")
+    # Nothing here knows whether the job runs on: what it takes is said of any run like it.
+    text += f" It takes {counted(wanted, 'step')} to tell, and these are {diagnosis.steps}"
     if not captured or not measured.steps:
-        return Finding("perhaps", "open", sentence(f"{text} {more} of the run would tell"))
+        return Finding("perhaps", "open", f"{text}.")
     begin = measured.steps[0]
-    option = f"--profile-steps {measured.target}={begin}:{begin + diagnosis.steps + cause.more_steps}"
-    return Finding("perhaps", "open", f"{text} {_capital(more)} would tell:", option)
+    return Finding("perhaps", "open", f"{text}:", f"--profile-steps {measured.target}={begin}:{begin + wanted}")
 
 
 def _interval(low: float, high: float) -> str:

@@ -70,7 +70,9 @@ class Kept:
     predicted_ms: float
     """Milliseconds of the step that was predicted."""
     measured_ms: float
-    """Milliseconds of the step that it took."""
+    """Milliseconds of the step that it took, without what closing other windows added to it, as predictions are."""
+    before_ms: float
+    """The same of the first capture."""
     predicted: float
     """The predicted speedup."""
     low: float
@@ -88,7 +90,8 @@ class Kept:
     @property
     def told(self) -> str:
         """All of it, a clause."""
-        measured = f"measured {self.measured:.2f} times as fast ({words.number(self.measured_ms)} ms)"
+        came = f"{words.number(self.measured_ms)} ms instead of {words.number(self.before_ms)} ms"
+        measured = f"measured {self.measured:.2f} times as fast ({came})"
         predicted = f"{words.speedup(self.predicted, (self.low, self.high))} times as fast"
         if self.inside is None:
             return f"{self.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
@@ -189,24 +192,27 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
 
 
 def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
-    pieces, old = layout_of(after.measured), before.measured.step_time_ms
-    new = after.measured.step_time_ms
-    if pieces is None or pieces == layout_of(before.measured) or old is None or new is None or not new.mean:
+    """Both steps are without what closing other windows added to them, as predictions are."""
+    pieces, old, new = layout_of(after.measured), before.diagnosis, after.diagnosis
+    if pieces is None or pieces == layout_of(before.measured) or old is None or new is None:
+        return None
+    if not old.step_ms or not new.step_ms:  # a report of which only the JSON is left may have none
         return None
     layout = format_layout(pieces)
     for each in before.what_if.candidates:
         if each.layout == layout:
-            measured = old.mean / new.mean
+            measured = old.step_ms / new.step_ms
             return Kept(
                 what=each.what,
                 layout=layout,
                 predicted_ms=each.step_ms,
-                measured_ms=new.mean,
+                measured_ms=new.step_ms,
+                before_ms=old.step_ms,
                 predicted=each.speedup,
                 low=each.low,
                 high=each.high,
                 measured=measured,
-                error=each.step_ms / new.mean - 1.0,
+                error=each.step_ms / new.step_ms - 1.0,
                 inside=each.low <= measured <= each.high if each.tells else None,
             )
     return None

@@ -82,7 +82,8 @@ class TargetReport:
     @property
     def findings(self) -> tuple[sentences.Finding, ...]:
         """The verdict in sentences, the dearest cause first."""
-        return causes.findings(self.measured, self.diagnosis, self.withheld, self.fleet, captured=self.captured)
+        found = causes.findings(self.measured, self.diagnosis, self.withheld, self.fleet, captured=self.captured)
+        return (*found, *sentences.of_packing(self.what_if, self.measured.framework, self.measured.sizes.cp))
 
     @property
     def basis(self) -> str | None:

@@ -12,9 +12,10 @@ from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.stages.stages import TargetStages
-from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, sentence, spans, steps
+from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, sentence, spans, speedup, steps
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import options_of
+from megaprof.analysis.what_if.packing import switch_of
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standing, Standstill
 
@@ -75,6 +76,27 @@ def of_what_if(found: WhatIf, framework: str | None = None, role: str | None = N
     own = options_of(framework, role, found.best.flags)
     told = None if own is None else f"{framework}: {shlex.join(own)}"
     return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags), told)
+
+
+def of_packing(found: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
+    """What the same sequences would gain in other microbatches, and how ``framework`` is told; ``context``: over how
+    many ranks a sequence is divided."""
+    if not found.packings or found.measured_ms is None:
+        return
+    first, even = found.packings[0], found.packings[-1]
+    if first is even or first.low <= 1.0 + LEAST:
+        text = f"no other packing of the same sequences surely gains {percent(LEAST)}"
+        yield Finding("packing", "open", sentence(f"{text}; perfectly even microbatches would be {_fast(even)}"))
+        return
+    text = f"{first.what}: {_fast(first)}, {number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
+    if even.speedup > first.speedup:
+        text += f"; perfectly even microbatches would be {_fast(even)}"
+    own = switch_of(framework, -(-(found.most_tokens or 0) // context))
+    yield Finding("packing", "fine", sentence(text), None, None if own is None else f"{framework}: {shlex.join(own)}")
+
+
+def _fast(each: Prediction) -> str:
+    return f"{speedup(each.speedup, each.reach)} times as fast"
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:

@@ -165,11 +165,19 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
     if len({call.has_kernels for call in calls}) > 1:
         findings.warn("some traces hold GPU kernels and some do not: their times are not comparable")
         findings.block("some traces hold GPU kernels and some do not")
-    counted = grouped((call for call in calls if call.metadata.microbatches is not None), lambda call: call.key)
-    counts = [frozenset(call.metadata.microbatches for call in own) for own in counted.values()]
-    if any(len(each) > 1 for each in counts):
+    counted = [call for call in calls if call.metadata.microbatches is not None]
+    replicas = grouped(counted, lambda call: (*call.key, call.metadata.coords.dp)).values()
+    counts = [
+        frozenset(call.metadata.microbatches for call in own)
+        for own in grouped(counted, lambda call: call.key).values()
+    ]
+    if any(len({call.metadata.microbatches for call in own}) > 1 for own in replicas):
         findings.warn("within one step the stages report different numbers of microbatches")
         findings.block("the stages report different numbers of microbatches")
+    elif any(len(each) > 1 for each in counts):
+        findings.warn(
+            "within one step replicas have different numbers of microbatches; times per step are their average"
+        )
     elif len(set(counts)) > 1:
         findings.warn("the steps have different numbers of microbatches; times per step are averaged over all of them")
 

@@ -27,7 +27,7 @@ _MOST_STAGES = 4
 _CHUNK_COUNTS = (1, 2, 3, 4)
 #: No layout is more certain than this, as a fraction of the step: runs of one layout in turns with others differ by as
 #: much (`make bench-whatif`: 1 to 3 %), and one run does not show it.
-_RERUN = 0.02
+RERUN = 0.02
 #: What chunks of another number may cost beyond their layers, as a fraction of the step: a published pair of GPU runs
 #: had a last stage that became 3 % slower with two chunks.
 OTHER_CHUNKS = 0.03
@@ -98,11 +98,11 @@ def relaid(
     other = len(pieces) != len(known.pieces)
     apart = float(np.hypot(known.shared, OTHER_CHUNKS * other)) if pieces != known.pieces else 0.0
     own, sure, free = (each.of(pieces) for each in (known.costs, known.sure, known.free))
-    found = priced(known.run, kind, what, own, sure, free, change, float(np.hypot(apart, _RERUN)))
+    found = priced(known.run, kind, what, own, sure, free, change, float(np.hypot(apart, RERUN)))
     needs = in_flight_layers(pieces, change.replay.schedule)
     told = dict[str, object](
         layout=format_layout(pieces),
-        flags=_said_aloud(pieces, known.stages),
+        flags=_said_aloud(known, pieces),
         activations=_activations(needs, known.in_flight),
     )
     if known.memory is None or change.larger != 1.0:
@@ -192,7 +192,7 @@ def balanced(run: Captured) -> Priced:
 
     drawn = even(run.drawn)
     what = "the measured work spread evenly over the stages"
-    found = priced(run, "balanced", what, even(run.content[0]), drawn, drawn, beside=_RERUN)
+    found = priced(run, "balanced", what, even(run.content[0]), drawn, drawn, beside=RERUN)
     return described(found, assumes="layers can be divided")
 
 
@@ -219,15 +219,18 @@ def microbatch_counts(run: Captured) -> Iterator[Priced]:
         what = f"{words.counted(count, 'microbatch')} of {size} the size"
         change = Change(compiled(checked, run.replay.rendezvous, run.replay.in_turn), many / count)
         free = np.concatenate([run.drawn] * _WAYS)
-        found = priced(run, "microbatches", what, run.content[0], run.drawn, free, change, _RERUN)
+        found = priced(run, "microbatches", what, run.content[0], run.drawn, free, change, RERUN)
         memory = "every microbatch holds twice the activations" if count < many else None
         yield described(found, memory=None if own.forward_only else memory, assumes=assumes)
 
 
-def _said_aloud(pieces: Layout, stages: int) -> tuple[str, ...]:
+def _said_aloud(known: Known, pieces: Layout) -> tuple[str, ...]:
     """Megatron's flags for a layout. Its even split needs none for its layers; said aloud, it replaces a flag that the
-    run has now."""
-    flags = to_flags(pieces, stages)
+    run has now. A hybrid model has its layout in its pattern, and Megatron refuses the other flags beside that."""
+    if known.held.hybrid:
+        pattern = known.held.pattern(pieces)
+        return () if pattern is None else ("--hybrid-layer-pattern", pattern)
+    stages, flags = known.stages, to_flags(pieces, known.stages)
     if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
         return flags
     return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, stages)[0]), *flags)

@@ -23,6 +23,10 @@ from megaprof.analysis.what_if.layouts import Layout
 
 EMBEDDING, MTP, LOSS = "embedding", "mtp", "loss"
 _LETTERS = {"E": EMBEDDING, "m": MTP, "L": LOSS}
+#: Kinds of layers of models that are no hybrids.
+_LAYERS = {"dense", "encoder", "layer", "moe"}
+#: Kinds of layers that hybrid models consist of, with their letters (``hybrid_layer_allocation.Symbols``).
+_HYBRID = {"MambaLayer": "M", "attention": "*", "mlp": "-", "moe": "E"}
 LAYER_RANGES = "layer ranges"
 STAGE_TIMES = "the stages' times"
 #: Kinds whose costs nothing tells differ by up to this factor.
@@ -48,6 +52,19 @@ class Held:
         """Everything that has a cost of its own."""
         flat = "".join(self.pieces)
         return (*dict.fromkeys(self.kinds), *(_LETTERS[letter] for letter in "EmL" if letter in flat))
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the layers are those of a hybrid model, whose layout is no layout of Megatron's other models."""
+        return not set(self.kinds) <= _LAYERS
+
+    def pattern(self, pieces: Layout) -> str | None:
+        """These layers in other ``pieces`` as hybrid models take them (``hybrid_layer_pattern``, megatron-core 0.17 and
+        later); None where a layer's letter is not known, or what follows the layers is not (MTP)."""
+        if not set(self.kinds) <= _HYBRID.keys() or "m" in "".join(pieces):
+            return None
+        letters = iter(_HYBRID[kind] for kind in self.kinds)
+        return "|".join("".join(next(letters) for letter in piece if letter == "t") for piece in pieces)
 
     def counts(self, pieces: Layout | None = None) -> npt.NDArray[np.float64]:
         """[stage, chunk, name]: how many of each a chunk holds, in this layout or another one of the same layers."""

@@ -200,7 +200,7 @@ def options_of(framework: str | None, role: str | None, flags: Sequence[str]) ->
     """``flags`` of Megatron-LM's, as ``framework`` takes them for the models of ``role``; None where it takes the
     flags themselves, is not known, or has no option for one of them."""
     given = list(_pairs(flags))
-    if framework is None or not given:
+    if framework is None or not given or not {flag for flag, _ in given} <= _FIELDS.keys():
         return None
     fields = [(_FIELDS[flag], value) for flag, value in given]
     if framework == "ms-swift":

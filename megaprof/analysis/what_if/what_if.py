@@ -31,6 +31,7 @@ from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, He
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
 from megaprof.analysis.what_if.memory import measured as measured_memory
+from megaprof.analysis.what_if.packing import packed, plans
 from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
@@ -73,6 +74,11 @@ class WhatIf:
     """That as a sentence."""
     mended: tuple[int, ...] = ()
     """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
+    packings: tuple[Prediction, ...] = ()
+    """The same sequences in other microbatches, the quickest first, and behind them what no packing can beat; empty
+    where microbatches do not differ, or their sequences were not captured."""
+    most_tokens: int | None = None
+    """Tokens of the sequences of a microbatch, at most, that memory was seen to hold; no packing above has more."""
     warnings: tuple[str, ...] = ()
     """Why something is missing."""
     by_hand: ByHand | None = field(default=None, compare=False, repr=False)
@@ -88,7 +94,7 @@ class WhatIf:
         costs = self.costs
         same = ("replay_ms", "measured_ms", "outside_ms", "rendezvous", "p2p_ms", "layout", "advice", "capture")
         return {
-            **{name: getattr(self, name) for name in same},
+            **{name: getattr(self, name) for name in (*same, "most_tokens")},
             "replay_error": mean_of(self.replay_error),
             "replay_error_spread": asdict(self.replay_error) if self.replay_error else None,
             "costs": None
@@ -101,6 +107,7 @@ class WhatIf:
             },
             "candidates": [_plain(candidate) for candidate in self.candidates],
             "best": _plain(self.best) if self.best else None,
+            "packings": [_plain(packing) for packing in self.packings],
             "alike": list(self.alike),
             "warnings": list(self.warnings),
         }
@@ -120,6 +127,8 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatI
         rendezvous=run.replay.rendezvous,
         p2p_ms=steps.p2p_ms,
     )
+    if _differ(diagnosis) and (known_sequences := packed(run)) is not None:
+        replayed = replace(replayed, packings=tuple(plans(known_sequences)), most_tokens=known_sequences.most)
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
         return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks})
@@ -152,10 +161,16 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> WhatI
         candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
         by_hand=known,
         best=advised,
-        advice=_advice([each.prediction for each in compared], advised, alike, run.step_ms, more),
+        advice=_advice([each.prediction for each in compared], advised, alike, run, more),
         alike=alike,
         capture=_capture(table, more) if more else None,
     )
+
+
+def _differ(diagnosis: Diagnosis) -> bool:
+    """Whether microbatches or replicas differ in what they are given."""
+    found = diagnosis.lengths
+    return found is not None and max(found.squares, found.tokens_ratio) > 1.0 + LEAST
 
 
 def withheld(reason: str) -> WhatIf:
@@ -235,16 +250,20 @@ def _modules(
 ) -> Iterable[tuple[str, tuple[float, ...]]]:
     """What ranges say that the parts of a chunk take, in milliseconds by kind of pass; of each layer by itself."""
     numbers = held.layer_numbers if held.layer_numbers is not None else (None,) * len(kinds)
-    wanted: list[tuple[str, str, int | None]]
-    wanted = [(kind, ranges.LAYER, number) for kind, number in zip(kinds, numbers, strict=True) if number is not None]
-    wanted += [(MTP, ranges.MTP_LAYER, number) for number in range(1, (held.mtp or 0) + 1)]
-    wanted += [(EMBEDDING, ranges.EMBEDDING, None)] * bool(held.embedding)
-    wanted += [(LOSS, ranges.OUTPUT_LAYER, None)] * bool(held.loss)
-    for name, label, number in wanted:
+    wanted: list[tuple[str, tuple[str, ...], int | None]]
+    wanted = [
+        (kind, (ranges.LAYER,), number) for kind, number in zip(kinds, numbers, strict=True) if number is not None
+    ]
+    wanted += [(MTP, (ranges.MTP_LAYER,), number) for number in range(1, (held.mtp or 0) + 1)]
+    # An encoder stays where the embedding is, and costs as it does.
+    wanted += [(EMBEDDING, (ranges.EMBEDDING, *ranges.ENCODERS), None)] * bool(held.embedding)
+    wanted += [(LOSS, (ranges.OUTPUT_LAYER,), None)] * bool(held.loss)
+    for name, labels, number in wanted:
         passes = []
         for kind in ((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))[: 1 if forward_only else 2]:
             each = [
                 [ns for call in calls for ns in call.modules.get(ModuleKey(label, number, None, one), ())]
+                for label in labels
                 for one in kind
             ]
             if each[0]:
@@ -295,19 +314,21 @@ def _capture(table: Table, more: int) -> str:
 
 
 def _advice(
-    compared: Sequence[Prediction], best: Prediction | None, alike: Sequence[str], measured_ms: float, more: int
+    compared: Sequence[Prediction], best: Prediction | None, alike: Sequence[str], run: Examined, more: int
 ) -> str:
     """``compared``: layouts with the captured number of chunks, the shortest first."""
     if best is not None:
         as_good = f"; {' and '.join(alike)} cannot be told apart from it" if alike else ""
-        return f"{best.what}: {_gains(best, measured_ms)}{as_good}"
+        return f"{best.what}: {_gains(best, run.step_ms)}{as_good}"
     if not compared:
         return "no other layout of these layers exists with as many stages and chunks"
     first = compared[0]
     if first.fits is False and _surely(first):
         return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
     if more:
-        return f"whether {first.what} would be quicker is not sure: {_times(first)}; {more} more steps would tell"
+        steps = len(run.table.steps)
+        tell = f"it takes {steps + more} steps to tell, and these are {steps}"
+        return f"whether {first.what} would be quicker is not sure: {_times(first)}; {tell}"
     if first.speedup >= 1.0 + LEAST:
         return f"no other layout is surely better: {first.what} would be {_times(first)}"
     least = f"no other split of the layers gains {LEAST:.0%}"

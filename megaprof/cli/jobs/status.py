@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from megaprof.analysis.collectives.hang import Hang, hang_of_job
+from megaprof.analysis.collectives.sentences import sentences
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS
@@ -119,6 +121,7 @@ def as_json(view: View) -> dict[str, Any]:
             }
             for culprit in view.blame.culprits
         ],
+        "collectives": None if (hang := _collectives(view)) is None else dataclasses.asdict(hang),
         "status": [
             {**msgspec.to_builtins(each), "step": each.step(), "still_s": round(each.stuck(now), 3)}
             for _, each in sorted(statuses.items())
@@ -168,8 +171,16 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
 def _said(view: View) -> Iterator[str]:
     whole = verdict(view)
     lines = [*([] if whole is None else [whole]), *(f"! {each}" for each in waited_for(view))]
+    hang = _collectives(view)
+    if hang is not None and (hang.culprits or hang.unended):
+        lines += sentences(hang)
     if lines:
         yield from ("", *lines)
+
+
+def _collectives(view: View) -> Hang | None:
+    """Returns which collectives the job waits in; None where it runs, and where its ranks have not written it."""
+    return hang_of_job(view.job.in_flight()) if view.state in ("hangs", "died") or view.blame.stuck else None
 
 
 def _table(view: View) -> Iterator[str]:

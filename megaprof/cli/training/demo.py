@@ -13,18 +13,23 @@ from typing import TYPE_CHECKING, Any
 from megaprof.cli import INTERRUPTED, TERMINATED, CommandError, UsageError
 from megaprof.cli.report import report_directory
 from megaprof.cli.training import faults, live
+from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.formats.phrases import counted
 
 if TYPE_CHECKING:
+    from megaprof.analysis.report.document import Report
     from megaprof.testing import GPTWorkload
 
 DESCRIPTION = """Train a small real Megatron-Core GPT over gloo on this machine's CPU, no GPU needed, with its layers
 split unevenly on purpose; capture six training steps and six log-prob passes on one rank per pipeline stage; and
 report which stage is slow and which layout would be faster. With --live the job runs on until Ctrl-C, to be watched and
 asked for captures from another shell."""
-#: Steps of each target that are captured: one alone may be disturbed, and nothing would tell.
-_CAPTURED = 6
-_STEPS = 9
+#: Steps that warm up and are not captured, where there are more.
+_WARM_UP = 3
+#: Steps of each target that are captured at least, where there are as many: one alone may be disturbed, and nothing
+#: would tell.
+_FEWEST = 6
+_STEPS = _WARM_UP + _FEWEST
 #: Beside the steps: starting the ranks, the evaluation pass, finishing the files.
 _OTHER_PHASES = 3
 _PP = 2
@@ -77,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         default=None,
-        help=f"training steps, of which the last {_CAPTURED} are captured (default: {_STEPS}); with --live without end",
+        help=f"training steps, of which all but the first {_WARM_UP} are captured (default: {_STEPS}); with --live "
+        "without end",
     )
     parser.add_argument("--out", type=Path, default=None, help="new directory for traces and report")
     parser.add_argument(
@@ -111,8 +117,22 @@ def run(args: argparse.Namespace) -> int:
         _capture(workload, out, args.steps, args.fault, args.time_limit)
     elif not live.run(workload, out, fault=args.fault, steps=args.steps, time_limit=args.time_limit, env=_QUIET):
         return TERMINATED
-    report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
+    report = report_directory(out, json_file=out / "report.json", html_file=out / "report.html")
+    if not args.live and (more := _wanted(report)):
+        print(f"To capture as many steps as it takes to tell, add --steps {args.steps + more} to this command.")
     return 0
+
+
+def _wanted(report: Report) -> int:
+    """How many more steps the report asks for, to tell what is a cause and which layout is quicker; 0 for none."""
+    from megaprof.analysis.report.causes import MANY_STEPS
+
+    more = [0]
+    for target in report.targets:
+        if target.diagnosis is not None and target.measured.target == TRAIN_ACTOR:
+            more += [each.more_steps for each in target.diagnosis.perhaps if each.more_steps <= MANY_STEPS]
+            more += [each.more_steps for each in target.what_if.candidates[:1] if target.what_if.capture is not None]
+    return max(more)
 
 
 def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:
@@ -232,7 +252,7 @@ def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
 
 
 def _captured(steps: int) -> range:
-    return range(max(min(1, steps - 1), steps - _CAPTURED), steps)
+    return range(max(min(1, steps - 1), min(_WARM_UP, steps - _FEWEST)), steps)
 
 
 def _listed(steps: range) -> str:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
@@ -27,6 +27,15 @@ Facts = tuple[tuple[int, bytes], ...]
 Step = tuple[Any, dict[str, Any], bytes, tuple[int, int, int, int], tuple[int, ...], bytes, Facts]
 """What stands for its metadata; the metadata; the codes of its events as 64-bit integers, in the order of their starts;
 what `formats.timeline.step_record` takes; and what stands beside it."""
+
+
+class Place(NamedTuple):
+    """Where a step was written."""
+
+    file: int
+    """The rank's how manieth file."""
+    row: int
+    """The step's position in it."""
 
 
 class TimelineFiles:
@@ -50,29 +59,50 @@ class TimelineFiles:
         self._metadata: dict[Any, int] = {}
         self._shapes: dict[bytes, int] = {}
         self._steps = 0
+        self._number = 0
         self._work: dict[Any, bytes] = {}
         self._paused_until = 0.0
         self.bytes_written = 0
         self.steps_lost = 0
 
-    def append(self, steps: Sequence[Step]) -> None:
-        """Write ``steps``, with one write as long as no other file begins."""
-        done = 0
+    def append(self, steps: Sequence[Step]) -> list[Place]:
+        """Write ``steps``, with one write as long as no other file begins; answers where those are that were written,
+        the first ones."""
+        places: list[Place] = []
         try:
-            while done < len(steps) and time.monotonic() >= self._paused_until:
-                done += self._append(steps[done:])
+            while len(places) < len(steps) and time.monotonic() >= self._paused_until:
+                count = self._append(steps[len(places) :])
+                places += (Place(self._number, row) for row in range(self._steps - count, self._steps))
         except OSError as fault:
-            if from_host(fault):  # the last steps are written by the host's own thread
-                raise
-            self._paused_until = time.monotonic() + PAUSE_SECONDS
-            self._end_file()
-            logger.error(
-                "megaprof: the timeline cannot be written to %s: %s; trying again in %.0f s",
-                self._directory,
-                fault.strerror or fault,
-                PAUSE_SECONDS,
-            )
-        self.steps_lost += len(steps) - done
+            self._pause(fault)
+        self.steps_lost += len(steps) - len(places)
+        return places
+
+    def add(self, facts: Sequence[tuple[Place, int, bytes]]) -> None:
+        """Write what stands beside steps that were written before: place, which fact, and its bytes. What is beside
+        steps of an earlier file, or has no room, is left out."""
+        said = [format.fact_record(place.row, what, payload) for place, what, payload in facts if self._is_open(place)]
+        data = b"".join(said)
+        if data and self._size + len(data) <= self._largest:
+            try:
+                self._write(data)
+            except OSError as fault:
+                self._pause(fault)
+
+    def _is_open(self, place: Place) -> bool:
+        return self._file is not None and place.file == self._number
+
+    def _pause(self, fault: OSError) -> None:
+        if from_host(fault):  # the last steps are written by the host's own thread
+            raise fault
+        self._paused_until = time.monotonic() + PAUSE_SECONDS
+        self._end_file()
+        logger.error(
+            "megaprof: the timeline cannot be written to %s: %s; trying again in %.0f s",
+            self._directory,
+            fault.strerror or fault,
+            PAUSE_SECONDS,
+        )
 
     def close(self) -> None:
         self._end_file()
@@ -133,6 +163,7 @@ class TimelineFiles:
                 self._file = os.open(path, flags, 0o666)
                 break
         self._path, self._size = path, 0
+        self._number += 1
         self._metadata, self._shapes, self._work, self._steps = {}, {}, {}, 0
 
     def _write(self, data: bytes) -> None:

@@ -29,6 +29,7 @@ from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
+from megaprof.recorders.timeline.arrivals import Reading, Written
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock
 from megaprof.recorders.timeline.files import Facts, Step, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
@@ -84,6 +85,7 @@ class TimelineRecorder:
         self._calls: dict[Key, tuple[int, int]] = {}
         self._last: dict[Key, tuple[int, int]] = {}
         self._line: Line | None = None
+        self._collectives = Reading() if config.collectives else None
         self._tally = Tally()
         self._watch = ChangeClock()
         self._told = 0, 0
@@ -122,6 +124,7 @@ class TimelineRecorder:
         """The call returned, or raised an exception of the host's."""
         line.ended = line.tape.mark()
         entered = time.perf_counter_ns()
+        line.end_ns = time.time_ns()
         if failed:
             line.flags |= format.FAILED
         if line.began is None or line.ended is None:  # a CUDA graph was being captured
@@ -149,6 +152,7 @@ class TimelineRecorder:
         if self._writing.acquire(timeout=END_SECONDS):
             try:
                 self._drain()
+                self._read(last=True)
                 self._files.close()
             finally:
                 self._writing.release()
@@ -201,16 +205,25 @@ class TimelineRecorder:
         """Write every finished step whose times are known, in order."""
         with self._writing:
             self._drain(self._background.pause)
+            self._read()
 
     def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
-        while steps := self._ready():
-            self._files.append(steps)
+        while lines := self._ready():
+            places = self._files.append([step for _, step in lines])
+            if self._collectives is not None:
+                for place, (line, _) in zip(places, lines, strict=False):
+                    self._collectives.wrote(Written(place, line.step, line.start_ns, line.end_ns))
             if self._finished:
                 pause()
 
-    def _ready(self) -> list[Step]:
+    def _read(self, *, last: bool = False) -> None:
+        """Write when this rank came to the collectives of steps that are written."""
+        if self._collectives is not None:
+            self._files.add(self._collectives.look(last=last))
+
+    def _ready(self) -> list[tuple[Line, Step]]:
         """The next finished steps whose times are known, in order."""
-        steps: list[Step] = []
+        steps: list[tuple[Line, Step]] = []
         with contextlib.nullcontext() if self._device is None else self._device.reading():
             while self._finished and len(steps) < STEPS_AT_ONCE:
                 try:
@@ -220,7 +233,7 @@ class TimelineRecorder:
                 if self._pending(line):
                     self._finished.appendleft(line)
                     break
-                steps.append(self._packed(line))
+                steps.append((line, self._packed(line)))
         return steps
 
     def _pending(self, line: Line) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megaprof.analysis.diagnosis import policy
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.report import causes
@@ -116,7 +118,26 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     assert of_the_run.command is None
     many = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=4000)
     (_, hopeless) = causes.findings(MEASURED, diagnosis(perhaps=(many,)), None)
-    assert (hopeless.command, "more than 100" in hopeless.text) == (None, True)
+    assert (hopeless.command, "4002" in hopeless.text) == (None, False)
+    (_, of_long_run) = causes.findings(
+        MEASURED, replace(diagnosis(perhaps=(few,)), steps=policy.STEPS), None, captured=False
+    )
+    assert str(policy.STEPS + 6) not in of_long_run.text, "no report looks into so many steps"
+
+
+def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together() -> None:
+    """0.25 x 100 + 0.75 x 20 = 40, as far as three digits tell."""
+    found = cause("slow_rank", stage=1, ranks=(3,), share=0.25, while_ms=100.0)
+    (said,) = causes.findings(MEASURED, diagnosis(found), None)
+    there, other, average, *_ = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
+    assert (there, other, average) == (100, 20, 40)
+
+
+def test_what_gains_little_by_itself_has_no_price_that_looks_sure() -> None:
+    hiding = cause("layers", stage=0, price=Price(6.0, -1.0, 13.0), while_ms=6.0)
+    first, second = causes.findings(MEASURED, diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
+    assert [float(ms) for ms in re.findall(r"([\d.]+) ms", first.text)] == [13.0]
+    assert "40.0 ms" in second.text
 
 
 def test_what_nobody_can_name_is_said_where_it_is_much() -> None:

@@ -135,7 +135,7 @@ SINGLE = [
     ),
     Scenario("a slow link", {"slow_link:1": 13.6}, link={1: 12.0}),
     Scenario("a slow link, CPU", {"slow_link:2": 13.7}, link={2: 12.0}, gpu=False),
-    Scenario("a slow link, pp=2, CPU", {"slow_link:0": 15.3}, link={0: 12.0}, layers=(4, 4), gpu=False),
+    Scenario("a slow link, pp=2, CPU", {"communication:pp": 15.3}, link={0: 12.0}, layers=(4, 4), gpu=False),
     Scenario("late entry", {"late_entry:2": 18.1}, late={2: 300.0}, steps=4, merged=True, gpu=False),
     Scenario("late entry of the first stage", {"late_entry:0": 14.6}, late={0: 200.0}, steps=4, merged=True, gpu=False),
     Scenario("the first microbatch waits for data", {"data_wait:0": 11.4}, data=150.0, steps=3, gpu=False),

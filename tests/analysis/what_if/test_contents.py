@@ -50,6 +50,16 @@ def test_kinds_of_layers_are_told_apart_where_chunks_mix_them_differently() -> N
     assert {name: cost.forward_ms for name, cost in found.by_kind.items()} == pytest.approx(costs, rel=0.15)
 
 
+def test_a_hybrid_model_has_its_layout_in_its_pattern() -> None:
+    kinds = ("MambaLayer", "mlp", "MambaLayer", "attention", "MambaLayer", "moe")
+    held = Held(("Etttt", "ttL"), kinds, 2)
+    assert held.hybrid
+    assert held.pattern(("Ettt", "tttL")) == "M-M|*ME"
+    assert held.pattern(("Ettt", "tttmL")) is None
+    assert Held(("Ettt", "tttL"), (*kinds[:5], "GatedDeltaNetLayer"), 2).pattern(("Ettt", "tttL")) is None
+    assert not Held(("Ettt", "tttL"), ("dense",) * 3 + ("moe",) * 3, 2).hybrid
+
+
 def test_a_slow_stage_is_slow_for_every_layer_that_it_is_given() -> None:
     held = dense("Et*4|t*4|t*4|t*4L", 4)
     costs = split(content(held, {"dense": 5.0, "embedding": 0.0, "loss": 0.0}, {1: 1.3}), held)

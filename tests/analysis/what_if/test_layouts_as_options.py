@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +15,9 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.integrations.registry import HOSTS
+from tests.analysis.altered import reported
 from tests.analysis.scenarios import Scenario, write
+from tests.analysis.synthetic import chunk
 
 FIRST = ("--decoder-first-pipeline-num-layers", "6")
 CHUNKS = ("--num-virtual-stages-per-pipeline-rank", "2")
@@ -46,6 +49,7 @@ FIELD = "num_layers_in_first_pipeline_stage=6"
         ("slime", "actor", FIRST, None),
         ("megatron-lm", None, FIRST, None),
         (None, None, FIRST, None),
+        ("verl", None, ("--hybrid-layer-pattern", "M-|M*"), None),
     ],
 )
 def test_flags_as_options_of_a_host(
@@ -71,3 +75,16 @@ def test_the_report_says_them_beside_megatron_lms_flags(tmp_path: Path) -> None:
     assert f"verl: {options[0]}" in page(report, {}).replace("&#34;", '"')
     assert of_verl.to_json()["what_if"]["host_options"] == list(options)
     assert target.to_json()["what_if"]["host_options"] is None
+
+
+def test_a_hybrid_model_is_laid_out_by_its_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-LM refuses its other layout flags beside a pattern."""
+    held = (6, 2)
+
+    def chunks(stage: int) -> list[dict[str, Any]]:
+        return [chunk(held[stage], kind="MambaLayer", embedding=stage == 0, loss=stage == 1)]
+
+    target = reported(Scenario("uneven", layers=held, steps=3), tmp_path, monkeypatch, chunks=chunks)
+    assert target.what_if is not None
+    assert target.what_if.best is not None
+    assert target.what_if.best.flags == ("--hybrid-layer-pattern", "MMMM|MMMM")

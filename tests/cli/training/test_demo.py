@@ -12,20 +12,39 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
+from megaprof.analysis.diagnosis.diagnose import Cause
+from megaprof.analysis.diagnosis.examine import Price
+from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.cli import main
+from megaprof.cli.training import demo
 from megaprof.parallel.schedules import EXCHANGES
 from megaprof.testing.launcher import _marked
+from tests.analysis.scenarios import Scenario, write
 
 SMALL = ["--microbatches", "6", "--steps", "2"]
 SMALLER = ["--hidden", "64", "--seq-length", "32", "--layers", "6", "--microbatches", "4"]
 STARTING = "starting the ranks"
 LIVE = ["--live", "--microbatches", "4", "--layers", "4", "--hidden", "64", "--seq-length", "32"]
+
+
+def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
+    write(Scenario("even", layers=(4, 4), gpu=False, steps=2), tmp_path)
+    report = analyze(tmp_path)
+    (target,) = report.targets
+    price = Price(9.0, -2.0, 20.0)
+    asking = [Cause("layers", price, 1.0, 9.0, None, more_steps=more) for more in (7, 37, 4000)]
+    assert target.diagnosis is not None
+    unsure = replace(target.diagnosis, causes=(), perhaps=tuple(asking))
+    assert demo._wanted(replace(report, targets=(replace(target, diagnosis=unsure),))) == 37
+    flags = demo.profile_flags(tmp_path, 9 + 37, None)
+    assert flags[-1].split(";")[0] == "train_actor=" + ",".join(map(str, range(3, 46)))
 
 
 def test_a_demo_captures_and_reports_what_it_was_told_to_build(

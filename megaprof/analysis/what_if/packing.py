@@ -1,0 +1,290 @@
+"""What if the sequences of a step lay otherwise in its microbatches, and in its replicas.
+
+What passes take by tokens and squares of lengths is known (`diagnosis.lengths`), so a microbatch of other sequences has
+a time. What a pass took beyond that, and what makes a rank slow, stays where it was. Every step is replayed with the
+sequences that it had.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megaprof.analysis.diagnosis.examine import Examined, Price
+from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
+from megaprof.analysis.diagnosis.policy import LEVEL, REPLAYED
+from megaprof.analysis.diagnosis.table import Floats
+from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.what_if.changes import Prediction
+from megaprof.formats.phrases import counted
+from megaprof.parallel.schedules import PipelineSchedule
+
+KIND = "packing"
+#: Packings that a person may ask for by name.
+BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS = (
+    "balanced",
+    "tokens",
+    "pooled",
+    "long-first",
+    "long-last",
+    "alternating",
+    "fewer",
+)
+_IN_WORDS = {
+    BALANCED: "the same sequences in microbatches that take equally long",
+    BY_TOKENS: "the same sequences in microbatches with equally many tokens",
+    POOLED: "the sequences of all replicas dealt anew, so that all take equally long",
+    LONG_FIRST: "the same microbatches, long ones first",
+    LONG_LAST: "the same microbatches, long ones last",
+    ALTERNATING: "the same microbatches, long and short ones in turns",
+}
+_EVEN = "all microbatches and replicas take as long, as if sequences could be divided"
+#: Runs of one plan in turns with others differ by as much, as a fraction of the step.
+_RERUN = 0.02
+
+#: What has each host deal sequences by their lengths, read in the versions of docs/hosts; N is tokens of a microbatch.
+#: Megatron-LM's core_v0.16.1 and Megatron-Bridge 0.6.2 have none.
+_SWITCHES = {
+    "verl": (
+        "trainer.balance_batch=True",
+        "actor_rollout_ref.actor.use_dynamic_bsz=True",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}",
+    ),
+    "slime": ("--use-dynamic-batch-size", "--max-tokens-per-gpu", "{tokens}", "--balance-by-flops"),
+    "skyrl": ("trainer.max_tokens_per_microbatch={tokens}",),
+    "ms-swift": ("--sequence_packing_scheduler", "dp_balanced"),
+}
+
+Microbatch = tuple[int, ...]
+Step = list[list[Microbatch]]
+"""Lengths by replica and microbatch."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A run whose sequences are known, and what they take."""
+
+    run: Examined
+    """Its steps."""
+    found: Fit
+    """What passes take by tokens and squares."""
+    steps: tuple[Step, ...]
+    """The sequences of each."""
+    padding: float
+    """How many times the tokens of its sequences a microbatch has."""
+
+    @property
+    def most(self) -> int:
+        """Tokens of a microbatch, at most, that memory was seen to hold."""
+        return max(sum(own) for step in self.steps for replica in step for own in replica)
+
+    def cost(self, length: int) -> float:
+        """Milliseconds of a sequence on all stages, beside what a microbatch takes anyway."""
+        _, per_token, per_square = self.found.cost.sum(axis=(0, 1, 2)).tolist()
+        return float(per_token * length * self.padding + per_square * length * length)
+
+
+def packed(run: Examined) -> Packed | None:
+    """None where the sequences of some microbatch were not captured."""
+    table = run.table
+    found = fit(run)
+    if found is None or table.work is None:
+        return None
+    t, d, m = table.work.shape[:3]
+    if any(place not in table.sequences for place in np.ndindex(t, d, m)):
+        return None
+    steps = tuple([[table.sequences[i, j, k] for k in range(m)] for j in range(d)] for i in range(t))
+    tokens = sum(sum(own) for step in steps for replica in step for own in replica)
+    return Packed(run, found, steps, float(table.work[..., 0].sum()) / tokens)
+
+
+def plan(known: Packed, name: str) -> Prediction | None:
+    """One of `PLANS`; None where the sequences cannot lie so without more tokens in a microbatch than any had."""
+    count = known.run.table.schedule.microbatches
+    if name == FEWER:
+        count = max(math.ceil(sum(map(sum, replica)) / known.most) for step in known.steps for replica in step)
+        count = max(count, 1)
+        if count >= known.run.table.schedule.microbatches:
+            return None
+    steps = [_PLANS[name](known, step, count) for step in known.steps]
+    laid = [step for step in steps if step is not None]
+    if len(laid) < len(steps):
+        return None
+    what = f"the same sequences in {counted(count, 'microbatch')}" if name == FEWER else _IN_WORDS[name]
+    try:
+        replay = _replay(known.run, count)
+    except ValueError:
+        return None  # Megatron refuses this number of microbatches
+    return _predicted(known, what, _work(known, laid), replay)
+
+
+def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
+    """The options with which ``framework`` deals sequences by their lengths into microbatches of at most so many tokens
+    on a GPU; None where it has none, or is not known."""
+    found = _SWITCHES.get(framework or "")
+    return None if found is None else tuple(each.format(tokens=tokens) for each in found)
+
+
+def plans(known: Packed) -> list[Prediction]:
+    """Every plan that is possible, the quickest first, and behind them what no packing can beat."""
+    several = known.run.table.work is not None and known.run.table.work.shape[1] > 1
+    made = [plan(known, name) for name in PLANS if several or name != POOLED]
+    return [*sorted((each for each in made if each is not None), key=lambda each: each.step_ms), even(known)]
+
+
+def even(known: Packed) -> Prediction:
+    """The lower bound: all microbatches of a step alike."""
+    work = known.run.table.work
+    if work is None:
+        raise ValueError("the work of the microbatches is not known")
+    mean = np.broadcast_to(work.mean(axis=(1, 2), keepdims=True), work.shape)
+    found = _predicted(known, _EVEN, mean, known.run.replay)
+    return replace(found, kind="even_packing", assumes="sequences can be divided")
+
+
+def _replay(run: Examined, count: int) -> Replay:
+    """Raises ValueError where Megatron refuses this number of microbatches."""
+    own = run.replay.schedule
+    if count == own.microbatches:
+        return run.replay
+    checked = PipelineSchedule.checked(
+        own.stages,
+        own.chunks,
+        count,
+        name=own.name,
+        group_size=own.group_size if own.chunks > 1 else None,
+        forward_only=own.forward_only,
+        combined=own.combined,
+    )
+    return compiled(checked, run.replay.rendezvous, run.replay.in_turn)
+
+
+def _predicted(known: Packed, what: str, work: Floats, replay: Replay) -> Prediction:
+    """``work`` [t, d, m, 3] of other microbatches."""
+    run, found, state = known.run, known.found, known.run.view.state
+    n = len(state.passes)
+    slow = (run.view.rank * run.view.pace * run.view.peer.max(axis=3))[..., None, None, None]
+    before = run.table.work
+
+    def passes(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
+        """What they take with these costs: what single passes took beyond them stays where it was."""
+        as_was = taken(cost, before[rows]) if before is not None else found.of_work[rows]
+        beside = state.passes[rows] - as_was * slow[rows]
+        beside = np.moveaxis(np.resize(np.moveaxis(beside, -1, 0), (work.shape[2], *beside.shape[:-1])), 0, -1)
+        other: Floats = np.maximum(taken(cost, work[rows]) * slow[rows] + beside, 0.0)
+        return other
+
+    def gain(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
+        own = state.at(rows)
+        as_was = run.replay.step_ms(own.passes, entry=own.entry, link=own.link).max(axis=1)
+        other = replay.step_ms(passes(cost, rows), entry=own.entry, link=own.link).max(axis=1)
+        shorter: Floats = as_was - other
+        return shorter
+
+    every = np.arange(n)
+    gains = gain(found.cost, every)
+    mean = float(gains.mean())
+    drawn = zip(found.drawn, run.rows, strict=True)
+    of_cost = np.array([float(gain(cost, row[None])[0] - gains[row]) for cost, row in drawn])
+    # Other steps have other sequences; one step alone does not say how others differ.
+    of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(mean)
+    noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(of_cost**2))))
+    error = math.hypot(noise, (run.missed + _RERUN) * run.step_ms, LEVEL * REPLAYED * mean)
+    return Prediction.of(KIND, what, run.step_ms, Price(mean, mean - error, mean + error))
+
+
+def _work(known: Packed, steps: Sequence[Step]) -> Floats:
+    """[t, d, m, 3] of laid sequences."""
+    rows = [
+        [
+            [(sum(own) * known.padding, len(own), sum(each * each for each in own)) for own in replica]
+            for replica in step
+        ]
+        for step in steps
+    ]
+    return np.array(rows, dtype=float)
+
+
+def _dealt(lengths: Sequence[int], count: int, weight: Callable[[int], float], most: int) -> list[Microbatch] | None:
+    """Sequences in ``count`` groups of about the same weight, each of ``most`` tokens at most: the longest first, each
+    to the lightest group with room (Graham 1969). None where one finds no room, or a group stays empty."""
+    if len(lengths) < count:
+        return None
+    groups: list[list[int]] = [[] for _ in range(count)]
+    loads, tokens = [0.0] * count, [0] * count
+    for length in sorted(lengths, reverse=True):
+        free = [place for place in range(count) if tokens[place] + length <= most]
+        if not free:
+            return None
+        place = min(free, key=loads.__getitem__)
+        groups[place].append(length)
+        loads[place] += weight(length)
+        tokens[place] += length
+    return [tuple(group) for group in groups]
+
+
+def _balanced(known: Packed, step: Step, count: int) -> Step | None:
+    return _each(step, lambda own: _dealt(own, count, known.cost, known.most))
+
+
+def _by_tokens(known: Packed, step: Step, count: int) -> Step | None:
+    return _each(step, lambda own: _dealt(own, count, float, known.most))
+
+
+def _each(step: Step, deal: Callable[[list[int]], list[Microbatch] | None]) -> Step | None:
+    found = []
+    for replica in step:
+        laid = deal([length for own in replica for length in own])
+        if laid is None:
+            return None
+        found.append(laid)
+    return found
+
+
+def _pooled(known: Packed, step: Step, count: int) -> Step | None:
+    """Microbatches of all sequences, dealt to replicas: the longest first, each to the one that has least."""
+    laid = _dealt([n for replica in step for own in replica for n in own], count * len(step), known.cost, known.most)
+    if laid is None:
+        return None
+
+    def takes(own: Microbatch) -> float:
+        return sum(map(known.cost, own))
+
+    found: Step = [[] for _ in step]
+    for own in sorted(laid, key=takes, reverse=True):
+        free = [replica for replica in found if len(replica) < count]
+        min(free, key=lambda replica: sum(map(takes, replica))).append(own)
+    return found
+
+
+def _ordered(order: Callable[[list[Microbatch]], list[Microbatch]]) -> Callable[[Packed, Step, int], Step | None]:
+    def laid(known: Packed, step: Step, count: int) -> Step | None:
+        return [order(sorted(replica, key=lambda own: sum(map(known.cost, own)), reverse=True)) for replica in step]
+
+    return laid
+
+
+def _in_turns(longest_first: list[Microbatch]) -> list[Microbatch]:
+    return list(_alternating(longest_first))
+
+
+def _alternating(longest_first: list[Microbatch]) -> Iterator[Microbatch]:
+    left = list(longest_first)
+    while left:
+        yield left.pop(0)
+        if left:
+            yield left.pop()
+
+
+_PLANS: dict[str, Callable[[Packed, Step, int], Step | None]] = {
+    BALANCED: _balanced,
+    BY_TOKENS: _by_tokens,
+    POOLED: _pooled,
+    LONG_FIRST: _ordered(lambda own: own),
+    LONG_LAST: _ordered(lambda own: own[::-1]),
+    ALTERNATING: _ordered(_in_turns),
+    FEWER: _balanced,
+}

@@ -1,0 +1,175 @@
+"""``megaprof tune ... -- COMMAND``: try the layouts that the what-if predicts to be faster, until none is left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError
+from megaprof.cli.inputs import progress, writing
+from megaprof.cli.training.run import resolve
+from megaprof.config.options import flag
+from megaprof.formats.files import appearing
+from megaprof.formats.phrases import counted
+from megaprof.tune import state, trial, tuning, words
+from megaprof.tune.command import Saves, without_saving
+from megaprof.tune.state import Trial, Tuning
+
+DESCRIPTION = """Run COMMAND for some steps, predict from its timelines which layout of its layers would be faster, run
+COMMAND again with that, and so on, until no layout is surely 1 % faster. COMMAND takes Megatron-LM's options, or those
+of another host in that one's spelling, on its own command line; it runs without saving checkpoints. Interrupted, the
+same command line goes on where it was."""
+
+EXAMPLES = (
+    "megaprof tune --out tuned -- torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 ...",
+    "megaprof tune --next --out tuned -- srun python pretrain_gpt.py --num-layers 32 ...",
+    "megaprof tune --next --out tuned",
+)
+_TRIALS, _STEPS, _TIME_LIMIT = 4, 20, 1800.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.usage = "megaprof tune [--trials N] [--steps N] [--out DIR] [--next [DIR]] -- COMMAND [ARGUMENT ...]"
+    parser.add_argument("--trials", type=int, help=f"runs of COMMAND at most, the first included (default: {_TRIALS})")
+    parser.add_argument("--steps", type=int, help=f"training steps that each run measures (default: {_STEPS})")
+    parser.add_argument(
+        "--out", type=Path, default=Path("tuned"), help="directory of trials and result (default: tuned)"
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=_TIME_LIMIT,
+        help=f"seconds until a run that has not made its steps is ended (default: {_TIME_LIMIT:g})",
+    )
+    parser.add_argument(
+        "--saving-off",
+        metavar="WORDS",
+        help="words that keep COMMAND from saving checkpoints, put at its end; '' if it saves none",
+    )
+    parser.add_argument(
+        "--next",
+        nargs="?",
+        const=Path(),
+        type=Path,
+        metavar="DIR",
+        help="run nothing: read what the last printed command wrote (to DIR, where it was moved there), and print the "
+        "next command to submit",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="-- COMMAND")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tune. Returns 1 where the command could not be measured. Raises UsageError and CommandError."""
+    found = _begun(args)
+    resolve(list(found.command))
+    try:
+        without_saving(found.command, found.saving_off)
+    except Saves as fault:
+        raise UsageError(str(fault)) from None
+    with writing("--out", args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
+    found = _next(found, args) if args.next is not None else _tuned(found, args)
+    with writing("--out", args.out), appearing(args.out / "report.html") as file:
+        file.write(words.page(found).encode())
+    _show(found, args)
+    return FAILED if found.stopped == "not_measured" else 0
+
+
+def _begun(args: argparse.Namespace) -> Tuning:
+    """What was found before with the same command, or nothing yet."""
+    for name in ("trials", "steps", "time_limit"):
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be above 0")
+    typed = args.command_line[1:] if args.command_line[:1] == ["--"] else args.command_line
+    try:
+        before = state.load(args.out)
+    except state.NoState as fault:
+        raise CommandError(f"{args.out / state.NAME} {fault}") from None
+    if before is None and args.out.exists() and any(args.out.iterdir()):
+        raise UsageError(f"--out {args.out}: must be a new or an empty directory, or one of megaprof tune")
+    if before is None and not typed:
+        raise UsageError(
+            "no command; put it behind '--', e.g. megaprof tune --out tuned -- torchrun ... pretrain_gpt.py ..."
+        )
+    if before is not None and typed and tuple(typed) != before.command:
+        raise UsageError(f"--out {args.out}: has trials of another command: {shlex.join(before.command)}")
+    off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
+    if before is None:
+        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off)
+    return replace(before, most_trials=args.trials or before.most_trials, stopped=None, reason=None)
+
+
+def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:
+    """Run the trials."""
+    of = found.steps + trial.WARM_UP
+    signal.signal(signal.SIGTERM, _terminated)  # so that the trial is ended, too
+    try:
+        with progress("steps") as advance:
+            return tuning.run(
+                found, args.out, args.time_limit, _say_begun, lambda made: advance(min(made, of), of), _say_over
+            )
+    except OSError as fault:
+        raise CommandError(f"{found.command[0]}: {fault.strerror or fault}") from None
+
+
+def _terminated(number: int, frame: object) -> None:
+    raise SystemExit(TERMINATED)
+
+
+def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
+    """Read what came back, and print the next command."""
+    waiting = found.pending
+    if waiting is not None:
+        place = args.out / waiting.directory if args.next == Path() else args.next
+        if not place.is_dir():
+            raise CommandError(f"{place}: no such directory; the command of trial {waiting.number} has not run yet")
+        found = tuning.completed(found, waiting, place)
+        _say_over(found.trials[waiting.number - 1])
+    found = tuning.upcoming(found, args.out)
+    state.store(args.out, found)
+    if (trial_now := found.pending) is not None:
+        then = shlex.join(["megaprof", "tune", "--next", "--out", str(args.out)])
+        print(f"Trial {trial_now.number} ({trial_now.what}); when it is over: {then}", file=sys.stderr)
+        print(_to_submit(trial_now, args.out))
+    return found
+
+
+def _to_submit(trial_now: Trial, out: Path) -> str:
+    config = trial.config_of((out / trial_now.directory).absolute())
+    options = [flag("target"), *config.target, flag("tool"), *config.tool, flag("dir"), str(config.dir)]
+    return shlex.join(["megaprof", "run", *options, "--", *trial_now.command])
+
+
+def _show(found: Tuning, args: argparse.Namespace) -> None:
+    if args.json:
+        print(json.dumps(state.plain(found), indent=2))
+        return
+    if found.pending is not None:
+        return
+    from rich.console import Console
+
+    words.show(found, Console(highlight=False))
+    print(f"The same to send: {args.out / 'report.html'}")
+
+
+def _say_begun(trial_now: Trial) -> None:
+    predicted = ""
+    if trial_now.proposal is not None:
+        predicted = f", predicted {words.milliseconds(trial_now.proposal.step_ms)} ms"
+    print(f"Trial {trial_now.number}: {trial_now.what}{predicted}", file=sys.stderr, flush=True)
+
+
+def _say_over(trial_now: Trial) -> None:
+    if trial_now.step_ms is None:
+        print(f"  {trial_now.outcome}: {trial_now.why}", file=sys.stderr, flush=True)
+    else:
+        steps = counted(trial_now.steps or 0, "step")
+        print(f"  {words.milliseconds(trial_now.step_ms)} ms a step, over {steps}", file=sys.stderr, flush=True)

@@ -1,0 +1,89 @@
+"""A rank that stands still writes what it has in flight, once, and removes it when it moves again: so the files that
+lie there are of one standstill. `megaprof hang` reads them as it reads dumps of torch's watchdog."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+from megaprof.control import directory as places
+from megaprof.control.blame import is_stuck
+from megaprof.formats.files import Directory
+from megaprof.formats.flight import Entry
+from megaprof.formats.job import records
+from megaprof.formats.job.in_flight import InFlight
+from megaprof.formats.job.status import RankStatus
+from megaprof.parallel.topology import RankCoords
+from megaprof.recorders import flight
+from megaprof.runtime.logs import logger
+
+#: Of what has not ended, the first so many; of each, the first so many shapes: a record is bounded.
+_MOST, _SHAPES = 200, 4
+
+
+class Standstill:
+    """One rank's part, on its background thread."""
+
+    def __init__(self, coords: RankCoords) -> None:
+        rank, sizes = coords.rank, coords.sizes
+        self._folder = places.folder_of(places.COLLECTIVES, rank, sizes.world)
+        self._name = places.name_of(rank)
+        self._moved: float | None = 0.0  # when it moved last before the standstill that is written; 0: not known
+        # Of exchanges alone gloo keeps nothing.
+        self._checked = rank > 0 or sizes.world == sizes.pp
+
+    def look(self, control: Directory, status: RankStatus) -> None:
+        """Writes what is in flight where the rank has begun to stand still, and removes it where it moves. Raises
+        OSError and Unsafe."""
+        if status.settled and not self._checked:
+            self._checked = True
+            self._check()
+        moved = status.moved if is_stuck(status, status.time) else None
+        if status.run is None or moved == self._moved:
+            return
+        if moved is None:
+            self.leave(control)
+        else:
+            self._write(control, status)
+        self._moved = moved
+
+    def leave(self, control: Directory) -> None:
+        """Removes what it wrote, or what a rank of an earlier run did."""
+        with suppress(FileNotFoundError), places.folder(control, *self._folder) as folder:
+            folder.unlink(self._name)
+
+    def _write(self, control: Directory, status: RankStatus) -> None:
+        try:
+            called = flight.entries()
+        except flight.NoFlightRecorder:
+            return
+        record = InFlight(run=str(status.run), rank=status.rank, entries=_kept(called), pg_config=flight.groups())
+        with places.folder(control, *self._folder, create=True) as folder:
+            records.write(folder, self._name, record)
+
+    def _check(self) -> None:
+        """Says once what is missing, when there have been steps."""
+        why = f"torch keeps none of them: set {flight.SIZE}={flight.USUAL} before the first process group is made"
+        try:
+            if flight.entries():
+                return
+        except flight.NoFlightRecorder as missing:
+            why = str(missing)
+        logger.warning("megaprof: a hang of this job will not be told by its collectives: %s", why)
+
+
+def _kept(called: Iterable[Entry]) -> list[Entry]:
+    """What has not ended, and of each group the last collective, in the order of the calls."""
+    last: dict[str, int] = {}
+    pending = []
+    own = list(called)
+    for place, entry in enumerate(own):
+        entry.record_id = place  # two rings count by themselves
+        if not entry.is_p2p:
+            last[entry.process_group[0]] = place
+        if not entry.ended:
+            pending.append(place)
+    kept = [own[place] for place in sorted({*pending[:_MOST], *last.values()})]
+    for entry in kept:
+        entry.input_sizes, entry.input_dtypes = entry.input_sizes[:_SHAPES], entry.input_dtypes[:_SHAPES]
+    return kept

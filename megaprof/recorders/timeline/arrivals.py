@@ -1,0 +1,141 @@
+"""Who comes last: when this rank came to each collective, from torch's flight recorder. On the background thread.
+
+A reading costs in proportion to the ring, and holds whole steps: those in it that are written already. So it is done at
+steps whose numbers are multiples of a power of two, chosen by what a reading takes: all ranks read at the same ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megaprof.formats import timeline as format
+from megaprof.formats.arrivals import Arrivals, pack_arrivals, pack_groups
+from megaprof.formats.flight import Entry, GroupConfig
+from megaprof.recorders import flight
+from megaprof.recorders.timeline.files import Place
+from megaprof.runtime.logs import logger
+
+#: CPU time of reading, as a part of the time of the job.
+BUDGET = 1e-3
+#: Steps that a ring may still hold.
+_STEPS = 256
+_GLOO = "gloo:"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A step in the file."""
+
+    place: Place
+    """Where."""
+    step: int
+    """Its number."""
+    start_ns: int
+    """When its call began, by the wall clock."""
+    end_ns: int
+    """When the host was through with its call."""
+
+
+class Reading:
+    """What is read of the ring, and when."""
+
+    def __init__(self) -> None:
+        self._written: deque[Written] = deque(maxlen=_STEPS)
+        self._due = 0
+        self._groups: dict[str, GroupConfig] = {}
+        self._described: dict[int, set[str]] = defaultdict(set)
+        self._told: set[str] = set()
+        self._off = False
+
+    def wrote(self, step: Written) -> None:
+        """Another step is in the file."""
+        self._written.append(step)
+
+    def look(self, *, last: bool = False) -> list[tuple[Place, int, bytes]]:
+        """Returns what is to be written beside steps: place, which fact, and its bytes. ``last``: nothing is read any
+        more."""
+        if self._off or not self._written or not (last or self._written[-1].step >= self._due):
+            return []
+        self._groups |= flight.groups()  # those of a process that ends are gone already
+        oldest, newest, began = self._written[0], self._written[-1], time.thread_time()
+        try:
+            entries = flight.entries()
+        except flight.NoFlightRecorder as missing:
+            self._off = True
+            self._tell(str(missing))
+            return []
+        if not entries:
+            self._tell(f"torch keeps no collectives: set {flight.SIZE}={flight.USUAL} before the first process group")
+        found = list(self._facts(entries))
+        self._plan(oldest, newest, time.thread_time() - began)
+        return found
+
+    def _plan(self, oldest: Written, newest: Written, spent: float) -> None:
+        """When the next reading is due, by what one took."""
+        steps = max(1, newest.step - oldest.step)
+        seconds = max((newest.end_ns - oldest.start_ns) / 1e9 / steps, 1e-6)
+        every = 1 << max(0, int(np.ceil(np.log2(spent / BUDGET / seconds))))
+        self._due = (newest.step // every + 1) * every
+
+    def _facts(self, entries: Sequence[Entry]) -> Iterator[tuple[Place, int, bytes]]:
+        collectives = [entry for entry in entries if not entry.is_p2p and self._parallel(entry)]
+        times = np.array([entry.time_created_ns for entry in collectives], dtype=np.int64)
+        # A ring that has run over begins in the middle of a step.
+        since = entries[0].time_created_ns if entries and entries[0].record_id > 0 else 0
+        waiting = []
+        whole = 0
+        for step in self._written:
+            if step.start_ns < since:
+                continue
+            whole += 1
+            own = collectives[np.searchsorted(times, step.start_ns) : np.searchsorted(times, step.end_ns)]
+            if not all(entry.ended for entry in own):
+                waiting.append(step)
+                continue
+            groups = list(self._grouped(step, own))
+            if groups:
+                yield from self._described_in(step.place, groups)
+                yield step.place, format.COLLECTIVES, pack_arrivals(groups)
+        if self._written and not whole and since:
+            self._tell(
+                f"torch keeps fewer collectives than a step has: set {flight.SIZE} to more than {len(entries)} before "
+                "the first process group"
+            )
+        self._written = deque(waiting, _STEPS)
+
+    def _parallel(self, entry: Entry) -> bool:
+        known = self._groups.get(entry.process_group[0])
+        return known is not None and "," in known.ranks
+
+    def _grouped(self, step: Written, own: Sequence[Entry]) -> Iterator[Arrivals]:
+        by_group: dict[str, list[Entry]] = defaultdict(list)
+        for entry in own:
+            by_group[entry.process_group[0]].append(entry)
+        for name, members in sorted(by_group.items()):
+            numbers = np.array([entry.collective_seq_id for entry in members], dtype=np.int64)
+            host = members[0].profiling_name.startswith(_GLOO)
+            if host:  # computes as it calls
+                values = np.array([entry.time_created_ns - step.start_ns for entry in members], dtype=np.int64) // 1000
+            elif all(entry.duration_ms is not None for entry in members):
+                values = np.array([1e3 * (entry.duration_ms or 0.0) for entry in members]).astype(np.int64)
+            else:
+                self._tell(f"torch does not time them: set {flight.TIMING}=1 before the first process group")
+                continue
+            numbers, first = np.unique(numbers, return_index=True)
+            yield Arrivals(name, not host, 0, numbers, values[first])
+
+    def _described_in(self, place: Place, groups: Sequence[Arrivals]) -> Iterator[tuple[Place, int, bytes]]:
+        new = {each.group for each in groups} - self._described[place.file]
+        if new:
+            self._described[place.file] |= new
+            yield place, format.GROUPS, pack_groups({name: self._groups[name] for name in sorted(new)})
+
+    def _tell(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            logger.warning("megaprof: the timeline does not say who comes last to collectives: %s", why)

@@ -1,0 +1,98 @@
+"""A training command: its words with another layout in them, and without what saves checkpoints.
+
+Two spellings are known: ``--name value`` (Megatron-LM, ms-swift) and ``name=value`` (Hydra: Megatron-Bridge, verl,
+SkyRL). The words of another layout come in the host's own spelling from `what_if.layouts.options_of`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from megaprof.analysis.what_if.layouts import options_of
+
+#: Megatron-LM's options that say where layers are. A layout takes the place of all of them.
+PLACING = (
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+    "--num-virtual-stages-per-pipeline-rank",
+)
+#: Megatron-LM's older word for the last one, which no layout is written with.
+_OLDER = "--num-layers-per-virtual-pipeline-stage"
+#: What turns saving off, by the option that a host saves by: nothing where the option need only go.
+_SAVING = {
+    "--save": None,  # Megatron-LM, megatron/training/checkpointing.py: without it nothing is saved
+    "checkpoint.save": "checkpoint.save=null",  # Megatron-Bridge, CheckpointConfig
+    "trainer.save_freq": "trainer.save_freq=-1",  # verl
+    "trainer.ckpt_interval": "trainer.ckpt_interval=-1",  # SkyRL
+}
+#: An option that every command of Megatron-LM's has: one that has it and no ``--save`` saves nothing.
+_MEGATRON_LM = "--num-layers"
+
+
+class Saves(ValueError):
+    """Nothing says that the command saves no checkpoint; the message says what to do."""
+
+
+def without_saving(command: Sequence[str], instead: Sequence[str] | None = None) -> list[str]:
+    """Returns the words of ``command`` that save no checkpoint; with ``instead``, with these words at its end.
+
+    Raises Saves where neither the words nor ``instead`` say how.
+    """
+    words, found = list(command), instead is not None
+    for option, off in _SAVING.items():
+        if _has(words, option):
+            words, found = _without(words, {_name(option)}) + ([] if off is None else [off]), True
+    if not found and not _has(words, _MEGATRON_LM):
+        known = ", ".join(option if off is None else off for option, off in _SAVING.items())
+        raise Saves(
+            f"nothing in the command says whether it saves checkpoints (known are {known}, and Megatron-LM's "
+            f"{_MEGATRON_LM}); --saving-off WORDS gives the words that turn saving off, --saving-off '' says that it "
+            "saves none"
+        )
+    return words + list(instead or ())
+
+
+def relaid(command: Sequence[str], flags: Sequence[str], framework: str | None, role: str | None) -> list[str]:
+    """Returns the words of ``command`` with ``flags``, which are Megatron-LM's, in the place of those that place layers
+    now. ``framework`` and ``role``: whose spelling that is, as traces name them."""
+    words = options_of(framework, role, flags)
+    placing = {_name(flag) for flag in (*PLACING, _OLDER)}
+    for flag in PLACING:
+        own = options_of(framework, role, (flag, "1"))
+        placing |= {_name(own[0])} if own else set()
+    return _without(command, placing) + list(flags if words is None else words)
+
+
+def _has(words: Iterable[str], option: str) -> bool:
+    return any(_name(word) == _name(option) for word in words if _names_an_option(word))
+
+
+def _without(words: Sequence[str], names: set[str]) -> list[str]:
+    """Without options of these names, and without their values."""
+    kept: list[str] = []
+    dropped = None
+    for word in words:
+        if _names_an_option(word):
+            dropped = _name(word) if _name(word) in names else None
+            if dropped is None:
+                kept.append(word)
+            elif "=" in word:
+                dropped = None  # its value went with it
+        elif dropped is not None and (not dropped.startswith("--account") or word.lower() in ("true", "false")):
+            dropped = None
+        else:
+            dropped = None
+            kept.append(word)
+    return kept
+
+
+def _names_an_option(word: str) -> bool:
+    return word.startswith("--") or ("=" in word and not word.startswith("-"))
+
+
+def _name(word: str) -> str:
+    """An option's name as hosts compare them: ``--num-layers`` of ``--num_layers=3``, ``a.b-c`` of ``++a.b_c=3``."""
+    return word.partition("=")[0].lstrip("+").replace("_", "-")

@@ -1,0 +1,89 @@
+"""What a trial was measured to take, and what to try next by its report's what-if."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megaprof.analysis.report.document import TargetReport
+from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.what_if.changes import Prediction
+from megaprof.tune import trial as runs
+from megaprof.tune.state import Interval, Proposal, Trial, Tuning
+
+#: A change is tried where it surely gains this part of the step.
+LEAST = 0.01
+#: Standard errors from the middle to the ends of a 90 % interval.
+_TO_ENDS = 1.645
+
+
+def measured(trial: Trial, directory: Path) -> Trial:
+    """Returns ``trial`` with what its timelines in ``directory`` say."""
+    try:
+        report = analyze(directory)
+    except NothingToReport as fault:
+        return replace(trial, outcome="failed", why=str(fault))
+    target = next((each for each in report.targets if each.measured.target == runs.TARGET), None)
+    step = None if target is None else target.measured.step_time_ms
+    if target is None or step is None:
+        why = "no training step was recorded whole" if target is None else target.withheld or "it has no step time"
+        return replace(trial, outcome="failed", why=why)
+    layout = target.what_if.layout
+    found = replace(
+        trial,
+        layout=layout,
+        step_ms=_interval(step),
+        steps=step.count,
+        framework=target.measured.framework,
+        role=target.measured.role,
+        verdict=target.findings[0].text,
+        says=target.what_if.advice or "; ".join(target.what_if.warnings) or None,
+    )
+    asked = None if trial.proposal is None else trial.proposal.layout
+    if None not in (asked, layout) and asked != layout:
+        why = f"it ran with layout {layout} and not {asked}: the command does not take the options"
+        return replace(found, outcome="not_as_asked", why=why, step_ms=None)
+    return replace(found, outcome="measured", next=tuple(_proposals(target, trial.number)))
+
+
+def best_proposal(tuning: Tuning) -> Proposal | None:
+    """Returns what to try next: of all that was predicted and not tried, what has the best lower end; None where no
+    lower end gains `LEAST` over the best trial. Of two predictions of one layout the more certain one counts."""
+    best = tuning.best
+    if best is None or best.step_ms is None:
+        return None
+    tried = {trial.proposal.layout for trial in tuning.trials if trial.proposal is not None}
+    tried |= {trial.layout for trial in tuning.trials if trial.layout is not None}
+    surest: dict[str, Proposal] = {}
+    for each in (each for trial in tuning.measured for each in trial.next):
+        known = surest.get(each.layout)
+        if each.layout not in tried and (known is None or _width(each) < _width(known)):
+            surest[each.layout] = each
+    first = min(surest.values(), key=lambda each: each.step_ms.high, default=None)
+    return first if first is not None and first.step_ms.high * (1 + LEAST) < best.step_ms.value else None
+
+
+def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:
+    known = target.what_if.measured_ms
+    step = target.measured.step_time_ms
+    if known is None or step is None:
+        return
+    fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
+    for each in sorted(fitting, key=lambda one: -one.low):
+        yield Proposal(each.what, each.layout or "", each.flags, _predicted(each, step.mean), number)
+
+
+def _predicted(each: Prediction, measured_ms: float) -> Interval:
+    """The step by how many times as fast it is, from the step time that trials are compared by."""
+    return Interval(measured_ms / each.speedup, measured_ms / each.high, measured_ms / each.low)
+
+
+def _interval(step: Spread) -> Interval:
+    reach = _TO_ENDS * step.stdev / max(step.count - 1, 1) ** 0.5
+    return Interval(step.mean, max(step.mean - reach, 1e-9), step.mean + reach)
+
+
+def _width(each: Proposal) -> float:
+    return each.step_ms.high - each.step_ms.low

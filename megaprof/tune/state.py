@@ -1,0 +1,206 @@
+"""What tuning has found so far: the command, its trials, and why it stopped. The file of it is the result, too.
+
+It is written whole after every change, so an interrupted tuning goes on from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import hypot
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from megaprof.analysis.what_if.candidates import RERUN
+from megaprof.formats.files import appearing
+from megaprof.formats.inputs import read_input
+from megaprof.tune.command import relaid
+from megaprof.version import __version__
+
+NAME = "report.json"
+Outcome = Literal["measured", "failed", "out_of_memory", "time_limit", "not_as_asked"]
+Why = Literal["nothing_left", "trials_spent", "not_measured"]
+
+
+class NoState(ValueError):
+    """The file is not of megaprof tune; the message completes ``it ...``."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number with its 90 % interval."""
+
+    value: float
+    """What is likeliest."""
+    low: float
+    """The lower end."""
+    high: float
+    """The upper end."""
+
+    def over(self, other: Interval) -> Interval:
+        """Returns this divided by ``other``, two steps above 0 that were measured in a run each."""
+        value = self.value / other.value
+        below = hypot(1 - self.low / self.value, other.high / other.value - 1, RERUN)
+        above = hypot(self.high / self.value - 1, 1 - other.low / other.value, RERUN)
+        return Interval(value, value * max(1 - below, 0.0), value * (1 + above))
+
+    def holds(self, other: Interval) -> bool:
+        """Whether both can be the same number."""
+        return self.low <= other.high and other.low <= self.high
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change that was predicted to gain something."""
+
+    what: str
+    """In words."""
+    layout: str
+    """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
+    flags: tuple[str, ...]
+    """Megatron-LM's options for it, in the place of all that place layers."""
+    step_ms: Interval
+    """The predicted step, in milliseconds."""
+    against: int
+    """The trial that it was predicted from."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The command with one layout. ``outcome`` is None while it runs, or waits to be run."""
+
+    number: int
+    """From 1, which is the command as it was given."""
+    command: tuple[str, ...]
+    """All of its words."""
+    directory: str
+    """Where its timelines and what it printed are, inside the directory of the tuning."""
+    proposal: Proposal | None = None
+    """Why it was tried; None for the command as it was given."""
+    outcome: Outcome | None = None
+    """What became of it."""
+    why: str | None = None
+    """Why it was not measured."""
+    layout: str | None = None
+    """The layout that it had."""
+    step_ms: Interval | None = None
+    """The measured step, in milliseconds."""
+    steps: int | None = None
+    """How many steps that is the average of."""
+    framework: str | None = None
+    """The host, as traces name it."""
+    role: str | None = None
+    """Whose model it is; None without roles."""
+    verdict: str | None = None
+    """What its report says first."""
+    says: str | None = None
+    """What its report says of other layouts."""
+    next: tuple[Proposal, ...] = ()
+    """What was predicted from it, the best lower end first."""
+
+    @property
+    def what(self) -> str:
+        """What it tries, in words."""
+        return "as given" if self.proposal is None else self.proposal.what
+
+    @property
+    def as_predicted(self) -> bool | None:
+        """Whether the measured step can be the predicted one; None where one of them is missing."""
+        if self.proposal is None or self.step_ms is None:
+            return None
+        return self.proposal.step_ms.holds(self.step_ms)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the trials came to."""
+
+    trial: int
+    """The quickest one."""
+    speedup: Interval
+    """How many times as fast it is as the first one."""
+    command: tuple[str, ...]
+    """Its command as a user runs it: it saves what the given one saves."""
+    as_predicted: tuple[int, int]
+    """How many predictions held, and of how many."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All trials of a command."""
+
+    command: tuple[str, ...]
+    """The command as it was given."""
+    steps: int
+    """Steps that a trial measures."""
+    most_trials: int
+    """Trials at most, the first one included."""
+    saving_off: tuple[str, ...] | None = None
+    """Words that turn saving off, where the user gave some."""
+    trials: tuple[Trial, ...] = ()
+    """In their order."""
+    stopped: Why | None = None
+    """Why there are no more; None while it goes on."""
+    reason: str | None = None
+    """The same in words, where ``stopped`` alone does not tell."""
+    result: Result | None = None
+    """What they came to; None before the first one is measured."""
+    version: str = field(default=__version__)
+    """Of megaprof."""
+
+    @property
+    def measured(self) -> tuple[Trial, ...]:
+        """The trials that have a step time."""
+        return tuple(trial for trial in self.trials if trial.step_ms is not None)
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the shortest step; None before the first is measured."""
+        return min(self.measured, key=lambda trial: trial.step_ms.value if trial.step_ms else 0.0, default=None)
+
+    @property
+    def pending(self) -> Trial | None:
+        """The trial that has begun and has no outcome."""
+        return next((trial for trial in self.trials if trial.outcome is None), None)
+
+    def having(self, trial: Trial) -> Tuning:
+        """Returns it with this trial, in the place of the one with its number, and with the result of all."""
+        others = [each for each in self.trials if each.number != trial.number]
+        found = replace(self, trials=tuple(sorted([*others, trial], key=lambda each: each.number)))
+        return replace(found, result=_result(found))
+
+
+def _result(found: Tuning) -> Result | None:
+    best, first = found.best, found.trials[0]
+    if best is None or best.step_ms is None or first.step_ms is None:
+        return None
+    told = [each.as_predicted for each in found.trials if each.as_predicted is not None]
+    command, speedup = found.command, Interval(1.0, 1.0, 1.0)
+    if best.proposal is not None:
+        command = tuple(relaid(found.command, best.proposal.flags, first.framework, first.role))
+        speedup = first.step_ms.over(best.step_ms)
+    return Result(best.number, speedup, command, (sum(told), len(told)))
+
+
+def load(directory: Path) -> Tuning | None:
+    """Returns what was found before; None where nothing was. Raises NoState."""
+    file = directory / NAME
+    if not file.exists():
+        return None
+    try:
+        return msgspec.json.decode(read_input(file), type=Tuning)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as fault:
+        raise NoState(f"is not of megaprof tune: {fault}") from None
+
+
+def store(directory: Path, tuning: Tuning) -> None:
+    """Write it. Raises OSError, and leaves the file of before then."""
+    with appearing(directory / NAME) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(tuning), indent=1))
+
+
+def plain(tuning: Tuning) -> dict[str, Any]:
+    """Returns it as JSON's own types."""
+    found: dict[str, Any] = msgspec.to_builtins(tuning)
+    return found

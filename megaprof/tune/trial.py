@@ -1,0 +1,156 @@
+"""One trial: the user's command runs for some steps with a timeline of every rank, and is ended.
+
+It is ended once every rank has made its steps, with the launcher's own signal (SIGTERM, which torchrun hands on), and
+what is left after a while with SIGKILL: only processes that have the trial's directory in their environment, which
+nobody else has.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaprof.autoload.arming import environment
+from megaprof.config.options import ProfileConfig, variable
+from megaprof.control.job import NoJob, find_job
+from megaprof.formats.job.status import RankStatus
+
+#: What is captured: training steps, by timelines, which need no profiler and so cost nothing that would be measured.
+TARGET = "train_actor"
+LOG = "output.log"
+#: Steps before those that are measured: the analysis leaves out what warms up, and these make room for it.
+WARM_UP = 3
+#: Seconds that a command has to end after SIGTERM: megaprof writes its files for up to 20 of them.
+_GRACE = 40.0
+_LOOK = 0.5
+#: How Python ends a traceback. The first one is the rank's; the launcher's own, about that, comes later.
+_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*[\w.]+(Error|Exception): ")
+#: Torch's and the kernel's words for memory that ran out.
+_OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot allocate memory")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a trial ended."""
+
+    outcome: str
+    """``enough``: all ranks made their steps; ``exited``: the command ended before; ``out_of_memory``;
+    ``time_limit``."""
+    code: int | None = None
+    """The command's exit code, where it ended by itself."""
+    last_line: str | None = None
+    """What it printed last, where it failed."""
+
+
+def config_of(directory: Path) -> ProfileConfig:
+    """What a trial records. Raises ValueError."""
+    return ProfileConfig(target=(TARGET,), tool=("timeline",), dir=str(directory))
+
+
+def run(
+    command: Sequence[str],
+    directory: Path,
+    steps: int,
+    time_limit: float,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Ended:
+    """Run ``command`` until every rank has made ``steps`` steps behind `WARM_UP`; ``directory`` is new, and gets the
+    timelines and what the command prints. ``advance(steps)`` is called as it goes on.
+
+    Whatever ends this function ends the command, too. Raises OSError where it cannot be started.
+    """
+    env = environment(config_of(directory), os.environ)
+    with (directory / LOG).open("wb") as log:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            ended = _watched(process, directory, steps + WARM_UP, time.monotonic() + time_limit, advance)
+        finally:
+            _end(process, directory)
+    return _explained(ended, directory / LOG)
+
+
+def _watched(
+    process: subprocess.Popen[bytes], directory: Path, steps: int, deadline: float, advance: Callable[[int], None]
+) -> Ended:
+    while process.poll() is None:
+        made = _steps(directory)
+        advance(made)
+        if made >= steps:
+            return Ended("enough")
+        if time.monotonic() > deadline:
+            return Ended("time_limit")
+        time.sleep(_LOOK)
+    return Ended("exited", process.returncode)
+
+
+def _steps(directory: Path) -> int:
+    """How many steps every rank has made."""
+    try:
+        job = find_job(directory)
+    except NoJob:
+        return 0
+    statuses = job.statuses()
+    return min(map(_made, statuses.values())) if len(statuses) == job.run.world else 0
+
+
+def _made(status: RankStatus) -> int:
+    return max((calls.count or 0 for calls in status.calls if calls.target == TARGET), default=0)
+
+
+def _end(process: subprocess.Popen[bytes], directory: Path) -> None:
+    mark = f"{variable('dir')}={directory}\0".encode()
+    deadline = time.monotonic() + _GRACE
+    _signal_group(process, signal.SIGTERM)
+    while (process.poll() is None or _marked(mark)) and time.monotonic() < deadline:
+        time.sleep(_LOOK / 2)
+    _signal_group(process, signal.SIGKILL)
+    for pid in _marked(mark):  # what has a session of its own, as torchrun's ranks
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, number)
+
+
+def _marked(mark: bytes) -> list[int]:
+    """Processes with ``mark`` in their environment (Linux; elsewhere only the process group is followed)."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in environ.read_bytes():
+                found.append(int(environ.parent.name))
+    return found
+
+
+def _explained(ended: Ended, log: Path) -> Ended:
+    """With the reason that the command printed."""
+    if ended.outcome == "enough":
+        return ended
+    lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]
+    told = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
+    if told is not None:
+        return Ended("out_of_memory", ended.code, told)
+    raised = [line for line in lines if _RAISED.search(line)]
+    return Ended(ended.outcome, ended.code, raised[0] if raised else lines[-1] if lines else None)
+
+
+def _tail(log: Path, most: int = 1 << 18) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - most))
+        return file.read().decode("utf-8", "replace")
+
+
+__all__ = ["LOG", "TARGET", "WARM_UP", "Ended", "config_of", "run"]

@@ -1,0 +1,128 @@
+"""What tuning found, for people: one sentence, the trials as a table, the command to run. Terminal and HTML."""
+
+from __future__ import annotations
+
+import shlex
+from datetime import datetime, timezone
+
+from markupsafe import Markup
+from rich.console import Console
+
+from megaprof.analysis.report.html import environment, static
+from megaprof.analysis.report.printing import heading, table, text
+from megaprof.analysis.stages import words
+from megaprof.formats.phrases import counted
+from megaprof.tune.state import Interval, Trial, Tuning
+from megaprof.version import __version__
+
+_OUTCOMES = {
+    None: "not run yet",
+    "measured": "measured",
+    "failed": "failed",
+    "out_of_memory": "out of memory",
+    "time_limit": "out of time",
+    "not_as_asked": "not as asked",
+}
+COLUMNS = ("trial", "layout", "step, ms", "predicted, ms", "times as fast", "outcome")
+
+
+def sentence(tuning: Tuning) -> str:
+    """What came of it."""
+    found = tuning.result
+    if found is None:
+        return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
+    held, of = found.as_predicted
+    inside = f"; {held} of {counted(of, 'prediction')} inside the interval" if of else ""
+    if found.trial == 1:
+        others = f" of {counted(len(tuning.measured), 'layout')} tried" if of else ""
+        return f"Nothing gained: the command as it was given is the quickest{others}{inside}."
+    return f"{ratio(found.speedup)} times as fast: {tuning.trials[found.trial - 1].what}{inside}."
+
+
+def stopped(tuning: Tuning) -> str | None:
+    """Why there are no more trials; None while there are."""
+    if tuning.stopped == "nothing_left":
+        more = f" ({tuning.reason})" if tuning.reason else ""
+        return f"No other layout is surely 1 % faster{more}."
+    if tuning.stopped == "trials_spent":
+        return (
+            f"All {counted(tuning.most_trials, 'trial')} are spent, and another layout is predicted to be faster still."
+        )
+    return None
+
+
+def rows(tuning: Tuning) -> list[tuple[str, ...]]:
+    """A row for every trial, in the order of `COLUMNS`."""
+    first = tuning.trials[0].step_ms if tuning.trials else None
+    return [
+        (
+            str(trial.number),
+            trial.what,
+            milliseconds(trial.step_ms),
+            milliseconds(trial.proposal.step_ms) if trial.proposal else words.ABSENT,
+            ratio(first.over(trial.step_ms)) if trial.number > 1 and first and trial.step_ms else words.ABSENT,
+            _outcome(trial),
+        )
+        for trial in tuning.trials
+    ]
+
+
+def command_line(tuning: Tuning) -> str | None:
+    """The best command, for a shell; None where the given one is the best."""
+    found = tuning.result
+    return None if found is None or found.trial == 1 else shlex.join(found.command)
+
+
+def milliseconds(step: Interval | None) -> str:
+    """With its interval."""
+    return words.ABSENT if step is None else words.within(step.value, (step.low, step.high))
+
+
+def ratio(gained: Interval) -> str:
+    """How many times as fast, with the interval."""
+    return words.speedup(gained.value, (gained.low, gained.high))
+
+
+def show(tuning: Tuning, console: Console) -> None:
+    """Print it."""
+    heading(console, "Tuning")
+    made = table(left=COLUMNS)
+    for row in rows(tuning):
+        made.add_row(*(text(cell) for cell in row))
+    console.print(made)
+    for line in failures(tuning):
+        console.print(text(f"! {line}", "yellow"))
+    best = tuning.best
+    console.print(text(sentence(tuning), "green" if best is not None else "bold red"))
+    if (why := stopped(tuning)) is not None:
+        console.print(text(why))
+    if (command := command_line(tuning)) is not None:
+        console.print(text("  " + command), soft_wrap=True)
+
+
+def failures(tuning: Tuning) -> list[str]:
+    """Why trials were not measured, a line each."""
+    return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in tuning.trials if trial.why]
+
+
+def page(tuning: Tuning) -> str:
+    """The same as one HTML file that loads nothing and runs no script."""
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    css = static("report.css")
+    made = environment("megaprof.tune").get_template("tuning.html")
+    this = {"sentence": sentence(tuning), "stopped": stopped(tuning), "command": command_line(tuning)}
+    about = [when, f"megaprof {__version__}"]
+    return made.render(
+        tuning=tuning,
+        rows=rows(tuning),
+        columns=COLUMNS,
+        failures=failures(tuning),
+        about=about,
+        css=Markup(css),
+        **this,
+    )
+
+
+def _outcome(trial: Trial) -> str:
+    told = {True: ", as predicted", False: ", not as predicted", None: ""}[trial.as_predicted]
+    return _OUTCOMES[trial.outcome] + told

@@ -1,0 +1,131 @@
+"""The same sequences in other microbatches: what a packing is predicted to take is what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaprof.analysis.diagnosis.diagnose import diagnose
+from megaprof.analysis.diagnosis.examine import examine
+from megaprof.analysis.diagnosis.table import Table
+from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.what_if import packing
+from megaprof.analysis.what_if.packing import PLANS, _dealt, packed, plan, plans, switch_of
+from megaprof.analysis.what_if.what_if import what_if
+from tests.analysis.diagnosis.test_diagnose import HEALTHY, table_of
+
+JOB = replace(HEALTHY, replicas=2, steps=6, noise=0.005)
+FIXED, PER_TOKEN, PER_SQUARE = 1.0, 2e-3, 1e-6
+
+
+def drawn(table: Table) -> list[packing.Step]:
+    """Sequences of very different lengths, in microbatches of three."""
+    random = np.random.default_rng(3)
+    t, d, _, _, _, m = table.passes.shape
+    lengths = np.minimum(np.exp(random.normal(6.5, 1.0, (t, d, m, 3))).astype(int) + 16, 6000)
+    return [[[tuple(own) for own in replica] for replica in step] for step in lengths.tolist()]
+
+
+def takes(step: packing.Step) -> np.ndarray:
+    """[d, m]: milliseconds of a pass."""
+    cost = [[sum(PER_TOKEN * n + PER_SQUARE * n * n for n in own) + FIXED for own in replica] for replica in step]
+    return np.array(cost)
+
+
+def having(table: Table, steps: list[packing.Step]) -> Table:
+    """A run that had these sequences, replayed: a backward takes twice a forward, alike on all stages."""
+    passes = np.stack([takes(step) for step in steps])[:, :, None, None, None, :] * np.array([1.0, 2.0])[:, None]
+    passes = np.broadcast_to(passes, table.passes.shape)
+    replay = compiled(table.schedule, rendezvous=True)
+    ends = replay.ends(passes, entry=np.zeros(table.entry.shape), link=np.zeros(table.entry.shape))
+    length = ends.reshape(*ends.shape[:2], -1).max(axis=2)
+    places = np.ndindex(*passes.shape[:2], passes.shape[-1])
+    sequences = {(t, d, m): steps[t][d][m] for t, d, m in places}
+    work = [[[(sum(o), len(o), sum(n * n for n in o)) for o in replica] for replica in step] for step in steps]
+    return replace(
+        table,
+        start=ends - passes,
+        end=ends,
+        compute=passes[:, :, :, None],
+        entry=np.zeros(table.entry.shape),
+        reduction=np.zeros(len(steps)),
+        length=length.max(axis=1),
+        work=np.array(work, dtype=float),
+        lengths_from="packed_seq_params",
+        sequences=sequences,
+    )
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Table:
+    return table_of(JOB, tmp_path_factory.mktemp("job"))
+
+
+def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
+    steps = drawn(table)
+    before = having(table, steps)
+    run = examine(before)
+    known = packed(run)
+    assert known is not None
+    assert known.most == max(sum(own) for step in steps for replica in step for own in replica)
+    for name in PLANS:
+        found = plan(known, name)
+        if found is None:
+            continue
+        count = before.schedule.microbatches
+        laid = [packing._PLANS[name](known, step, count) for step in steps]
+        if name == packing.FEWER or any(step is None for step in laid):
+            continue
+        after = having(table, [step for step in laid if step is not None])
+        speedup = before.length.mean() / after.length.mean()
+        assert found.speedup == pytest.approx(speedup, rel=0.02), name
+        assert found.low <= speedup <= found.high, name
+        was, now = (
+            sorted(n for step in each for replica in step or [] for own in replica for n in own)
+            for each in (steps, laid)
+        )
+        assert was == now, "the same sequences"
+    told = plans(known)
+    assert told[-1].kind == "even_packing"
+    assert told[0].what == packing._IN_WORDS[packing.POOLED]
+    assert told[0].low > 1.05
+    assert told[-1].speedup >= told[0].speedup * 0.99, "no packing beats even ones"
+    advised = what_if(run, diagnose(run), ())
+    assert [each.what for each in advised.packings] == [each.what for each in told]
+    assert advised.most_tokens == known.most
+
+
+def test_without_sequences_nothing_is_predicted(table: Table) -> None:
+    known = having(table, drawn(table))
+    assert packed(examine(replace(known, sequences={}))) is None
+    assert packed(examine(table)) is None
+    even = having(table, [[[(512, 512)] * 16] * 2] * len(known.steps))
+    run = examine(even)
+    assert what_if(run, diagnose(run), ()).packings == (), "microbatches do not differ"
+
+
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8), st.integers(500, 4000))
+def test_sequences_are_dealt_whole_and_within_the_limit(lengths: list[int], count: int, most: int) -> None:
+    groups = _dealt(lengths, count, lambda n: n + n * n / 100, most)
+    if groups is not None:
+        assert len(groups) == count
+        assert sorted(n for group in groups for n in group) == sorted(lengths)
+        assert all(group and sum(group) <= most for group in groups)
+        # Of those dealt greedily no group could give its last one to the lightest and be longer still.
+    elif len(lengths) >= count and lengths:
+        assert sum(lengths) > most * count - count * max(lengths), "there was room for all"
+
+
+def test_a_host_is_told_in_its_own_words() -> None:
+    assert switch_of("slime", 4096) == (
+        "--use-dynamic-batch-size",
+        "--max-tokens-per-gpu",
+        "4096",
+        "--balance-by-flops",
+    )
+    assert switch_of("skyrl", 7) == ("trainer.max_tokens_per_microbatch=7",)
+    assert switch_of("megatron-lm", 4096) is switch_of(None, 4096) is None

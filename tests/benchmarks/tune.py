@@ -1,0 +1,137 @@
+"""Does `megaprof tune` find the fastest layout, and do its predictions hold? Real schedules over gloo, paced layers.
+
+    python -m tests.benchmarks.tune [--only NAME ...] [--steps N] [--out DIR]
+
+Each case is a command (`tests/tune/job.py` under torchrun) that is tuned to the end, in four trials at most. Then every
+other layout runs, too: with two stages all of them, with four the ``--others`` that should be fastest by the costs that
+the layers were given. What is compared is the median step of each run.
+
+The last line is JSON, by case: ``trials``; ``speedup`` of the tuned command over the given one, ``best`` of
+the fastest layout of all, and ``part``, the one as a part of the other (wanted: at least 0.95); ``inside``: how many
+predictions held, and of how many (wanted: 9 of 10). ``load`` is the machine's at the start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megaprof import simulate
+from megaprof.analysis.what_if.layouts import Layout, format_layout
+from megaprof.tune import proposals, state, trial
+from tests.tune import job
+
+RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+LAYERS, MICROBATCHES = 8, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to begin with, and what the output layer waits, in milliseconds."""
+
+    layers: tuple[int, ...]
+    loss: tuple[float, float] = (0.0, 0.0)
+
+    def command(self, layout: str) -> list[str]:
+        words = [*RANKS, str(len(self.layers)), job.__file__, "--num-layers", str(LAYERS)]
+        words += ["--pipeline-model-parallel-size", str(len(self.layers)), "--microbatches", str(MICROBATCHES)]
+        return [*words, "--loss-ms", *map(str, self.loss), "--pipeline-model-parallel-layout", layout]
+
+
+CASES = {
+    "6+2": Case((6, 2)),
+    "5+1+1+1, heavy loss": Case((5, 1, 1, 1), (15.0, 10.0)),
+    "4+4, the best": Case((4, 4)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=tuple(CASES), nargs="*", default=tuple(CASES))
+    parser.add_argument("--steps", type=int, default=20, help="measured steps of a run (default: 20)")
+    parser.add_argument("--others", type=int, default=5, help="layouts that run beside, of four stages (default: 5)")
+    parser.add_argument("--out", type=Path, default=None, help="keep the files there")
+    options = parser.parse_args()
+    os.environ.update(ENV)
+    load, begin = os.getloadavg()[0], time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        out = options.out or Path(temporary)
+        found = {name: _case(name, out / str(at), options) for at, name in enumerate(CASES) if name in options.only}
+    held, of = (sum(each["inside"][end] for each in found.values()) for end in (0, 1))
+    together = {
+        "part": min((each["part"] for each in found.values()), default=None),
+        "inside": [held, of],
+        "load": round(load, 2),
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+    }
+    print(json.dumps({"cases": found} | together))
+
+
+def _case(name: str, out: Path, options: argparse.Namespace) -> dict[str, Any]:
+    case = CASES[name]
+    given = format_layout(_pieces(case.layers))
+    command = ["tune", "--out", str(out / "tuned"), "--steps", str(options.steps), "--", *case.command(given)]
+    subprocess.run([sys.executable, "-m", "megaprof", *command], check=True, stdout=sys.stderr)
+    tuned = state.load(out / "tuned")
+    if tuned is None or tuned.result is None:
+        raise SystemExit(f"{name}: {tuned and tuned.reason}")
+    times = {each.layout: each.step_ms.value for each in tuned.measured if each.step_ms is not None and each.layout}
+    for number, pieces in enumerate(_others(case, options.others)):
+        layout = format_layout(pieces)
+        if layout not in times:
+            times[layout] = _measured(case, layout, out / f"other-{number}", options.steps)
+            print(f"{name}: {layout} {times[layout]:.0f} ms", file=sys.stderr, flush=True)
+    first, best = times[given], min(times.values())
+    own = times[tuned.trials[tuned.result.trial - 1].layout or given]
+    return {
+        "trials": len(tuned.trials),
+        "speedup": round(first / own, 4),
+        "best": round(first / best, 4),
+        "part": round(best / own, 4),
+        "inside": list(tuned.result.as_predicted),
+    }
+
+
+def _measured(case: Case, layout: str, place: Path, steps: int) -> float:
+    place.mkdir(parents=True)
+    trial.run(case.command(layout), place.absolute(), steps, 300.0)
+    found = proposals.measured(state.Trial(1, (), str(place)), place)
+    if found.step_ms is None:
+        raise SystemExit(f"{layout}: {found.why}")
+    return found.step_ms.value
+
+
+def _others(case: Case, most: int) -> Iterator[Layout]:
+    """Splits of the layers, by the step that their given costs come to; all of two stages."""
+    stages = len(case.layers)
+    splits = [each for each in itertools.product(range(LAYERS + 1), repeat=stages) if sum(each) == LAYERS]
+    ordered = sorted((each for each in splits if min(each) > 0), key=lambda each: _step_ms(case, each))
+    return (_pieces(each) for each in (ordered if stages == 2 else ordered[:most]))
+
+
+def _step_ms(case: Case, split: tuple[int, ...]) -> float:
+    forward, backward = (
+        [[count * job.LAYER[kind] + case.loss[kind] * (stage == len(split) - 1)] for stage, count in enumerate(split)]
+        for kind in (0, 1)
+    )
+    return simulate(forward, backward, MICROBATCHES).step_ms
+
+
+def _pieces(split: tuple[int, ...]) -> Layout:
+    pieces = ["t" * count for count in split]
+    return ("E" + pieces[0], *pieces[1:-1], pieces[-1] + "L")
+
+
+if __name__ == "__main__":
+    main()

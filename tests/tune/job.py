@@ -1,0 +1,87 @@
+"""A training script as Megatron-LM's users have it: its options on the command line, real schedules over gloo.
+
+Layers and the output layer wait for a given time in each pass, as a host waits for a GPU, so that a step is the same
+on any machine, however many stages share its cores. ``torchrun --nproc-per-node 2 job.py --num-layers 8 ...``
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megatron.core.pipeline_parallel import schedules
+
+from megaprof.analysis.what_if.layouts import Layout, default_layout, layers_per_stage, parse_layout
+from megaprof.parallel.chunks import language_model
+from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
+from megaprof.testing.faults import layers, linger
+
+#: Milliseconds that a layer waits in a forward and in a backward.
+LAYER = (6.0, 12.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--num-layers", type=int, required=True)
+    parser.add_argument("--pipeline-model-parallel-size", type=int, required=True)
+    parser.add_argument("--pipeline-model-parallel-layout")
+    parser.add_argument("--decoder-first-pipeline-num-layers", type=int)
+    parser.add_argument("--decoder-last-pipeline-num-layers", type=int)
+    parser.add_argument("--account-for-embedding-in-pipeline-split", action="store_true")
+    parser.add_argument("--account-for-loss-in-pipeline-split", action="store_true")
+    parser.add_argument("--num-virtual-stages-per-pipeline-rank", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--train-iters", type=int, default=100_000)
+    parser.add_argument("--loss-ms", type=float, nargs=2, default=(0.0, 0.0))
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--refuse")  # a layout in which it runs out of memory
+    args = parser.parse_args()
+    if args.save is not None:
+        (args.save / "checkpoint").write_text("overwritten")
+    pieces = _layout(args)
+    split = tuple(piece.count("t") for piece in pieces)
+    if args.refuse == "+".join(map(str, layers_per_stage(pieces, args.pipeline_model_parallel_size))):
+        sys.exit("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    init_distributed()
+    chunks = len(pieces) // args.pipeline_model_parallel_size
+    workload = GPTWorkload(
+        pp=args.pipeline_model_parallel_size,
+        vpp=chunks if chunks > 1 else None,
+        layers=args.num_layers,
+        layout=split,
+        microbatches=args.microbatches,
+        hidden=32,
+        seq_length=16,
+    )
+    with cpu_megatron():
+        gpt = build(workload)
+        linger(layers(gpt.chunks), lambda _: LAYER)
+        ends = [model.output_layer for model in map(language_model, gpt.chunks) if model.post_process]
+        linger(ends, lambda _: tuple(args.loss_ms))
+        for _ in range(args.train_iters):
+            gpt.train_step(schedules.get_forward_backward_func())
+
+
+def _layout(args: argparse.Namespace) -> Layout:
+    stages = args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout:
+        return parse_layout(args.pipeline_model_parallel_layout, stages)
+    found = default_layout(
+        stages,
+        args.num_virtual_stages_per_pipeline_rank,
+        args.num_layers,
+        first=args.decoder_first_pipeline_num_layers,
+        last=args.decoder_last_pipeline_num_layers,
+        account_for_embedding=args.account_for_embedding_in_pipeline_split,
+        account_for_loss=args.account_for_loss_in_pipeline_split,
+    )
+    if found is None:
+        sys.exit("these options make no layout")
+    return found
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()

@@ -1,0 +1,66 @@
+"""Words of a command: another layout in them, nothing that saves."""
+
+import pytest
+
+from megaprof.tune.command import Saves, relaid, without_saving
+
+LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8"]
+
+
+@pytest.mark.parametrize(
+    ("command", "kept"),
+    [
+        ([*LM, "--save", "ckpt", "--bf16"], [*LM, "--bf16"]),
+        ([*LM, "--save=ckpt", "--load", "ckpt"], [*LM, "--load", "ckpt"]),
+        (LM, LM),
+        (["main.py", "trainer.save_freq=5"], ["main.py", "trainer.save_freq=-1"]),
+        (
+            ["run.py", "checkpoint.save=/c", "train.train_iters=5"],
+            ["run.py", "train.train_iters=5", "checkpoint.save=null"],
+        ),
+    ],
+)
+def test_nothing_is_saved(command: list[str], kept: list[str]) -> None:
+    assert without_saving(command) == kept
+
+
+def test_a_command_that_may_save_is_refused() -> None:
+    with pytest.raises(Saves, match="--saving-off"):
+        without_saving(["bash", "train.sh"])
+    assert without_saving(["bash", "train.sh"], ()) == ["bash", "train.sh"]
+    assert without_saving(["bash", "train.sh"], ("save=no",)) == ["bash", "train.sh", "save=no"]
+
+
+FIRST_5 = ("--decoder-first-pipeline-num-layers", "5")
+PIECES = ("--pipeline-model-parallel-layout", "Et*5|t*3L")
+
+
+@pytest.mark.parametrize(
+    ("words", "flags", "framework", "after"),
+    [
+        (["--decoder-first-pipeline-num-layers", "6", "--bf16"], FIRST_5, "megatron-lm", ["--bf16", *FIRST_5]),
+        (["--decoder-first-pipeline-num-layers=6", "x.py"], FIRST_5, None, ["x.py", *FIRST_5]),
+        (["--account-for-loss-in-pipeline-split", "x.py"], FIRST_5, None, ["x.py", *FIRST_5]),
+        (["--num-layers-per-virtual-pipeline-stage", "2", "--bf16"], PIECES, None, ["--bf16", *PIECES]),
+        (
+            ["run.py", "model.num_layers_in_first_pipeline_stage=6"],
+            FIRST_5,
+            "megatron-bridge",
+            ["run.py", "model.num_layers_in_first_pipeline_stage=5"],
+        ),
+        (
+            ["sft", "--decoder_first_pipeline_num_layers", "6", "--account_for_loss_in_pipeline_split", "true"],
+            FIRST_5,
+            "ms-swift",
+            ["sft", "--decoder_first_pipeline_num_layers", "5"],
+        ),
+    ],
+)
+def test_a_layout_takes_the_place_of_another(
+    words: list[str], flags: tuple[str, ...], framework: str | None, after: list[str]
+) -> None:
+    assert relaid(words, flags, framework, None) == after
+
+
+def test_a_final_command_saves_what_the_given_one_saves() -> None:
+    assert relaid([*LM, "--save", "ckpt"], FIRST_5, None, None) == [*LM, "--save", "ckpt", *FIRST_5]

@@ -1,0 +1,108 @@
+"""Which layout is tried next, and what the trials came to: on trials that are made."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megaprof.tune import state
+from megaprof.tune.proposals import best_proposal
+from megaprof.tune.state import Interval, Proposal, Trial, Tuning
+from megaprof.tune.tuning import upcoming
+
+COMMAND = ("python", "pretrain.py", "--num-layers", "8")
+
+
+def proposal(layout: str, ms: float, reach: float, against: int = 1) -> Proposal:
+    return Proposal(
+        layout, layout, ("--pipeline-model-parallel-layout", layout), Interval(ms, ms - reach, ms + reach), against
+    )
+
+
+def trial(number: int, ms: float, layout: str, *proposals: Proposal, asked: Proposal | None = None) -> Trial:
+    step = Interval(ms, ms - 1, ms + 1)
+    return Trial(
+        number, COMMAND, f"trial-{number}", asked, "measured", layout=layout, step_ms=step, steps=9, next=proposals
+    )
+
+
+def tuning(*trials: Trial) -> Tuning:
+    found = Tuning(COMMAND, 9, 4)
+    for each in trials:
+        found = found.having(each)
+    return found
+
+
+def test_the_best_lower_end_comes_first() -> None:
+    found = tuning(trial(1, 100, "6+2", proposal("5+3", 90, 1), proposal("4+4", 85, 20)))
+    chosen = best_proposal(found)
+    assert chosen is not None
+    assert chosen.layout == "5+3"
+
+
+def test_nothing_is_tried_that_may_gain_less_than_a_percent() -> None:
+    assert best_proposal(tuning(trial(1, 100, "6+2", proposal("5+3", 90, 9.5)))) is None
+
+
+def test_what_was_tried_is_not_tried_again_and_the_best_trial_is_the_mark() -> None:
+    asked = proposal("5+3", 90, 1)
+    found = tuning(trial(1, 100, "6+2", asked, proposal("4+4", 92, 1)), trial(2, 91, "5+3", asked=asked))
+    assert best_proposal(found) is None
+
+
+def test_of_two_predictions_of_a_layout_the_more_certain_one_counts() -> None:
+    sure, unsure = proposal("4+4", 80, 2, against=2), proposal("4+4", 70, 8)
+    asked = proposal("5+3", 90, 1)
+    found = tuning(trial(1, 100, "6+2", asked, unsure), trial(2, 90, "5+3", sure, asked=asked))
+    assert best_proposal(found) == sure
+
+
+def test_a_failed_trial_is_a_measurement_and_no_end() -> None:
+    bad = proposal("4+4", 80, 1)
+    failed = Trial(2, COMMAND, "trial-2", bad, "out_of_memory", why="memory ran out")
+    found = tuning(trial(1, 100, "6+2", bad, proposal("5+3", 90, 1)), failed)
+    chosen = best_proposal(found)
+    assert chosen is not None
+    assert chosen.layout == "5+3"
+    assert found.result is not None
+    assert found.result.trial == 1
+    assert found.result.as_predicted == (0, 0)
+
+
+def test_the_result() -> None:
+    asked = proposal("5+3", 80, 2)
+    found = tuning(trial(1, 100, "6+2", asked), trial(2, 81, "5+3", asked=asked))
+    assert found.result is not None
+    assert (found.result.trial, found.result.as_predicted) == (2, (1, 1))
+    assert found.result.speedup.value == pytest.approx(100 / 81)
+    assert found.result.speedup.low < 100 / 81 * 0.98  # two runs of one layout differ, too
+    assert found.result.command == (*COMMAND, *asked.flags)
+
+
+def test_an_interrupted_trial_runs_again_beside_what_it_left(tmp_path: Path) -> None:
+    begun = upcoming(Tuning(COMMAND, 9, 4), tmp_path)
+    assert begun.pending is not None
+    (tmp_path / begun.pending.directory).mkdir()
+    state.store(tmp_path, begun)
+    again = state.load(tmp_path)
+    assert again == begun
+    assert again is not None
+    assert (waiting := upcoming(again, tmp_path).pending) is not None
+    assert (waiting.number, waiting.command) == (1, begun.pending.command)
+    assert waiting.directory != begun.pending.directory
+
+
+def test_it_stops() -> None:
+    asked = proposal("5+3", 80, 2)
+    first = trial(1, 100, "6+2", asked)
+    there = Path("nowhere")
+    assert upcoming(tuning(trial(1, 100, "6+2")), there).stopped == "nothing_left"
+    assert upcoming(replace(tuning(first), most_trials=1), there).stopped == "trials_spent"
+    unmeasured = replace(first, outcome="failed", step_ms=None, why="no schedule ran")
+    assert upcoming(tuning(unmeasured), there).reason == "no schedule ran"
+
+
+def test_a_file_of_something_else(tmp_path: Path) -> None:
+    (tmp_path / state.NAME).write_text('{"targets": []}')
+    with pytest.raises(state.NoState):
+        state.load(tmp_path)
