@@ -249,7 +249,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         if not len(there):
             continue  # damaged: no step is whole
         which, at, half, finalizing = _places(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
-        of_step, since = np.array(own)[there, None], enter[own][there, None]
+        places, since = np.array(own)[there, None], enter[own][there, None]
         length = times[:, which, 1] - times[:, which, 0]
         share = np.zeros((len(there), 1))
         if half.any():
@@ -258,10 +258,10 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
             share[:, 0] = [forward_share(*both) for both in zip(*alone, strict=True)]
         begun = times[:, which, 0] + np.where(half > 0, share, 0.0) * length
         ended = times[:, which, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
-        start.reshape(len(numbers), -1)[of_step, at] = since + begun / 1e3
-        end.reshape(len(numbers), -1)[of_step, at] = since + ended / 1e3
+        start.reshape(len(numbers), -1)[places, at] = since + begun / 1e3
+        end.reshape(len(numbers), -1)[places, at] = since + ended / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
-            reduced[of_step[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
+            reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     _, timeline, row = found[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     came = {}
