@@ -173,7 +173,8 @@ def read_metadata(data: bytes) -> Metadata:
         raw = msgspec.json.decode(data)
         if not isinstance(raw, dict):
             raise ValueError("it is no object")
-        found = msgspec.convert({**raw, "coords": _coords(raw.get("coords"), raw.get("sizes"))}, Metadata)
+        coords = _coords(raw.get("coords"), raw.get("sizes"))
+        found = msgspec.convert({**raw, "coords": coords.as_dict()}, Metadata)
     except (RecursionError, OverflowError):
         raise ValueError("it is nested too deeply, or has too large a number") from None
     for name, number, most in _numbers(found):
@@ -182,12 +183,14 @@ def read_metadata(data: bytes) -> Metadata:
     return found
 
 
-def _coords(coords: object, sizes: object) -> dict[str, Any]:
+def _coords(coords: object, sizes: object) -> RankCoords:
     """Older files have no size, or null, for what is not parallel."""
     if not isinstance(coords, Mapping) or not isinstance(sizes, Mapping):
         raise ValueError("coords and sizes are no objects")
     known = {key: value for key, value in sizes.items() if value is not None}
-    return {**coords, "sizes": {**dict.fromkeys((*AXES, "vpp"), 1), "etp": known.get("tp", 1), **known}}
+    return RankCoords.from_dict(
+        {**coords, "sizes": {**dict.fromkeys((*AXES, "vpp"), 1), "etp": known.get("tp", 1), **known}}
+    )
 
 
 def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
@@ -195,8 +198,6 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
     yield "rank", metadata.coords.rank, MOST
     for axis, size in vars(metadata.sizes).items():
         yield f"sizes.{axis}", size, MOST
-    for axis in AXES:
-        yield f"coords.{axis}", getattr(metadata.coords, axis), getattr(metadata.sizes, axis) - 1
     for step in metadata.steps:
         yield "steps", step, MOST_STEPS - 1
     yield "asked_step", metadata.asked_step, MOST_STEPS - 1
