@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from isal import isal_zlib
 
 from megaprof.formats.inputs import read_input
 from megaprof.formats.metadata import MOST_STEPS, Metadata, read_metadata
@@ -38,6 +39,8 @@ FAILED = 2  # the host raised an exception in it
 CAPTURED = 4  # a window was open, so it took longer than usual
 INCOMPLETE = 8  # it has no times per event: they were not ready in time, or too many
 
+#: The checksum of a record and its checksum together, whatever is in it.
+_WHOLE = 0x2144DF1C
 _CUT = "its last record is not complete"
 _HEAD = struct.Struct("<BI")
 _CHECK = struct.Struct("<I")
@@ -178,20 +181,28 @@ class Timeline:
 
     def events(self, position: int) -> Events | None:
         """The events of step ``steps[position]``; None where it has none, or where they are damaged."""
-        fixed = self.steps[position]
-        if fixed["flags"] & INCOMPLETE:
+        there, times = self.times([position])
+        if not len(there):
             return None
-        code = self.shapes[fixed["shape"]]
-        tail = self._times.of(position)
-        if len(tail) != (1 + 4 * code.size if code.size else 0):
-            return None
-        times = np.frombuffer(tail, dtype="<u2", offset=min(1, len(tail))).astype(np.int64)
-        unit = tail[0] if tail else 0
-        start = np.cumsum(times[0::2])
-        end = start + times[1::2]
-        if code.size and int(end.max()) << unit > _LONGEST_STEP:
-            return None
-        return Events(code, start << unit, end << unit)
+        return Events(self.shapes[self.steps["shape"][position]], times[0, :, 0], times[0, :, 1])
+
+    def times(self, positions: Sequence[int]) -> tuple[npt.NDArray[np.intp], Microseconds]:
+        """Of steps that have one shape, by their positions: which of ``positions`` have events, and when these began
+        and ended, ``[step, event, 2]``, in microseconds since the step's start. Events may be damaged, or missing."""
+        count = self.shapes[self.steps["shape"][positions[0]]].size
+        size = 1 + 4 * count if count else 0
+        tails = [self._times.of(position) for position in positions]
+        whole = self.steps["flags"][positions] & INCOMPLETE == 0
+        there = np.flatnonzero(whole & [len(tail) == size for tail in tails])
+        packed = np.frombuffer(b"".join([tails[n] for n in there.tolist()]), dtype=np.uint8).reshape(len(there), size)
+        times = packed[:, 1:].copy().view("<u2").astype(np.int64).reshape(len(there), count, 2)
+        np.cumsum(times[..., 0], axis=1, out=times[..., 0])
+        times[..., 1] += times[..., 0]
+        if not count:
+            return there, times
+        unit = packed[:, 0].astype(np.int64)
+        possible = (unit < _LONGEST_STEP.bit_length()) & (times[..., 1].max(axis=1) <= _LONGEST_STEP >> unit)
+        return there[possible], times[possible] << unit[possible, None, None]
 
 
 class UnreadableTimeline(Exception):
@@ -276,16 +287,11 @@ class _Times(NamedTuple):
 
 def _end_of_run(data: bytes, position: int, stride: int) -> int:
     """Where the whole records end that begin as the one at ``position`` does, which is whole."""
-    head, size, view = data[position : position + _HEAD.size], stride - _CHECK.size, memoryview(data)
-    last, crc32, check = len(data) - stride, zlib.crc32, _CHECK.unpack_from
-    position += stride
-    while (
-        position <= last
-        and data[position : position + _HEAD.size] == head
-        and crc32(view[position : position + size]) == check(data, position + size)[0]
-    ):
-        position += stride
-    return position
+    head, view, crc32 = data[position : position + _HEAD.size], memoryview(data), isal_zlib.crc32
+    for following in range(position + stride, len(data) - stride + 1, stride):
+        if not data.startswith(head, following) or crc32(view[following : following + stride]) != _WHOLE:
+            return following
+    return position + (len(data) - position) // stride * stride
 
 
 def _steps(data: bytes, begin: int, end: int, stride: int) -> npt.NDArray[Any]:
@@ -322,6 +328,6 @@ def _checked(data: bytes, position: int) -> tuple[int, int]:
     end = position + _HEAD.size + length
     if length > _LONGEST_RECORD or end + _CHECK.size > len(data):
         raise ValueError(_CUT)
-    if zlib.crc32(memoryview(data)[position:end]) != _CHECK.unpack_from(data, end)[0]:
+    if isal_zlib.crc32(memoryview(data)[position : end + _CHECK.size]) != _WHOLE:
         raise ValueError(f"the record at byte {position} is damaged")
     return kind, end + _CHECK.size

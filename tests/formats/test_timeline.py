@@ -100,6 +100,11 @@ def test_steps_come_back(tmp_path_factory: pytest.TempPathFactory, case: tuple[l
         for read, true in ((events.start, record.starts), (events.end, record.ends)):
             assert all(0 <= was - now <= allowed for now, was in zip(read.tolist(), true, strict=True))
     assert (read_timeline(path, events=False).steps == timeline.steps).all()
+    positions = [*range(len(records))]
+    there, times = timeline.times(positions) if records else ([], [])
+    alone = [timeline.events(position) for position in positions]
+    assert list(there) == positions
+    assert [each.T.tolist() for each in times] == [[each.start.tolist(), each.end.tolist()] for each in alone if each]
 
 
 def test_cut_at_any_byte_everything_before_is_read(tmp_path: Path) -> None:
@@ -198,10 +203,12 @@ def test_events_that_last_for_centuries_are_damage(tmp_path: Path) -> None:
     payload[format.STEP_TYPE.itemsize] = 63  # the unit: microseconds to the power of two
     shape = [codes.FINALIZE, codes.FINALIZE]
     path = tmp_path / "x.timeline.bin"
-    path.write_bytes(written(shape, [])[0] + format._record(format.STEP, bytes(payload)))
+    path.write_bytes(written(shape, [])[0] + format._record(format.STEP, bytes(payload)) + step)
     timeline = read_timeline(path)
-    assert len(timeline.steps) == 1
+    assert len(timeline.steps) == 2
     assert timeline.events(0) is None
+    there, times = timeline.times([0, 1])
+    assert (there.tolist(), times.tolist()) == ([1], [[[5, 7], [6, 8]]])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from megaprof.parallel.schedules import PipelineSchedule
 _LEFT_OUT = format.FAILED | format.CAPTURED
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
 #: Passes in a table at most, so that it fits into memory and time: first steps are left out, down to so many, ...
-_MOST_PASSES = 1_000_000
+_MOST_PASSES = 500_000
 _FEWEST_STEPS = 16
 #: ... then replicas, of which half are the slowest.
 #: A rank that seems to wait all the time computes all the same.
@@ -231,7 +231,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
-    places: dict[bytes, _Places] = {}
+    alike: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
     work, source = np.full((len(numbers), microbatches, 3), np.nan), None
     told: dict[int, list[bytes]] = {}
     for t, number in enumerate(numbers):
@@ -242,19 +242,27 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
             source, work[t] = known
         enter[t] = (start_ns - plan.origin) / 1e6
         device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
-        own = timeline.events(row)
-        if own is None:
-            continue  # damaged: the step is not whole
-        code = own.code.tobytes()
-        if code not in places:
-            places[code] = _places(own.code, schedule)
-        which, at, half, finalizing = places[code]
-        length = own.end[which] - own.start[which]
-        share = forward_share(*(length[(half == 0) & (at % per_chunk // microbatches == kind)] for kind in (0, 1)))
-        start[t].reshape(-1)[at] = enter[t] + (own.start[which] + np.where(half > 0, share, 0.0) * length) / 1e3
-        end[t].reshape(-1)[at] = enter[t] + (own.end[which] - np.where(half < 0, 1.0 - share, 0.0) * length) / 1e3
+        alike.setdefault((id(timeline), int(timeline.steps["shape"][row])), []).append(t)
+    for own in alike.values():
+        _, timeline, row = found[numbers[own[0]]]
+        there, times = timeline.times([found[numbers[t]][2] for t in own])
+        if not len(there):
+            continue  # damaged: no step is whole
+        which, at, half, finalizing = _places(timeline.shapes[timeline.steps["shape"][row]].tobytes(), schedule)
+        places, since = np.array(own)[there, None], enter[own][there, None]
+        length = times[:, which, 1] - times[:, which, 0]
+        share = np.zeros((len(there), 1))
+        if half.any():
+            kind = at % per_chunk // microbatches
+            alone = [length[:, (half == 0) & (kind == each)] for each in (0, 1)]
+            share[:, 0] = [forward_share(*both) for both in zip(*alone, strict=True)]
+        begun = times[:, which, 0] + np.where(half > 0, share, 0.0) * length
+        ended = times[:, which, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
+        start.reshape(len(numbers), -1)[places, at] = since + begun / 1e3
+        end.reshape(len(numbers), -1)[places, at] = since + ended / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
-            reduced[t] = enter[t] + own.end[finalizing].max() / 1e3
+            reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
+    _, timeline, row = found[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     came = {}
     for number, (_, timeline, row) in found.items():
@@ -328,7 +336,9 @@ class _Places(NamedTuple):
     """Which events are gradient finalisation."""
 
 
-def _places(code: npt.NDArray[np.int64], schedule: PipelineSchedule) -> _Places:
+@lru_cache(maxsize=256)
+def _places(shape: bytes, schedule: PipelineSchedule) -> _Places:
+    code = np.frombuffer(shape, dtype=np.int64)
     kind = code & codes.KIND_MASK
     which, at, half = [], [], []
     for event in np.flatnonzero((kind >= codes.FORWARD) & (kind <= codes.COMBINED)).tolist():

@@ -78,8 +78,18 @@ class View:
     def scaled(self, factor: Floats, **neutral: Any) -> View:
         """With passes that take ``factor`` times as long, but for what was added to single ones, and factors that are
         neutral now."""
-        added = self.waited() + self.stalls()
-        return replace(self, state=replace(self.state, passes=(self.state.passes - added) * factor + added), **neutral)
+        passes = self.state.passes.copy()
+        flat, at = passes.reshape(*self.stalling.shape, -1), self.stalling[..., None]
+
+        def add(sign: float) -> None:
+            flat[:, :, 0, 0] += sign * self.first
+            stalled = np.take_along_axis(flat, at, axis=-1) + sign * self.stalled[..., None]
+            np.put_along_axis(flat, at, stalled, axis=-1)
+
+        add(-1.0)
+        passes *= factor
+        add(1.0)
+        return replace(self, state=replace(self.state, passes=passes), **neutral)
 
     def waited(self) -> Floats:
         """Returns [n, d, s, c, k, m]: how long passes waited for data."""

@@ -327,7 +327,7 @@ def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArra
     # A step that the GPU did not finish in time was written without times.
     timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0) & ~stood
     usable: npt.NDArray[Any] = calls[timed]
-    series.stood += told_by(calls, compute, metadata.coords)
+    series.stood += told_by(calls, compute, stood, metadata.coords)
     compute = compute[timed]
     first, medians, counts = bucketed(usable["step"], compute / 1e3, width)
     series.ranks.append(

@@ -48,9 +48,10 @@ def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArr
     return found
 
 
-def told_by(calls: npt.NDArray[Any], compute: npt.NDArray[Any], coords: RankCoords) -> list[StoodStill]:
-    """The steps of a rank that stood still, and its last one if an exception ended that."""
-    stood = stood_still(calls, compute)
+def told_by(
+    calls: npt.NDArray[Any], compute: npt.NDArray[Any], stood: npt.NDArray[np.bool_], coords: RankCoords
+) -> list[StoodStill]:
+    """The steps of a rank that ``stood`` still, and its last one if an exception ended that."""
     failed = calls["flags"] & format.FAILED != 0
     which = set(np.flatnonzero(stood).tolist()) | ({len(calls) - 1} if len(calls) and failed[-1] else set())
     if not which:
