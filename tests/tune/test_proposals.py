@@ -5,11 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from megaprof.analysis.what_if.layouts import Layout, layers_per_stage, parse_layout
+from megaprof.analysis.what_if.memory import in_flight_layers
+from megaprof.formats import timeline as format
+from megaprof.formats.timeline import Memory
+from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
-from megaprof.tune.tuning import upcoming
+from megaprof.tune.tuning import completed, upcoming
+from tests.analysis.job_timelines import write_timelines
 
+GIB = 1 << 30
 COMMAND = ("python", "pretrain.py", "--num-layers", "8")
 
 
@@ -106,3 +114,53 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     (tmp_path / state.NAME).write_text('{"targets": []}')
     with pytest.raises(state.NoState):
         state.load(tmp_path)
+
+
+def ran(directory: Path, pieces: Layout) -> tuple[int, ...]:
+    """Write the timelines of a layout of two stages whose layers all cost the same. A layer has 2 GiB, and 1 for its
+    activations of a microbatch. Returns the peaks."""
+    sizes = ParallelSizes(pp=2, vpp=len(pieces) // 2)
+    in_flight = in_flight_layers(pieces, PipelineSchedule.checked(2, sizes.vpp, 8))
+    layers = layers_per_stage(pieces, 2)
+    files = write_timelines(
+        directory,
+        WorldLayout(sizes),
+        steps=12,
+        forward_ms=[5.0 * each for each in layers],
+        backward_ms=[10.0 * each for each in layers],
+        chunk_layers=[each // sizes.vpp for each in layers],
+        noise=0.002,
+    )
+    peaks = [(2 * held + more) * GIB for held, more in zip(layers, in_flight, strict=True)]
+    for file, held, peak in zip(files, layers, peaks, strict=True):
+        memory = Memory(2 * held * GIB, peak, 80 * GIB)
+        file.write_bytes(file.read_bytes() + format.fact_record(0, format.MEMORY, memory.pack()))
+    return tuple(peaks)
+
+
+@pytest.mark.parametrize(
+    ("limit", "best"),
+    [
+        (None, "Et*2|t*2|t*2|t*2L"),  # 18 and 14 GiB
+        (16.5, "Et*4|t*4L"),  # 16 and 12
+        (15.5, "Et*3|t*5L"),  # 12 and 15
+        (11, None),
+    ],
+)
+def test_a_limit_of_memory_bounds_what_is_tried(limit: float | None, best: str | None, tmp_path: Path) -> None:
+    found = Tuning(COMMAND, 9, 4, memory_limit=None if limit is None else round(limit * GIB))
+    while (waiting := (found := upcoming(found, tmp_path)).pending) is not None:
+        layout = "Et*2|t*6L" if waiting.proposal is None else waiting.proposal.layout
+        peaks = ran(tmp_path / waiting.directory, parse_layout(layout, 2))
+        found = completed(found, waiting, tmp_path / waiting.directory)
+        fits = limit is None or max(peaks) <= limit * GIB
+        assert found.trials[-1].memory == peaks
+        assert found.trials[-1].outcome == ("measured" if fits else "above_limit")
+        assert waiting.proposal is None or (waiting.proposal.memory == peaks and fits)
+    assert found.stopped in ("nothing_left", "trials_spent")
+    assert (found.best.layout if found.best else None) == best
+
+
+def test_a_limit_of_memory_that_nothing_measures_is_refused(tmp_path: Path) -> None:
+    found = upcoming(replace(tuning(trial(1, 100, "6+2", proposal("4+4", 80, 1))), memory_limit=GIB), tmp_path)
+    assert (found.stopped, found.pending) == ("not_measured", None)

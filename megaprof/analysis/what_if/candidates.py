@@ -108,6 +108,7 @@ def relaid(
     if known.memory is None or change.larger != 1.0:
         return described(found, **told, memory=_memory(needs, known.in_flight))
     fit = known.memory.fit(pieces, needs)
+    told["needed"] = fit.needed
     if not fit.fits:
         return described(found, **told, memory=f"does not fit: {fit}", fits=False)
     told["activations"] = str(fit) if told["activations"] is None else f"{told['activations']}; {fit}"
