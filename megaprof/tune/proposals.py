@@ -50,12 +50,9 @@ def measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> 
     found = replace(found, outcome="measured", next=tuple(_proposals(target, trial.number)))
     if memory_limit is None or found.memory is None or max(found.memory) <= memory_limit:
         return found
-    return replace(found, outcome="above_limit", why=f"a stage had more than {gib(memory_limit)} allocated")
-
-
-def gib(size: int) -> str:
-    """Bytes in words."""
-    return f"{size / (1 << 30):.3g} GiB"
+    return replace(
+        found, outcome="above_limit", why=f"a stage had more than {memory_limit / (1 << 30):.4g} GiB allocated"
+    )
 
 
 def best_proposal(tuning: Tuning) -> Proposal | None:

@@ -84,11 +84,8 @@ def milliseconds(step: Interval | None) -> str:
 
 
 def most(memory: tuple[int, ...] | None) -> str:
-    """The most that a stage has, in GiB, and which one."""
-    if memory is None:
-        return words.ABSENT
-    stage = max(range(len(memory)), key=lambda each: memory[each])
-    return f"{memory[stage] / (1 << 30):.1f} (stage {stage})"
+    """The most that a stage has, in GiB."""
+    return words.ABSENT if memory is None else f"{max(memory) / (1 << 30):.1f}"
 
 
 def ratio(gained: Interval) -> str:
