@@ -174,7 +174,8 @@ def rescheduled(known: Known, chunks: int, microbatches: int) -> Replay:
         forward_only=own.schedule.forward_only,
         combined=own.schedule.combined,
     )
-    return compiled(checked, own.rendezvous, own.in_turn) if same else compiled(checked, chunks == 1)
+    # All of them by position: so the search asks for it, too, and finds the same one.
+    return compiled(checked, *((own.rendezvous, own.in_turn) if same else (chunks == 1, False)))
 
 
 def chunk_counts(known: Known) -> Iterator[Priced]:
