@@ -85,19 +85,6 @@ def test_the_result() -> None:
     assert found.result.command == (*COMMAND, *asked.flags)
 
 
-def test_an_interrupted_trial_runs_again_beside_what_it_left(tmp_path: Path) -> None:
-    begun = upcoming(Tuning(COMMAND, 9, 4), tmp_path)
-    assert begun.pending is not None
-    (tmp_path / begun.pending.directory).mkdir()
-    state.store(tmp_path, begun)
-    again = state.load(tmp_path)
-    assert again == begun
-    assert again is not None
-    assert (waiting := upcoming(again, tmp_path).pending) is not None
-    assert (waiting.number, waiting.command) == (1, begun.pending.command)
-    assert waiting.directory != begun.pending.directory
-
-
 def test_it_stops() -> None:
     asked = proposal("5+3", 80, 2)
     first = trial(1, 100, "6+2", asked)
