@@ -497,6 +497,7 @@ def test_an_agent_looks_at_a_real_job_captures_and_reports(tmp_path: Path) -> No
         captured = await call(client, "trigger", directory=str(directory), target="train_actor", steps=2)
         assert (captured["captured"], len(captured["steps"]), captured["reason"]) == (2, 2, None)
         assert all(Path(file).is_file() for file in captured["files"])
+        await asyncio.to_thread(job.end)  # what is compared below is read twice
         report = await call(client, "report", directory=str(directory))
         (target,) = report["targets"]
         # A step that the profiler's start, or another program, pulled apart between the ranks is left out.
@@ -506,6 +507,6 @@ def test_an_agent_looks_at_a_real_job_captures_and_reports(tmp_path: Path) -> No
         layouts = await call(client, "layouts", directory=str(directory))
         assert layouts["targets"][0]["what_if"]["measured_ms"] == target["what_if"]["measured_ms"]
 
-    with running(directory, ["--profile-tool", "timeline", "--profile-on-demand"], quick=True):
+    with running(directory, ["--profile-tool", "timeline", "--profile-on-demand"], quick=True) as job:
         talk(tmp_path / "log", conversation, elicitation_callback=agree)
     assert len(asked) == 1
