@@ -146,15 +146,16 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
         top=most + 1,
     )
     others = [each.pieces for each in searched() if each.pieces != known.pieces]
-    if known.memory is not None:
+    memory = known.memory
+    if memory is None:
+        return others[:most]
 
-        def excess(pieces: Layout) -> float:
-            return memory.fit(pieces, in_flight_layers(pieces, schedule)).excess
+    def excess(pieces: Layout) -> float:
+        return memory.fit(pieces, in_flight_layers(pieces, schedule)).excess
 
-        memory = known.memory
-        if any(map(excess, others)):
-            fitting = [each.pieces for each in searched(excess=excess) if each.pieces != known.pieces]
-            others = [*(pieces for pieces in others[:1] if excess(pieces)), *fitting]
+    if any(map(excess, others)):
+        fitting = [each.pieces for each in searched(excess=excess) if each.pieces != known.pieces]
+        others = [*(pieces for pieces in others[:1] if excess(pieces)), *fitting]
     return others[:most]
 
 

@@ -20,6 +20,7 @@ _PASSES_AT_ONCE = 500_000  # 4 MB
 _FEWEST, _MOST = 100, 2000  # replays a search
 
 Excess = Callable[[Layout], float]
+"""By how much a layout needs more than it may; 0 where it does not."""
 _Counts = tuple[int, ...]
 """How many units each piece holds. A layout keeps the units in their order, so this is all there is to choose."""
 
@@ -169,8 +170,8 @@ def search(
     two exact optima (of the heaviest piece, and of a bound on the step that also counts filling and draining the
     pipeline), and improves the best of them by moving one layer at a time. Deterministic. Every piece holds something.
     MTP layers apart from the loss need megatron-core 0.16. ``factor``: how many times as long the passes of stages
-    take, ``[stage, chunk, kind of pass]`` or what broadcasts to it. ``excess``: by how much a layout needs more than it
-    may; none is returned that does.
+    take, ``[stage, chunk, kind of pass]`` or what broadcasts to it. ``excess``: no layout is returned
+    that has any.
 
     Raises:
         ValueError: costs, counts or a schedule that cannot be, see `CostModel.units` and `PipelineSchedule.checked`.
