@@ -50,7 +50,7 @@ class Cause:
     ``factor`` of a slow rank against its peers, of the longest microbatch or replica against the average;
     ``explained``, ``explained_low`` and ``explained_high``: the part of what microbatches or replicas differ by that
     the lengths of their sequences explain, with its 90 % interval; ``transfer_ms`` of a slow link and ``usual_ms`` of
-    the others; ``late_ms`` of an entry."""
+    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection."""
     more_steps: int = 0
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
     reason: str | None = None
@@ -254,6 +254,8 @@ def _parts(term: Term, view: View, there: np.typing.NDArray[np.bool_]) -> dict[s
         }
     if term.kind == "late_entry":
         return {"late_ms": float((before.entry - after.entry)[there][..., term.stage].mean())}
+    if term.kind == "garbage_collection":
+        return {"longest_ms": float(own.collected[there].max())}
     if term.kind not in ("slow_rank", "uneven_microbatches", "unequal_replicas"):
         return {}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)

@@ -104,7 +104,7 @@ def fit(run: Examined) -> Fit | None:
     if work is None or not np.isfinite(work).all():
         return None
     view = run.view
-    passes = view.state.passes - view.waited() - view.stalls()
+    passes = view.state.passes - view.beside()
     # What is slow is slow for all microbatches: it is no part of what they hold.
     slow = view.rank * view.pace * view.peer.max(axis=3)
     passes = passes / slow[..., None, None, None]

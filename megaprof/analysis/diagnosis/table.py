@@ -62,6 +62,8 @@ class Table:
     """Group: [t, d, s, c, k, m], its communication that nothing hid."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in it."""
+    collected: Floats
+    """[t, d, s, c, k, m]: how long Python collected garbage in it, where that held it up."""
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
     reduction: Floats
@@ -97,9 +99,9 @@ class Table:
 class RankSteps:
     """What one rank recorded, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``idle`` and ``exposed`` by group are [t, c, k, m], NaN where a pass was not
-    recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients. ``steps``
-    [t] are numbers with the call of the step in their lowest `CALLS` bits.
+    ``start``, ``end``, ``compute``, ``idle``, ``collected`` and ``exposed`` by group are [t, c, k, m], NaN where a pass
+    was not recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients.
+    ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
     names: tuple[tuple[int, str | None], ...]
@@ -113,6 +115,7 @@ class RankSteps:
     end: Floats
     compute: Floats
     idle: Floats
+    collected: Floats
     exposed: Mapping[str, Floats]
     enter: Floats
     reduced: Floats
@@ -191,6 +194,8 @@ def tabulate(
         compute=stacked("compute")[whole],
         exposed=exposed,
         idle=stacked("idle").min(axis=3)[whole],
+        # All peers wait for the one that collects.
+        collected=np.nan_to_num(stacked("collected")).max(axis=3)[whole],
         entry=entry[whole],
         reduction=(done - last)[whole],
         length=done[whole],

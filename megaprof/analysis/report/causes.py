@@ -29,6 +29,16 @@ _HARDLY = 0.002
 MANY_STEPS = 100
 #: Microbatches that differ by less than this factor are the same.
 _ALIKE = 1.005
+#: What has all ranks collect at once, between steps, in the versions of docs/hosts.
+_AT_ONCE = "all ranks collect at once, between steps"
+_MANUAL_GC = {
+    "": f"With Megatron's --manual-gc --manual-gc-interval 100 {_AT_ONCE}",
+    "slime": "With --manual-gc all ranks collect at once, before the steps of a rollout",
+    "ms-swift": f"With --manual_gc true --manual_gc_steps 100 {_AT_ONCE}",
+    "megatron-bridge": f"With train.manual_gc=True train.manual_gc_interval=100 {_AT_ONCE}",
+    "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
+    "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
+}
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
@@ -322,8 +332,15 @@ def _host_bound(cause: Cause, measured: TargetStages) -> str:
 
 def _stalls(cause: Cause, measured: TargetStages) -> str:
     return (
-        f"Single passes stall{_when(cause)}, on one rank or another. Python's garbage collection does this: try "
-        "Megatron's --manual-gc, with which all ranks collect at once."
+        f"Single passes stall{_when(cause)}, on one rank or another: something holds the host up that nothing recorded "
+        "names."
+    )
+
+
+def _garbage(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"Python collects garbage inside passes{_when(cause)}, on one rank or another while the others wait, for up to "
+        f"{_part(cause, 'longest_ms')} at a time. {_MANUAL_GC.get(measured.framework or '', _MANUAL_GC[''])}."
     )
 
 
@@ -349,6 +366,7 @@ _SENTENCES: dict[str, Callable[[Cause, TargetStages], str]] = {
     "communication": _communication,
     "host_bound": _host_bound,
     "stalls": _stalls,
+    "garbage_collection": _garbage,
     "few_microbatches": _filling,
 }
 #: All that a diagnosis names.

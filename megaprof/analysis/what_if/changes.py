@@ -1,9 +1,9 @@
 """A captured run, replayed as it is and with changes: other contents of chunks, other microbatches, other exchanges.
 
 What a change gains is the replay of every captured step less its replay with the change, from the same passes: a pass
-takes as many times longer as its content does, and what came on top of contents (stalls, waiting for data) stays as it
-was. How sure that is comes from draws: each takes other steps and microbatches, and one way in which contents can be
-divided (`contents`). What steps differ by, and what the replay misses, is added.
+takes as many times longer as its content does, and what came on top of contents (stalls, garbage collection, waiting
+for data) stays as it was. How sure that is comes from draws: each takes other steps and microbatches, and one way in
+which contents can be divided (`contents`). What steps differ by, and what the replay misses, is added.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def captured(run: Examined) -> Captured:
     def of(values: Floats) -> Floats:
         return np.take_along_axis(values, chosen.reshape(*chosen.shape, *(1,) * (values.ndim - 2)), axis=1)
 
-    beside = np.minimum(run.view.waited() + run.view.stalls(), state.passes)
+    beside = np.minimum(run.view.beside(), state.passes)
     return Captured(
         replay=run.replay,
         passes=of(state.passes - beside),
