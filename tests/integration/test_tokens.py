@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.diagnosis.files import tables_in
+from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import timeline as format
 from megaprof.formats.work import unpack_work
@@ -38,6 +42,46 @@ def train(directory: str, workload: GPTWorkload) -> None:
             for _ in range(3):
                 gpt.train_step()
                 gpt.evaluate()
+
+
+EXPERTS = GPTWorkload(ep=2, num_experts=4, **SMALL)
+
+
+def route(directory: str, *, biased: bool) -> None:
+    """All tokens go to the experts of rank 0, or to experts by chance."""
+    init_distributed()
+    with cpu_megatron():
+        gpt = build(EXPERTS)
+        for layer in gpt.chunks[0].module.decoder.layers:
+            router = layer.mlp.router
+            router.config.moe_router_force_load_balancing = not biased
+            if biased:
+                gating, favour = router.gating, torch.tensor([1e3, 1e3, 0.0, 0.0])
+                router.gating = lambda hidden, gating=gating, favour=favour: gating(hidden) + favour
+        wanted = ProfileConfig(("train_actor",), directory, select="all", steps="1", activities=("cpu",))
+        with install_hooks(gpt.chunks, wanted, iteration=lambda: gpt.step):
+            for _ in range(2):
+                gpt.train_step()
+
+
+@pytest.mark.parametrize("biased", [True, False], ids=["biased", "even"])
+def test_the_tokens_of_every_expert_are_counted(biased: bool, tmp_path: Path) -> None:
+    run_ranks(partial(route, biased=biased), EXPERTS.world_size, str(tmp_path), timeout=180)
+    found = {
+        trace.coords.rank: trace.expert_tokens for path in find_traces(tmp_path) if (trace := read_trace(path).metadata)
+    }
+    (table,) = tables_in(tmp_path).values()
+    assert isinstance(table, Table)
+    assert table.experts is not None
+    sums = [sum(found[rank] or ()) for rank in range(2)]
+    assert table.experts.tolist() == [[[float(own) for own in sums]]]
+    # Both ranks have each microbatch's tokens, which go to two experts in every layer.
+    assert sum(sums) == 2 * 2 * EXPERTS.layers * EXPERTS.microbatches * EXPERTS.seq_length
+    if biased:
+        assert found[1] == (0, 0)
+        assert found[0] == (sums[0] // 2, sums[0] // 2)
+    else:
+        assert max(sums) < 1.2 * min(sums)
 
 
 @pytest.mark.parametrize("workload", [ROWS, PACKED, ALONE], ids=["rows", "packed", "one stage"])

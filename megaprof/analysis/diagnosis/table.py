@@ -78,6 +78,8 @@ class Table:
     of no microbatch."""
     lengths_from: str | None = None
     """Where that is from, one of `megaprof.formats.work.SOURCES`."""
+    experts: Floats | None = None
+    """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
 
@@ -126,6 +128,8 @@ class RankSteps:
     lengths_from: str | None = None
     sequences: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """By step, as its place in ``steps``, and microbatch."""
+    experts: float = np.nan
+    """Tokens that its experts got in a captured step, on average."""
     device: bool = False
     """Whether its clock is the GPU's, which begins a step later than the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
@@ -177,6 +181,7 @@ def tabulate(
         exposed[group] = table.min(axis=3)[whole]
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
     work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
+    experts = np.array([r.experts for r in order]).reshape(positions)
     names = _names(order, positions)
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -202,6 +207,7 @@ def tabulate(
         clocks=clocks,
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
+        experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(order, positions, np.array(common)[whole]),
     )
 

@@ -107,6 +107,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         reduced=np.array([_reduced(call, origin) for call in calls]),
         work=work,
         lengths_from=metadata.lengths_from,
+        experts=_experts(calls),
         sequences={key: lengths for key, (_, lengths) in sequences.items()},
         opening=np.array([n == 0 or call.source != calls[n - 1].source for n, call in enumerate(calls)]),
     )
@@ -123,6 +124,12 @@ def _sequences(calls: Sequence[Call]) -> dict[tuple[int, int], tuple[int, tuple[
                 if tokens and lengths:
                     found[t, number] = tokens, lengths
     return found
+
+
+def _experts(calls: Sequence[Call]) -> float:
+    """Tokens of all of a rank's experts in the first call of a window, on average; NaN without any."""
+    told = {call.source: sum(own) for call in calls if (own := call.metadata.expert_tokens) is not None}
+    return float(np.mean([*told.values()])) if told else np.nan
 
 
 def _exposed(calls: Sequence[Call], waited: Floats) -> dict[str, Floats]:

@@ -225,7 +225,7 @@ def _unexplained(cause: Cause, measured: TargetStages) -> str:
     return (
         f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need, and nothing that was "
         "recorded says why."
-    )
+    ) + _by_experts(cause)
 
 
 def _chunk(cause: Cause, measured: TargetStages) -> str:
@@ -241,7 +241,23 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     waiting = ", which wait for each other inside a microbatch," if several else ""
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
-    return f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_when(cause)}."
+    text = f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_when(cause)}."
+    return f"{text}{_by_experts(cause)}"
+
+
+def _by_experts(cause: Cause) -> str:
+    """What experts have to do with it, where their tokens were counted."""
+    tokens, usual = cause.parts.get("expert_tokens"), cause.parts.get("usual_expert_tokens")
+    if tokens is None or usual is None:
+        return ""
+    got = f" In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
+    if cause.reason == "machine":
+        return f"{got}: that explains at most {percent(cause.parts['explained'])} of it, and the rest is the machine."
+    return (
+        f"{got}: it is expert load, and even experts gain what it costs. Megatron's --moe-aux-loss-coeff (larger), "
+        "--moe-router-load-balancing-type (global_aux_loss), --moe-router-enable-expert-bias and "
+        "--moe-expert-capacity-factor even them."
+    )
 
 
 def _late_entry(cause: Cause, measured: TargetStages) -> str:

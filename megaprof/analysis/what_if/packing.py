@@ -111,6 +111,8 @@ class Laid:
     """[t, d, s, c, k, m]: what every pass takes."""
     replay: Replay
     """Its schedule."""
+    steps: tuple[Step, ...] = ()
+    """The sequences of each step."""
 
 
 def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | None:
@@ -131,7 +133,7 @@ def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | No
         replay = _replay(known.run, count)
     except ValueError:
         return None
-    return _predicted(known, _IN_WORDS.get(name, fewer), _work(known, laid), replay)
+    return replace(_predicted(known, _IN_WORDS.get(name, fewer), _work(known, laid), replay), steps=tuple(laid))
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
