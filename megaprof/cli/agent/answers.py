@@ -65,7 +65,7 @@ def of_change(
 ) -> dict[str, Any]:
     """``megaprof what-if DIR --json``. Raises CommandError, and what reading raises."""
     found = predicted(_report(directory, run), choices, target, role)
-    return {"headline": in_words(found), **msgspec.to_builtins(found, enc_hook=plain_number)}
+    return {"headline": in_words(found), **msgspec.json.decode(msgspec.json.encode(found))}
 
 
 def of_diff(before: str, after: str) -> dict[str, Any]:
