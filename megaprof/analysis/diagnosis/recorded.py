@@ -270,7 +270,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
                 collected.reshape(len(numbers), -1)[t, at] = held / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
-    if device:  # which may have had work enough meanwhile
+    if device and collected.any():  # it may have had work enough meanwhile
         longer = end - start - np.nanmedian(end - start, axis=0)
         collected = np.clip(collected, 0.0, np.maximum(longer, 0.0))
     _, timeline, row = found[numbers[-1]]
