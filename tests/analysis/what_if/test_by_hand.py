@@ -22,6 +22,7 @@ from megaprof.cli.agent import answers
 from megaprof.ui.hand import answer
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
+from tests.cli.running import check
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +83,7 @@ def test_the_command_the_tool_and_the_page_say_the_same(
     assert mine.layout == "Et*5|t*4|t*4|t*3L"
     assert main(["what-if", str(directory), "--layout", "5,4,4,3", "--microbatches", "16", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
+    check("what-if", printed)
     assert printed["prediction"] == json.loads(msgspec.json.encode(mine))
     told = answers.of_change(str(directory), None, {"layout": "5,4,4,3", "microbatches": "16"}, None, None)
     assert {name: value for name, value in told.items() if name != "headline"} == printed
