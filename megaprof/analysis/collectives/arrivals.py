@@ -10,17 +10,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.trace.groups import axis_of
+from megaprof.analysis.trace.groups import INSIDE, axis_of
 from megaprof.formats.arrivals import Arrivals, kept, unpack_arrivals, unpack_groups
 from megaprof.formats.timeline import COLLECTIVES, GROUPS, Timeline
 
-#: Groups whose ranks wait for each other inside a pass.
-_INSIDE = ("tp", "cp", "ep")
+
+class Group(NamedTuple):
+    """A group whose ranks wait for each other inside a pass."""
+
+    axis: str
+    """``tp``, ``cp`` or ``ep``."""
+    name: str
+    """torch's."""
+    ranks: tuple[int, ...]
+    """Its members."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +42,29 @@ class OfStep:
     """Its machine."""
     start_ns: int
     """When its step began, by the wall clock of its host."""
-    groups: Mapping[tuple[str, tuple[int, ...]], Arrivals]
-    """By name and ranks of the group: those whose ranks wait for each other inside a pass."""
+    groups: Mapping[Group, Arrivals]
+    """By group."""
+
+    def ran_ms(self, axis: str) -> float:
+        """Returns for how long collectives of an axis ran on this rank's device, waiting included; NaN where that is not
+        known."""
+        own = [arrivals for group, arrivals in self.groups.items() if group.axis == axis]
+        if not own or not all(arrivals.lengths for arrivals in own):
+            return float("nan")
+        return sum(float(arrivals.values.sum()) * 2.0**arrivals.shift for arrivals in own) / 1e3
 
 
 def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | None) -> Iterator[tuple[int, OfStep]]:
     """Returns of some steps of a rank's file, by row, those of which something is known."""
-    known: dict[str, tuple[int, ...]] = {}
+    known: dict[str, Group] = {}
     for payload in timeline.facts(GROUPS).values():
         for name, group in unpack_groups(payload).items():
-            if axis_of(group.desc) in _INSIDE:
-                known[name] = _ranks(group.ranks)
+            axis = axis_of(group.desc)
+            if axis in INSIDE:
+                known[name] = Group(axis, name, _ranks(group.ranks))
     facts = timeline.facts(COLLECTIVES)
     for row in rows:
-        own = {
-            (each.group, known[each.group]): each
-            for each in unpack_arrivals(facts.get(row, b""))
-            if each.group in known
-        }
+        own = {known[each.group]: each for each in unpack_arrivals(facts.get(row, b"")) if each.group in known}
         if own:
             yield row, OfStep(rank, host, int(timeline.steps["start_ns"][row]), own)
 
@@ -62,13 +76,13 @@ def waited_ms(ranks: Sequence[OfStep]) -> dict[int, float]:
     Who came to a collective first waited until the last one came, and that one for nobody. So a rank that waits in one
     group for a slow one, and comes late to another group therefore, has waited all the same.
     """
-    by_group: defaultdict[tuple[str, tuple[int, ...]], list[tuple[OfStep, Arrivals]]] = defaultdict(list)
+    by_group: defaultdict[Group, list[tuple[OfStep, Arrivals]]] = defaultdict(list)
     for rank in ranks:
         for group, arrivals in rank.groups.items():
             by_group[group].append((rank, arrivals))
     found: defaultdict[int, float] = defaultdict(float)
-    for (_, members_of_it), members in by_group.items():
-        if len(members) < len(members_of_it) or len({arrivals.lengths for _, arrivals in members}) > 1:
+    for group, members in by_group.items():
+        if len(members) < len(group.ranks) or len({arrivals.lengths for _, arrivals in members}) > 1:
             continue
         if not members[0][1].lengths and len({rank.host for rank, _ in members}) > 1:
             continue
