@@ -46,7 +46,7 @@ class OfStep:
     """By group."""
 
     def ran_ms(self, axis: str) -> float:
-        """Returns for how long collectives of an axis ran on this rank's device, waiting included; NaN where that is not
+        """Returns for how long collectives of an axis ran on this rank's device, waiting included; NaN: that is not
         known."""
         own = [arrivals for group, arrivals in self.groups.items() if group.axis == axis]
         if not own or not all(arrivals.lengths for arrivals in own):

@@ -55,8 +55,8 @@ def _warnings(measured: TargetStages, told: Sequence[str]) -> Iterator[str]:
             yield unseen(others)
     if told:
         yield (
-            f"exposed {', '.join(told)} is all of the time in which their collectives ran, with waiting for slower peers, "
-            "also where something computed beside them"
+            f"exposed {', '.join(told)} is all of the time in which torch's collectives ran, with waiting for slower "
+            "peers, also where something computed beside them; what is exchanged in other ways is in compute"
         )
 
 

@@ -107,7 +107,7 @@ class Examined:
         """Standard error of a gain of ``mean``, the average over ``count`` steps that differ as ``gains`` do. What
         disturbs comes when it comes: a shorter step has other disturbances where it ended and in what it lost. And a
         replay that misses the step misses it."""
-        of_steps = _of_mean(gains) * len(gains) / count if len(gains) > 1 else 0.0
+        of_steps = float(gains.var(ddof=1)) / count if len(gains) > 1 else 0.0
         of_moments = 2.0 * self.restless_ms * abs(mean) / count
         return float(np.sqrt(of_steps + of_moments + ((self.missed + REPLAYED) * mean) ** 2))
 
@@ -139,17 +139,6 @@ def examine(table: Table) -> Examined:
     closing_ms = float(as_recorded.length.mean() - table.length.mean())
     drawn = view.at(rows, model.draws)
     return Examined(table, replay, model, view, drawn, rows, replayed_ms, _restless(table, model, view), closing_ms)
-
-
-def _of_mean(gains: Floats) -> float:
-    """Variance of the mean of steps, of which neighbours may be alike: what disturbs a machine lasts for some. That of
-    overlapping batches of as many steps as there are batches (Meketon and Schmeiser 1984), unless single steps show
-    more."""
-    n = len(gains)
-    size = round(n**0.5)
-    of_batches = np.convolve(gains, np.full(size, 1.0 / size), "valid") - gains.mean()
-    batches = float((of_batches**2).sum()) * size / ((n - size + 1) * (n - size))
-    return max(float(gains.var(ddof=1)) / n, batches)
 
 
 def _restless(table: Table, model: Model, view: View) -> float:
