@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,14 +34,15 @@ class _Event(ctypes.Structure):
 
 
 class FakeGpu:
-    """``stream``: the number of the current stream. ``python``: how many events were recorded through torch's class."""
+    """``stream``: the number of the current stream. ``python``: how many events were recorded through torch's class.
+    ``ahead``: nanoseconds from now for which it has done what was to happen, so that no test waits for it."""
 
     def __init__(self, library: Path) -> None:
         self.path = library
         self.driver = ctypes.CDLL(str(library))
         self.driver.fake_recorded.restype = ctypes.c_int64
         self.stream = 7
-        self.python = 0
+        self.python = self.ahead = 0
         self.events: list[Any] = []
         gpu = self
 
@@ -60,7 +62,7 @@ class FakeGpu:
                 assert status == 0
 
             def query(self) -> bool:
-                return time.monotonic_ns() >= self.own.device
+                return time.monotonic_ns() + gpu.ahead >= self.own.device
 
             def elapsed_time(self, end: Any) -> float:
                 if not (self.query() and end.query()):
@@ -89,6 +91,9 @@ class FakeGpu:
         patches.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
         patches.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the timeline synchronised"))
         patches.setattr(torch.cuda, "Event", self.event)
+        counted = {"allocated_bytes": {"all": {"current": 3, "peak": 5, "allocated": 99, "freed": 96}}}
+        patches.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda index: counted)
+        patches.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=7))
         patches.setattr(torch.cuda, "is_current_stream_capturing", self._capturing)
         patches.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.stream, raising=False)
         patches.setattr(device, "_loaded", functools.partial(_only, self.path, device._loaded))

@@ -237,7 +237,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     for t, number in enumerate(numbers):
         start_ns, timeline, row = found[number]
         if id(timeline) not in told:
-            told[id(timeline)] = _work(timeline)
+            told[id(timeline)] = timeline.holding(format.WORK)
         if (known := unpack_work(told[id(timeline)][row])) is not None and len(known[1]) == microbatches:
             source, work[t] = known
         enter[t] = (start_ns - plan.origin) / 1e6
@@ -308,16 +308,6 @@ def _left(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int, fl
     found: npt.NDArray[np.float64] = 1.0 - np.clip(
         own / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
     )
-    return found
-
-
-def _work(timeline: format.Timeline) -> list[bytes]:
-    """What every step's microbatches consist of: what was told last of steps with its metadata."""
-    told, holds = timeline.facts(format.WORK), dict[int, bytes]()
-    found = []
-    for row, number in enumerate(timeline.steps["metadata"].tolist()):
-        holds[number] = told.get(row, holds.get(number, b""))
-        found.append(holds[number])
     return found
 
 

@@ -56,6 +56,8 @@ class Prediction:
     """What it does to the activations that stages hold, in words; None where nothing changes."""
     fits: bool | None = None
     """Whether the devices have the memory for it; None where none was measured."""
+    needed: tuple[int, ...] | None = None
+    """Bytes that each stage would have allocated at its peak; None where memory was not measured."""
     more_steps: int = 0
     """How many more captured steps would show whether it gains `policy.LEAST`; 0 where it surely does, or does not, and
     where no number of steps would."""

@@ -30,7 +30,7 @@ from megaprof.recorders.describe import describe
 from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.arrivals import Reading, Written
-from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock
+from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock, device_memory
 from megaprof.recorders.timeline.files import Facts, Step, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
@@ -76,6 +76,7 @@ class TimelineRecorder:
         self._files = TimelineFiles(Path(str(config.dir)), role, coords, config.timeline_megabytes << 20)
         self._background = background
         self._device: DeviceClock | None = None
+        self._memory: Callable[[], format.Memory] | None = None
         self._without: str | None = None  # why times are the host's although a GPU is in use
         self._told_clock = False
         self._finished: deque[Line] = deque()
@@ -97,6 +98,7 @@ class TimelineRecorder:
     def clock(self) -> Callable[[], Any] | None:
         """The clock of the tapes; None: the host's. Chosen when the first call begins, on the training thread: hooks
         may go in before the process uses its GPU."""
+        self._memory = device_memory()
         try:
             self._device = device_clock()
         except NoDeviceClock as missing:
@@ -125,6 +127,7 @@ class TimelineRecorder:
         line.ended = line.tape.mark()
         entered = time.perf_counter_ns()
         line.end_ns = time.time_ns()
+        line.memory = None if self._memory is None else self._memory()
         if failed:
             line.flags |= format.FAILED
         if line.began is None or line.ended is None:  # a CUDA graph was being captured
@@ -264,11 +267,12 @@ class TimelineRecorder:
         return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times, self._facts(line)
 
     def _facts(self, line: Line) -> Facts:
-        """What stands beside a step: what its microbatches consist of. A step that the GPU may not have finished is
-        not asked."""
+        """What stands beside a step: what its microbatches consist of, and its memory. A step that the GPU may not have
+        finished is not asked for the first."""
         fetch = None if self._device is None or line.flags & format.INCOMPLETE else self._device.numbers
         found = read_work(line.tape.given, self._coords.sizes.cp, fetch)
-        return ((format.WORK, pack_work(found)),)
+        work = format.WORK, pack_work(found)
+        return (work,) if line.memory is None else (work, (format.MEMORY, line.memory.pack()))
 
     def _describe(
         self, call: RecordedCall, target: str, role: str | None, step: int
