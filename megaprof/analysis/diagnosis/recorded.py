@@ -21,10 +21,12 @@ from megaprof.analysis.diagnosis.policy import STEPS
 from megaprof.analysis.diagnosis.table import CALLS, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.stages.stages import WARM_UP
+from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most
 from megaprof.analysis.trace.pool import each as in_processes
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.garbage import unpack_collections
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
@@ -227,7 +229,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     numbers = sorted(found)
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
-    start, end = np.full(shape, np.nan), np.full(shape, np.nan)
+    start, end, collected = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
@@ -260,8 +262,17 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         ended = times[:, which, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
         start.reshape(len(numbers), -1)[places, at] = since + begun / 1e3
         end.reshape(len(numbers), -1)[places, at] = since + ended / 1e3
+        garbage = timeline.facts(format.COLLECTIONS)
+        for n, t in enumerate(places[:, 0].tolist()):
+            if payload := garbage.get(found[numbers[t]][2]):
+                spans = np.stack((begun[n], ended[n]), axis=-1).astype(np.int64)
+                held = covered(union(unpack_collections(payload)), spans)
+                collected.reshape(len(numbers), -1)[t, at] = held / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
+    if device and collected.any():  # it may have had work enough meanwhile
+        longer = end - start - np.nanmedian(end - start, axis=0)
+        collected = np.clip(collected, 0.0, np.maximum(longer, 0.0))
     _, timeline, row = found[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     came = {}
@@ -277,8 +288,9 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         steps=np.array(numbers),
         start=start,
         end=end,
-        compute=end - start,
+        compute=end - start - collected,
         idle=np.zeros(shape),
+        collected=collected,
         exposed={},
         enter=enter,
         reduced=reduced,
