@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.tune [--only NAME ...] [--steps N] [--out DIR]
 
-Each case is a command (`tests/tune/job.py` under torchrun) that is tuned to the end, in four trials at most. Then every
-other layout runs, too: with two stages all of them, with four the ``--others`` that should be fastest by the costs that
-the layers were given; with a limit of memory those that keep it. What is compared is the average step of each run.
+Each case is a command (`tests/tune/job.py` under torchrun) that is tuned to the end, in four trials at most. Then the
+``--others`` layouts run, too, that should be fastest by the costs that the layers were given; with a limit of memory of
+those that keep it. What is compared is the average step of each run.
 
 The last line is JSON, by case: ``trials``; ``speedup`` of the tuned command over the given one, ``best`` of
 the fastest layout of all, and ``part``, the one as a part of the other (wanted: at least 0.95); ``inside``: how many
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(CASES), nargs="*", default=tuple(CASES))
     parser.add_argument("--steps", type=int, default=20, help="measured steps of a run (default: 20)")
-    parser.add_argument("--others", type=int, default=5, help="layouts that run beside, of four stages (default: 5)")
+    parser.add_argument("--others", type=int, default=5, help="layouts that run beside (default: 5)")
     parser.add_argument("--out", type=Path, default=None, help="keep the files there")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is ended, too
@@ -135,12 +135,12 @@ def _measured(case: Case, layout: str, place: Path, steps: int) -> float:
 
 
 def _others(case: Case, most: int) -> Iterator[Layout]:
-    """Splits of the layers, by the step that their given costs come to; all of two stages."""
+    """Splits of the layers, by the step that their given costs come to."""
     stages = len(case.layers)
     splits = [each for each in itertools.product(range(LAYERS + 1), repeat=stages) if sum(each) == LAYERS]
     kept = [each for each in splits if min(each) > 0 and case.keeps(each)]
     ordered = sorted(kept, key=lambda each: _step_ms(case, each))
-    return (_pieces(each) for each in (ordered if stages == 2 else ordered[:most]))
+    return map(_pieces, ordered[:most])
 
 
 def _step_ms(case: Case, split: tuple[int, ...]) -> float:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep
 from megaprof.analysis.diagnosis.policy import QUARTILE
+from megaprof.analysis.trace.groups import INSIDE
 from megaprof.formats.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 
@@ -62,6 +63,8 @@ class Table:
     """Group: [t, d, s, c, k, m], its communication that nothing hid."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in it."""
+    collected: Floats
+    """[t, d, s, c, k, m]: how long Python collected garbage in it, where that held it up."""
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
     reduction: Floats
@@ -71,11 +74,16 @@ class Table:
     other, the longest one's."""
     clocks: bool
     """Whether all stages are on one clock: without it there are no entries and no links."""
+    ran: Mapping[str, Floats] = field(default_factory=dict)
+    """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
+    computed beside them; of groups of which that is known."""
     work: Floats | None = None
     """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
     of no microbatch."""
     lengths_from: str | None = None
     """Where that is from, one of `megaprof.formats.work.SOURCES`."""
+    experts: Floats | None = None
+    """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
 
@@ -97,9 +105,9 @@ class Table:
 class RankSteps:
     """What one rank recorded, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``idle`` and ``exposed`` by group are [t, c, k, m], NaN where a pass was not
-    recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients. ``steps``
-    [t] are numbers with the call of the step in their lowest `CALLS` bits.
+    ``start``, ``end``, ``compute``, ``idle``, ``collected`` and ``exposed`` by group are [t, c, k, m], NaN where a pass
+    was not recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients.
+    ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
     names: tuple[tuple[int, str | None], ...]
@@ -113,6 +121,7 @@ class RankSteps:
     end: Floats
     compute: Floats
     idle: Floats
+    collected: Floats
     exposed: Mapping[str, Floats]
     enter: Floats
     reduced: Floats
@@ -123,6 +132,8 @@ class RankSteps:
     lengths_from: str | None = None
     sequences: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """By step, as its place in ``steps``, and microbatch."""
+    experts: float = np.nan
+    """Tokens that its experts got in a captured step, on average."""
     device: bool = False
     """Whether its clock is the GPU's, which begins a step later than the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
@@ -139,6 +150,11 @@ def tabulate(
 ) -> Table:
     """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
     order, common, positions = _places(ranks, schedule.stages)
+
+    def ran_of(axis: str) -> Floats:
+        """[t, d, s, p]"""
+        rows = [[r.came[step].ran_ms(axis) if step in r.came else np.nan for step in common] for r in order]
+        return np.array(rows).T.reshape(len(common), *positions)
 
     def stacked(name: str) -> Floats:
         """[t, d, s, p, ...] of one array of every rank."""
@@ -172,8 +188,10 @@ def tabulate(
         table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed[group] = table.min(axis=3)[whole]
+    ran = {axis: ran_of(axis)[whole] for axis in INSIDE if any(r.came for r in order)}
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
     work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
+    experts = np.array([r.experts for r in order]).reshape(positions)
     names = _names(order, positions)
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -191,12 +209,16 @@ def tabulate(
         compute=stacked("compute")[whole],
         exposed=exposed,
         idle=stacked("idle").min(axis=3)[whole],
+        # All peers wait for the one that collects.
+        collected=np.nan_to_num(stacked("collected")).max(axis=3)[whole],
         entry=entry[whole],
         reduction=(done - last)[whole],
         length=done[whole],
         clocks=clocks,
+        ran={axis: each for axis, each in ran.items() if np.isfinite(each).all()},
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
+        experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(order, positions, np.array(common)[whole]),
     )
 

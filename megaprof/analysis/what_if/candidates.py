@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -19,9 +19,8 @@ from megaprof.analysis.what_if.memory import Memory, in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
 
 _MOST_LAYOUTS = 3
-#: Layouts that are priced, of those with the shortest undisturbed step; where some do not fit into the measured memory
-#: so many are looked at.
-_PRICED, _MOST_SEARCHED = 6, 200
+#: Layouts that are priced, of those with the shortest undisturbed step.
+_PRICED = 6
 #: Of more stages only the two whose activations change most are told.
 _MOST_STAGES = 4
 _CHUNK_COUNTS = (1, 2, 3, 4)
@@ -130,7 +129,8 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
     measured memory the quickest that do, behind the quickest of all."""
     schedule, flat = replay.schedule, "".join(known.pieces)
     same = schedule.chunks == known.run.replay.schedule.chunks
-    found = search(
+    searched = partial(
+        search,
         fitted(known.costs).model(known.run.p2p_ms),
         schedule.stages,
         schedule.chunks,
@@ -143,13 +143,19 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
         rendezvous=replay.rendezvous,
         in_turn=replay.in_turn,
         factor=known.costs.factor if same else known.costs.of_stage[:, None],
-        top=most + 1 if known.memory is None else _MOST_SEARCHED,
+        top=most + 1,
     )
-    others = [each.pieces for each in found if each.pieces != known.pieces]
-    if known.memory is not None:
-        fit = known.memory.fit
-        fitting = [pieces for pieces in others if fit(pieces, in_flight_layers(pieces, schedule)).fits]
-        others = [*(pieces for pieces in others[:1] if pieces not in fitting), *fitting]
+    others = [each.pieces for each in searched() if each.pieces != known.pieces]
+    memory = known.memory
+    if memory is None:
+        return others[:most]
+
+    def excess(pieces: Layout) -> float:
+        return memory.fit(pieces, in_flight_layers(pieces, schedule)).excess
+
+    if any(map(excess, others)):
+        fitting = [each.pieces for each in searched(excess=excess) if each.pieces != known.pieces]
+        others = [*(pieces for pieces in others[:1] if excess(pieces)), *fitting]
     return others[:most]
 
 

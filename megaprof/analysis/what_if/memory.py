@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
 
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.layouts import Layout, layers_per_stage
@@ -39,6 +41,11 @@ class Fit:
     def fits(self) -> bool:
         """Whether none has more than it may."""
         return self.needed[self.stage] <= self.allowed[self.stage]
+
+    @property
+    def excess(self) -> float:
+        """By how many times its bytes they need more than that, all stages together."""
+        return sum(max(n / a - 1.0, 0.0) for n, a in zip(self.needed, self.allowed, strict=True))
 
     def __str__(self) -> str:
         would = "about" if self.fits else "would need about"
@@ -115,13 +122,26 @@ def measured(
 def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
     """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
     forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
-    most = [0] * schedule.stages
     if schedule.forward_only:
-        return most
+        return [0] * schedule.stages
+    layers = [piece.count("t") + piece.count("m") for piece in pieces]
+    return [
+        max((sum(map(mul, held, layers[stage :: schedule.stages])) for held in ways), default=0)
+        for stage, ways in enumerate(_in_flight(schedule))
+    ]
+
+
+@lru_cache(maxsize=16)
+def _in_flight(schedule: PipelineSchedule) -> list[set[tuple[int, ...]]]:
+    """For every stage the microbatches that each of its chunks has run forward and not yet backward, at all times when
+    it is about to run a backward."""
+    found = []
     for stage in range(schedule.stages):
-        layers = [sum(piece.count(letter) for letter in "tm") for piece in pieces[stage :: schedule.stages]]
-        held = 0
+        held, ways, before = [0] * schedule.chunks, set[tuple[int, ...]](), "forward"
         for phase in phase_order(schedule, stage):
-            held += layers[phase.chunk] if phase.kind == "forward" else -layers[phase.chunk]
-            most[stage] = max(most[stage], held)
-    return most
+            if phase.kind != "forward" and before == "forward":
+                ways.add(tuple(held))
+            held[phase.chunk] += 1 if phase.kind == "forward" else -1
+            before = phase.kind
+        found.append(ways)
+    return found

@@ -110,8 +110,9 @@ def what_if(
         p2p_ms=steps.p2p_ms,
         allocated=peaks(by_stage, table.schedule.stages),
     )
-    if _differ(diagnosis) and (known_sequences := packed(run)) is not None:
-        replayed = replace(replayed, packings=tuple(plans(known_sequences)), most_tokens=known_sequences.most)
+    sequences = packed(run) if _differ(diagnosis) else None
+    if sequences is not None:
+        replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
         return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
@@ -128,7 +129,7 @@ def what_if(
         return replace(replayed, candidates=tuple(others), warnings=warnings), None
     memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     shared = _shared_cores(calls)
-    known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES)
+    known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES, sequences)
     compared = layouts(known)
     best = _best(compared)
     advised = None if best is None else best.prediction

@@ -21,12 +21,14 @@ import numpy.typing as npt
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.garbage import pack_collections
 from megaprof.formats.job.status import Position, Recent
 from megaprof.formats.work import pack_work
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.describe import describe
+from megaprof.recorders.garbage import Collections
 from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.arrivals import Reading, Written
@@ -87,6 +89,8 @@ class TimelineRecorder:
         self._last: dict[Key, tuple[int, int]] = {}
         self._line: Line | None = None
         self._collectives = Reading() if config.collectives else None
+        self._collections = Collections()
+        self._collections.start()
         self._tally = Tally()
         self._watch = ChangeClock()
         self._told = 0, 0
@@ -145,12 +149,14 @@ class TimelineRecorder:
         line.own += time.perf_counter_ns() - entered
 
     def abandon(self) -> None:
-        """After a fault: the step that was being recorded is not."""
+        """After a fault: the step that was being recorded is not, and nothing more is heard of."""
         self._line = None
+        self._collections.stop()
 
     def close(self) -> None:
         """Write what is finished and end the file, after what the background thread is writing just now. A disk that
         does not answer holds up the end of a job for so long and no longer."""
+        self._collections.stop()
         self._background.remove(self.drain)
         if self._writing.acquire(timeout=END_SECONDS):
             try:
@@ -267,12 +273,17 @@ class TimelineRecorder:
         return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times, self._facts(line)
 
     def _facts(self, line: Line) -> Facts:
-        """What stands beside a step: what its microbatches consist of, and its memory. A step that the GPU may not have
-        finished is not asked for the first."""
+        """What stands beside a step: what its microbatches consist of, its memory, and when garbage was collected in it
+        and since the one before. A step that the GPU may not have finished is not asked for the first."""
         fetch = None if self._device is None or line.flags & format.INCOMPLETE else self._device.numbers
         found = read_work(line.tape.given, self._coords.sizes.cp, fetch)
-        work = format.WORK, pack_work(found)
-        return (work,) if line.memory is None else (work, (format.MEMORY, line.memory.pack()))
+        facts = [(format.WORK, pack_work(found))]
+        if line.memory is not None:
+            facts.append((format.MEMORY, line.memory.pack()))
+        if collected := self._collections.until(line.end_ns):
+            times = ((each.start, each.end) for each in collected)
+            facts.append((format.COLLECTIONS, pack_collections(times, line.start_ns)))
+        return tuple(facts)
 
     def _describe(
         self, call: RecordedCall, target: str, role: str | None, step: int
