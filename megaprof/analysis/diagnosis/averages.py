@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -20,9 +21,9 @@ from megaprof.analysis.stages.stages import (
 )
 
 
-def averages(measured: TargetStages, table: Table) -> TargetStages:
+def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -> TargetStages:
     """``measured``, which holds what is known of a few steps, with the times of all steps of ``table``, on the same
-    ranks."""
+    ranks, and of the ``slow`` ones beside them."""
     replica = int(np.argwhere(table.ranks == measured.stages[0].ranks[0])[0, 0])
     basis: Basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
     stages = tuple(_stage(stage, measured, table) for stage in measured.stages)
@@ -32,8 +33,19 @@ def averages(measured: TargetStages, table: Table) -> TargetStages:
         step_time_ms=_spread(table.lengths[:, replica]),
         step_time_basis=basis if table.clocks else LONGEST,
         stages=stages,
+        slow_ranks=tuple(_of_slow(measured, table, slow)),
         imbalance=None if measured.unjudgeable else imbalance(stages, measured.sizes),
     )
+
+
+def _of_slow(measured: TargetStages, table: Table, slow: Collection[int]) -> Iterator[Stage]:
+    """Those of which passes of their own are known."""
+    if table.ranks.shape[2] > table.compute.shape[3]:
+        return
+    shown = {rank for stage in measured.stages for rank in stage.ranks}
+    for rank in sorted(set(slow) - shown):
+        pp = int(np.argwhere(table.ranks == rank)[0, 1])
+        yield from (_stage(replace(each, ranks=(rank,)), measured, table) for each in measured.stages if each.pp == pp)
 
 
 def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:

@@ -39,7 +39,7 @@ def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
     report = analyze(tmp_path)
     (target,) = report.targets
     price = Price(9.0, -2.0, 20.0)
-    asking = [Cause("layers", price, 1.0, 9.0, None, more_steps=more) for more in (7, 37, 4000)]
+    asking = [Cause("layers", price, 1.0, 9.0, 6, None, more_steps=more) for more in (7, 37, 4000)]
     assert target.diagnosis is not None
     unsure = replace(target.diagnosis, causes=(), perhaps=tuple(asking))
     assert demo._wanted(replace(report, targets=(replace(target, diagnosis=unsure),))) == 37
