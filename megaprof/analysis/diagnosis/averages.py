@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import (
     LONGEST,
@@ -27,8 +28,10 @@ def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -
     replica = int(np.argwhere(table.ranks == measured.stages[0].ranks[0])[0, 0])
     basis: Basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
     stages = tuple(_stage(stage, measured, table) for stage in measured.stages)
+    cold = [f"{words.steps(table.cold)} left out: the first steps of a job take longer than the others"]
     return replace(
         measured,
+        warnings=(*(cold if table.cold else []), *measured.warnings),
         steps=tuple(sorted(set(table.steps.tolist()))),
         step_time_ms=_spread(table.lengths[:, replica]),
         step_time_basis=basis if table.clocks else LONGEST,

@@ -76,6 +76,8 @@ class Table:
     of no microbatch."""
     lengths_from: str | None = None
     """Where that is from, one of `megaprof.formats.work.SOURCES`."""
+    cold: tuple[int, ...] = ()
+    """Steps at the beginning that were left out, because all takes longer in them."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
 

@@ -38,6 +38,7 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
     measured = target.measured
     # The steps that its causes are priced in, and the same time of a step.
     assert measured.steps == tuple(range(1, 40))
+    assert any("step 0 left out" in warning for warning in measured.warnings)
     assert target.diagnosis is not None
     assert measured.step_ms == pytest.approx(target.diagnosis.step_ms)
     assert target.basis is None

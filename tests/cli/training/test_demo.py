@@ -224,6 +224,8 @@ def test_a_hang_is_told_by_status_and_ends(tmp_path: Path) -> None:
         while (status := job.type("status")).returncode != 3 and time.monotonic() < deadline:
             time.sleep(1)
         assert job.end(signal.SIGTERM) == 143
+        (hint,) = [line for line in job.errors if line.startswith("What was recorded: ")]
+    assert hint.split()[-2] == "report"
     (named,) = [line for line in status.stdout.splitlines() if line.startswith("!")]
     assert named.startswith("! rank 1 (stage 1, ")
     assert "has been in forward of microbatch 2, train_actor step 5, for" in named
