@@ -48,7 +48,9 @@ class Standstill:
         self._moved = moved
 
     def leave(self, control: Directory) -> None:
-        """Removes what it wrote, or what a rank of an earlier run did."""
+        """Removes what it wrote, or what a rank of an earlier run did. A rank that moves has nothing there."""
+        if self._moved is None:
+            return
         with suppress(FileNotFoundError), places.folder(control, *self._folder) as folder:
             folder.unlink(self._name)
 

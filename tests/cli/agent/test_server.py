@@ -486,17 +486,20 @@ def test_a_report_on_thousands_of_ranks_fits_and_names_the_slow_one(tmp_path: Pa
 def test_an_agent_looks_at_a_real_job_captures_and_reports(tmp_path: Path) -> None:
     directory = tmp_path / "job"
     asked = []
+    captured: dict[str, Any] = {}
 
     async def agree(context: object, question: Any) -> ElicitResult:
         asked.append(question.message)
         return ElicitResult(action="accept", content={"capture": True})
 
-    async def conversation(client: Client) -> None:
+    async def capture(client: Client) -> None:
         now = await call(client, "status", directory=str(directory))
         assert now["state"] in ("starts", "runs")
-        captured = await call(client, "trigger", directory=str(directory), target="train_actor", steps=2)
+        captured.update(await call(client, "trigger", directory=str(directory), target="train_actor", steps=2))
         assert (captured["captured"], len(captured["steps"]), captured["reason"]) == (2, 2, None)
         assert all(Path(file).is_file() for file in captured["files"])
+
+    async def read(client: Client) -> None:
         report = await call(client, "report", directory=str(directory))
         (target,) = report["targets"]
         # A step that the profiler's start, or another program, pulled apart between the ranks is left out.
@@ -507,5 +510,6 @@ def test_an_agent_looks_at_a_real_job_captures_and_reports(tmp_path: Path) -> No
         assert layouts["targets"][0]["what_if"]["measured_ms"] == target["what_if"]["measured_ms"]
 
     with running(directory, ["--profile-tool", "timeline", "--profile-on-demand"], quick=True):
-        talk(tmp_path / "log", conversation, elicitation_callback=agree)
+        talk(tmp_path / "log", capture, elicitation_callback=agree)
+    talk(tmp_path / "log", read)  # of a job that still runs, each call would see more steps
     assert len(asked) == 1
