@@ -165,7 +165,9 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
             f"{kind} {number(cost.forward_ms + cost.backward_ms)} ms" for kind, cost in found.costs.by_kind.items()
         )
         assumptions = "".join(f"; {each}" for each in found.costs.assumptions)
-        console.print(text(f"Costs of an undisturbed microbatch, from {found.costs.source}: {costs}{assumptions}", "dim"))
+        console.print(
+            text(f"Costs of an undisturbed microbatch, from {found.costs.source}: {costs}{assumptions}", "dim")
+        )
     show_warnings(console, found.warnings)
 
 

@@ -132,7 +132,17 @@ def _table(job: RunningJob) -> RenderableType:
     look, view = _look(job)
     summary = look.now
     table = Table(box=None, header_style="bold")
-    for name in ("stage", "ranks", "step", "step ms", "compute ms", "gradients ms", "imbalance", "slowest rank", "its ms"):
+    for name in (
+        "stage",
+        "ranks",
+        "step",
+        "step ms",
+        "compute ms",
+        "gradients ms",
+        "imbalance",
+        "slowest rank",
+        "its ms",
+    ):
         table.add_column(name, justify="right")
     for stage in summary.stages[:_LINES]:
         table.add_row(

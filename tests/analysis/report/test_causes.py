@@ -78,7 +78,8 @@ MEASURED = TargetStages("train_actor", None, SIZES, "1f1b", False, 8, (5, 6), No
 
 
 def cause(kind: str, **about: Any) -> Cause:
-    fields: dict[str, Any] = {"price": Price(40.0, 30.0, 50.0), "share": 1.0, "while_ms": 40.0, "steps": 48, "since": None}
+    fields: dict[str, Any] = {"price": Price(40.0, 30.0, 50.0), "share": 1.0, "while_ms": 40.0, "since": None}
+    fields |= {"steps": 48}
     return Cause(kind, **(fields | about))
 
 
