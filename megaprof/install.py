@@ -18,7 +18,7 @@ from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
 from megaprof.capture.session import Session
-from megaprof.capture.this_rank import ThisRank
+from megaprof.capture.this_rank import ThisRank, moved
 from megaprof.config.arguments import config_from_args
 from megaprof.config.options import ProfileConfig
 from megaprof.config.per_role import checked_role
@@ -119,7 +119,8 @@ def install_hooks(
     ``parallel_state``; without them, those that the model itself has.
 
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
-    same model again with the same configuration returns the first handle.
+    same model again with the same configuration returns the first handle; where Megatron has given this process another
+    place since (an in-process restart), the first one is removed.
 
     Raises ValueError for a configuration that cannot be honoured, before the first step, and ImportError where torch
     or megatron-core is not installed.
@@ -162,7 +163,9 @@ def _install(
             raise ValueError(
                 "install_hooks: this model has hooks with another configuration; remove() their handle first"
             )
-        return existing
+        if not (pipeline and existing._session is not None and moved(existing._session.coords)):
+            return existing
+        existing.remove()
     check_prometheus(config.prometheus)
     _require("torch")
     if pipeline:

@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -29,6 +30,7 @@ from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
+    from megaprof.parallel.topology import RankCoords
 
 
 PATH = str(Path(__file__).resolve().parent / "path")
@@ -41,6 +43,7 @@ _ROOTS = _HOSTS | {"ray"}
 
 _settled: ProfileConfig | None = None
 _armed = 0.0  # when, in seconds since the epoch
+_here: RankCoords | None = None  # where this rank stood among Megatron's groups when its hooks went in
 
 
 def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]:
@@ -189,7 +192,7 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         nonlocal pending
-        if pending:
+        if pending or _moved():
             pending = not install()
         schedule = original(*args, **kwargs)
         return waiting(schedule) if pending else schedule
@@ -214,6 +217,15 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
+def _moved() -> bool:
+    """Whether an in-process restart gave this rank another place, so that its hooks are those of an earlier attempt."""
+    with suppress(Exception):  # groups that are half there: they are looked at again with the next call
+        from megaprof.capture.this_rank import moved
+
+        return _here is not None and moved(_here)
+    return False
+
+
 def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     """Install now, for any model: what the hooks above do when a host asks for its schedule.
 
@@ -221,8 +233,9 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     groups exist all the same, its schedule is waited for. ``groups``: those that the schedule was given. False: too
     early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
     """
+    global _here
     try:
-        from megaprof.parallel.topology import NoGrid, has_groups
+        from megaprof.parallel.topology import NoGrid, coords_from_parallel_state, has_groups
 
         if pipeline and not has_groups() and groups is None:
             unmet.asked_too_early()
@@ -238,6 +251,7 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
         check_host_profilers(config, registry.arguments())
         if pipeline:
             install_hooks(None, config, groups=groups)
+            _here = coords_from_parallel_state() if has_groups() else None
         else:
             install_without_pipeline(None, config)
     except NoGrid as reason:

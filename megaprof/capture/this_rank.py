@@ -108,6 +108,12 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
     return layout.coords(rank), layout
 
 
+def moved(before: RankCoords) -> bool:
+    """Whether Megatron's global process groups give this process another place than ``before``, as they do after an
+    in-process restart."""
+    return has_groups() and coords_from_parallel_state(before.sizes.vpp) != before
+
+
 def check_role(config: ProfileConfig, role: str, coords: RankCoords) -> None:
     """Say it where the ranks of ``role``, which runs in this world for the first time, do not all exist in it.
 

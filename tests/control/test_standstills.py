@@ -36,6 +36,13 @@ def _train(fault: str, directory: str, stop: str) -> None:
     standstills.is_stuck = lambda status, now: status.settled and status.stuck(now) > 2.0  # type: ignore[assignment]
     rank, _ = init_distributed(timeout=180)
 
+    def end() -> None:  # also of a rank that waits in a collective
+        while not Path(stop).exists():
+            time.sleep(0.1)
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
+
     def go_wrong() -> None:
         if rank != 1 or gpt.step != 2:
             return
@@ -46,9 +53,7 @@ def _train(fault: str, directory: str, stop: str) -> None:
             dist.all_gather([own.clone(), own.clone()], own, group=parallel_state.get_tensor_model_parallel_group())
         if fault == "exits" and os.fork():
             os._exit(0)  # the child holds its connections: over NCCL, too, nobody is told
-        while not Path(stop).exists():
-            time.sleep(0.1)
-        os._exit(0)
+        end()
 
     with cpu_megatron():
         gpt = build(SMALL)
@@ -75,13 +80,15 @@ def test_a_real_job(
     job.start()
     named: dict[int, Any] = {}
     deadline = time.monotonic() + 90
-    while 1 not in named and time.monotonic() < deadline:
+    told = False
+    while not told and time.monotonic() < deadline:  # every rank stands still for itself, some later than others
         time.sleep(0.5)
         if main(["hang", str(traces), "--json"]) == 3:
             found = json.loads(capsys.readouterr().out)
             named = {each["rank"]: each for each in found["culprits"]}
-    main(["status", str(traces), "--json", "--hang-after", "2"])
-    status = json.loads(capsys.readouterr().out)
+            main(["status", str(traces), "--json", "--hang-after", "2"])
+            status = json.loads(capsys.readouterr().out)
+            told = 1 in named and status["collectives"] is not None
     stop.touch()
     job.join()
     check("hang", found)

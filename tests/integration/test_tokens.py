@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.trace.traces import find_traces, read_trace
@@ -22,37 +22,45 @@ PACKED = GPTWorkload(pp=2, packs=PACKS, **SMALL)
 ALONE = GPTWorkload(packs=PACKS, **SMALL)
 
 
-def train(directory: str, workload: GPTWorkload) -> None:
+def train(directories: Mapping[str, GPTWorkload]) -> None:
+    """One run after another in the same processes, since starting these takes longest."""
     init_distributed()
     with cpu_megatron():
-        gpt = build(workload)
-        wanted = ProfileConfig(
-            ("train_actor", "evaluate"),
-            directory,
-            select="all",
-            steps="1",
-            activities=("cpu",),
-            tool=("torch", "timeline"),
-        )
-        with install_hooks(gpt.chunks, wanted, iteration=lambda: gpt.step):
-            for _ in range(3):
-                gpt.train_step()
-                gpt.evaluate()
+        for directory, workload in directories.items():
+            gpt = build(workload)
+            wanted = ProfileConfig(
+                ("train_actor", "evaluate"),
+                directory,
+                select="all",
+                steps="1",
+                activities=("cpu",),
+                tool=("torch", "timeline"),
+            )
+            with install_hooks(gpt.chunks, wanted, iteration=lambda gpt=gpt: gpt.step):
+                for _ in range(3):
+                    gpt.train_step()
+                    gpt.evaluate()
 
 
-@pytest.mark.parametrize("workload", [ROWS, PACKED, ALONE], ids=["rows", "packed", "one stage"])
-def test_the_work_of_every_microbatch_is_recorded(workload: GPTWorkload, tmp_path: Path) -> None:
-    run_ranks(train, workload.world_size, str(tmp_path), workload, timeout=180)
+def test_the_work_of_every_microbatch_is_recorded(tmp_path: Path) -> None:
+    for together in ((ROWS, PACKED), (ALONE,)):
+        runs = {str(tmp_path / f"{len(together)}{number}"): workload for number, workload in enumerate(together)}
+        run_ranks(train, together[0].world_size, runs, timeout=180)
+        for directory, workload in runs.items():
+            check(Path(directory), workload)
+
+
+def check(directory: Path, workload: GPTWorkload) -> None:
     packed = workload.packs is not None
     lengths = workload.packs or tuple((length, length) for length in LENGTHS)
     expected = [(sum(own), len(own), sum(each * each for each in own)) for own in lengths]
-    traces = [read_trace(path).metadata for path in find_traces(tmp_path)]
+    traces = [read_trace(path).metadata for path in find_traces(directory)]
     assert len(traces) == 2 * workload.world_size
     for metadata in traces:
         assert metadata.lengths == lengths
         assert metadata.tokens == tuple(tokens for tokens, _, _ in expected)
         assert metadata.lengths_from == ("packed_seq_params" if packed else "shapes")
-    files = [format.read_timeline(path) for path in tmp_path.glob("*" + format.SUFFIX)]
+    files = [format.read_timeline(path) for path in directory.glob("*" + format.SUFFIX)]
     assert len(files) == workload.world_size
     for timeline in files:
         assert timeline.damage is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
@@ -30,7 +29,6 @@ from megaprof.parallel.topology import (
     layout_from_groups,
     layout_from_parallel_state,
 )
-from tests import programs
 
 ORDERS = ["-".join(order) for order in permutations(DEFAULT_ORDER.split("-"))]
 
@@ -175,42 +173,6 @@ def test_a_world_that_is_no_grid_has_no_layout(monkeypatch: pytest.MonkeyPatch) 
     with megatron(1, 8, tp=2):
         monkeypatch.setattr(parallel_state, "get_data_parallel_group", lambda **_: dist.group.WORLD)
         assert layout_from_parallel_state() is None
-
-
-GLOO_WORLD = """
-import json, multiprocessing, sys, warnings
-warnings.filterwarnings("ignore")
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megaprof.parallel.topology import coords_from_parallel_state, layout_from_parallel_state
-
-def rank_main(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
-    parallel_state.initialize_model_parallel(2, 2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
-    seen = {"coords": coords_from_parallel_state().as_dict(), "order": layout_from_parallel_state().order}
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(seen, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-ranks = [multiprocessing.get_context("fork").Process(target=rank_main, args=(r, sys.argv[1])) for r in range(4)]
-for process in ranks:
-    process.start()
-for process in ranks:
-    process.join()
-sys.exit(any(process.exitcode for process in ranks))
-"""
-
-
-def test_four_real_gloo_ranks_have_the_same_coordinates(tmp_path: os.PathLike[str]) -> None:
-    done = programs.run(GLOO_WORLD, tmp_path, limit=120)
-    assert done.returncode == 0, done.stderr
-    layout = WorldLayout(ParallelSizes.of(4, tp=2, pp=2, ep=2, etp=1))
-    for rank in range(4):
-        with open(os.path.join(tmp_path, f"{rank}.json")) as file:
-            seen = json.load(file)
-        assert RankCoords.from_dict(seen["coords"]) == layout.coords(rank)
-        assert seen["order"] == DEFAULT_ORDER
 
 
 @st.composite

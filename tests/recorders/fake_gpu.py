@@ -33,14 +33,15 @@ class _Event(ctypes.Structure):
 
 
 class FakeGpu:
-    """``stream``: the number of the current stream. ``python``: how many events were recorded through torch's class."""
+    """``stream``: the number of the current stream. ``python``: how many events were recorded through torch's class.
+    ``ahead``: nanoseconds from now for which it has done what was to happen, so that no test waits for it."""
 
     def __init__(self, library: Path) -> None:
         self.path = library
         self.driver = ctypes.CDLL(str(library))
         self.driver.fake_recorded.restype = ctypes.c_int64
         self.stream = 7
-        self.python = 0
+        self.python = self.ahead = 0
         self.events: list[Any] = []
         gpu = self
 
@@ -60,7 +61,7 @@ class FakeGpu:
                 assert status == 0
 
             def query(self) -> bool:
-                return time.monotonic_ns() >= self.own.device
+                return time.monotonic_ns() + gpu.ahead >= self.own.device
 
             def elapsed_time(self, end: Any) -> float:
                 if not (self.query() and end.query()):

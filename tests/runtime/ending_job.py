@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,17 @@ def install(gpt: BuiltGPT, directory: str, **fields: Any) -> Handle:
     return install_hooks(gpt.chunks, ProfileConfig(**{"target": ("train_actor",), "dir": directory, **fields}))
 
 
-def ready() -> None:
-    """The test sends its signal now."""
+def ready(seen: Sequence[int] = ()) -> None:
+    """The test sends its signal now, which may be noted in ``seen``."""
     print("ready", flush=True)
-    wait()
+    wait(seen)
 
 
-def wait() -> None:
+def wait(seen: Sequence[int] = ()) -> None:
     """For the signal. One that arrives just before a sleep begins does not end that sleep, so sleeps are short."""
     for _ in range(3000):
+        if seen:
+            return
         time.sleep(0.1)
 
 
@@ -99,7 +102,7 @@ def has_its_own_handler(gpt: BuiltGPT, directory: str) -> None:
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     install(gpt, directory, skip_first=0, active=2)
-    before_forward(gpt.chunks[0], lambda: seen or (print("ready", flush=True), time.sleep(1)))
+    before_forward(gpt.chunks[0], lambda: seen or ready(seen))
     while not seen:
         gpt.train_step()
     gpt.train_step()

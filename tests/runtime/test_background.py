@@ -11,7 +11,7 @@ import pytest
 from megaprof.runtime.background import Background
 
 
-def wait_for(condition, seconds: float = 10.0) -> bool:
+def wait_for(condition, seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -17,7 +17,7 @@ from tests.trainers.running import (
     captured,
     digests,
     environment,
-    finds_the_first_stage_slow,
+    has_times,
     layers,
     report,
     torchrun,
@@ -62,4 +62,4 @@ def test_without_an_edit_and_by_its_callback(wheel: Callable[[str], Path], tmp_p
         assert captured(work / "traces") == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
         trained = report(work / "traces")["train_actor", None]
         assert (trained["framework"], layers(trained), trained["microbatches"]) == ("megatron-bridge", [7, 1], 8)
-        assert finds_the_first_stage_slow(trained)
+        assert has_times(trained)

@@ -18,7 +18,7 @@ from tests.trainers.running import (
     captured,
     digests,
     environment,
-    finds_the_first_stage_slow,
+    has_times,
     layers,
     report,
     torchrun,
@@ -70,4 +70,4 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     assert captured(traces) == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
     trained = report(traces)["train_actor", None]
     assert (trained["framework"], layers(trained), trained["microbatches"]) == ("verl", [7, 1], 8)
-    assert finds_the_first_stage_slow(trained)
+    assert has_times(trained)

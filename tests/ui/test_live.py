@@ -132,15 +132,14 @@ def test_looks_come_by_themselves_and_go_on_when_the_job_begins_again(job: Job, 
         assert next(looks)["state"] == "runs"
         job.run = replace(job.run, ended=time.time())
         job.write_run()
-        assert "ended" in {next(looks)["state"] for _ in range(4)}
+        assert next(look for look in looks if look["state"] == "ended")
         again = Job(job.directory)
         again.run = replace(again.run, run="another", started=time.time() - 60)
         again.write_run()
         for rank in (0, 1):
             again.status(rank, recent=RECENT | {"step_ms": 321.0})
-        seen = [next(looks) for _ in range(4)]
-        assert seen[-1]["state"] == "runs"
-        assert "321 ms" in Reader(seen[-1]["html"]).text
+        seen = next(look for look in looks if look["state"] == "runs")
+        assert "321 ms" in Reader(seen["html"]).text
 
 
 def test_the_server_may_begin_again(job: Job, tmp_path: Path) -> None:
@@ -151,9 +150,7 @@ def test_the_server_may_begin_again(job: Job, tmp_path: Path) -> None:
 
 def test_pages_that_watch_do_not_keep_the_server_from_ending(job: Job, tmp_path: Path) -> None:
     with serving(tmp_path) as port, following(port, address(tmp_path, "job")) as looks:
-        next(looks)
-        before = time.monotonic()
-    assert time.monotonic() - before < 25  # `serving` would have failed
+        next(looks)  # `serving` fails where the server does not end
 
 
 def test_hostile_statuses_are_text(job: Job, tmp_path: Path) -> None:

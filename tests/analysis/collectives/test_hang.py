@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -260,16 +261,22 @@ def _job(fault: str, directory: str) -> None:
         recorded = json.loads(held)["entries"]
         if len(recorded) == 6 + len(first) and sum(not one["retired"] for one in recorded) == stands:
             break
+        time.sleep(0.01)
     Path(directory, f"rank_{rank}.json").write_bytes(held)
     Path(directory, f"done_{rank}_").touch()
     while len(list(Path(directory).glob("done_*"))) < 4:
-        pass
+        time.sleep(0.01)
     call(later)
     thread.join()
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"), [("none", []), ("sleep", [(1, "absent")]), ("order", [(0, "crossed"), (1, "crossed")])]
+    ("fault", "expected"),
+    [
+        pytest.param("none", [], marks=pytest.mark.slow),
+        pytest.param("sleep", [(1, "absent")], marks=pytest.mark.slow),
+        ("order", [(0, "crossed"), (1, "crossed")]),
+    ],
 )
 def test_a_real_job(tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str, expected: list[Any]) -> None:
     run_ranks(_job, 4, fault, str(tmp_path))

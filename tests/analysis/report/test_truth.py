@@ -201,6 +201,8 @@ PAIRS = [
     ),
 ]
 ALL = [*HEALTHY, *SINGLE, *PAIRS]
+#: One with each answer, on each clock; the others take a minute.
+QUICK = {(*(cause.partition(":")[0] for cause in s.expected), s.gpu): s for s in reversed(ALL)}.values()
 
 
 def report_of(scenario: Scenario, directory: Path) -> TargetReport:
@@ -220,7 +222,9 @@ def named(target: TargetReport) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("scenario", ALL, ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "scenario", [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in ALL], ids=lambda s: s.name
+)
 def test_the_report_names_what_is_wrong_and_what_it_costs(scenario, tmp_path):
     found = named(report_of(scenario, tmp_path))
     assert list(found) == list(scenario.expected)

@@ -124,7 +124,7 @@ def test_what_only_adds_time_never_shortens_a_step(number):
 
 
 def test_healthy_pipelines_have_nothing_that_is_worth_naming():
-    for number in range(12):
+    for number in range(4):
         one = Priced(draw_healthy(np.random.default_rng(number), (9, number)))
         assert incidental(one.pipeline) == one.pipeline.faults
         assert all(one.price(fault).mean() < 0.01 * one.length(one.all).mean() for fault in one.pipeline.faults)
@@ -191,7 +191,9 @@ def test_a_layouts_truth_is_the_pipeline_that_holds_it():
 SEEN = {"timeline": 7, "device timeline": 14, "gpu trace": 8, "cpu trace": 19, "nsys": 170}
 
 
-@pytest.mark.parametrize("recording", SEEN)
+@pytest.mark.parametrize(
+    "recording", [n if n in ("timeline", "gpu trace") else pytest.param(n, marks=pytest.mark.slow) for n in SEEN]
+)
 def test_a_drawn_pipeline_is_written_read_and_found(recording, tmp_path):
     found = judge(7, SEEN[recording], "report", keep=tmp_path)
     assert found.failure is None

@@ -366,7 +366,7 @@ def test_the_text_has_the_answer_and_its_error(tmp_path):
     assert "times as fast" in text
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8)
 @given(
     st.lists(st.integers(1, 6), min_size=2, max_size=4),
     st.floats(0.0, 20.0),

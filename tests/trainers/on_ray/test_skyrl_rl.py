@@ -18,7 +18,7 @@ from tests.trainers.running import (
     RL_PROFILE,
     captured,
     digests,
-    finds_the_first_stage_slow,
+    has_times,
     layers,
     ray_environment,
     report,
@@ -66,4 +66,4 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     trained = found["train_actor", "actor"]
     assert (trained["framework"], layers(trained), trained["microbatches"]) == ("skyrl", [7, 1], MINI_BATCH * ANSWERS)
     assert {layers(each)[0] for each in found.values()} == {7}
-    assert finds_the_first_stage_slow(trained)
+    assert has_times(trained)

@@ -19,7 +19,7 @@ from tests.trainers.running import (
     PROFILE,
     captured,
     digests,
-    finds_the_first_stage_slow,
+    has_times,
     layers,
     ray_environment,
     report,
@@ -57,4 +57,4 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     ]
     trained = report(traces)["train_actor", "actor"]
     assert (trained["framework"], layers(trained), trained["microbatches"]) == ("skyrl", [7, 1], 8)
-    assert finds_the_first_stage_slow(trained)
+    assert has_times(trained)

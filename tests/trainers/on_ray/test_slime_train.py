@@ -20,7 +20,7 @@ from tests.trainers.running import (
     captured,
     digests,
     environment,
-    finds_the_first_stage_slow,
+    has_times,
     layers,
     ray_environment,
     report,
@@ -84,4 +84,4 @@ def test_by_its_own_options(tmp_path: Path) -> None:
     assert all(
         (each["framework"], layers(each), each["microbatches"]) == ("slime", [7, 1], 4) for each in found.values()
     )
-    assert finds_the_first_stage_slow(found["train_actor", "actor"])
+    assert has_times(found["train_actor", "actor"])

@@ -19,7 +19,7 @@ from tests.trainers.running import (
     RL_PROFILE,
     captured,
     digests,
-    finds_the_first_stage_slow,
+    has_times,
     layers,
     ray_environment,
     report,
@@ -83,4 +83,4 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     ):
         each = found[target, role]
         assert (each["framework"], layers(each), each["microbatches"]) == ("verl", [7, 1], microbatches)
-    assert finds_the_first_stage_slow(found["train_actor", "actor"])
+    assert has_times(found["train_actor", "actor"])

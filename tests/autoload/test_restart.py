@@ -1,0 +1,49 @@
+"""An in-process restart (nvidia-resiliency-ext) gives a rank another place in a process that has hooks already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from megatron.core.pipeline_parallel import schedules
+
+from megaprof import ProfileConfig, install_hooks
+from megaprof.autoload import arming
+from megaprof.capture.profiler import profiler
+from megaprof.control import listener
+from megaprof.formats.job.status import RankStatus
+from megaprof.parallel.topology import coords_from_parallel_state
+from tests.control import places
+from tests.parallel.test_topology import megatron
+
+
+@pytest.mark.parametrize("way", ["asked again", "installed again", "taken out before"])
+def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untouched = schedules.forward_backward_pipelining_without_interleaving
+    config = ProfileConfig(("train_actor",), str(tmp_path), tool=("timeline",))
+    monkeypatch.setattr(arming, "_settled", config)
+    ask = arming._asked(lambda: schedules.forward_backward_pipelining_without_interleaving)
+    paths = places.Paths.of(tmp_path, None, 4)
+    try:
+        for rank in (1, 2):  # of the first stage, then of the second
+            with megatron(rank, 4, pp=2):
+                first = ask() if way == "asked again" else install_hooks(None, config)
+                again = ask() if way == "asked again" else install_hooks(None, config)
+                (session,) = profiler.sessions
+                assert first is again, "nothing moved"
+                assert session.coords == coords_from_parallel_state()
+                assert session.timeline is not None
+                (own,) = (each for each in listener._listeners if not each.closed)
+                own.look()
+            said = places.read(paths.status(rank), RankStatus)
+            assert (said.rank, said.coords["pp"], said.ended) == (rank, rank // 2, False)
+            if way == "taken out before":
+                profiler.leave(session)
+        assert places.read(paths.status(1), RankStatus).ended
+    finally:
+        for session in profiler.sessions:
+            profiler.leave(session)
+    assert all(each.closed for each in listener._listeners)
+    assert schedules.forward_backward_pipelining_without_interleaving is untouched
