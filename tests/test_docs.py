@@ -201,7 +201,7 @@ def _exists(name: str) -> bool:
 
 
 def test_every_command_in_the_readme_exists() -> None:
-    named = set(re.findall(r"(?:`|^\$ )megaprof ([a-z]+)", README, re.M))
+    named = set(re.findall(r"(?:`|^\$ )megaprof ([a-z]+(?:-[a-z]+)*)", README, re.M))
     assert named <= set(COMMANDS), named - set(COMMANDS)
 
 

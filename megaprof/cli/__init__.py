@@ -38,6 +38,7 @@ COMMANDS = {
     "trigger": ("jobs.trigger", "make a running job capture some steps, and wait for the files"),
     "tune": ("training.tune", "try the layouts that are predicted to be faster, with your own training command"),
     "ui": ("ui", "show captures and running jobs as pages in the browser"),
+    "what-if": ("what_if", "predict what another layout, other microbatches or another packing would do"),
     "watch": ("jobs.watch", "show a running job's stages as a live table"),
 }
 FAILED, USAGE, UNWELL, INTERRUPTED, TERMINATED = 1, 2, 3, 130, 143

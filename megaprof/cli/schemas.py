@@ -25,6 +25,7 @@ from megaprof.cli.export import Answer as Exported
 from megaprof.cli.jobs.trigger import Answer as Captured
 from megaprof.cli.jobs.watch import Look
 from megaprof.cli.merge import Answer as Merged
+from megaprof.cli.what_if import Answer as Changed
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.topology import ParallelSizes
@@ -47,6 +48,7 @@ def schemas() -> dict[str, dict[str, Any]]:
             "trigger": Captured,
             "tune": Tuning,
             "watch": Look,
+            "what-if": Changed,
         }.items()
     }
 

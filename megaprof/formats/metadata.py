@@ -114,6 +114,9 @@ class Metadata:
     """The sequences of each of them that attend to themselves alone, likewise."""
     lengths_from: str | None = None
     """Where lengths are from, one of `megaprof.formats.work.SOURCES`."""
+    expert_tokens: tuple[int, ...] | None = None
+    """Tokens that each of this rank's experts got in the window's first call, all MoE layers together; None without
+    experts, and in timelines."""
     chunks: tuple[ModelChunk, ...] = ()
     """This rank's model chunks, in their order."""
     p2p: dict[str, Any] | None = None
@@ -211,6 +214,9 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
     for own in metadata.lengths or ():
         for length in own or ():
             yield "lengths", length, MOST
+    yield "expert_tokens", len(metadata.expert_tokens or ()), MOST
+    for count in metadata.expert_tokens or ():
+        yield "expert_tokens", count, _LARGEST
     for name in ("seq_length", "micro_batch_size", "pid", "local_ranks", "cores"):
         yield name, getattr(metadata, name), _LARGEST
     for chunk in metadata.chunks:

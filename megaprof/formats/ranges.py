@@ -67,7 +67,8 @@ ENCODERS = ("vision_model", "vision_projection")
 #: Attributes of a layer that hold its parts, and the label of each.
 LAYER_PARTS = {"self_attention": "attention", "cross_attention": "cross_attention", "mixer": "mixer", "mlp": "mlp"}
 #: Attributes of a mixture-of-experts ``mlp`` that are modules.
-MOE_PARTS = ("router", "experts", "shared_experts")
+EXPERTS = "experts"
+MOE_PARTS = ("router", EXPERTS, "shared_experts")
 #: Methods of its ``token_dispatcher`` (no module): the first two up to 0.12, the others from 0.13.
 DISPATCHER_STEPS = (
     "token_permutation",

@@ -31,7 +31,9 @@ SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
 METADATA, SHAPE, STEP, FACT = 1, 2, 3, 4
 #: What a fact beside a step says.
-WORK, COLLECTIONS, COLLECTIVES, GROUPS = 1, 2, 3, 4
+WORK, COLLECTIONS, COLLECTIVES, GROUPS, MEMORY = 1, 2, 3, 4, 5
+#: These hold for the following steps with the same metadata, until another one is told.
+HOLDING = WORK, MEMORY
 
 #: Step flags.
 DEVICE_CLOCK = 1  # its times are the GPU's, by CUDA events
@@ -73,10 +75,33 @@ _LATEST = 1 << 62  # nanoseconds since the epoch: with a step's length behind it
 _MOST_EVENTS = 1 << 18
 #: No record is longer; what claims to be is damage.
 _LONGEST_RECORD = 1 << 26
+_MOST_BYTES = 1 << 62
 MOST_NUMBERS = 1 << 16
 _FACT = struct.Struct("<IB")
+_MEMORY = struct.Struct("<QQQ")
 
 Microseconds = npt.NDArray[np.int64]
+
+
+class Memory(NamedTuple):
+    """What a rank has allocated on its device when a step ends, in bytes."""
+
+    allocated: int
+    """Now."""
+    peak: int
+    """At the most so far, or since the host began to count anew."""
+    capacity: int
+    """What the device has."""
+
+    def pack(self) -> bytes:
+        """Returns it as a file has it."""
+        return _MEMORY.pack(*self)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Memory | None:
+        """Returns what a file says; None where it says nothing, or what cannot be."""
+        found = cls(*_MEMORY.unpack(payload)) if len(payload) == _MEMORY.size else None
+        return found if found is not None and found.allocated <= found.peak < _MOST_BYTES > found.capacity else None
 
 
 def metadata_record(metadata: dict[str, Any]) -> bytes:
@@ -178,6 +203,15 @@ class Timeline:
     def facts(self, what: int) -> Mapping[int, bytes]:
         """What the file says beside steps, by their positions in ``steps``: ``WORK``, ..."""
         return self._facts.get(what, {})
+
+    def holding(self, what: int) -> list[bytes]:
+        """The same of every step for one of ``HOLDING``: what was told last of steps with its metadata."""
+        told, holds = self.facts(what), dict[int, bytes]()
+        found = []
+        for row, number in enumerate(self.steps["metadata"].tolist()):
+            holds[number] = told.get(row, holds.get(number, b""))
+            found.append(holds[number])
+        return found
 
     def events(self, position: int) -> Events | None:
         """The events of step ``steps[position]``; None where it has none, or where they are damaged."""

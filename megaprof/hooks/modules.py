@@ -183,7 +183,7 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
         return
     dispatcher.modules = of_this_call = ModuleRanges(dispatcher, call)
     for chunk in chunks:
-        compiled = _compiled(chunk)
+        compiled = compiled_in(chunk)
         for owner, method, name in sites(chunk, parts=level == "module"):
             if id(owner) in compiled:
                 of_this_call.expect(name, COMPILED)
@@ -192,7 +192,7 @@ def patch_modules(dispatcher: Dispatcher, chunks: tuple[Any, ...]) -> None:
                 dispatcher.of_this_call.shadow(owner, method, partial(of_this_call.ranged, name))
 
 
-def _compiled(chunk: Any) -> set[int]:
+def compiled_in(chunk: Any) -> set[int]:
     """The identities of the modules, and their token dispatchers, that torch.compile compiles: what is shadowed there
     breaks graphs, is refused under ``fullgraph``, and costs one compilation with it and one more without it."""
     found: set[int] = set()

@@ -15,6 +15,7 @@ from typing import Any
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.evaluation import evaluating
 from megaprof.hooks.dispatch import stepped
+from megaprof.hooks.experts import patch_experts
 from megaprof.hooks.finalize import patch_finalize
 from megaprof.hooks.models import patch_models
 from megaprof.hooks.modules import patch_modules
@@ -82,6 +83,7 @@ def _hooked(label: str | None, dispatcher: Dispatcher, original: Callable[..., A
         patch_models(dispatcher, facts.chunks)
         if dispatcher.level in ("layer", "module"):
             patch_modules(dispatcher, facts.chunks)
+        patch_experts(dispatcher, facts.chunks)
 
     return stepped(original, dispatcher, facts, prepare)
 

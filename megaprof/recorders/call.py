@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megaprof.config.windows import EVALUATE, TRAIN_ACTOR, TRAIN_LOG_PROBS
@@ -61,6 +61,8 @@ class RecordedCall:
     """How many backwards have begun."""
     backward: int = 0
     """The part of a code that says of which microbatch and chunk the last backward is; 0: not known."""
+    experts: list[Any] = field(default_factory=list)
+    """Tokens that each local expert got, of every pass through a MoE layer, while a window is open: small tensors."""
     without: tuple[WithoutRange, ...] = ()
     """Modules that were to have ranges and have none; known when the call is over."""
 

@@ -64,6 +64,7 @@ def describe(
         tokens=_each(count, {number: own.tokens for number, own in work.items()}),
         lengths=_each(count, {number: own.lengths for number, own in work.items()}),
         lengths_from=max((own.source for own in work.values()), key=SOURCES.index, default=None),
+        expert_tokens=None if truncated is not None else _expert_tokens(call.experts),
         chunks=tuple(ModelChunk(**describe_chunk(chunk)) for chunk in facts.chunks),
         p2p={
             name: getattr(model_config, name, None) for name in ("batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm")
@@ -85,6 +86,12 @@ def describe(
 def _each(count: int, known: dict[int, Any]) -> tuple[Any, ...] | None:
     """By microbatch; None where nothing is known of any."""
     return tuple(map(known.get, range(count))) if known and count else None
+
+
+def _expert_tokens(passes: Iterable[Any]) -> tuple[int, ...] | None:
+    """Of each local expert, all passes together; None without any, and where layers have different numbers of them."""
+    each = [tuple(map(int, counts.tolist())) for counts in passes]
+    return tuple(map(sum, zip(*each, strict=True))) if each and len({*map(len, each)}) == 1 else None
 
 
 def _device(chunks: Iterable[Any]) -> str | None:

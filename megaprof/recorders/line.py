@@ -15,6 +15,7 @@ class Line:
         "flags",
         "index",
         "key",
+        "memory",
         "metadata",
         "own",
         "start_ns",
@@ -44,6 +45,8 @@ class Line:
         """The mark of its start."""
         self.ended: Any = None
         """The mark of its end."""
+        self.memory: Any = None
+        """A `megaprof.formats.timeline.Memory` of its end; None without a GPU."""
         self.key: tuple[Any, ...] = ()
         """Equal for steps with the same metadata."""
         self.metadata: dict[str, Any] = {}

@@ -19,6 +19,7 @@ from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats import graphs
 from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
+from megaprof.formats.ranges import GARBAGE, operation_range
 from megaprof.recorders import Window, emit
 from megaprof.recorders.garbage import Collections
 from megaprof.recorders.graph_names import names
@@ -131,7 +132,8 @@ class TorchRecorder:
                 recording.add_metadata_json(graphs.KEY, of_graphs)
             _stop(recording)
             recording.export_chrome_trace(str(raw))
-            timed = [*(emit.log or ()), *self._collections.found]
+            garbage = operation_range(GARBAGE)
+            timed = [*(emit.log or ()), *(emit.LoggedRange(garbage, *each) for each in self._collections.found)]
             if timed and raw.exists():  # it does not when the disk is full
                 add_ranges(raw, timed)
         except BaseException:

@@ -19,10 +19,11 @@ LEAST = 0.01
 _TO_ENDS = 1.645
 
 
-def measured(trial: Trial, directory: Path) -> Trial:
-    """Returns ``trial`` with what its timelines in ``directory`` say."""
+def measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> Trial:
+    """Returns ``trial`` with what its timelines in ``directory`` say. ``memory_limit``: bytes that a stage may have
+    allocated, where that is less than its device has."""
     try:
-        report = analyze(directory)
+        report = analyze(directory, memory_limit=memory_limit)
     except NothingToReport as fault:
         return replace(trial, outcome="failed", why=str(fault))
     target = next((each for each in report.targets if each.measured.target == runs.TARGET), None)
@@ -36,6 +37,7 @@ def measured(trial: Trial, directory: Path) -> Trial:
         layout=layout,
         step_ms=_interval(step),
         steps=step.count,
+        memory=target.what_if.allocated,
         framework=target.measured.framework,
         role=target.measured.role,
         verdict=target.findings[0].text,
@@ -45,15 +47,19 @@ def measured(trial: Trial, directory: Path) -> Trial:
     if None not in (asked, layout) and asked != layout:
         why = f"it ran with layout {layout} and not {asked}: the command does not take the options"
         return replace(found, outcome="not_as_asked", why=why, step_ms=None)
-    return replace(found, outcome="measured", next=tuple(_proposals(target, trial.number)))
+    found = replace(found, outcome="measured", next=tuple(_proposals(target, trial.number)))
+    if memory_limit is None or found.memory is None or max(found.memory) <= memory_limit:
+        return found
+    return replace(
+        found, outcome="above_limit", why=f"a stage had more than {memory_limit / (1 << 30):.4g} GiB allocated"
+    )
 
 
 def best_proposal(tuning: Tuning) -> Proposal | None:
     """Returns what to try next: of all that was predicted and not tried, what has the best lower end; None where no
-    lower end gains `LEAST` over the best trial. Of two predictions of one layout the more certain one counts."""
+    lower end gains `LEAST` over the best trial. Of two predictions of one layout the more certain one counts. Where no
+    trial keeps the limit of memory, whatever is predicted to keep it gains."""
     best = tuning.best
-    if best is None or best.step_ms is None:
-        return None
     tried = {trial.proposal.layout for trial in tuning.trials if trial.proposal is not None}
     tried |= {trial.layout for trial in tuning.trials if trial.layout is not None}
     surest: dict[str, Proposal] = {}
@@ -62,7 +68,9 @@ def best_proposal(tuning: Tuning) -> Proposal | None:
         if each.layout not in tried and (known is None or _width(each) < _width(known)):
             surest[each.layout] = each
     first = min(surest.values(), key=lambda each: each.step_ms.high, default=None)
-    return first if first is not None and first.step_ms.high * (1 + LEAST) < best.step_ms.value else None
+    if first is None or best is None or best.step_ms is None:
+        return first
+    return first if first.step_ms.high * (1 + LEAST) < best.step_ms.value else None
 
 
 def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:
@@ -72,7 +80,8 @@ def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:
         return
     fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
     for each in sorted(fitting, key=lambda one: -one.low):
-        yield Proposal(each.what, each.layout or "", each.flags, _predicted(each, step.mean), number)
+        predicted = _predicted(each, step.mean)
+        yield Proposal(each.what, each.layout or "", each.flags, predicted, number, each.needed)
 
 
 def _predicted(each: Prediction, measured_ms: float) -> Interval:

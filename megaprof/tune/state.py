@@ -19,7 +19,7 @@ from megaprof.tune.command import relaid
 from megaprof.version import __version__
 
 NAME = "report.json"
-Outcome = Literal["measured", "failed", "out_of_memory", "time_limit", "not_as_asked"]
+Outcome = Literal["measured", "failed", "out_of_memory", "time_limit", "not_as_asked", "above_limit"]
 Why = Literal["nothing_left", "trials_spent", "not_measured"]
 
 
@@ -64,6 +64,8 @@ class Proposal:
     """The predicted step, in milliseconds."""
     against: int
     """The trial that it was predicted from."""
+    memory: tuple[int, ...] | None = None
+    """Bytes that each stage is predicted to have allocated at its peak; None where memory was not measured."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Trial:
     """The measured step, in milliseconds."""
     steps: int | None = None
     """How many steps that is the average of."""
+    memory: tuple[int, ...] | None = None
+    """Bytes that each stage had allocated at its peak; None where that was not measured."""
     framework: str | None = None
     """The host, as traces name it."""
     role: str | None = None
@@ -138,6 +142,8 @@ class Tuning:
     """Trials at most, the first one included."""
     saving_off: tuple[str, ...] | None = None
     """Words that turn saving off, where the user gave some."""
+    memory_limit: int | None = None
+    """Bytes that a stage may have allocated; None: what its device has."""
     trials: tuple[Trial, ...] = ()
     """In their order."""
     stopped: Why | None = None
@@ -156,8 +162,9 @@ class Tuning:
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the shortest step; None before the first is measured."""
-        return min(self.measured, key=lambda trial: trial.step_ms.value if trial.step_ms else 0.0, default=None)
+        """The trial with the shortest step, of those that keep the limit of memory; None where there is none."""
+        kept = [trial for trial in self.measured if trial.outcome != "above_limit"]
+        return min(kept, key=lambda trial: trial.step_ms.value if trial.step_ms else 0.0, default=None)
 
     @property
     def pending(self) -> Trial | None:

@@ -30,8 +30,11 @@ WARM_UP = 3
 #: Seconds that a command has to end after SIGTERM: megaprof writes its files for up to 20 of them.
 _GRACE = 40.0
 _LOOK = 0.5
-#: How Python ends a traceback. The first one is the rank's; the launcher's own, about that, comes later.
-_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*[\w.]+(Error|Exception): ")
+#: How Python ends a traceback, and how argparse refuses an option. The first one is the rank's; the launcher's own,
+#: about that, comes later.
+_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*[\w.-]+((Error|Exception)|: error): ")
+#: What our own messages begin with; none is why a command failed.
+_OURS = "megaprof: "
 #: Torch's and the kernel's words for memory that ran out.
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "oom-kill", "Cannot allocate memory")
 
@@ -139,7 +142,7 @@ def _explained(ended: Ended, log: Path) -> Ended:
     """With the reason that the command printed."""
     if ended.outcome == "enough":
         return ended
-    lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]
+    lines = [line.strip() for line in _tail(log).splitlines() if line.strip() and _OURS not in line]
     told = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
     if told is not None:
         return Ended("out_of_memory", ended.code, told)

@@ -30,6 +30,9 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     first = tuning.trials[0]
     if first.step_ms is None:
         return replace(tuning, stopped="not_measured", reason=first.why)
+    if tuning.memory_limit is not None and first.memory is None:
+        reason = "a limit of memory cannot be kept, because the timelines say nothing of memory: no GPU was used"
+        return replace(tuning, stopped="not_measured", reason=reason)
     proposal = best_proposal(tuning)
     if proposal is None:
         best = tuning.best
@@ -43,7 +46,7 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
 
 def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
     """Returns ``tuning`` with what the files in ``directory`` say of its pending ``trial``."""
-    return tuning.having(measured(trial, directory))
+    return tuning.having(measured(trial, directory, tuning.memory_limit))
 
 
 def run(

@@ -22,13 +22,16 @@ _OUTCOMES = {
     "out_of_memory": "out of memory",
     "time_limit": "out of time",
     "not_as_asked": "not as asked",
+    "above_limit": "above the limit of memory",
 }
-COLUMNS = ("trial", "layout", "step, ms", "predicted, ms", "times as fast", "outcome")
+COLUMNS = ("trial", "layout", "step, ms", "predicted, ms", "GiB", "predicted, GiB", "times as fast", "outcome")
 
 
 def sentence(tuning: Tuning) -> str:
     """What came of it."""
     found = tuning.result
+    if found is None and tuning.measured:
+        return "No trial keeps the limit of memory."
     if found is None:
         return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
     held, of = found.as_predicted
@@ -60,6 +63,8 @@ def rows(tuning: Tuning) -> list[tuple[str, ...]]:
             trial.what,
             milliseconds(trial.step_ms),
             milliseconds(trial.proposal.step_ms) if trial.proposal else words.ABSENT,
+            most(trial.memory),
+            most(trial.proposal.memory) if trial.proposal else words.ABSENT,
             ratio(first.over(trial.step_ms)) if trial.number > 1 and first and trial.step_ms else words.ABSENT,
             _outcome(trial),
         )
@@ -76,6 +81,11 @@ def command_line(tuning: Tuning) -> str | None:
 def milliseconds(step: Interval | None) -> str:
     """With its interval."""
     return words.ABSENT if step is None else words.within(step.value, (step.low, step.high))
+
+
+def most(memory: tuple[int, ...] | None) -> str:
+    """The most that a stage has, in GiB."""
+    return words.ABSENT if memory is None else f"{max(memory) / (1 << 30):.1f}"
 
 
 def ratio(gained: Interval) -> str:

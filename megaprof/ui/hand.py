@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,11 +9,12 @@ from urllib.parse import urlencode
 
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.drawn import boxes_of
-from megaprof.analysis.what_if.by_hand import MOST_CHUNKS, ByHand, Setting, Tried, moved, split, tried
+from megaprof.analysis.what_if.by_hand import ByHand, Setting, Tried, chosen, moved, number_of, tried, whole
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.layouts import format_layout, options_of, parse_layout
+from megaprof.analysis.what_if.layouts import format_layout, options_of
+from megaprof.analysis.what_if.packing import PLANS
 
-_LONGEST_LAYOUT = 4000
+PACKINGS = PLANS
 #: Layers of a piece that are drawn one by one.
 MOST_DRAWN = 24
 
@@ -139,6 +139,7 @@ class Answer:
                 "microbatches": setting.microbatches,
                 "p2p": number_of(setting.p2p_ms),
                 "tokens": "same" if setting.same_tokens else "more",
+                "packing": setting.packing or "",
             }
             | other
         )
@@ -148,14 +149,15 @@ def answer(known: ByHand, query: Mapping[str, str]) -> Answer:
     """What was asked for, or, where that cannot be, why not and what comes closest."""
     captured = known.as_captured
     try:
-        setting = _setting(known, query)
-        now = tried(known, setting)
+        now = chosen(known, query)
     except ValueError as mistake:
         return Answer(known, captured, captured, str(mistake))
     if not query.get("move"):
         return Answer(known, now, captured, None)
     try:
-        return Answer(known, tried(known, replace(setting, pieces=_moved(setting, query["move"]))), captured, None)
+        return Answer(
+            known, tried(known, replace(now.setting, pieces=_moved(now.setting, query["move"]))), captured, None
+        )
     except ValueError as mistake:
         return Answer(known, now, captured, str(mistake))
 
@@ -165,54 +167,7 @@ def host_options(target: TargetReport, prediction: Prediction) -> tuple[str, ...
     return options_of(target.measured.framework, target.measured.role, prediction.flags)
 
 
-def number_of(ms: float) -> str:
-    """As few digits as give it back to three places."""
-    return f"{ms:.3f}".rstrip("0").rstrip(".")
-
-
-def _setting(known: ByHand, query: Mapping[str, str]) -> Setting:
-    """Raises ValueError."""
-    captured = known.captured
-    chunks_before = len(captured.pieces) // known.stages
-    chunks = _whole("chunks", query.get("chunks"), chunks_before)
-    if not 1 <= chunks <= MOST_CHUNKS:
-        raise ValueError(f"chunks={chunks} must lie between 1 and {MOST_CHUNKS}")
-    text = query.get("layout", "").strip()
-    if len(text) > _LONGEST_LAYOUT:
-        raise ValueError(f"the layout is longer than {_LONGEST_LAYOUT} characters")
-    pieces = parse_layout(text, known.stages) if text else captured.pieces
-    # A layout that was typed may have another number of chunks; one that is asked for by number gets another layout.
-    if chunks != _whole("was", query.get("was"), chunks_before) and chunks * known.stages != len(pieces):
-        pieces = split(captured.pieces, known.stages, chunks)
-    return Setting(
-        pieces,
-        _whole("microbatches", query.get("microbatches"), captured.microbatches),
-        _milliseconds(query.get("p2p"), captured.p2p_ms),
-        query.get("tokens", "same") != "more",
-    )
-
-
 def _moved(setting: Setting, move: str) -> tuple[str, ...]:
     source, _, rest = move.partition("-")
     target, _, letter = rest.partition("-")
-    return moved(setting.pieces, _whole("move", source, -1), _whole("move", target, -1), letter or "t")
-
-
-def _whole(name: str, text: str | None, default: int) -> int:
-    if text is None or not text.strip():
-        return default
-    if not text.strip().isascii() or not text.strip().isdecimal() or len(text.strip()) > 9:
-        raise ValueError(f"{name}={text.strip()[:20]!r} is not a whole number")
-    return int(text)
-
-
-def _milliseconds(text: str | None, captured: float) -> float:
-    if text is None or not text.strip() or text.strip() == number_of(captured):
-        return captured  # the page shows it rounded
-    try:
-        found = float(text.strip()[:30])
-    except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
-        raise ValueError(f"p2p={text.strip()[:20]!r} is not a number of milliseconds")
-    return found
+    return moved(setting.pieces, whole("move", source, -1), whole("move", target, -1), letter or "t")

@@ -106,8 +106,8 @@ class Outcome:
         return abs(self.predicted - self.measured) <= math.hypot(room, self.scatter)
 
 
-def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: int, paced: bool) -> None:
-    """One rank: every split in turn, ``rounds`` times, each with its own directory of traces."""
+def run_rank(turns: Sequence[tuple[str, GPTWorkload]], out: Path, rounds: int, paced: bool) -> None:
+    """One rank: every workload in turn, ``rounds`` times, each with a directory of traces by its name."""
     import torch.distributed
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -119,12 +119,12 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
     steps = ",".join(str(step) for step in range(WARM_UP, WARM_UP + STEPS))
     with cpu_megatron():
         for number in range(rounds):
-            for split in splits:
-                flags = ["--profile-target", "train_actor", "--profile-dir", str(out / name(number, split))]
+            for turn, workload in turns:
+                flags = ["--profile-target", "train_actor", "--profile-dir", str(out / name(number, turn))]
                 flags += ["--profile-select", "per-stage"]
                 flags += ["--profile-steps", f"train_actor={steps}"]
                 args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
-                gpt = build(replace(workload, layout=split))
+                gpt = build(workload)
                 if paced:
                     pace(gpt.chunks)
                 gc.collect()  # between turns, as `--manual-gc` has it: else some captured step takes 150 ms longer
@@ -135,8 +135,8 @@ def run_rank(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: 
                         gpt.train_step(forward_backward)
                     step_ms = _step_ms(gpt, forward_backward)
                 if torch.distributed.get_rank() == 0:
-                    _truth(out, number, split).write_text(str(step_ms))
-                print(f"round {number + 1} of {rounds}: {'+'.join(map(str, split))}", flush=True)
+                    truth(out, number, turn).write_text(str(step_ms))
+                print(f"round {number + 1} of {rounds}: {turn}", flush=True)
 
 
 def _step_ms(gpt: Any, forward_backward: Callable[..., Any]) -> float:
@@ -159,8 +159,9 @@ def _step_ms(gpt: Any, forward_backward: Callable[..., Any]) -> float:
     return float(longest.median())
 
 
-def _truth(out: Path, number: int, split: Split) -> Path:
-    return out / f"{name(number, split)}.json"
+def truth(out: Path, number: int, turn: str) -> Path:
+    """Where a turn's milliseconds stand."""
+    return out / f"{name(number, turn)}.json"
 
 
 def pace(chunks: Sequence[Any]) -> None:
@@ -171,8 +172,9 @@ def pace(chunks: Sequence[Any]) -> None:
     linger((model.output_layer for model in map(language_model, chunks) if model.post_process), lambda _: PACED_OUTPUT)
 
 
-def name(number: int, split: Split) -> str:
-    return f"round{number}-{'-'.join(map(str, split))}"
+def name(number: int, turn: str) -> str:
+    """Of a turn's directory."""
+    return f"round{number}-{turn}"
 
 
 def real(repeats: int, out: Path, splits: Sequence[Split], *, paced: bool) -> tuple[list[Outcome], list[str]]:
@@ -183,7 +185,7 @@ def real(repeats: int, out: Path, splits: Sequence[Split], *, paced: bool) -> tu
     _run(workload, splits, first, 1, paced)
     pairs = {}
     for split in splits:
-        found = _what_if(first / name(0, split))
+        found = _what_if(first / name(0, _plus(split)))
         best = _suggestion(found)
         if best is None or best.layout is None:
             missed.append(f"{_plus(split)}: {'; '.join(found.warnings) or found.advice}")
@@ -192,13 +194,9 @@ def real(repeats: int, out: Path, splits: Sequence[Split], *, paced: bool) -> tu
     turns = [each for split, layout in pairs.items() for each in (split, _split(layout, workload.pp))]
     _run(workload, list(dict.fromkeys(turns)), out / "pairs", repeats, paced)
     for split, layout in pairs.items():
-        captured = [_what_if(out / "pairs" / name(number, split)) for number in range(repeats)]
-        before, after = (
-            [float(_truth(out / "pairs", number, each).read_text()) for number in range(repeats)]
-            for each in (split, _split(layout, workload.pp))
-        )
-        measured, scatter = _ratio(before, after)
-        for number, found in enumerate((_what_if(first / name(0, split)), *captured)):
+        captured = [_what_if(out / "pairs" / name(number, _plus(split))) for number in range(repeats)]
+        measured, scatter = measured_speedup(out / "pairs", repeats, _plus(split), _plus(_split(layout, workload.pp)))
+        for number, found in enumerate((_what_if(first / name(0, _plus(split))), *captured)):
             label = f"{_plus(split)}, {number}"
             outcome = _outcome(label, found, layout, measured, scatter)
             if outcome is None:
@@ -212,8 +210,8 @@ def _run(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: int,
     env = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore"}
     if paced:  # what waits shares no core, and must not be less certain for it
         env["LOCAL_WORLD_SIZE"] = "1"
-    arguments = (workload, splits, out, rounds, paced)
-    run_ranks(run_rank, workload.pp, *arguments, timeout=TIME_LIMIT, env=env, on_line=_only_first)
+    turns = [(_plus(split), replace(workload, layout=split)) for split in splits]
+    run_ranks(run_rank, workload.pp, turns, out, rounds, paced, timeout=TIME_LIMIT, env=env, on_line=only_first)
 
 
 def _plus(split: Split) -> str:
@@ -222,6 +220,12 @@ def _plus(split: Split) -> str:
 
 def _split(layout: str, stages: int) -> Split:
     return layers_per_stage(parse_layout(layout, stages), stages)
+
+
+def measured_speedup(out: Path, rounds: int, before: str, after: str) -> tuple[float, float]:
+    """Of one turn over another, and twice its standard error."""
+    both = ([float(truth(out, number, each).read_text()) for number in range(rounds)] for each in (before, after))
+    return _ratio(*both)
 
 
 def _ratio(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
@@ -247,8 +251,8 @@ def synthesised(count: int) -> Iterator[Outcome]:
         after = _of_scenario(replace(scenario, layers=_split(best.layout, 4), seed=1))
         if not found.measured_ms or not after.measured_ms:
             continue
-        truth = _ratio([found.measured_ms], [after.measured_ms])
-        outcome = _outcome(_plus(layers), found, best.layout, *truth)
+        speedup = _ratio([found.measured_ms], [after.measured_ms])
+        outcome = _outcome(_plus(layers), found, best.layout, *speedup)
         if outcome is not None:
             yield outcome
             count -= 1
@@ -288,12 +292,12 @@ def _outcome(label: str, found: WhatIf, layout: str, measured: float, scatter: f
     )
 
 
-def _only_first(rank: int, line: str) -> None:
+def only_first(rank: int, line: str) -> None:
     if rank == 0 and line.startswith("round "):
         print(f"  {line.rstrip()} (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)", flush=True)
 
 
-def _show(title: str, outcomes: Sequence[Outcome]) -> None:
+def show(title: str, outcomes: Sequence[Outcome]) -> None:
     print(title)
     for each in outcomes:
         measured = f"{each.measured:.3f} ± {each.scatter:.3f}"
@@ -304,12 +308,12 @@ def _show(title: str, outcomes: Sequence[Outcome]) -> None:
         )
 
 
-def _median_error(outcomes: Sequence[Outcome]) -> float | None:
+def median_error(outcomes: Sequence[Outcome]) -> float | None:
     errors = [abs(each.error) for each in outcomes]
     return statistics.median(errors) if errors else None
 
 
-def _share(inside: Sequence[bool]) -> float | None:
+def share(inside: Sequence[bool]) -> float | None:
     return statistics.fmean(inside) if inside else None
 
 
@@ -351,16 +355,16 @@ def main() -> None:
                 outcomes[kind] += found
                 missed += [f"{kind}, {reason}" for reason in reasons]
     for kind, each in outcomes.items():
-        _show(f"{kind}:", each)
+        show(f"{kind}:", each)
     for reason in missed:
         print(f"  no prediction: {reason}")
     result: dict[str, Any] = {"benchmark": "whatif"}
     for kind, each in outcomes.items():
         label = "" if kind == "paced" else f"_{kind}"
         result |= {
-            f"median_error{label}": _median_error(each),
-            f"within_uncertainty{label}": _share([outcome.inside for outcome in each]),
-            f"within_both{label}": _share([outcome.inside_both for outcome in each]),
+            f"median_error{label}": median_error(each),
+            f"within_uncertainty{label}": share([outcome.inside for outcome in each]),
+            f"within_both{label}": share([outcome.inside_both for outcome in each]),
             f"predictions{label}": len(each),
         }
     result |= {

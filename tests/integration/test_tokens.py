@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.diagnosis.files import tables_in
+from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import timeline as format
 from megaprof.formats.work import unpack_work
@@ -40,6 +43,46 @@ def train(directories: Mapping[str, GPTWorkload]) -> None:
                 for _ in range(3):
                     gpt.train_step()
                     gpt.evaluate()
+
+
+EXPERTS = GPTWorkload(ep=2, num_experts=4, **SMALL)
+
+
+def route(directories: Mapping[str, bool]) -> None:
+    """All tokens go to the experts of rank 0, or to experts by chance."""
+    init_distributed()
+    with cpu_megatron():
+        for directory, biased in directories.items():
+            gpt = build(EXPERTS)
+            for layer in gpt.chunks[0].module.decoder.layers:
+                router = layer.mlp.router
+                router.config.moe_router_force_load_balancing = not biased
+                if biased:
+                    gating, favour = router.gating, torch.tensor([1e3, 1e3, 0.0, 0.0])
+                    router.gating = lambda hidden, gating=gating, favour=favour: gating(hidden) + favour
+            wanted = ProfileConfig(("train_actor",), directory, select="all", steps="1", activities=("cpu",))
+            with install_hooks(gpt.chunks, wanted, iteration=lambda gpt=gpt: gpt.step):
+                for _ in range(2):
+                    gpt.train_step()
+
+
+def test_the_tokens_of_every_expert_are_counted(tmp_path: Path) -> None:
+    runs = {str(tmp_path / "biased"): True, str(tmp_path / "even"): False}
+    run_ranks(route, EXPERTS.world_size, runs, timeout=180)
+    for directory, biased in runs.items():
+        traces = [read_trace(path).metadata for path in find_traces(Path(directory))]
+        found = {metadata.coords.rank: metadata.expert_tokens for metadata in traces}
+        (table,) = tables_in(Path(directory)).values()
+        assert isinstance(table, Table)
+        assert table.experts is not None
+        sums = [sum(found[rank] or ()) for rank in range(2)]
+        assert table.experts.tolist() == [[[float(own) for own in sums]]]
+        # Both ranks have each microbatch's tokens, which go to two experts in every layer.
+        assert sum(sums) == 2 * 2 * EXPERTS.layers * EXPERTS.microbatches * EXPERTS.seq_length
+        if biased:
+            assert (found[0], found[1]) == ((sums[0] // 2,) * 2, (0, 0))
+        else:
+            assert max(sums) < 1.2 * min(sums)
 
 
 def test_the_work_of_every_microbatch_is_recorded(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,9 @@ class FakeGpu:
         patches.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
         patches.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("the timeline synchronised"))
         patches.setattr(torch.cuda, "Event", self.event)
+        counted = {"allocated_bytes": {"all": {"current": 3, "peak": 5, "allocated": 99, "freed": 96}}}
+        patches.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda index: counted)
+        patches.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=7))
         patches.setattr(torch.cuda, "is_current_stream_capturing", self._capturing)
         patches.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: self.stream, raising=False)
         patches.setattr(device, "_loaded", functools.partial(_only, self.path, device._loaded))

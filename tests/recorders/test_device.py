@@ -118,6 +118,8 @@ def test_a_step_is_recorded_behind_the_host(one_rank: Any, gpu: FakeGpu, in_c: b
     (path,) = tmp_path.glob("*" + format.SUFFIX)
     timeline = read_timeline(path)
     assert timeline.metadata[0].timeline == {"clock": "device"}
+    assert list(timeline.facts(format.MEMORY)) == [0], "said once"
+    assert [format.Memory.unpack(each) for each in timeline.holding(format.MEMORY)] == [(3, 5, 7)] * 2
     found = timeline.events(1)
     assert found is not None
     assert len(found.code) == 7

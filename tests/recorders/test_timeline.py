@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
+from megaprof.analysis.diagnosis.files import tables_in
+from megaprof.analysis.diagnosis.table import Table
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.install import Handle
@@ -242,6 +246,46 @@ def test_steps_of_ever_new_lengths_do_not_grow_the_metadata(one_rank: Any, tmp_p
             one_rank.train_step(lambda length=length, **kwargs: inner(**(kwargs | {"seq_length": length})))
     (path,) = tmp_path.glob("*" + format.SUFFIX)
     assert [metadata.seq_length for metadata in read_timeline(path).metadata] == [16, None]
+
+
+@pytest.mark.parametrize("ends", ["removed", "abandoned"])
+def test_garbage_collections_are_known_with_the_pass_that_they_held_up(
+    ends: str, one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third step one forward collects; in the steps behind those another one is held up by something else."""
+    before, forward = gc.callbacks.copy(), one_rank.forward_step
+    kept = [[number] for number in range(100_000)]
+    calls = iter(range(100))
+
+    def held_up(*args: Any, **kwargs: Any) -> Any:
+        step, microbatch = divmod(next(calls), 3)
+        if microbatch == 1 and step % 3 == 1:
+            gc.collect()
+            gc.collect(0)
+        if microbatch == 2 and step % 3 == 2:
+            time.sleep(0.02)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(one_rank, "forward_step", held_up)
+    gc.disable()
+    try:
+        with install_hooks(one_rank.chunks, config(tmp_path)) as handle:
+            for _ in range(9):
+                one_rank.train_step()
+            if ends == "abandoned":
+                assert handle._session is not None
+                handle._session.abandon()
+                assert gc.callbacks == before
+    finally:
+        gc.enable()
+    assert gc.callbacks == before
+    assert len(kept) == 100_000
+    (table,) = tables_in(tmp_path).values()
+    assert isinstance(table, Table)
+    places = {tuple(at) for at in np.argwhere(table.collected[:, 0, 0, 0] > 0).tolist()}
+    assert places == {(t, 0, 1) for t, step in enumerate(table.steps.tolist()) if step % 3 == 1}
+    assert (table.collected <= table.passes).all()
+    assert table.compute[:, :, :, 0] == pytest.approx(table.passes - table.collected)
 
 
 class FakeEvent:

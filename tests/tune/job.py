@@ -1,7 +1,10 @@
 """A training script as Megatron-LM's users have it: its options on the command line, real schedules over gloo.
 
 Layers and the output layer wait for a given time in each pass, as a host waits for a GPU, so that a step is the same
-on any machine, however many stages share its cores. ``torchrun --nproc-per-node 2 job.py --num-layers 8 ...``
+on any machine, however many stages share its cores. With ``--memory`` what stands for torch's allocator counts a given
+size for each layer, and for each of its activations as they come and go.
+
+``torchrun --nproc-per-node 2 job.py --num-layers 8 ...``
 """
 
 from __future__ import annotations
@@ -10,11 +13,14 @@ import argparse
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
 from megaprof.analysis.what_if.layouts import Layout, default_layout, layers_per_stage, parse_layout
+from megaprof.formats.timeline import Memory
 from megaprof.parallel.chunks import language_model
+from megaprof.recorders.timeline import recorder
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed
 from megaprof.testing.faults import layers, linger
 
@@ -35,6 +41,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--train-iters", type=int, default=100_000)
     parser.add_argument("--loss-ms", type=float, nargs=2, default=(0.0, 0.0))
+    parser.add_argument("--memory", type=float, nargs=2, metavar=("LAYER", "ACTIVATIONS"))  # GiB
     parser.add_argument("--save", type=Path)
     parser.add_argument("--refuse")  # a layout in which it runs out of memory
     args = parser.parse_args()
@@ -60,8 +67,27 @@ def main() -> None:
         linger(layers(gpt.chunks), lambda _: LAYER)
         ends = [model.output_layer for model in map(language_model, gpt.chunks) if model.post_process]
         linger(ends, lambda _: tuple(args.loss_ms))
+        if args.memory is not None:
+            _count_memory(layers(gpt.chunks), *(round(each * (1 << 30)) for each in args.memory))
         for _ in range(args.train_iters):
             gpt.train_step(schedules.get_forward_backward_func())
+
+
+def _count_memory(own: list[Any], layer: int, activations: int) -> None:
+    allocated = peak = layer * len(own)
+
+    def add(size: int) -> None:
+        nonlocal allocated, peak
+        allocated += size
+        peak = max(peak, allocated)
+
+    def ran(module: Any, inputs: Any, output: Any) -> None:
+        add(activations)
+        output[0].register_hook(lambda gradient: add(-activations))
+
+    for each in own:
+        each.register_forward_hook(ran)
+    recorder.device_memory = lambda: lambda: Memory(allocated, peak, 80 << 30)
 
 
 def _layout(args: argparse.Namespace) -> Layout:

@@ -5,11 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from megaprof.analysis.what_if.layouts import layers_per_stage, parse_layout
+from megaprof.formats import timeline as format
+from megaprof.formats.timeline import Memory
+from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
-from megaprof.tune.tuning import upcoming
+from megaprof.tune.tuning import completed, upcoming
+from tests.analysis.job_timelines import write_timelines
 
+GIB = 1 << 30
 COMMAND = ("python", "pretrain.py", "--num-layers", "8")
 
 
@@ -79,19 +85,6 @@ def test_the_result() -> None:
     assert found.result.command == (*COMMAND, *asked.flags)
 
 
-def test_an_interrupted_trial_runs_again_beside_what_it_left(tmp_path: Path) -> None:
-    begun = upcoming(Tuning(COMMAND, 9, 4), tmp_path)
-    assert begun.pending is not None
-    (tmp_path / begun.pending.directory).mkdir()
-    state.store(tmp_path, begun)
-    again = state.load(tmp_path)
-    assert again == begun
-    assert again is not None
-    assert (waiting := upcoming(again, tmp_path).pending) is not None
-    assert (waiting.number, waiting.command) == (1, begun.pending.command)
-    assert waiting.directory != begun.pending.directory
-
-
 def test_it_stops() -> None:
     asked = proposal("5+3", 80, 2)
     first = trial(1, 100, "6+2", asked)
@@ -106,3 +99,50 @@ def test_a_file_of_something_else(tmp_path: Path) -> None:
     (tmp_path / state.NAME).write_text('{"targets": []}')
     with pytest.raises(state.NoState):
         state.load(tmp_path)
+
+
+def ran(directory: Path, layers: tuple[int, ...]) -> tuple[int, ...]:
+    """Write the timelines of a layout of two stages whose layers all cost the same. A layer has 2 GiB, and 1 for its
+    activations of a microbatch. Returns the peaks."""
+    files = write_timelines(
+        directory,
+        WorldLayout(ParallelSizes(pp=2)),
+        steps=12,
+        microbatches=9,  # Megatron interleaves no such number
+        forward_ms=[5.0 * each for each in layers],
+        backward_ms=[10.0 * each for each in layers],
+        chunk_layers=layers,
+        noise=0.002,
+    )
+    peaks = layers[0] * 4 * GIB, layers[1] * 3 * GIB
+    for file, held, peak in zip(files, layers, peaks, strict=True):
+        memory = Memory(2 * held * GIB, peak, 80 * GIB)
+        file.write_bytes(file.read_bytes() + format.fact_record(0, format.MEMORY, memory.pack()))
+    return peaks
+
+
+@pytest.mark.parametrize(
+    ("limit", "best"),
+    [
+        (None, "Et*4|t*4L"),  # 16 and 12 GiB
+        (15.5, "Et*3|t*5L"),  # 12 and 15
+        (11, None),
+    ],
+)
+def test_a_limit_of_memory_bounds_what_is_tried(limit: float | None, best: str | None, tmp_path: Path) -> None:
+    found = Tuning(COMMAND, 9, 4, memory_limit=None if limit is None else round(limit * GIB))
+    while (waiting := (found := upcoming(found, tmp_path)).pending) is not None:
+        layout = "Et*2|t*6L" if waiting.proposal is None else waiting.proposal.layout
+        peaks = ran(tmp_path / waiting.directory, layers_per_stage(parse_layout(layout, 2), 2))
+        found = completed(found, waiting, tmp_path / waiting.directory)
+        fits = limit is None or max(peaks) <= limit * GIB
+        assert found.trials[-1].memory == peaks
+        assert found.trials[-1].outcome == ("measured" if fits else "above_limit")
+        assert waiting.proposal is None or (waiting.proposal.memory == peaks and fits)
+    assert found.stopped == "nothing_left"
+    assert (found.best.layout if found.best else None) == best
+
+
+def test_a_limit_of_memory_that_nothing_measures_is_refused(tmp_path: Path) -> None:
+    found = upcoming(replace(tuning(trial(1, 100, "6+2", proposal("4+4", 80, 1))), memory_limit=GIB), tmp_path)
+    assert (found.stopped, found.pending) == ("not_measured", None)

@@ -8,7 +8,8 @@ from dataclasses import astuple, dataclass, field, replace
 import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined, Price, most_gained
-from megaprof.analysis.diagnosis.lengths import Fit, Lengths, explain, fit, of_microbatches, of_replicas
+from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
+from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
 from megaprof.analysis.diagnosis.table import Floats
@@ -51,13 +52,16 @@ class Cause:
     """``forward_ms``, ``backward_ms`` of one microbatch, where a stage has its own excess. While it is there:
     ``factor`` of a slow rank against its peers, of the longest microbatch or replica against the average;
     ``explained``, ``explained_low`` and ``explained_high``: the part of what microbatches or replicas differ by that
-    the lengths of their sequences explain, with its 90 % interval; ``transfer_ms`` of a slow link and ``usual_ms`` of
-    the others; ``late_ms`` of an entry."""
+    the lengths of their sequences explain, with its 90 % interval; ``expert_tokens`` of a slow rank or stage in a
+    captured step, ``usual_expert_tokens`` of the others, and ``explained``, the part of its slowness that these can
+    explain at most; ``transfer_ms`` of a slow link and ``usual_ms`` of
+    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection."""
     more_steps: int = 0
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
     reason: str | None = None
     """Why microbatches or replicas differ: ``data``, the lengths of their sequences; ``machine``, which these do not
-    explain; None where that is not known."""
+    explain. Why a rank or a stage is slow: ``expert_load``, the tokens that its experts got; ``machine``. None where
+    that is not known."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ def diagnose(run: Examined) -> Diagnosis:
     filling = _filling(run)
     if filling is not None:
         causes.insert(sum(each.price.ms >= filling.price.ms for each in causes), filling)
+    causes, perhaps = ([_by_experts(asked, each) for each in some] for some in (causes, perhaps))
     of_lengths = fit(asked)
     if of_lengths is not None:
         causes, perhaps = ([_explained(asked, of_lengths, each) for each in some] for some in (causes, perhaps))
@@ -142,6 +147,21 @@ def _explained(run: Examined, found: Fit, cause: Cause) -> Cause:
         return cause
     parts = {"explained": of.share, "explained_low": of.low, "explained_high": of.high}
     return replace(cause, reason=of.reason, parts={**cause.parts, **parts})
+
+
+def _by_experts(run: Examined, cause: Cause) -> Cause:
+    """Why a rank or a stage is slow, from what its experts got."""
+    if cause.kind == "slow_rank":
+        load, factor = load_of_rank(run.table, cause.ranks), cause.parts["factor"]
+    elif cause.kind == "unexplained" and cause.stage is not None:
+        load, factor = load_of_stage(run.table, cause.stage), float(run.model.content.stage[cause.stage].mean())
+    else:
+        return cause
+    if load is None:
+        return cause
+    explained = load.explains(factor)
+    parts = {"expert_tokens": load.tokens, "usual_expert_tokens": load.usual, "explained": explained}
+    return replace(cause, reason="expert_load" if explained >= MOST else "machine", parts={**cause.parts, **parts})
 
 
 _Found = tuple[Term, Cause]
@@ -257,6 +277,8 @@ def _parts(term: Term, view: View, there: np.typing.NDArray[np.bool_]) -> dict[s
         }
     if term.kind == "late_entry":
         return {"late_ms": float((before.entry - after.entry)[there][..., term.stage].mean())}
+    if term.kind == "garbage_collection":
+        return {"longest_ms": float(own.collected[there].max())}
     if term.kind not in ("slow_rank", "uneven_microbatches", "unequal_replicas"):
         return {}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)

@@ -143,7 +143,7 @@ def examine(table: Table) -> Examined:
 
 def _restless(table: Table, model: Model, view: View) -> float:
     """Of quarters of the steps of all ranks: what disturbs one pass disturbs its neighbours, but less than all."""
-    over = view.state.passes - view.waited() - view.stalls() - model.expected
+    over = view.state.passes - view.beside() - model.expected
     t, d, s = over.shape[:3]
     order = np.argsort(table.start.reshape(t, d, s, -1), axis=3)
     over, took = (np.take_along_axis(each.reshape(t, d, s, -1), order, axis=3) for each in (over, table.passes))

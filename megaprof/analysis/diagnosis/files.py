@@ -54,4 +54,5 @@ def beside(recorded: Table, traced: Table) -> Table:
         return found
 
     exposed = {group: part(each) for group, each in traced.exposed.items()}
-    return replace(recorded, exposed=exposed, idle=part(traced.idle))
+    same = recorded.compute.shape[1:4] == traced.compute.shape[1:4]
+    return replace(recorded, exposed=exposed, idle=part(traced.idle), experts=traced.experts if same else None)

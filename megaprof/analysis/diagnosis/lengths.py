@@ -17,7 +17,7 @@ from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
 from megaprof.analysis.diagnosis.table import Floats
 
 #: More than half of a spread is most of it.
-_MOST = 0.5
+MOST = 0.5
 #: Microbatches that a picture shows at most.
 _SHOWN = 400
 
@@ -56,7 +56,7 @@ class Explained:
     @property
     def reason(self) -> str | None:
         """``data`` where lengths explain most of it, ``machine`` where they do not, None where that is not sure."""
-        return "data" if self.low >= _MOST else "machine" if self.high < _MOST else None
+        return "data" if self.low >= MOST else "machine" if self.high < MOST else None
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def fit(run: Examined) -> Fit | None:
     if work is None or not np.isfinite(work).all():
         return None
     view = run.view
-    passes = view.state.passes - view.waited() - view.stalls()
+    passes = view.state.passes - view.beside()
     # What is slow is slow for all microbatches: it is no part of what they hold.
     slow = view.rank * view.pace * view.peer.max(axis=3)
     passes = passes / slow[..., None, None, None]

@@ -21,10 +21,12 @@ from megaprof.analysis.diagnosis.policy import STEPS
 from megaprof.analysis.diagnosis.table import CALLS, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.stages.stages import WARM_UP
+from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most
 from megaprof.analysis.trace.pool import each as in_processes
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.garbage import unpack_collections
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
@@ -232,7 +234,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     numbers = sorted(found)
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
-    start, end = np.full(shape, np.nan), np.full(shape, np.nan)
+    start, end, collected = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
@@ -242,7 +244,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     for t, number in enumerate(numbers):
         start_ns, timeline, row = found[number]
         if id(timeline) not in told:
-            told[id(timeline)] = _work(timeline)
+            told[id(timeline)] = timeline.holding(format.WORK)
         if (known := unpack_work(told[id(timeline)][row])) is not None and len(known[1]) == microbatches:
             source, work[t] = known
         enter[t] = (start_ns - plan.origin) / 1e6
@@ -265,8 +267,17 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         ended = times[:, which, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
         start.reshape(len(numbers), -1)[places, at] = since + begun / 1e3
         end.reshape(len(numbers), -1)[places, at] = since + ended / 1e3
+        garbage = timeline.facts(format.COLLECTIONS)
+        for n, t in enumerate(places[:, 0].tolist()):
+            if payload := garbage.get(found[numbers[t]][2]):
+                spans = np.stack((begun[n], ended[n]), axis=-1).astype(np.int64)
+                held = covered(union(unpack_collections(payload)), spans)
+                collected.reshape(len(numbers), -1)[t, at] = held / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
+    if device and collected.any():  # it may have had work enough meanwhile
+        longer = end - start - np.nanmedian(end - start, axis=0)
+        collected = np.clip(collected, 0.0, np.maximum(longer, 0.0))
     _, timeline, row = found[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     came = {}
@@ -282,8 +293,9 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         steps=np.array(numbers),
         start=start,
         end=end,
-        compute=end - start,
+        compute=end - start - collected,
         idle=np.zeros(shape),
+        collected=collected,
         exposed={},
         enter=enter,
         reduced=reduced,
@@ -316,16 +328,6 @@ def _of_peers(peers: Sequence[RankSteps]) -> Iterator[RankSteps]:
         took = np.nansum(peer.compute, axis=(1, 2, 3))
         left = 1.0 - np.clip(own / np.maximum(took, 1e-9), 0.0, _MOST_WAITING)
         yield replace(peer, compute=peer.compute * left[:, None, None, None])
-
-
-def _work(timeline: format.Timeline) -> list[bytes]:
-    """What every step's microbatches consist of: what was told last of steps with its metadata."""
-    told, holds = timeline.facts(format.WORK), dict[int, bytes]()
-    found = []
-    for row, number in enumerate(timeline.steps["metadata"].tolist()):
-        holds[number] = told.get(row, holds.get(number, b""))
-        found.append(holds[number])
-    return found
 
 
 class _Places(NamedTuple):

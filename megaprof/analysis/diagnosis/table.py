@@ -62,6 +62,8 @@ class Table:
     """Group: [t, d, s, c, k, m], its communication that nothing hid."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in it."""
+    collected: Floats
+    """[t, d, s, c, k, m]: how long Python collected garbage in it, where that held it up."""
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
     reduction: Floats
@@ -78,6 +80,8 @@ class Table:
     """Where that is from, one of `megaprof.formats.work.SOURCES`."""
     cold: tuple[int, ...] = ()
     """Steps at the beginning that were left out, because all takes longer in them."""
+    experts: Floats | None = None
+    """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
 
@@ -99,9 +103,9 @@ class Table:
 class RankSteps:
     """What one rank recorded, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``idle`` and ``exposed`` by group are [t, c, k, m], NaN where a pass was not
-    recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients. ``steps``
-    [t] are numbers with the call of the step in their lowest `CALLS` bits.
+    ``start``, ``end``, ``compute``, ``idle``, ``collected`` and ``exposed`` by group are [t, c, k, m], NaN where a pass
+    was not recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients.
+    ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
     names: tuple[tuple[int, str | None], ...]
@@ -115,6 +119,7 @@ class RankSteps:
     end: Floats
     compute: Floats
     idle: Floats
+    collected: Floats
     exposed: Mapping[str, Floats]
     enter: Floats
     reduced: Floats
@@ -125,6 +130,8 @@ class RankSteps:
     lengths_from: str | None = None
     sequences: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     """By step, as its place in ``steps``, and microbatch."""
+    experts: float = np.nan
+    """Tokens that its experts got in a captured step, on average."""
     device: bool = False
     """Whether its clock is the GPU's, which begins a step later than the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
@@ -176,6 +183,7 @@ def tabulate(
         exposed[group] = table.min(axis=3)[whole]
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
     work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
+    experts = np.array([r.experts for r in order]).reshape(positions)
     names = _names(order, positions)
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -193,12 +201,15 @@ def tabulate(
         compute=stacked("compute")[whole],
         exposed=exposed,
         idle=stacked("idle").min(axis=3)[whole],
+        # All peers wait for the one that collects.
+        collected=np.nan_to_num(stacked("collected")).max(axis=3)[whole],
         entry=entry[whole],
         reduction=(done - last)[whole],
         length=done[whole],
         clocks=clocks,
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
+        experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(order, positions, np.array(common)[whole]),
     )
 

@@ -214,5 +214,7 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
         once=True,
         doubt_ms=float(view.opened.max(axis=1).mean()),
     )
+    if view.collected.any():
+        yield Term("garbage_collection", lambda v: v.less(v.collected, collected=np.zeros_like(v.collected)), once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)

@@ -13,7 +13,7 @@ from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.stages.consistency import Findings, opened_apart
 from megaprof.analysis.stages.stages import counted
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call, grouped
-from megaprof.analysis.trace.intervals import covered, intervals
+from megaprof.analysis.trace.intervals import covered, intersection, intervals
 from megaprof.formats import ranges
 from megaprof.parallel.schedules import PipelineSchedule
 
@@ -67,7 +67,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, waited = (np.full(shape, np.nan) for _ in range(4))
-    idle = np.zeros(shape)
+    idle, collected = np.zeros(shape), np.zeros(shape)
     sequences, work = _sequences(calls), np.full((len(calls), schedule.microbatches, 3), np.nan)
     for (t, number), (tokens, lengths) in sequences.items():
         if number < schedule.microbatches:
@@ -76,7 +76,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         unfed, until = _unfed(call)
         alone = ([p.duration_ns for p in call.phases if p.kind == kind] for kind in ranges.PASSES[:2])
         share = forward_share(*alone) if schedule.combined else 0.0
-        for each, idled, last in zip(call.phases, unfed, until, strict=True):
+        for each, idled, last, garbage in zip(call.phases, unfed, until, _collected(call, until), strict=True):
             for kind, chunk, microbatch, first, behind in parts(each, share):
                 if kind not in schedule.kinds or chunk is None or microbatch is None:
                     continue
@@ -87,6 +87,8 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                 start[at] = (each.start - origin + first * length) * _MS
                 end[at] = (each.start - origin + behind * length) * _MS
                 idle[at], compute[at], waited[at] = idled * part, each.compute_ns * part, each.exposed_ns * part
+                collected[at] = garbage * part
+                (compute if call.gpu is None else idle)[at] -= garbage * part
     replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),
@@ -99,11 +101,13 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         end=end,
         compute=compute,
         idle=idle,
+        collected=collected,
         exposed=_exposed(calls, waited),
         enter=np.array([(call.extent[0] - origin) * _MS for call in calls]),
         reduced=np.array([_reduced(call, origin) for call in calls]),
         work=work,
         lengths_from=metadata.lengths_from,
+        experts=_experts(calls),
         sequences={key: lengths for key, (_, lengths) in sequences.items()},
         opening=np.array([n == 0 or call.source != calls[n - 1].source for n, call in enumerate(calls)]),
     )
@@ -120,6 +124,12 @@ def _sequences(calls: Sequence[Call]) -> dict[tuple[int, int], tuple[int, tuple[
                 if tokens and lengths:
                     found[t, number] = tokens, lengths
     return found
+
+
+def _experts(calls: Sequence[Call]) -> float:
+    """Tokens of all of a rank's experts in the first call of a window, on average; NaN without any."""
+    told = {call.source: sum(own) for call in calls if (own := call.metadata.expert_tokens) is not None}
+    return float(np.mean([*told.values()])) if told else np.nan
 
 
 def _exposed(calls: Sequence[Call], waited: Floats) -> dict[str, Floats]:
@@ -145,6 +155,13 @@ def _unfed(call: Call) -> tuple[list[int], list[int]]:
     until = np.where(unfed, np.maximum(following, ends), ends)
     spans = intervals((each.start, each.end) for each in call.phases)
     return (covered(gaps, spans) + until - ends).tolist(), until.tolist()
+
+
+def _collected(call: Call, until: Sequence[int]) -> list[int]:
+    """Nanoseconds by which Python's garbage collection held every pass up: on a GPU, while that waited for the host."""
+    held = call.collecting if call.gpu is None else intersection(call.collecting, call.gpu.host_bound)
+    spans = intervals((each.start, end) for each, end in zip(call.phases, until, strict=True))
+    return [int(ns) for ns in covered(held, spans)]
 
 
 def _reduced(call: Call, origin: int) -> float:

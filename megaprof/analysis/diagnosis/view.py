@@ -45,6 +45,7 @@ class View:
     """[n, d, s]: which one, in a flattened [c, k, m]."""
     exposed: Mapping[str, Floats]
     idle: Floats
+    collected: Floats
 
     def at(self, rows: npt.NDArray[np.intp], content: Content | None = None) -> View:
         """Those of its steps, with their own contents or others."""
@@ -80,8 +81,11 @@ class View:
         neutral now."""
         passes = self.state.passes.copy()
         flat, at = passes.reshape(*self.stalling.shape, -1), self.stalling[..., None]
+        collects = self.collected.any()
 
         def add(sign: float) -> None:
+            if collects:
+                np.add(passes, sign * self.collected, out=passes)
             flat[:, :, 0, 0] += sign * self.first
             stalled = np.take_along_axis(flat, at, axis=-1) + sign * self.stalled[..., None]
             np.put_along_axis(flat, at, stalled, axis=-1)
@@ -104,6 +108,10 @@ class View:
             found.reshape(*self.stalling.shape, -1), self.stalling[..., None], self.stalled[..., None], axis=-1
         )
         return found
+
+    def beside(self) -> Floats:
+        """Returns [n, d, s, c, k, m]: what passes took beside what they are made of."""
+        return self.waited() + self.stalls() + self.collected
 
     def holding(self, now: Floats) -> View:
         """With other contents."""
@@ -131,7 +139,21 @@ class View:
         return replay.step_ms(self.state.passes, entry=self.state.entry, link=self.state.link)
 
 
-_PER_STEP = ("level", "work", "rank", "pace", "peer", "own", "timely", "first", "opened", "stalled", "stalling", "idle")
+_PER_STEP = (
+    "level",
+    "work",
+    "rank",
+    "pace",
+    "peer",
+    "own",
+    "timely",
+    "first",
+    "opened",
+    "stalled",
+    "stalling",
+    "idle",
+    "collected",
+)
 
 
 def _put(values: Floats, where: slice, new: Floats) -> Floats:
@@ -148,7 +170,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
     n, d, s = state.entry.shape
     flat = state.entry.reshape(n, -1)
     timely = _median_of_others(flat).reshape(n, d, s) if flat.shape[1] > 1 else state.entry
-    over = state.passes - model.expected
+    over = state.passes - table.collected - model.expected
     first = over[:, :, 0, 0, 0, 0]
     # Alone it may be the opening, all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
@@ -180,6 +202,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
         stalling=stalling,
         exposed=table.exposed,
         idle=table.idle,
+        collected=table.collected,
     )
 
 

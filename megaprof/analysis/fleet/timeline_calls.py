@@ -20,6 +20,7 @@ from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, uncertainty
 from megaprof.analysis.clocks.matching import ends_of, links_between
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.trace.calls import Call, calls_of
+from megaprof.analysis.trace.gpu import Allocations
 from megaprof.analysis.trace.traces import Trace, TracedRange
 from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
@@ -121,12 +122,15 @@ def _traces(key: Key, files: Iterable[Path], steps: set[int]) -> dict[int, Trace
     newest: dict[tuple[int, int], tuple[int, Trace]] = {}
     for timeline in _read(sorted(files, key=_first_step), events=True):
         wanted = _of_key(timeline, key) & np.isin(timeline.steps["step"], sorted(steps))
+        memory = timeline.holding(format.MEMORY)
         for position in np.flatnonzero(wanted).tolist():
             step = timeline.steps[position]
             at, start = (int(step["step"]), int(step["index"])), int(step["start_ns"])
             if at not in newest or newest[at][0] <= start:  # a step that ran again counts as it ran last
                 metadata = timeline.metadata[step["metadata"]]
-                newest[at] = start, _trace(timeline.path, metadata, step, timeline.events(position))
+                trace = _trace(timeline.path, metadata, step, timeline.events(position))
+                allocated = format.Memory.unpack(memory[position])
+                newest[at] = start, replace(trace, memory=allocated and _allocations(allocated, start))
     found: dict[int, Trace] = {}
     for (number, _), (_, trace) in sorted(newest.items()):
         before = found.get(number)
@@ -146,6 +150,12 @@ def _trace(path: Path, metadata: Metadata, step: Any, events: format.Events | No
         ranges=tuple(sorted(_ranges(metadata, step, events), key=lambda r: (r.start, -r.end))),
         timeline="device" if step["flags"] & format.DEVICE_CLOCK else "host",
     )
+
+
+def _allocations(memory: format.Memory, start: int) -> Allocations:
+    """As of a step that begins at ``start`` with what it ends with, and has its peak in between."""
+    found = np.array([memory.allocated, memory.peak])
+    return Allocations(np.array([start, start + 1]), found, memory.capacity or None)
 
 
 def _ranges(metadata: Metadata, step: Any, events: format.Events | None) -> list[TracedRange]:
@@ -199,4 +209,5 @@ def _longest(traces: Iterable[Trace]) -> int:
 
 def _moved(trace: Trace, by: int, host: str) -> Trace:
     moved = tuple(TracedRange(r.name, r.start + by, r.end + by) for r in trace.ranges)
-    return replace(trace, ranges=moved, metadata=replace(trace.metadata, host=host))
+    memory = trace.memory and replace(trace.memory, times=trace.memory.times + by)
+    return replace(trace, ranges=moved, metadata=replace(trace.metadata, host=host), memory=memory)

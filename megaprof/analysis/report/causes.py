@@ -30,6 +30,16 @@ _HARDLY = 0.002
 MANY_STEPS = 100
 #: Microbatches that differ by less than this factor are the same.
 _ALIKE = 1.005
+#: What has all ranks collect at once, between steps, in the versions of docs/hosts.
+_AT_ONCE = "all ranks collect at once, between steps"
+_MANUAL_GC = {
+    "": f"With Megatron's --manual-gc --manual-gc-interval 100 {_AT_ONCE}",
+    "slime": "With --manual-gc all ranks collect at once, before the steps of a rollout",
+    "ms-swift": f"With --manual_gc true --manual_gc_steps 100 {_AT_ONCE}",
+    "megatron-bridge": f"With train.manual_gc=True train.manual_gc_interval=100 {_AT_ONCE}",
+    "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
+    "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
+}
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
@@ -233,7 +243,7 @@ def _one_kind(own: str, other: str) -> Callable[[Cause, TargetStages], str]:
 def _unexplained(cause: Cause, measured: TargetStages) -> str:
     # A stage that became slow on the way takes usually what its layers need.
     longer = f"{_parts(cause)} longer for each microbatch" if number(sum(cause.parts.values())) != "0.00" else "longer"
-    why = _comes_and_goes(cause) or " Nothing that was recorded says why."
+    why = _by_experts(cause) or _comes_and_goes(cause) or " Nothing that was recorded says why."
     return f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need.{why}"
 
 
@@ -250,8 +260,23 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     waiting = ", which wait for each other inside a microbatch," if several else ""
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
-    compute = "compute" if several else "computes"
-    return f"{_who(cause)}{waiting} {compute} {longer} {peers}{_when(cause)}.{_comes_and_goes(cause)}"
+    text = f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_when(cause)}."
+    return f"{text}{_by_experts(cause) or _comes_and_goes(cause)}"
+
+
+def _by_experts(cause: Cause) -> str:
+    """What experts have to do with it, where their tokens were counted."""
+    tokens, usual = cause.parts.get("expert_tokens"), cause.parts.get("usual_expert_tokens")
+    if tokens is None or usual is None:
+        return ""
+    got = f" In the captured steps its experts got {tokens:,.0f} tokens, the others' {usual:,.0f}"
+    if cause.reason == "machine":
+        return f"{got}: that explains at most {percent(cause.parts['explained'])} of it, and the rest is the machine."
+    return (
+        f"{got}: it is expert load, and even experts gain what it costs. Megatron's --moe-aux-loss-coeff (larger), "
+        "--moe-router-load-balancing-type (global_aux_loss), --moe-router-enable-expert-bias and "
+        "--moe-expert-capacity-factor even them."
+    )
 
 
 def _late_entry(cause: Cause, measured: TargetStages) -> str:
@@ -342,8 +367,15 @@ def _host_bound(cause: Cause, measured: TargetStages) -> str:
 
 def _stalls(cause: Cause, measured: TargetStages) -> str:
     return (
-        f"Single passes stall{_when(cause)}, on one rank or another. Python's garbage collection does this: try "
-        "Megatron's --manual-gc, with which all ranks collect at once."
+        f"Single passes stall{_when(cause)}, on one rank or another: something holds the host up that nothing recorded "
+        "names."
+    )
+
+
+def _garbage(cause: Cause, measured: TargetStages) -> str:
+    return (
+        f"Python collects garbage inside passes{_when(cause)}, on one rank or another while the others wait, for up to "
+        f"{_part(cause, 'longest_ms')} at a time. {_MANUAL_GC.get(measured.framework or '', _MANUAL_GC[''])}."
     )
 
 
@@ -369,6 +401,7 @@ _SENTENCES: dict[str, Callable[[Cause, TargetStages], str]] = {
     "communication": _communication,
     "host_bound": _host_bound,
     "stalls": _stalls,
+    "garbage_collection": _garbage,
     "few_microbatches": _filling,
 }
 #: All that a diagnosis names.

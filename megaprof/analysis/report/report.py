@@ -54,6 +54,7 @@ def analyze(
     progress: Progress | None = None,
     run: int | None = None,
     sizes: Mapping[str, int] | None = None,
+    memory_limit: int | None = None,
 ) -> Report:
     """Report on every trace and timeline under a directory (or on one file), on this machine or where fsspec finds it
     (``s3://bucket/traces``).
@@ -62,7 +63,8 @@ def analyze(
     the whole run. ``workers``: processes that read, each one file at a time (see `reading.read_all`), or the Ray
     cluster that does (``ray``, ``ray://host:10001``), whose machines must find the files under the same names;
     ``progress(done, files)`` is called as they are done; ``run``: which run, where the files of several lie there, from
-    1, the newest by default. A file that cannot be used becomes a warning of the report.
+    1, the newest by default; ``memory_limit``: bytes that a stage may have allocated in a layout that is advised, where
+    that is less than its device has. A file that cannot be used becomes a warning of the report.
 
     Where no file holds ranges of ours, the report is what `foreign` recordings tell; ``sizes`` (``tp``, ``pp``, ``cp``,
     ``ep``) names their process groups.
@@ -90,7 +92,7 @@ def analyze(
     if not calls:
         raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
     job = (path.parent if path.is_file() else path).absolute()
-    told = [_target(measured, calls, traced, fleets, found, job) for measured in measure(calls)]
+    told = [_target(measured, calls, traced, fleets, found, job, memory_limit) for measured in measure(calls)]
     targets = tuple(target for target, _ in told)
     return Report(
         path=path,
@@ -207,6 +209,7 @@ def _target(
     fleets: Sequence[Fleet],
     diagnosed: Mapping[Key, _Diagnosed],
     job: Path,
+    memory_limit: int | None,
 ) -> tuple[TargetReport, ByHand | None]:
     """The report on a target, and what answers for changes of it by hand. ``traced``: what traces tell of; ``job``: the
     directory that the job writes to."""
@@ -222,7 +225,7 @@ def _target(
         slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
         measured = averages(measured, examined.table, slow)
     captured = key in traced and set(examined.table.steps.tolist()) <= set(measured.steps)
-    predicted, by_hand = what_if(examined, diagnosis, own)
+    predicted, by_hand = what_if(examined, diagnosis, own, memory_limit)
     return TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=captured), by_hand
 
 

@@ -32,8 +32,6 @@ _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
 _StepOf = Callable[[Call], Step]
 #: The first of several steps is left out when it takes this many times as long as the others: it warms up.
 WARM_UP = 1.25
-#: Garbage collection is told where it took more than this part of a rank's call.
-COLLECTING = 0.01
 
 
 @dataclass(frozen=True)
@@ -205,12 +203,6 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
     counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
     for message in without_ranges([each for call in calls for each in call.metadata.ranges.without]):
         findings.warn(message)
-    worst = max(calls, key=lambda call: call.collecting_ns)
-    if worst.collecting_ns > COLLECTING * (worst.end - worst.start):
-        findings.warn(
-            f"Python collected garbage for {worst.collecting_ns / 1e6:.3g} ms of step {worst.step} on rank "
-            f"{worst.rank}, for which others may have waited; with Megatron's --manual-gc all ranks collect at once"
-        )
     stages = tuple(_stage(pp, by_stage[pp], lambda call: laid_out[pipeline(call)], findings) for pp in sorted(by_stage))
     return TargetStages(
         target=first.label,

@@ -103,8 +103,8 @@ class Call:
     opening_ns: int | None = None
     """By how many nanoseconds it began late because its tool was started before it; None where no tool was, and where
     that is not known."""
-    collecting_ns: int = 0
-    """Nanoseconds in which Python collected garbage."""
+    collecting: Intervals = field(compare=False, default_factory=lambda: intervals(()))
+    """When Python collected garbage."""
     replayed: bool = False
     """Whether its passes were replayed from a CUDA graph, so that they took no time on the host."""
     memory: Peak | None = None
@@ -197,7 +197,6 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         phases = tuple(_phase(r, metadata, ns) for r, ns in zip(passes, waited, strict=True))
         busy = union(times_of(passes + finalizing))
         split, reasons = _split(trace, passes, finalize)
-    collecting = union(times_of([r for r in inside if r.name.label == ranges.GARBAGE]))
     call = Call(
         label=label,
         step=step,
@@ -217,7 +216,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         collectives=intersection(exposed, finalize),
         modules=_modules(inside, passes, trace),
         gpu=gpu,
-        collecting_ns=total(collecting),
+        collecting=union(times_of([r for r in inside if r.name.label == ranges.GARBAGE])),
         replayed=any(r.replayed for r in passes),
         memory=memory_of(trace.memory, outer.start, outer.end),
     )

@@ -137,7 +137,7 @@ class Trace:
     base: int = 0
     """What the times in the file count from, in wall-clock nanoseconds."""
     memory: Allocations | None = None
-    """How much was allocated on its device; None where it was captured without ``--profile-memory``."""
+    """How much was allocated on its device; None where that was not recorded."""
 
 
 def times_of(things: Sequence[TracedRange | Collective]) -> Intervals:

@@ -1,25 +1,33 @@
 """What a change that a person chooses would do: another layout, other microbatches, virtual stages, another transfer.
 
-It is predicted as the report's own candidates are (`candidates`), from the same replays, so both say the same number
-for the same change; the drawn pipeline and its bubble are those of one of these replays.
+It is predicted as the report's own candidates are (`candidates`, `packing`), from the same replays, so both say the
+same number for the same change; the drawn pipeline and its bubble are those of one of these replays. The command, the
+page and the agent's tool all ask `chosen`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.what_if.candidates import Known, relaid, rescheduled
-from megaprof.analysis.what_if.changes import Change, Prediction, described
-from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout
+from megaprof.analysis.what_if.changes import Change, Prediction, captured, described
+from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout, parse_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
+from megaprof.analysis.what_if.packing import PLANS, Packed, plan
 from megaprof.formats.phrases import counted
 
 MOST_MICROBATCHES = 4096
 MOST_CHUNKS = 16
 _MOST_PASSES = 200_000
 _MOST_P2P_MS = 1e6
+_LONGEST_LAYOUT = 4000
+_COUNTS = re.compile(r"\d{1,5}(,\d{1,5})*")
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,8 @@ class Setting:
     """Milliseconds of one transfer between stages."""
     same_tokens: bool = True
     """Whether other microbatches share the tokens of the captured step; else each stays as large as it was."""
+    packing: str | None = None
+    """How the sequences of the step lie in its microbatches, one of `packing.PLANS`; None: as they were captured."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,9 @@ class Tried:
 class ByHand(Known):
     """A captured run that can be changed."""
 
+    sequences: Packed | None = None
+    """Its sequences; None where they are not known, or all alike."""
+
     @property
     def captured(self) -> Setting:
         """The run as it was captured."""
@@ -79,17 +92,122 @@ class ByHand(Known):
 def tried(known: ByHand, wanted: Setting) -> Tried:
     """Predict ``wanted``. Raises ValueError where Megatron refuses it, or where it is more than can be answered at
     once."""
+    asked, what = known, ""
+    if wanted.packing is not None:
+        known, laid = _repacked(known, wanted)
+        wanted, what = replace(wanted, microbatches=known.microbatches), laid.what
     run = known.run
     chunks, count = _checked(known, wanted)
     larger = known.microbatches / count if wanted.same_tokens else 1.0
     change = Change(rescheduled(known, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
-    found = relaid(known, "by_hand", _named(known, wanted, chunks), wanted.pieces, change)
+    what = ", ".join(filter(None, (_named(asked, wanted, chunks), what)))
+    found = relaid(known, "by_hand", what or "as captured", wanted.pieces, change)
+    if wanted.packing is not None:
+        both = laid if (wanted.pieces, change) == (known.pieces, run.as_is) else _sum(asked, laid, found.prediction)
+        found = described(found, **{name: getattr(both, name) for name in ("step_ms", "speedup", "low", "high")})
     if larger != 1.0:
         found = described(found, assumes="a microbatch's time is in proportion to its tokens")
     if larger > 1.0 and not run.replay.schedule.forward_only:
         found = described(found, memory=f"every microbatch holds {larger:.3g} times the activations")
     needs = in_flight_layers(wanted.pieces, change.replay.schedule)
     return Tried(wanted, found.prediction, run.simulated(known.costs.of(wanted.pieces)[None], change), tuple(needs))
+
+
+def chosen(known: ByHand, choices: Mapping[str, str]) -> Tried:
+    """Predict what is chosen by name: ``layout``, as Megatron writes it or as decoder layers by piece (``5,3``);
+    ``chunks`` of every stage; ``microbatches``; ``p2p``, milliseconds of a transfer; ``tokens``, ``more`` where other
+    microbatches stay as large; ``packing``, one of `packing.PLANS`. What is missing or empty stays as it was captured.
+    Raises ValueError, as `tried`."""
+    return tried(known, _setting(known, choices))
+
+
+def _setting(known: ByHand, choices: Mapping[str, str]) -> Setting:
+    """Raises ValueError."""
+    captured = known.captured
+    chunks_before = len(captured.pieces) // known.stages
+    chunks = whole("chunks", choices.get("chunks"), chunks_before)
+    if not 1 <= chunks <= MOST_CHUNKS:
+        raise ValueError(f"chunks={chunks} must lie between 1 and {MOST_CHUNKS}")
+    packing = choices.get("packing", "").strip() or None
+    if packing is not None and packing not in PLANS:
+        raise ValueError(f"packing={packing[:20]!r} is none of {', '.join(PLANS)}")
+    pieces = _pieces(known, choices.get("layout", "").strip())
+    # A layout that was typed may have another number of chunks; one that is asked for by number gets another layout.
+    if chunks != whole("was", choices.get("was"), chunks_before) and chunks * known.stages != len(pieces):
+        pieces = split(captured.pieces, known.stages, chunks)
+    return Setting(
+        pieces,
+        whole("microbatches", choices.get("microbatches"), captured.microbatches),
+        _milliseconds(choices.get("p2p"), captured.p2p_ms),
+        choices.get("tokens", "same") != "more",
+        packing,
+    )
+
+
+def _pieces(known: ByHand, text: str) -> Layout:
+    """Raises ValueError."""
+    if len(text) > _LONGEST_LAYOUT:
+        raise ValueError(f"the layout is longer than {_LONGEST_LAYOUT} characters")
+    if not text:
+        return known.pieces
+    if not _COUNTS.fullmatch(text):
+        return parse_layout(text, known.stages)
+    layers = [int(count) for count in text.split(",")]
+    if len(layers) % known.stages:
+        raise ValueError(f"layout={text} has {counted(len(layers), 'piece')}, not a multiple of pp={known.stages}")
+    if sum(layers) != (held := "".join(known.pieces).count("t")):
+        raise ValueError(f"layout={text} has {counted(sum(layers), 'decoder layer')}, the model has {held}")
+    made = ["t" * count for count in layers]
+    made[0], made[-1] = "E" + made[0], made[-1] + "m" * "".join(known.pieces).count("m") + "L"
+    return tuple(made)
+
+
+def whole(name: str, text: str | None, default: int) -> int:
+    """A number that was chosen; ``default`` without one. Raises ValueError."""
+    if text is None or not text.strip():
+        return default
+    if not text.strip().isascii() or not text.strip().isdecimal() or len(text.strip()) > 9:
+        raise ValueError(f"{name}={text.strip()[:20]!r} is not a whole number")
+    return int(text)
+
+
+def number_of(ms: float) -> str:
+    """As few digits as give it back to three places."""
+    return f"{ms:.3f}".rstrip("0").rstrip(".")
+
+
+def _milliseconds(text: str | None, captured: float) -> float:
+    if text is None or not text.strip() or text.strip() == number_of(captured):
+        return captured  # the page shows it rounded
+    try:
+        found = float(text.strip()[:30])
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"p2p={text.strip()[:20]!r} is not a number of milliseconds")
+    return found
+
+
+def _repacked(known: ByHand, wanted: Setting) -> tuple[ByHand, Prediction]:
+    """The run with its sequences otherwise in its microbatches, and what that takes. Raises ValueError."""
+    packing, count, own = wanted.packing or "", wanted.microbatches, known.sequences
+    if own is None:
+        raise ValueError(f"packing={packing}: the lengths of the sequences were not captured, or all are alike")
+    found = plan(own, packing, None if count == known.microbatches else count)
+    if found is None:
+        raise ValueError(
+            f"packing={packing}: the sequences cannot lie so in {counted(count, 'microbatch')} of at most "
+            f"{own.most} tokens, which is what memory was seen to hold"
+        )
+    return replace(known, run=captured(own.run, found.passes, found.replay)), found.prediction
+
+
+def _sum(known: ByHand, laid: Prediction, beside: Prediction) -> Prediction:
+    """Two changes, of which the second was predicted beside the first: their gains add up, and so do their errors'
+    squares."""
+    gain = known.measured_ms - beside.step_ms
+    below, above = (math.hypot(*(each.reach_ms[end] - each.step_ms for each in (laid, beside))) for end in (0, 1))
+    return Prediction.of("by_hand", beside.what, known.measured_ms, Price(gain, gain - above, gain + below))
 
 
 def _checked(known: ByHand, wanted: Setting) -> tuple[int, int]:
@@ -116,7 +234,7 @@ def _named(known: ByHand, wanted: Setting, chunks: int) -> str:
         said.append(counted(wanted.microbatches, "microbatch"))
     if wanted.p2p_ms != captured.p2p_ms:
         said.append(f"transfers of {wanted.p2p_ms:.3g} ms")
-    return ", ".join(said) or "as captured"
+    return ", ".join(said)
 
 
 def moved(pieces: Layout, source: int, target: int, letter: str = "t") -> Layout:

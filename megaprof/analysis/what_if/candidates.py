@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -14,14 +14,13 @@ from megaprof.analysis.stages import words
 from megaprof.analysis.what_if.changes import Captured, Change, Priced, described, priced
 from megaprof.analysis.what_if.contents import Costs, Held, fitted, split
 from megaprof.analysis.what_if.layout_search import search
-from megaprof.analysis.what_if.layouts import Layout, default_layout, format_layout, layers_per_stage, to_flags
+from megaprof.analysis.what_if.layouts import Layout, format_layout, layers_per_stage, to_flags
 from megaprof.analysis.what_if.memory import Memory, in_flight_layers
 from megaprof.parallel.schedules import PipelineSchedule
 
 _MOST_LAYOUTS = 3
-#: Layouts that are priced, of those with the shortest undisturbed step; where some do not fit into the measured memory
-#: so many are looked at.
-_PRICED, _MOST_SEARCHED = 6, 200
+#: Layouts that are priced, of those with the shortest undisturbed step.
+_PRICED = 6
 #: Of more stages only the two whose activations change most are told.
 _MOST_STAGES = 4
 _CHUNK_COUNTS = (1, 2, 3, 4)
@@ -108,6 +107,7 @@ def relaid(
     if known.memory is None or change.larger != 1.0:
         return described(found, **told, memory=_memory(needs, known.in_flight))
     fit = known.memory.fit(pieces, needs)
+    told["needed"] = fit.needed
     if not fit.fits:
         return described(found, **told, memory=f"does not fit: {fit}", fits=False)
     told["activations"] = str(fit) if told["activations"] is None else f"{told['activations']}; {fit}"
@@ -117,8 +117,20 @@ def relaid(
 def layouts(known: Known) -> list[Priced]:
     """The quickest layouts other than the captured one, whether they gain anything or not; of those that do not fit
     into the measured memory only the quickest."""
-    schedule, flat = known.run.replay.schedule, "".join(known.pieces)
-    found = search(
+    predictions = [
+        relaid(known, "layout", _in_words(pieces, known.stages), pieces)
+        for pieces in _quickest(known, known.run.replay, _PRICED)
+    ]
+    return sorted(predictions, key=lambda each: each.prediction.step_ms)[:_MOST_LAYOUTS]
+
+
+def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
+    """The layouts other than the captured one with the shortest undisturbed step; where some do not fit into the
+    measured memory the quickest that do, behind the quickest of all."""
+    schedule, flat = replay.schedule, "".join(known.pieces)
+    same = schedule.chunks == known.run.replay.schedule.chunks
+    searched = partial(
+        search,
         fitted(known.costs).model(known.run.p2p_ms),
         schedule.stages,
         schedule.chunks,
@@ -128,19 +140,23 @@ def layouts(known: Known) -> list[Priced]:
         forward_only=schedule.forward_only,
         combined=schedule.combined,
         microbatch_group_size=schedule.group_size if schedule.chunks > 1 else None,
-        rendezvous=known.run.replay.rendezvous,
-        in_turn=known.run.replay.in_turn,
-        factor=known.costs.factor,
-        top=_PRICED + 1 if known.memory is None else _MOST_SEARCHED,
+        rendezvous=replay.rendezvous,
+        in_turn=replay.in_turn,
+        factor=known.costs.factor if same else known.costs.of_stage[:, None],
+        top=most + 1,
     )
-    others = [each.pieces for each in found if each.pieces != known.pieces]
-    if known.memory is not None:  # the quickest ones that fit, and the quickest of all
-        fit = known.memory.fit
-        fitting = [pieces for pieces in others if fit(pieces, in_flight_layers(pieces, schedule)).fits]
-        quickest = [pieces for pieces in others[:1] if pieces not in fitting]
-        others = [*quickest, *fitting]
-    predictions = [relaid(known, "layout", _in_words(pieces, known.stages), pieces) for pieces in others[:_PRICED]]
-    return sorted(predictions, key=lambda each: each.prediction.step_ms)[:_MOST_LAYOUTS]
+    others = [each.pieces for each in searched() if each.pieces != known.pieces]
+    memory = known.memory
+    if memory is None:
+        return others[:most]
+
+    def excess(pieces: Layout) -> float:
+        return memory.fit(pieces, in_flight_layers(pieces, schedule)).excess
+
+    if any(map(excess, others)):
+        fitting = [each.pieces for each in searched(excess=excess) if each.pieces != known.pieces]
+        others = [*(pieces for pieces in others[:1] if excess(pieces)), *fitting]
+    return others[:most]
 
 
 def _in_words(pieces: Layout, stages: int) -> str:
@@ -164,24 +180,26 @@ def rescheduled(known: Known, chunks: int, microbatches: int) -> Replay:
         forward_only=own.schedule.forward_only,
         combined=own.schedule.combined,
     )
-    return compiled(checked, own.rendezvous, own.in_turn) if same else compiled(checked, chunks == 1)
+    # All of them by position: so the search asks for it, too, and finds the same one.
+    return compiled(checked, *((own.rendezvous, own.in_turn) if same else (chunks == 1, False)))
 
 
 def chunk_counts(known: Known) -> Iterator[Priced]:
-    """Other numbers of model chunks per stage, in Megatron's even split."""
-    flat, captured = "".join(known.pieces), known.run.replay.schedule.chunks
+    """Other numbers of model chunks per stage, in the quickest layout of each; where that does not fit into the
+    measured memory in the quickest that does, too."""
+    layers, captured = "".join(known.pieces).count("t"), known.run.replay.schedule.chunks
     for chunks in _CHUNK_COUNTS:
-        layout = default_layout(known.stages, chunks, flat.count("t"), flat.count("m"))
-        if chunks == captured or layout is None or flat.count("t") < chunks * known.stages:
+        if chunks == captured or layers < chunks * known.stages:
             continue
         try:
             change = Change(rescheduled(known, chunks, known.microbatches))
         except ValueError:
             continue  # Megatron refuses this number of microbatches with so many chunks
-        what = f"{words.counted(chunks, 'model chunk')} per stage, split evenly"
         overlapped = "" if chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"
-        found = relaid(known, "chunks", what, layout, change)
-        yield described(found, assumes=f"a chunk costs what its layers cost{overlapped}")
+        for pieces in _quickest(known, change.replay, 1 if known.memory is None else 2):
+            what = f"{words.counted(chunks, 'model chunk')} per stage, {_in_words(pieces, known.stages)}"
+            found = relaid(known, "chunks", what, pieces, change)
+            yield described(found, assumes=f"a chunk costs what its layers cost{overlapped}")
 
 
 def balanced(run: Captured) -> Priced:

@@ -1,9 +1,9 @@
 """A captured run, replayed as it is and with changes: other contents of chunks, other microbatches, other exchanges.
 
 What a change gains is the replay of every captured step less its replay with the change, from the same passes: a pass
-takes as many times longer as its content does, and what came on top of contents (stalls, waiting for data) stays as it
-was. How sure that is comes from draws: each takes other steps and microbatches, and one way in which contents can be
-divided (`contents`). What steps differ by, and what the replay misses, is added.
+takes as many times longer as its content does, and what came on top of contents (stalls, garbage collection, waiting
+for data) stays as it was. How sure that is comes from draws: each takes other steps and microbatches, and one way in
+which contents can be divided (`contents`). What steps differ by, and what the replay misses, is added.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Prediction:
     """What it does to the activations that stages hold, in words; None where nothing changes."""
     fits: bool | None = None
     """Whether the devices have the memory for it; None where none was measured."""
+    needed: tuple[int, ...] | None = None
+    """Bytes that each stage would have allocated at its peak; None where memory was not measured."""
     more_steps: int = 0
     """How many more captured steps would show whether it gains `policy.LEAST`; 0 where it surely does, or does not, and
     where no number of steps would."""
@@ -204,25 +206,29 @@ class Captured:
         return played(change.replay, times[0, longest], entry=entry[0, longest], link=link[0, longest])
 
 
-def captured(run: Examined) -> Captured:
-    """The run as it was examined."""
-    state = run.view.state
-    took = run.view.pipelines_ms(run.replay)
+def captured(run: Examined, passes: Floats | None = None, replay: Replay | None = None) -> Captured:
+    """The run as it was examined, or as if it had had other ``passes`` [n, d, s, c, k, m], in their ``replay``."""
+    state, before = run.view.state, run.view.pipelines_ms(run.replay)
+    beside = np.minimum(run.view.beside(), state.passes) if passes is None else np.zeros_like(passes)
+    if passes is not None:
+        state = replace(state, passes=passes)
+    replay = replay or run.replay
+    took = replay.step_ms(state.passes, entry=state.entry, link=state.link)
+    shorter = before.max(axis=1) - took.max(axis=1)
     chosen = np.sort(np.argsort(-took, axis=1, kind="stable")[:, :_LONGEST], axis=1)
 
     def of(values: Floats) -> Floats:
         return np.take_along_axis(values, chosen.reshape(*chosen.shape, *(1,) * (values.ndim - 2)), axis=1)
 
-    beside = np.minimum(run.view.waited() + run.view.stalls(), state.passes)
     return Captured(
-        replay=run.replay,
+        replay=replay,
         passes=of(state.passes - beside),
         beside=of(beside),
         entry=of(state.entry),
         link=of(state.link),
-        length=run.table.length,
+        length=run.table.length - shorter,
         tail=state.tail,
-        replayed_ms=run.replayed_ms,
+        replayed_ms=run.replayed_ms - float(shorter.mean()),
         content=run.view.now[:1],
         drawn=run.model.draws.whole * _luck(run)[..., None, None],
         rows=run.rows,

@@ -19,6 +19,8 @@ _PASSES_PER_SEARCH = 12_000_000
 _PASSES_AT_ONCE = 500_000  # 4 MB
 _FEWEST, _MOST = 100, 2000  # replays a search
 
+Excess = Callable[[Layout], float]
+"""By how much a layout needs more than it may; 0 where it does not."""
 _Counts = tuple[int, ...]
 """How many units each piece holds. A layout keeps the units in their order, so this is all there is to choose."""
 
@@ -88,7 +90,9 @@ class Candidate:
 class _Problem:
     """One search: the units, the run that they belong to, and every layout replayed so far."""
 
-    def __init__(self, units: list[tuple[str, Cost]], replay: Replay, p2p_ms: float, factor: Milliseconds) -> None:
+    def __init__(
+        self, units: list[tuple[str, Cost]], replay: Replay, p2p_ms: float, factor: Milliseconds, excess: Excess | None
+    ) -> None:
         schedule, self.factor = replay.schedule, factor
         self.pp, self.vpp, self.microbatches = schedule.stages, schedule.chunks, schedule.microbatches
         if len(units) < self.pp * self.vpp:
@@ -101,7 +105,7 @@ class _Problem:
             self.by_kind.append([one.backward_ms for _, one in units])
         self.work = [sum(each) for each in zip(*self.by_kind, strict=True)]
         self.pipeline, self.p2p_ms = replay, p2p_ms
-        self.step_ms: dict[_Counts, float] = {}
+        self.excess, self.step_ms = excess, dict[_Counts, float]()
         self.passes = prod(replay.shape)
         self.budget = min(_MOST, max(_FEWEST, _PASSES_PER_SEARCH // self.passes))
 
@@ -134,6 +138,10 @@ class _Problem:
             step_ms = self.pipeline.step_ms(passes, link=self.p2p_ms)
             self.step_ms.update(zip(some, step_ms.tolist(), strict=True))
 
+    def order(self, counts: _Counts) -> tuple[float, float]:
+        """What a layout is better by, if it is smaller: by how much it exceeds what it may need, and its step."""
+        return 0.0 if self.excess is None else self.excess(self.pieces(counts)), self.step_ms[counts]
+
     @property
     def exhausted(self) -> bool:
         return len(self.step_ms) >= self.budget
@@ -153,6 +161,7 @@ def search(
     rendezvous: bool = False,
     in_turn: bool = False,
     factor: npt.ArrayLike = 1.0,
+    excess: Excess | None = None,
     top: int = 5,
 ) -> list[Candidate]:
     """The ``top`` layouts with the shortest replayed step, the shortest first; of equals those with simpler flags.
@@ -161,7 +170,8 @@ def search(
     two exact optima (of the heaviest piece, and of a bound on the step that also counts filling and draining the
     pipeline), and improves the best of them by moving one layer at a time. Deterministic. Every piece holds something.
     MTP layers apart from the loss need megatron-core 0.16. ``factor``: how many times as long the passes of stages
-    take, ``[stage, chunk, kind of pass]`` or what broadcasts to it.
+    take, ``[stage, chunk, kind of pass]`` or what broadcasts to it. ``excess``: no layout is returned
+    that has any.
 
     Raises:
         ValueError: costs, counts or a schedule that cannot be, see `CostModel.units` and `PipelineSchedule.checked`.
@@ -174,14 +184,16 @@ def search(
         pp, vpp, microbatches, group_size=microbatch_group_size, forward_only=forward_only, combined=combined
     )
     factors = np.broadcast_to(np.asarray(factor, dtype=float), (pp, vpp, len(schedule.kinds)))
-    problem = _Problem(cost.units(layers, mtp_layers), compiled(schedule, rendezvous, in_turn), cost.p2p_ms, factors)
+    problem = _Problem(
+        cost.units(layers, mtp_layers), compiled(schedule, rendezvous, in_turn), cost.p2p_ms, factors, excess
+    )
     pieces, units = pp * vpp, len(problem.work)
     if comb(units - 1, pieces - 1) <= problem.budget:
         cuts = ((0, *inside, units) for inside in combinations(range(1, units), pieces - 1))
         problem.replay(tuple(end - begin for begin, end in pairwise(each)) for each in cuts)
     else:
         problem.replay(_starts(problem, layers, mtp_layers))
-        for start in sorted(problem.step_ms, key=lambda counts: (problem.step_ms[counts], counts))[:3]:
+        for start in sorted(problem.step_ms, key=lambda counts: (*problem.order(counts), counts))[:3]:
             _improve(problem, start)
     return _best(problem, top)
 
@@ -264,8 +276,9 @@ def _improve(problem: _Problem, counts: _Counts) -> None:
             if problem.exhausted:
                 return
             problem.replay(moves)
-            limit = problem.step_ms[counts] * (1 - 1e-12)
-            better = next((moved for moved in moves if problem.step_ms[moved] < limit), None)
+            exceeds, step_ms = problem.order(counts)
+            limit = exceeds, step_ms * (1 - 1e-12)
+            better = next((moved for moved in moves if problem.order(moved) < limit), None)
             if better is not None:
                 break
 
@@ -292,7 +305,10 @@ def _best(problem: _Problem, top: int) -> list[Candidate]:
         # Equal work summed in another order differs in the last bits; that must not decide between layouts.
         return float(f"{problem.step_ms[counts]:.10e}")
 
-    ranked = sorted(problem.step_ms, key=lambda counts: (step(counts), counts))
+    allowed = [counts for counts in problem.step_ms if not problem.order(counts)[0]]
+    ranked = sorted(allowed, key=lambda counts: (step(counts), counts))
+    if not ranked:
+        return []
     limit = step(ranked[min(top, len(ranked)) - 1])
     candidates = []
     for counts in ranked:

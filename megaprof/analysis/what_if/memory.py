@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import mul
 
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.layouts import Layout, layers_per_stage
@@ -19,27 +21,39 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Fit:
-    """What a layout needs on the stage that is closest to its device's memory, or furthest above it."""
+    """What a layout needs."""
 
-    stage: int
-    """Its pipeline rank."""
-    needed: int
-    """Bytes that it would have allocated at its peak."""
-    measured: int
+    needed: tuple[int, ...]
+    """Bytes that each stage would have allocated at its peak."""
+    measured: tuple[int, ...]
     """Bytes that it was measured to have."""
-    capacity: int
-    """Bytes that its device has."""
+    allowed: tuple[int, ...]
+    """Bytes that it may have."""
+    limited: bool
+    """Whether some may have less than their devices do."""
+
+    @property
+    def stage(self) -> int:
+        """The one that is closest to what it may have, or furthest above it."""
+        return max(range(len(self.needed)), key=lambda stage: self.needed[stage] / self.allowed[stage])
 
     @property
     def fits(self) -> bool:
-        """Whether they are enough."""
-        return self.needed <= self.capacity
+        """Whether none has more than it may."""
+        return self.needed[self.stage] <= self.allowed[self.stage]
+
+    @property
+    def excess(self) -> float:
+        """By how many times its bytes they need more than that, all stages together."""
+        return sum(max(n / a - 1.0, 0.0) for n, a in zip(self.needed, self.allowed, strict=True))
 
     def __str__(self) -> str:
         would = "about" if self.fits else "would need about"
+        needed, allowed, measured = (each[self.stage] / _GIB for each in (self.needed, self.allowed, self.measured))
+        of = "that it may have" if self.limited else "of its device"
         return (
-            f"stage {self.stage}: {would} {self.needed / _GIB:.1f} of the {self.capacity / _GIB:.1f} GiB of its device "
-            f"at its peak, by scaling the measured {self.measured / _GIB:.1f} GiB"
+            f"stage {self.stage}: {would} {needed:.1f} of the {allowed:.1f} GiB {of} at its peak, by scaling the "
+            f"measured {measured:.1f} GiB"
         )
 
 
@@ -55,52 +69,79 @@ class Memory:
     """Bytes that each had allocated at the least."""
     most: tuple[int, ...]
     """Bytes that each had allocated at the most, on any of its ranks."""
-    capacity: tuple[int, ...]
-    """Bytes that its smallest device has."""
+    allowed: tuple[int, ...]
+    """Bytes that it may have: what its smallest device has, or less."""
+    limited: bool = False
+    """Whether that is less, for some."""
 
     def fit(self, pieces: Layout, needs: Sequence[int]) -> Fit:
         """Of a layout that has ``needs`` layers times microbatches in flight."""
         per_layer = min(least / count for least, count in zip(self.least, self.layers, strict=True))
         activations = min((m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True))
-        found = []
+        needed = []
         for stage, count in enumerate(layers_per_stage(pieces, len(self.layers))):
             more = (count - self.layers[stage]) * per_layer + (needs[stage] - self.held[stage]) * activations
-            needed = max(0, round(self.most[stage] + more))
-            found.append(Fit(stage, needed, self.most[stage], self.capacity[stage]))
-        return max(found, key=lambda fit: fit.needed / fit.capacity)
+            needed.append(max(0, round(self.most[stage] + more)))
+        return Fit(tuple(needed), self.most, self.allowed, self.limited)
 
 
-def measured(calls: Mapping[int, Sequence[Call]], pieces: Layout, held: Sequence[int]) -> Memory | None:
-    """``calls``: by stage; ``held``: the most layers times microbatches that each has in flight. None where a stage has
-    no figure, or nothing to scale."""
+def peaks(calls: Mapping[int, Sequence[Call]], stages: int) -> tuple[int, ...] | None:
+    """Bytes that each stage had allocated at the most; None where one has no figure. ``calls``: by stage."""
+    found = [[call.memory.most for call in calls.get(stage, ()) if call.memory is not None] for stage in range(stages)]
+    return tuple(map(max, found)) if all(found) else None
+
+
+def measured(
+    calls: Mapping[int, Sequence[Call]], pieces: Layout, held: Sequence[int], limit: int | None = None
+) -> Memory | None:
+    """``calls``: by stage; ``held``: the most layers times microbatches that each has in flight; ``limit``: bytes that
+    a stage may have allocated, where that is not what its device has. None where a stage has no figure, or nothing to
+    scale."""
     stages = range(len(held))
     layers = layers_per_stage(pieces, len(held))
     found = [[call.memory for call in calls.get(stage, ())] for stage in stages]
     known = [[each for each in own if each is not None] for own in found]
-    if not all(known) or min(layers) < 1 or min(held) < 1:
+    most = peaks(calls, len(held))
+    if most is None or min(layers) < 1 or min(held) < 1:
         return None
-    capacities = [[each.capacity for each in own if each.capacity is not None] for own in known]
-    if not all(capacities):
+    bound = [] if limit is None else [limit]
+    devices = [[each.capacity for each in own if each.capacity is not None] for own in known]
+    if not all(own + bound for own in devices):
         return None
+    allowed = tuple(min(own + bound) for own in devices)
     return Memory(
         tuple(layers),
         tuple(held),
         tuple(min(each.least for each in own) for own in known),
-        tuple(max(each.most for each in own) for own in known),
-        tuple(map(min, capacities)),
+        most,
+        allowed,
+        limited=allowed != tuple(min(own, default=0) for own in devices),
     )
 
 
 def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:
     """For every stage the most layers whose activations it holds at once: one for each microbatch that a chunk has run
     forward and not yet backward, times the chunk's layers (MTP layers included). All zero in a forward-only pass."""
-    most = [0] * schedule.stages
     if schedule.forward_only:
-        return most
+        return [0] * schedule.stages
+    layers = [piece.count("t") + piece.count("m") for piece in pieces]
+    return [
+        max((sum(map(mul, held, layers[stage :: schedule.stages])) for held in ways), default=0)
+        for stage, ways in enumerate(_in_flight(schedule))
+    ]
+
+
+@lru_cache(maxsize=16)
+def _in_flight(schedule: PipelineSchedule) -> list[set[tuple[int, ...]]]:
+    """For every stage the microbatches that each of its chunks has run forward and not yet backward, at all times when
+    it is about to run a backward."""
+    found = []
     for stage in range(schedule.stages):
-        layers = [sum(piece.count(letter) for letter in "tm") for piece in pieces[stage :: schedule.stages]]
-        held = 0
+        held, ways, before = [0] * schedule.chunks, set[tuple[int, ...]](), "forward"
         for phase in phase_order(schedule, stage):
-            held += layers[phase.chunk] if phase.kind == "forward" else -layers[phase.chunk]
-            most[stage] = max(most[stage], held)
-    return most
+            if phase.kind != "forward" and before == "forward":
+                ways.add(tuple(held))
+            held[phase.chunk] += 1 if phase.kind == "forward" else -1
+            before = phase.kind
+        found.append(ways)
+    return found

@@ -101,24 +101,39 @@ def packed(run: Examined) -> Packed | None:
     return Packed(run, found, steps, float(table.work[..., 0].sum()) / tokens)
 
 
-def plan(known: Packed, name: str) -> Prediction | None:
-    """One of `PLANS`; None where the sequences cannot lie so without more tokens in a microbatch than any had."""
-    count = known.run.table.schedule.microbatches
-    if name == FEWER:
+@dataclass(frozen=True)
+class Laid:
+    """A run whose sequences lie otherwise."""
+
+    prediction: Prediction
+    """Its step."""
+    passes: Floats
+    """[t, d, s, c, k, m]: what every pass takes."""
+    replay: Replay
+    """Its schedule."""
+    steps: tuple[Step, ...] = ()
+    """The sequences of each step."""
+
+
+def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | None:
+    """One of `PLANS`, in so many microbatches; None where the sequences cannot lie so without more tokens in a
+    microbatch than any had, or Megatron refuses their number."""
+    count = microbatches or known.run.table.schedule.microbatches
+    if name == FEWER and microbatches is None:
         count = max(math.ceil(sum(map(sum, replica)) / known.most) for step in known.steps for replica in step)
         count = max(count, 1)
         if count >= known.run.table.schedule.microbatches:
             return None
     steps = [_PLANS[name](known, step, count) for step in known.steps]
-    laid = [step for step in steps if step is not None]
+    laid = [step for step in steps if step is not None and all(len(replica) == count for replica in step)]
     if len(laid) < len(steps):
         return None
-    what = f"the same sequences in {counted(count, 'microbatch')}" if name == FEWER else _IN_WORDS[name]
+    fewer = f"the same sequences in {counted(count, 'microbatch')}"
     try:
         replay = _replay(known.run, count)
     except ValueError:
-        return None  # Megatron refuses this number of microbatches
-    return _predicted(known, what, _work(known, laid), replay)
+        return None
+    return replace(_predicted(known, _IN_WORDS.get(name, fewer), _work(known, laid), replay), steps=tuple(laid))
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
@@ -132,7 +147,8 @@ def plans(known: Packed) -> list[Prediction]:
     """Every plan that is possible, the quickest first, and behind them what no packing can beat."""
     several = known.run.table.work is not None and known.run.table.work.shape[1] > 1
     made = [plan(known, name) for name in PLANS if several or name != POOLED]
-    return [*sorted((each for each in made if each is not None), key=lambda each: each.step_ms), even(known)]
+    found = [each.prediction for each in made if each is not None]
+    return [*sorted(found, key=lambda each: each.step_ms), even(known)]
 
 
 def even(known: Packed) -> Prediction:
@@ -141,7 +157,7 @@ def even(known: Packed) -> Prediction:
     if work is None:
         raise ValueError("the work of the microbatches is not known")
     mean = np.broadcast_to(work.mean(axis=(1, 2), keepdims=True), work.shape)
-    found = _predicted(known, _EVEN, mean, known.run.replay)
+    found = _predicted(known, _EVEN, mean, known.run.replay).prediction
     return replace(found, kind="even_packing", assumes="sequences can be divided")
 
 
@@ -162,7 +178,7 @@ def _replay(run: Examined, count: int) -> Replay:
     return compiled(checked, run.replay.rendezvous, run.replay.in_turn)
 
 
-def _predicted(known: Packed, what: str, work: Floats, replay: Replay) -> Prediction:
+def _predicted(known: Packed, what: str, work: Floats, replay: Replay) -> Laid:
     """``work`` [t, d, m, 3] of other microbatches."""
     run, found, state = known.run, known.found, known.run.view.state
     n = len(state.passes)
@@ -193,7 +209,8 @@ def _predicted(known: Packed, what: str, work: Floats, replay: Replay) -> Predic
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(mean)
     noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(of_cost**2))))
     error = math.hypot(noise, (run.missed + _RERUN) * run.step_ms, LEVEL * REPLAYED * mean)
-    return Prediction.of(KIND, what, run.step_ms, Price(mean, mean - error, mean + error))
+    prediction = Prediction.of(KIND, what, run.step_ms, Price(mean, mean - error, mean + error))
+    return Laid(prediction, passes(found.cost, every), replay)
 
 
 def _work(known: Packed, steps: Sequence[Step]) -> Floats:

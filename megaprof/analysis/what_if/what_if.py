@@ -27,7 +27,7 @@ from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts
 from megaprof.analysis.what_if.changes import Prediction, Priced, apart, captured
 from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, Held, fitted
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
-from megaprof.analysis.what_if.memory import in_flight_layers
+from megaprof.analysis.what_if.memory import in_flight_layers, peaks
 from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.analysis.what_if.packing import packed, plans
 from megaprof.formats import ranges
@@ -62,6 +62,8 @@ class WhatIf:
     """Milliseconds of one transfer."""
     layout: str | None = None
     """The captured layout, as Megatron writes it."""
+    allocated: tuple[int, ...] | None = None
+    """Bytes that each stage had allocated at its peak; None where that was not measured."""
     costs: CostFit | None = None
     """What each kind of layer costs."""
     candidates: tuple[Prediction, ...] = ()
@@ -89,13 +91,16 @@ class WhatIf:
     of steps would."""
 
 
-def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> tuple[WhatIf, ByHand | None]:
+def what_if(
+    run: Examined, diagnosis: Diagnosis, calls: Sequence[Call], memory_limit: int | None = None
+) -> tuple[WhatIf, ByHand | None]:
     """Predicts changes of a run; returns what was predicted, and what answers for changes that a person chooses, None
     where ``warnings`` say why. ``calls``: those of its job that were read, which say what its stages hold and what
-    single modules take."""
+    single modules take. ``memory_limit``: bytes that a stage may have allocated, where that is less than its device
+    has."""
     table, state = run.table, run.view.state
     errors = (state.step_ms(run.replay) - table.length) / table.length
-    steps = captured(run)
+    steps, by_stage = captured(run), grouped(calls, lambda call: call.stage)
     replayed = WhatIf(
         replay_ms=run.replayed_ms,
         replay_error=Spread.of(errors.tolist()),
@@ -103,9 +108,11 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> tuple
         outside_ms=float(table.reduction.mean()),
         rendezvous=run.replay.rendezvous,
         p2p_ms=steps.p2p_ms,
+        allocated=peaks(by_stage, table.schedule.stages),
     )
-    if _differ(diagnosis) and (known_sequences := packed(run)) is not None:
-        replayed = replace(replayed, packings=tuple(plans(known_sequences)), most_tokens=known_sequences.most)
+    sequences = packed(run) if _differ(diagnosis) else None
+    if sequences is not None:
+        replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
         return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
@@ -115,15 +122,14 @@ def what_if(run: Examined, diagnosis: Diagnosis, calls: Sequence[Call]) -> tuple
     if run.missed > LEAST:
         told.append(f"the replay is {run.missed:.1%} off the measured step, and every prediction as uncertain")
     others = [each.prediction for each in (balanced(steps), *microbatch_counts(steps))]
-    by_stage = grouped(calls, lambda call: call.stage)
     try:
         held = _held(table, by_stage)
     except _Unknown as reason:
         warnings = (f"no other layout is predicted: {reason}", *told)
         return replace(replayed, candidates=tuple(others), warnings=warnings), None
-    memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule))
+    memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     shared = _shared_cores(calls)
-    known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES)
+    known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES, sequences)
     compared = layouts(known)
     best = _best(compared)
     advised = None if best is None else best.prediction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.cli.diff import compared
 from megaprof.cli.jobs import status as job_status
 from megaprof.cli.report import analyzed
+from megaprof.cli.what_if import in_words, predicted
 from megaprof.control.job import NoJob
 from megaprof.formats.remote import RemotePath, files_below, place
 from megaprof.formats.timeline import SUFFIX as TIMELINE
@@ -56,6 +58,14 @@ def of_layouts(directory: str, run: int | None) -> dict[str, Any]:
             for each in targets
         ],
     }
+
+
+def of_change(
+    directory: str, run: int | None, choices: Mapping[str, str], target: str | None, role: str | None
+) -> dict[str, Any]:
+    """``megaprof what-if DIR --json``. Raises CommandError, and what reading raises."""
+    found = predicted(_report(directory, run), choices, target, role)
+    return {"headline": in_words(found), **msgspec.json.decode(msgspec.json.encode(found))}
 
 
 def of_diff(before: str, after: str) -> dict[str, Any]:

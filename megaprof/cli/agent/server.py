@@ -17,6 +17,7 @@ from mcp.server.mcpserver.tools import Tool
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field, ValidationError
 
+from megaprof.analysis.what_if.packing import PLANS
 from megaprof.cli import CommandError, in_a_line
 from megaprof.cli.agent import answers, pages
 from megaprof.cli.agent.excerpt import MOST, NoPart, excerpt
@@ -70,7 +71,7 @@ def serve(*, allow_trigger: bool) -> None:
 
 def server(*, allow_trigger: bool) -> MCPServer[Any]:
     """The server with all its tools and documents."""
-    reads: tuple[Callable[..., CallToolResult], ...] = (report, layouts, diff, simulate, status)
+    reads: tuple[Callable[..., CallToolResult], ...] = (report, layouts, what_if, diff, simulate, status)
     tools = [
         Tool.from_function(tool, description=_about(tool), annotations=_READS, structured_output=False)
         for tool in reads
@@ -137,6 +138,26 @@ def layouts(directory: _Directory, part: _Part = "", run: _Run = None) -> CallTo
     step time, speedup, uncertainty and Megatron's flags: what_if of the report. Parts: targets/0/what_if/candidates,
     targets/0/what_if/costs."""
     return _answered("report", partial(answers.of_layouts, directory, run), part, _NO_LAYOUTS)
+
+
+def what_if(
+    directory: _Directory,
+    layout: Annotated[str, Field(description="decoder layers of each stage, such as 5,3, or Megatron's layout")] = "",
+    chunks: Annotated[int | None, Field(description="model chunks of every stage")] = None,
+    microbatches: Annotated[int | None, Field(description="microbatches of a step")] = None,
+    packing: Annotated[str, Field(description=f"how the same sequences lie: {', '.join(PLANS)}")] = "",
+    p2p_ms: Annotated[float | None, Field(description="milliseconds of one transfer between stages")] = None,
+    same_tokens: Annotated[bool, Field(description="whether other microbatches share the tokens of the step")] = True,
+    target: Annotated[str | None, Field(description=f"of which target: {', '.join(TARGETS)} [the first]")] = None,
+    role: _Role = None,
+    run: _Run = None,
+) -> CallToolResult:
+    """Predict a change of your own choice from a capture: the JSON of megaprof what-if DIR --json. What is left out
+    stays as it was captured."""
+    given = {"layout": layout, "chunks": chunks, "microbatches": microbatches, "p2p": p2p_ms, "packing": packing}
+    choices = {name: str(value) for name, value in given.items() if value is not None}
+    choices["tokens"] = "same" if same_tokens else "more"
+    return _answered("what-if", partial(answers.of_change, directory, run, choices, target, role), "", answers.DETAILS)
 
 
 def diff(before: _Directory, after: _Directory, part: _Part = "") -> CallToolResult:

@@ -16,6 +16,7 @@ from megaprof.cli.training.run import resolve
 from megaprof.config.options import flag
 from megaprof.formats.files import appearing
 from megaprof.formats.phrases import counted
+from megaprof.runtime.hostmemory import parse_limit
 from megaprof.tune import state, trial, tuning, words
 from megaprof.tune.command import Saves, without_saving
 from megaprof.tune.state import Trial, Tuning
@@ -51,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--saving-off",
         metavar="WORDS",
         help="words that keep COMMAND from saving checkpoints, put at its end; '' if it saves none",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        metavar="SIZE",
+        help="what a rank may have allocated on its GPU (60GiB): no layout is tried that is predicted to need more "
+        "(default: what the GPU has)",
     )
     parser.add_argument(
         "--next",
@@ -101,10 +108,25 @@ def _begun(args: argparse.Namespace) -> Tuning:
         )
     if before is not None and typed and tuple(typed) != before.command:
         raise UsageError(f"--out {args.out}: has trials of another command: {shlex.join(before.command)}")
+    limit = _memory_limit(args.memory_limit)
     off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if before is None:
-        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off)
+        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit)
+    if limit not in (None, before.memory_limit):
+        raise UsageError(f"--memory-limit {args.memory_limit}: the trials in --out {args.out} have another one")
     return replace(before, most_trials=args.trials or before.most_trials, stopped=None, reason=None)
+
+
+def _memory_limit(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        size = parse_limit("--memory-limit", text).size
+    except ValueError as fault:
+        raise UsageError(str(fault)) from None
+    if size is None:
+        raise UsageError(f"--memory-limit {text}: must be a size such as 60GiB")
+    return size
 
 
 def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megaprof.formats.timeline import Memory
 from megaprof.recorders.tape import Marker
 
 _RELAXED = 2  # cuda.h, CUstreamCaptureMode: nothing that this thread does breaks a capture
@@ -41,6 +42,30 @@ def device_clock() -> DeviceClock | None:
     if missing:
         raise NoDeviceClock(f"{path} has no {missing[0]}")
     return DeviceClock(*(getattr(runtime, name) for name in functions))
+
+
+def device_memory() -> Callable[[], Memory] | None:
+    """Returns what asks torch's allocator for the memory of this process's GPU; None where torch uses no GPU, or an
+    allocator that does not count. Nothing is reset: the host may read the same figures.
+
+    Asking copies the allocator's counters (15 us), and touches neither the GPU nor its driver."""
+    import torch
+
+    cuda: Any = torch.cuda
+    if not (torch.version.cuda or torch.version.hip) or not cuda.is_initialized():
+        return None
+    device = cuda.current_device()
+
+    def read() -> Memory:
+        found = cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+        return Memory(found["current"], found["peak"], capacity)
+
+    try:
+        capacity = cuda.get_device_properties(device).total_memory
+        read()
+    except (AttributeError, KeyError, RuntimeError, AssertionError):
+        return None
+    return read
 
 
 def _loaded(library: str) -> str | None:

@@ -60,7 +60,7 @@ class TimelineFiles:
         self._shapes: dict[bytes, int] = {}
         self._steps = 0
         self._number = 0
-        self._work: dict[Any, bytes] = {}
+        self._holding: dict[Any, bytes] = {}
         self._paused_until = 0.0
         self.bytes_written = 0
         self.steps_lost = 0
@@ -142,14 +142,13 @@ class TimelineFiles:
         return count
 
     def _said(self, key: Any, row: int, facts: Facts) -> bytes:
-        """The records of what stands beside a step. Work holds until another one is told: most jobs never say it
-        twice."""
+        """The records of what stands beside a step. What holds until another one is told most jobs say once."""
         said = []
         for what, payload in facts:
-            if what == format.WORK:
-                if self._work.get(key, b"") == payload:
+            if what in format.HOLDING:
+                if self._holding.get((what, key), b"") == payload:
                     continue
-                self._work[key] = payload
+                self._holding[what, key] = payload
             said.append(format.fact_record(row, what, payload))
         return b"".join(said)
 
@@ -164,7 +163,7 @@ class TimelineFiles:
                 break
         self._path, self._size = path, 0
         self._number += 1
-        self._metadata, self._shapes, self._work, self._steps = {}, {}, {}, 0
+        self._metadata, self._shapes, self._holding, self._steps = {}, {}, {}, 0
 
     def _write(self, data: bytes) -> None:
         """All of ``data`` or, after an OSError, nothing of it."""

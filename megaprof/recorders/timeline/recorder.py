@@ -21,16 +21,18 @@ import numpy.typing as npt
 from megaprof.config.options import ProfileConfig
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
+from megaprof.formats.garbage import pack_collections
 from megaprof.formats.job.status import Position, Recent
 from megaprof.formats.work import pack_work
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.describe import describe
+from megaprof.recorders.garbage import Collections
 from megaprof.recorders.line import Line
 from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.arrivals import Reading, Written
-from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock
+from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock, device_memory
 from megaprof.recorders.timeline.files import Facts, Step, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
@@ -76,6 +78,7 @@ class TimelineRecorder:
         self._files = TimelineFiles(Path(str(config.dir)), role, coords, config.timeline_megabytes << 20)
         self._background = background
         self._device: DeviceClock | None = None
+        self._memory: Callable[[], format.Memory] | None = None
         self._without: str | None = None  # why times are the host's although a GPU is in use
         self._told_clock = False
         self._finished: deque[Line] = deque()
@@ -86,6 +89,8 @@ class TimelineRecorder:
         self._last: dict[Key, tuple[int, int]] = {}
         self._line: Line | None = None
         self._collectives = Reading() if config.collectives else None
+        self._collections = Collections()
+        self._collections.start()
         self._tally = Tally()
         self._watch = ChangeClock()
         self._told = 0, 0
@@ -97,6 +102,7 @@ class TimelineRecorder:
     def clock(self) -> Callable[[], Any] | None:
         """The clock of the tapes; None: the host's. Chosen when the first call begins, on the training thread: hooks
         may go in before the process uses its GPU."""
+        self._memory = device_memory()
         try:
             self._device = device_clock()
         except NoDeviceClock as missing:
@@ -125,6 +131,7 @@ class TimelineRecorder:
         line.ended = line.tape.mark()
         entered = time.perf_counter_ns()
         line.end_ns = time.time_ns()
+        line.memory = None if self._memory is None else self._memory()
         if failed:
             line.flags |= format.FAILED
         if line.began is None or line.ended is None:  # a CUDA graph was being captured
@@ -142,12 +149,14 @@ class TimelineRecorder:
         line.own += time.perf_counter_ns() - entered
 
     def abandon(self) -> None:
-        """After a fault: the step that was being recorded is not."""
+        """After a fault: the step that was being recorded is not, and nothing more is heard of."""
         self._line = None
+        self._collections.stop()
 
     def close(self) -> None:
         """Write what is finished and end the file, after what the background thread is writing just now. A disk that
         does not answer holds up the end of a job for so long and no longer."""
+        self._collections.stop()
         self._background.remove(self.drain)
         if self._writing.acquire(timeout=END_SECONDS):
             try:
@@ -264,11 +273,17 @@ class TimelineRecorder:
         return line.key, line.metadata, shape, begun, (duration, *totals, line.own // 1000), times, self._facts(line)
 
     def _facts(self, line: Line) -> Facts:
-        """What stands beside a step: what its microbatches consist of. A step that the GPU may not have finished is
-        not asked."""
+        """What stands beside a step: what its microbatches consist of, its memory, and when garbage was collected in it
+        and since the one before. A step that the GPU may not have finished is not asked for the first."""
         fetch = None if self._device is None or line.flags & format.INCOMPLETE else self._device.numbers
         found = read_work(line.tape.given, self._coords.sizes.cp, fetch)
-        return ((format.WORK, pack_work(found)),)
+        facts = [(format.WORK, pack_work(found))]
+        if line.memory is not None:
+            facts.append((format.MEMORY, line.memory.pack()))
+        if collected := self._collections.until(line.end_ns):
+            times = ((each.start, each.end) for each in collected)
+            facts.append((format.COLLECTIONS, pack_collections(times, line.start_ns)))
+        return tuple(facts)
 
     def _describe(
         self, call: RecordedCall, target: str, role: str | None, step: int

@@ -99,6 +99,12 @@ def with_layers(pipeline: Pipeline, *layers: int) -> Pipeline:
         (REPLICAS, Fault("communication", 100.0, group="dp"), ("communication", None, None, (), "dp")),
         (GPU, Fault("host_bound", 0.4), ("host_bound", None, None, (), None)),
         (LONG, Fault("stalls", 400.0), ("stalls", None, None, (), None)),
+        (LONG, Fault("garbage_collection", 400.0), ("garbage_collection", None, None, (), None)),
+        (
+            replace(CPU, replicas=3, steps=12),
+            Fault("garbage_collection", 400.0),
+            ("garbage_collection", None, None, (), None),
+        ),
         (LONG, Fault("unequal_replicas", 0.2), ("unequal_replicas", None, None, (), None)),
         (
             replace(ALONE, replicas=2),

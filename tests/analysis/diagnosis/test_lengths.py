@@ -13,7 +13,7 @@ from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.lengths import _not_negative
 from megaprof.analysis.diagnosis.table import Table
-from tests.analysis.diagnosis.test_diagnose import ALONE, HEALTHY, LONG, table_of
+from tests.analysis.diagnosis.test_diagnose import ALONE, CPU, HEALTHY, LONG, table_of
 from tests.analysis.truth.pipelines import Fault
 
 UNEVEN = replace(HEALTHY, faults=(Fault("uneven_microbatches", 0.4),))
@@ -45,6 +45,39 @@ def test_uneven_work_is_the_datas_where_lengths_explain_it_and_else_a_machines(p
         assert (cause.reason or "") == reason
         assert (told.lengths is None) == (own is None)
         assert ("explained" in cause.parts) == (own is not None)
+
+
+PEERS = replace(CPU, peers=2)
+#: Stage 1 of 4, its second rank.
+SLOW = Fault("slow_rank", 1.3, stage=1, replica=0, peer=1)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "fault", "tokens", "reason"),
+    [
+        (PEERS, SLOW, (1, 1, 1600.0), "expert_load"),
+        (PEERS, SLOW, (1, 1, 1030.0), "machine"),
+        (PEERS, SLOW, (1, 0, 1600.0), "machine"),
+        (PEERS, SLOW, None, None),
+        (PEERS, Fault("slow_stage", 1.3, stage=2), (2, 0, 1500.0), "expert_load"),
+        (PEERS, Fault("slow_stage", 1.3, stage=2), (3, 0, 1500.0), "machine"),
+    ],
+)
+def test_a_slow_rank_is_its_experts_where_these_got_more_and_else_its_machine(
+    pipeline, fault, tokens, reason, tmp_path
+):
+    table = table_of(replace(pipeline, faults=(fault,)), tmp_path)
+    assert table.experts is None
+    if tokens is not None:
+        stage, peer, own = tokens
+        experts = np.full(table.compute.shape[1:4], 1000.0)
+        experts[0, stage, peer] = own
+        table = replace(table, experts=experts)
+    (cause,) = diagnose(examine(table)).causes
+    assert cause.stage == fault.stage
+    assert cause.reason == reason
+    if tokens is not None and reason == "expert_load":
+        assert (cause.parts["expert_tokens"], cause.parts["usual_expert_tokens"]) == (own, 1000.0)
 
 
 def test_costs_are_what_passes_take(tmp_path):

@@ -1,5 +1,5 @@
 """What holds a rank up and is no waiting of the pipeline's own: the profiler's start, which takes each rank another
-time, and Python's garbage collection."""
+time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.report import analyze
 from megaprof.analysis.stages.samples import mean_of
 from tests.analysis.altered import reported
 from tests.analysis.scenarios import Scenario
-from tests.analysis.synthetic import plain_stage
 
 
 def started(slowest_ms: float) -> Any:
@@ -62,14 +60,3 @@ def test_a_step_behind_the_start_is_left_out_where_others_are_not(
 def test_without_a_pipeline_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = reported(Scenario("one", layers=(8,)), tmp_path, monkeypatch, device="cuda", profiler=started(302.0))
     assert target.measured.step_time_ms is not None
-
-
-@pytest.mark.parametrize(("ms", "told"), [(40.0, True), (4.0, False)])
-def test_a_long_garbage_collection_is_told(ms: float, told: bool, tmp_path: Path) -> None:
-    for pp in range(2):
-        stage = plain_stage(pp, 2, 40.0, 80.0)
-        stage.event("megaprof/garbage_collection", 100.0 + pp, ms / 4 if pp else ms)
-        stage.write(tmp_path)
-    (target,) = analyze(tmp_path).targets
-    said = [warning for warning in target.measured.warnings if "garbage" in warning]
-    assert [f"{ms:.3g} ms of step 5 on rank 0" in warning for warning in said] == [True] * told

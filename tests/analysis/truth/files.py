@@ -15,13 +15,14 @@ import numpy as np
 
 from megaprof.formats import codes, ranges
 from megaprof.formats import timeline as format
+from megaprof.formats.garbage import pack_collections
 from megaprof.formats.names import artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from tests.analysis.kineto import launched
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.synthetic import TraceBuilder, chunk
-from tests.analysis.truth.pipelines import Pipeline, Run
-from tests.analysis.truth.programs import FORWARD, KINDS, Pass
+from tests.analysis.truth.pipelines import STALLED, Pipeline, Run, numbers
+from tests.analysis.truth.programs import BACKWARD, FORWARD, KINDS, Pass
 from tests.analysis.truth.simulation import Done, Times
 
 START_NS = 1_790_000_000_000_000_000
@@ -100,6 +101,14 @@ class _Rank:
     def finish(self) -> Times:
         return self.run.finish[self.stage, :, self.replica]
 
+    def collected(self, what: Pass, step: int) -> float:
+        """Milliseconds at the end of a pass in which Python collects garbage."""
+        ms = sum(fault.size for fault in self.pipeline.faults if fault.kind == "garbage_collection")
+        if not ms or (what.kind, what.chunk) != (BACKWARD, 0):
+            return 0.0
+        random, at = numbers(self.pipeline), (self.stage, step, self.replica)
+        return ms * (random.stalled[at] < STALLED and what.microbatch == random.where[at])
+
     @property
     def ahead(self) -> float:
         """Milliseconds by which the clock of this rank's host is."""
@@ -172,6 +181,11 @@ def _timeline(rank: _Rank, directory: Path) -> None:
         begun = (0, format.DEVICE_CLOCK if device else 0, FIRST_STEP + step, int(starts[step]))
         totals = (int(duration[step]), *(int(spent[kind][step]) for kind in codes.KINDS), 60)
         out.append(format.step_record(0, 0, begun, totals, packed[step]))
+        for each in rank.done:
+            if isinstance(each.what, Pass) and (ms := rank.collected(each.what, step)):
+                end = int(starts[step] + 1e6 * (each.end[step, rank.replica] - rank.enter[step]))
+                found = pack_collections([(int(end - 1e6 * ms), end)], int(starts[step]))
+                out.append(format.fact_record(step, format.COLLECTIONS, found))
     path = directory / artifact_name("timeline", None, FIRST_STEP, rank.coords, format.SUFFIX)
     path.write_bytes(b"".join(out))
 
@@ -215,6 +229,8 @@ class _Cpu:
             start, end = (origin + float(at[step, self.rank.replica]) for at in (each.start, each.end))
             if isinstance(each.what, Pass):
                 self.computed(each.what, step, start, end)
+                if ms := self.rank.collected(each.what, step):
+                    self.trace.event(f"megaprof/{ranges.GARBAGE}", end - ms, ms)
             else:
                 self.exchanged(each.what.name, start, end, any((each.what.sends, each.what.receives)))
         if not self.rank.pipeline.forward_only:

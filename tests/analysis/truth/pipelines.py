@@ -30,7 +30,7 @@ class Fault:
     ``uneven_microbatches``: spread of the logarithm, of all stages alike or of one alone. ``communication``: part of a
     pass that it takes longer, or, of ``dp``, milliseconds of a step. ``host_bound``: part of a pass that it takes
     longer. ``unequal_replicas``: spread of the logarithm of a replica's work from step to step. ``stalls``:
-    milliseconds that single passes of all ranks take longer.
+    milliseconds that single passes of all ranks take longer; ``garbage_collection``: the same, while Python collects.
     """
 
     kind: str
@@ -284,7 +284,7 @@ class Priced:
         for each in faults:
             if each.kind == "data_wait":
                 work[0, 0, FORWARD, 0] += each.size
-            elif each.kind == "stalls":
+            elif each.kind in ("stalls", "garbage_collection"):
                 kind = FORWARD if one.forward_only else BACKWARD
                 for s, step, r in np.argwhere(random.stalled < STALLED):
                     work[s, 0, kind, random.where[s, step, r], step, r] += each.size

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.what_if.by_hand import ByHand, moved, split, tried
+from megaprof.analysis.what_if.by_hand import ByHand, chosen, moved, split, tried
 from megaprof.analysis.what_if.changes import resliced
 from megaprof.analysis.what_if.layouts import check_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.cli import USAGE, main
+from megaprof.cli.agent import answers
+from megaprof.ui.hand import answer
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
+from tests.cli.running import check
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    directory = tmp_path_factory.mktemp("run")
-    write(Scenario("by hand", layers=(6, 4, 4, 2), loss=4.0, microbatches=8, noise=0.005, steps=3), directory)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("run")
+    write(Scenario("by hand", layers=(6, 4, 4, 2), loss=4.0, microbatches=8, noise=0.005, steps=3), made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def report(directory: Path) -> Report:
     return analyze(directory)
 
 
@@ -63,6 +74,32 @@ def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: By
         assert mine.layout == each.layout or each.kind == "microbatches"
         assert mine.flags == each.flags or each.kind == "microbatches"
     assert by_kind.keys() == {"layout", "chunks", "microbatches"}
+
+
+def test_the_command_the_tool_and_the_page_say_the_same(
+    directory: Path, known: ByHand, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = chosen(known, {"layout": "5,4,4,3", "microbatches": "16"}).prediction
+    assert mine.layout == "Et*5|t*4|t*4|t*3L"
+    assert main(["what-if", str(directory), "--layout", "5,4,4,3", "--microbatches", "16", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    check("what-if", printed)
+    assert printed["prediction"] == json.loads(msgspec.json.encode(mine))
+    told = answers.of_change(str(directory), None, {"layout": "5,4,4,3", "microbatches": "16"}, None, None)
+    assert {name: value for name, value in told.items() if name != "headline"} == printed
+    assert answer(known, {"layout": "5,4,4,3", "microbatches": "16"}).now.prediction == mine
+    for wrong, code in (
+        (["--layout", "5,4,4"], USAGE),
+        (["--layout", "5,4,4,4"], USAGE),
+        (["--microbatches", "0"], USAGE),
+        (["--packing", "tight"], USAGE),
+        (["--packing", "balanced"], USAGE),
+        (["--target", "evaluate"], USAGE),
+        (["--run", "7"], USAGE),
+    ):
+        assert main(["what-if", str(directory), *wrong]) == code
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
 
 
 def test_it_survives_the_way_between_processes(known: ByHand) -> None:

@@ -15,7 +15,13 @@ from megaprof.analysis.what_if.layout_search import (
     CostModel,
     search,
 )
-from megaprof.analysis.what_if.layouts import check_layout, format_layout, layers_per_stage, parse_layout, to_flags
+from megaprof.analysis.what_if.layouts import (
+    check_layout,
+    format_layout,
+    layers_per_stage,
+    parse_layout,
+    to_flags,
+)
 from tests.analysis.what_if.oracle import lower_bound_ms, replay_layout
 
 milliseconds = st.integers(0, 12).map(lambda quarters: quarters / 4)
@@ -67,10 +73,22 @@ def test_the_best_of_all_layouts_is_found_and_nothing_beats_the_bound(
 def test_the_local_search_comes_within_a_percent_of_the_best(monkeypatch, pp, vpp, layers, loss, mixed):
     layer = tuple(Cost(1.0 + (index % 3), 2.0 + (index % 3)) for index in range(layers)) if mixed else Cost(1.0, 2.0)
     cost = CostModel(layer, Cost(0.2, 0.3), Cost(loss, 2 * loss), p2p_ms=0.1)
-    best = min(replay_layout(pieces, pp, cost, 2 * pp).step_ms for pieces in every_layout(pp, vpp, layers, 0))
+    steps = {pieces: replay_layout(pieces, pp, cost, 2 * pp).step_ms for pieces in every_layout(pp, vpp, layers, 0)}
+    best = min(steps, key=lambda pieces: steps[pieces])
     monkeypatch.setattr(layout_search, "_MOST", 120)
     found = search(cost, pp, vpp, layers, 2 * pp)[0].step_ms
-    assert best * (1 - 1e-9) <= found <= best * 1.01
+    assert steps[best] * (1 - 1e-9) <= found <= steps[best] * 1.01
+    own = layers_per_stage(best, pp)
+    stage = own.index(max(own))  # may have a layer less
+
+    def excess(pieces):
+        return float(max(0, layers_per_stage(pieces, pp)[stage] - own[stage] + 1))
+
+    allowed = [ms for pieces, ms in steps.items() if not excess(pieces)]
+    bounded = search(cost, pp, vpp, layers, 2 * pp, excess=excess)
+    assert not any(excess(each.pieces) for each in bounded)
+    assert min(allowed) * (1 - 1e-9) <= bounded[0].step_ms <= min(allowed) * 1.03
+    assert search(cost, pp, vpp, layers, 2 * pp, excess=lambda pieces: 1.0) == []
 
 
 def test_a_large_search_is_valid_deterministic_and_better_than_the_balanced_split():

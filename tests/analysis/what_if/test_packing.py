@@ -14,6 +14,9 @@ from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.simulation.replay import compiled
 from megaprof.analysis.what_if import packing
+from megaprof.analysis.what_if.by_hand import ByHand, chosen
+from megaprof.analysis.what_if.changes import captured
+from megaprof.analysis.what_if.contents import Held
 from megaprof.analysis.what_if.packing import PLANS, _dealt, packed, plan, plans, switch_of
 from megaprof.analysis.what_if.what_if import what_if
 from tests.analysis.diagnosis.test_diagnose import HEALTHY, table_of
@@ -36,11 +39,13 @@ def takes(step: packing.Step) -> np.ndarray:
     return np.array(cost)
 
 
-def having(table: Table, steps: list[packing.Step]) -> Table:
-    """A run that had these sequences, replayed: a backward takes twice a forward, alike on all stages."""
+def having(table: Table, steps: list[packing.Step], layers: tuple[int, ...] = (4, 4, 4, 4)) -> Table:
+    """A run that had these sequences and layers, replayed: a backward takes twice a forward."""
     passes = np.stack([takes(step) for step in steps])[:, :, None, None, None, :] * np.array([1.0, 2.0])[:, None]
-    passes = np.broadcast_to(passes, table.passes.shape)
-    replay = compiled(table.schedule, rendezvous=True)
+    passes = passes * (np.array(layers) / 4.0)[:, None, None, None]
+    schedule = table.schedule._replace(microbatches=passes.shape[-1])
+    table = replace(table, schedule=schedule, collected=np.zeros(passes.shape))
+    replay = compiled(schedule, rendezvous=True)
     ends = replay.ends(passes, entry=np.zeros(table.entry.shape), link=np.zeros(table.entry.shape))
     length = ends.reshape(*ends.shape[:2], -1).max(axis=2)
     places = np.ndindex(*passes.shape[:2], passes.shape[-1])
@@ -73,10 +78,10 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
     assert known is not None
     assert known.most == max(sum(own) for step in steps for replica in step for own in replica)
     for name in PLANS:
-        found = plan(known, name)
-        if found is None:
+        laid_out = plan(known, name)
+        if laid_out is None:
             continue
-        count = before.schedule.microbatches
+        found, count = laid_out.prediction, before.schedule.microbatches
         laid = [packing._PLANS[name](known, step, count) for step in steps]
         if name == packing.FEWER or any(step is None for step in laid):
             continue
@@ -97,6 +102,31 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
     advised, _ = what_if(run, diagnose(run), ())
     assert [each.what for each in advised.packings] == [each.what for each in told]
     assert advised.most_tokens == known.most
+
+
+def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table) -> None:
+    """Both together take what they take, and a packing alone what the report says."""
+    steps = drawn(table)
+    before = having(table, steps, (6, 4, 3, 3))
+    run = examine(before)
+    known = packed(run)
+    assert known is not None
+    held = Held(("Etttttt", "tttt", "ttt", "tttL"), ("layer",) * 16, 4)
+    by_hand = ByHand(captured(run), held, None, 0.0, known)
+    alone = plan(known, packing.BALANCED)
+    assert alone is not None
+    assert chosen(by_hand, {"packing": "balanced"}).prediction.reach_ms == pytest.approx(alone.prediction.reach_ms)
+    for count in (16, 24):
+        laid = [packing._balanced(known, step, count) for step in steps]
+        after = having(table, [step for step in laid if step is not None], (4, 4, 4, 4))
+        choices = {"layout": "4,4,4,4", "microbatches": str(count), "packing": "balanced"}
+        found = chosen(by_hand, choices)
+        assert found.setting.microbatches == count
+        assert found.prediction.speedup == pytest.approx(before.length.mean() / after.length.mean(), rel=0.04)
+    with pytest.raises(ValueError, match="cannot lie so"):
+        chosen(by_hand, {"packing": "balanced", "microbatches": "2"})
+    with pytest.raises(ValueError, match="not captured"):
+        chosen(replace(by_hand, sequences=None), {"packing": "balanced"})
 
 
 def test_without_sequences_nothing_is_predicted(table: Table) -> None:

@@ -49,7 +49,7 @@ def truth(scenario, pieces):
 
 def layout_of(flags, stages, layers, mtp=0):
     """What Megatron makes of some flags: the pieces."""
-    options = dict(zip(flags[::2], flags[1::2], strict=True)) if not any("account" in f for f in flags) else {}
+    options = dict(zip(flags, (*flags[1:], ""), strict=True))
     chunks = int(options.get("--num-virtual-stages-per-pipeline-rank", 1))
     if "--pipeline-model-parallel-layout" in options:
         return parse_layout(options["--pipeline-model-parallel-layout"], stages)
@@ -283,7 +283,7 @@ def test_other_microbatches_and_chunks_say_what_they_assume():
     assert more.step_ms == pytest.approx(simulate(forward, backward, 16).step_ms, rel=0.03)
     assert fewer.step_ms == pytest.approx(simulate([[40.0], [40.0]], [[80.0], [80.0]], 4).step_ms, rel=0.03)
     assert "twice the activations" in fewer.memory
-    chunks = by_what["2 model chunks per stage, split evenly"]
+    chunks = by_what["2 model chunks per stage, 4+4 layers"]
     assert chunks.step_ms == pytest.approx(simulate([[10.0] * 2] * 2, [[20.0] * 2] * 2, 8).step_ms, rel=0.03)
     assert chunks.layout == "E" + "t*2|" * 3 + "t*2L"
     assert all(each.assumes for each in (more, fewer, chunks))

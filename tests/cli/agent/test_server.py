@@ -42,7 +42,7 @@ from tests.control import places
 from tests.control.control_jobs import running
 
 Talk = Callable[[Client], Awaitable[Any]]
-TOOLS = {"report", "layouts", "diff", "simulate", "status", "trigger"}
+TOOLS = {"report", "layouts", "what_if", "diff", "simulate", "status", "trigger"}
 
 
 def talk(log: Path, conversation: Talk, *options: str, **client: Any) -> Any:

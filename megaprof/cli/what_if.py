@@ -1,0 +1,146 @@
+"""``megaprof what-if DIR``: what a change of a captured run would do that a person chooses."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from megaprof.analysis.what_if.changes import Prediction
+from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli.inputs import add_input_option, heed_input_option
+from megaprof.formats.remote import place
+
+if TYPE_CHECKING:
+    from megaprof.analysis.report.document import Report, TargetReport
+    from megaprof.analysis.what_if.by_hand import ByHand
+
+EXAMPLES = (
+    "megaprof what-if traces --layout 5,3",
+    "megaprof what-if traces --microbatches 16 --packing balanced",
+    "megaprof what-if traces --layout 'Et*5|t*3L' --json",
+)
+_HELP = {
+    "layout": ("LAYOUT", "decoder layers of each stage, such as 5,3, or Megatron's --pipeline-model-parallel-layout"),
+    "chunks": ("N", "model chunks of every stage"),
+    "microbatches": ("N", "microbatches of a step"),
+    "p2p": ("MS", "milliseconds of one transfer between stages"),
+    "tokens": ("same|more", "whether other microbatches share the tokens of the step, or stay as large [same]"),
+    "packing": (
+        "PLAN",
+        "how the same sequences lie in microbatches: balanced, tokens (equally many), pooled (of all replicas), "
+        "long-first, long-last, alternating, fewer",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a chosen change of a target would do. What was not chosen stays as it was captured."""
+
+    target: str
+    """What ran, such as ``train_actor``."""
+    role: str | None
+    """The model's role, where it has one."""
+    measured_ms: float
+    """The measured step in milliseconds."""
+    microbatches: int
+    """Of a step, with the change."""
+    prediction: Prediction
+    """The step with the change."""
+    bubble: float
+    """Part of the pipeline in which nothing is computed, average over stages, with the change."""
+    imbalance: float | None
+    """The slowest stage's compute over the average stage's, likewise; null where nothing is computed."""
+    host_options: tuple[str, ...] | None
+    """The flags as the host that trained takes them; null where it takes the flags themselves."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", metavar="DIR", type=place, help="directory of captured traces, or s3://... and the like")
+    for name, (value, text) in _HELP.items():
+        parser.add_argument(f"--{name}", metavar=value, default="", help=text)
+    parser.add_argument("--target", metavar="NAME", help="of which target [the first that can be changed]")
+    parser.add_argument("--role", metavar="NAME", help="of which role's")
+    parser.add_argument("--run", metavar="N", type=int, help="of which run; 1 is the oldest [the newest]")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_input_option(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict, and print lines or JSON. Raises CommandError, and UsageError for what cannot be chosen."""
+    from megaprof.cli.report import analyzed
+
+    heed_input_option(arguments)
+    report = analyzed(arguments.dir, arguments.run)
+    choices = {name: getattr(arguments, name) for name in _HELP}
+    found = predicted(report, choices, arguments.target, arguments.role)
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+    else:
+        for line in in_words(found):
+            say(line)
+    return 0
+
+
+def predicted(report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None) -> Answer:
+    """What `by_hand.chosen` says of a report's target. Raises CommandError, and UsageError for what has no answer."""
+    from megaprof.analysis.what_if.by_hand import chosen
+    from megaprof.analysis.what_if.layouts import options_of
+
+    own, known = _of(report, target, role)
+    try:
+        found = chosen(known, choices)
+    except ValueError as mistake:
+        raise UsageError(str(mistake)) from None
+    return Answer(
+        *own.key,
+        measured_ms=known.measured_ms,
+        microbatches=found.setting.microbatches,
+        prediction=found.prediction,
+        bubble=found.bubble,
+        imbalance=found.imbalance,
+        host_options=options_of(own.measured.framework, own.measured.role, found.prediction.flags),
+    )
+
+
+def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetReport, ByHand]:
+    wanted = [
+        (each, known)
+        for each, known in zip(report.targets, report.by_hand, strict=True)
+        if target in (None, each.key[0]) and role in (None, each.key[1])
+    ]
+    if not wanted:
+        held = ", ".join(" ".join(filter(None, each.key)) for each in report.targets) or "none"
+        raise UsageError(f"there is no such target; those that were captured: {held}")
+    for each, known in wanted:
+        if known is not None:
+            return each, known
+    own = wanted[0][0]
+    why = own.withheld or next(iter(own.what_if.warnings), own.what_if.advice) or "nothing was captured"
+    raise CommandError(f"nothing can be changed here: {why}")
+
+
+def in_words(found: Answer) -> list[str]:
+    """The same as lines."""
+    from megaprof.analysis.stages.words import number, percent, sentence, speedup, title, within
+
+    own = found.prediction
+    surely = "" if own.tells else ": within the uncertainty"
+    lines = [
+        f"{title(found.target, found.role)}: {own.what}",
+        f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: "
+        f"{speedup(own.speedup, own.reach)} times as fast{surely}",
+        f"bubble: {percent(found.bubble)}"
+        + ("" if found.imbalance is None else f", imbalance {found.imbalance:.2f}, {found.microbatches} microbatches"),
+        f"flags: {shlex.join(own.flags)}" if own.flags else "",
+        f"the host's options: {shlex.join(found.host_options)}" if found.host_options else "",
+        sentence(f"assumes that {own.assumes}") if own.assumes else "",
+        *(sentence(each) if each else "" for each in (own.memory, own.activations)),
+    ]
+    return [line for line in lines if line]
