@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.collectives.arrivals import again_and_again, late_ms, of_steps
+from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.diagnosis.combined import forward_share
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.policy import STEPS
@@ -308,26 +308,24 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
 
 
 def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
-    """What they computed without waiting for the one of their peers that came to collectives last again and again,
-    evenly taken from the passes of a step: not on every clock is it known how long ranks waited in which pass."""
-    groups: dict[tuple[int, int], list[RankSteps]] = defaultdict(list)
+    """What they computed without waiting for their peers in collectives, evenly taken from the passes of a step: not on
+    every clock is it known how long ranks waited in which pass."""
+    by_step: dict[tuple[int, int, int], dict[int, OfStep]] = defaultdict(dict)
     for rank in ranks:
-        groups[rank.replica, rank.stage].append(rank)
-    return [rank for peers in groups.values() for rank in _of_peers(peers)]
+        for number, of_step in rank.came.items():
+            by_step[rank.replica, rank.stage, number][rank.peer] = of_step
+    waited = {where: waited_ms(list(peers.values())) for where, peers in by_step.items()}
+    return [replace(rank, compute=rank.compute * _left(rank, waited)[:, None, None, None]) for rank in ranks]
 
 
-def _of_peers(peers: Sequence[RankSteps]) -> Iterator[RankSteps]:
-    steps = sorted({number for peer in peers for number in peer.came})
-    found = [late_ms([peer.came[number] for peer in peers if number in peer.came]) for number in steps]
-    whole = [number for number, each in zip(steps, found, strict=True) if len(each) == len(peers)]
-    each_ms = [[each[peer.names[0][0]] for peer in peers] for each in found if len(each) == len(peers)]
-    late = again_and_again(np.array(each_ms).reshape(len(whole), len(peers)))
-    waiting = dict(zip(whole, late.max(axis=1, keepdims=True) - late, strict=True))
-    for place, peer in enumerate(peers):
-        own = np.array([waiting[number][place] if number in waiting else 0.0 for number in peer.steps.tolist()])
-        took = np.nansum(peer.compute, axis=(1, 2, 3))
-        left = 1.0 - np.clip(own / np.maximum(took, 1e-9), 0.0, _MOST_WAITING)
-        yield replace(peer, compute=peer.compute * left[:, None, None, None])
+def _left(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int, float]]) -> npt.NDArray[np.float64]:
+    """[t]: which part of its passes it did not wait."""
+    places = [(rank.replica, rank.stage, number) for number in rank.steps.tolist()]
+    own = np.array([waited.get(place, {}).get(rank.names[0][0], 0.0) for place in places])
+    found: npt.NDArray[np.float64] = 1.0 - np.clip(
+        own / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
+    )
+    return found
 
 
 class _Places(NamedTuple):
