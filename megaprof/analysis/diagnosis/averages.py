@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import (
     LONGEST,
@@ -23,21 +24,33 @@ from megaprof.analysis.trace.calls import unseen
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 
 
-def averages(measured: TargetStages, table: Table) -> TargetStages:
+def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -> TargetStages:
     """``measured``, which holds what is known of a few steps, with the times of all steps of ``table``, on the same
-    ranks."""
+    ranks, and of the ``slow`` ones beside them."""
     replica = int(np.argwhere(table.ranks == measured.stages[0].ranks[0])[0, 0])
     basis: Basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
     stages = tuple(_stage(stage, measured, table) for stage in measured.stages)
+    cold = [f"{words.steps(table.cold)} left out: the first steps of a job take longer than the others"]
     return replace(
         measured,
         steps=tuple(sorted(set(table.steps.tolist()))),
         step_time_ms=_spread(table.lengths[:, replica]),
         step_time_basis=basis if table.clocks else LONGEST,
         stages=stages,
+        slow_ranks=tuple(_of_slow(measured, table, slow)),
         imbalance=None if measured.unjudgeable else imbalance(stages, measured.sizes),
-        warnings=tuple(_warnings(measured, list(_told(table)))),
+        warnings=(*(cold if table.cold else []), *_warnings(measured, list(_told(table)))),
     )
+
+
+def _of_slow(measured: TargetStages, table: Table, slow: Collection[int]) -> Iterator[Stage]:
+    """Those of which passes of their own are known."""
+    if table.ranks.shape[2] > table.compute.shape[3]:
+        return
+    shown = {rank for stage in measured.stages for rank in stage.ranks}
+    for rank in sorted(set(slow) - shown):
+        pp = int(np.argwhere(table.ranks == rank)[0, 1])
+        yield from (_stage(replace(each, ranks=(rank,)), measured, table) for each in measured.stages if each.pp == pp)
 
 
 def _told(table: Table) -> Mapping[str, Floats]:

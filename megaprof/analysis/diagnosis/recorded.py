@@ -60,6 +60,8 @@ class _Plan(NamedTuple):
     metadata: Metadata
     numbers: npt.NDArray[np.int64]
     """Steps, with their calls in the lowest `CALLS` bits."""
+    cold: tuple[int, ...]
+    """Steps at the beginning that are left out: in them all is longer."""
     came: npt.NDArray[np.int64]
     """Those of which it is known when one rank came to its collectives."""
     origin: int
@@ -101,6 +103,7 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     if not read:
         raise Unfit("no step was recorded with the times of its microbatches")
     table = table_of(key, _without_waiting(read), plan.metadata, own)
+    table = replace(table, cold=plan.cold)
     if len(chosen) == len(replicas):
         return table
     # For all that is seen of it, the reduction may have waited for a replica that is not here.
@@ -169,16 +172,19 @@ def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
     steps = np.concatenate([part for _, part in most])
     combined = bool((steps["combined"] > 0).any())
     schedule = schedule_of(metadata, metadata.forward_only, combined=combined)
-    return _Plan(key, schedule, metadata, _warm(steps), np.concatenate(came), int(steps["start_ns"][0]))
+    warm = _warm(steps)
+    cold = tuple(number for number in sorted(set(steps["step"].tolist())) if number < warm[0] >> CALLS)
+    return _Plan(key, schedule, metadata, warm, cold, np.concatenate(came), int(steps["start_ns"][0]))
 
 
 def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """The numbers of those that do not belong to a beginning in which all is longer."""
+    """The numbers of those that do not belong to a beginning in which all is longer; of several never the first, in
+    which caches are cold."""
     numbers, first = np.unique(_numbers(steps), return_index=True)
     took = steps["duration"][first].astype(float)
     warm = took <= WARM_UP * np.median(took)
     found: npt.NDArray[np.int64] = numbers[int(warm.argmax()) :]
-    return found
+    return found[1:] if len(found) > 3 else found
 
 
 def _shape(metadata: Metadata) -> tuple[object, ...]:
@@ -198,8 +204,7 @@ def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 
 def _spread(numbers: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """So many of them, evenly; of several never the first, in which caches are cold."""
-    numbers = numbers[1:] if len(numbers) > 3 else numbers
+    """So many of them, evenly."""
     places = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int))
     found: npt.NDArray[np.int64] = numbers[places]
     return found

@@ -82,6 +82,8 @@ class Table:
     of no microbatch."""
     lengths_from: str | None = None
     """Where that is from, one of `megaprof.formats.work.SOURCES`."""
+    cold: tuple[int, ...] = ()
+    """Steps at the beginning that were left out, because all takes longer in them."""
     experts: Floats | None = None
     """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)

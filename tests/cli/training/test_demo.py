@@ -40,7 +40,7 @@ def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
     report = analyze(tmp_path)
     (target,) = report.targets
     price = Price(9.0, -2.0, 20.0)
-    asking = [Cause("layers", price, 1.0, 9.0, None, more_steps=more) for more in (7, 37, 4000)]
+    asking = [Cause("layers", price, 1.0, 9.0, 6, None, more_steps=more) for more in (7, 37, 4000)]
     assert target.diagnosis is not None
     unsure = replace(target.diagnosis, causes=(), perhaps=tuple(asking))
     assert demo._wanted(replace(report, targets=(replace(target, diagnosis=unsure),))) == 37
@@ -225,6 +225,8 @@ def test_a_hang_is_told_by_status_and_ends(tmp_path: Path) -> None:
         while (status := job.type("status")).returncode != 3 and time.monotonic() < deadline:
             time.sleep(1)
         assert job.end(signal.SIGTERM) == 143
+        (hint,) = [line for line in job.errors if line.startswith("What was recorded: ")]
+    assert hint.split()[-2] == "report"
     (named,) = [line for line in status.stdout.splitlines() if line.startswith("!")]
     assert named.startswith("! rank 1 (stage 1, ")
     assert "has been in forward of microbatch 2, train_actor step 5, for" in named
