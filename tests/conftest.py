@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests import warm_ranks
 
 # A machine that is busy with other work is no reason for a test to fail.
-settings.register_profile("megaprof", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("megaprof", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("megaprof")
 
 # Before torch is imported: Kineto's own log lines on stderr are not what is tested.

@@ -137,7 +137,7 @@ class ProfileConfig:
     collectives: bool = _option(
         False,
         "keep in the timeline when each rank comes to the collectives of its groups, as far as torch's flight recorder "
-        "holds them: the report names which of tensor- or context-parallel ranks the others wait for. "
+        "holds them: the report names which of tensor-, context- or expert-parallel ranks the others wait for. "
         "On NCCL it needs TORCH_NCCL_ENABLE_TIMING=1, which megaprof run sets",
         read.boolean,
     )

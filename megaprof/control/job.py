@@ -124,8 +124,8 @@ def find_job(directory: Path, role: str | None = None) -> RunningJob:
         raise NoJob(f"no job in {directory}: {fault}") from None
     if not found:
         raise NoJob(
-            f"no job in {directory}: {CONTROL}/run.json does not exist there; a job listens with "
-            "--profile-on-demand or --profile-tool timeline"
+            f"no job in {directory}: {CONTROL}/run.json does not exist there; a job writes it with its first step, "
+            "if it has --profile-on-demand or --profile-tool timeline"
         )
     own = part(role)
     chosen = own if own in found else None if None in found else found[0]

@@ -38,7 +38,8 @@ class Entry(msgspec.Struct):
     input_dtypes: list[str] = []
     """Their types."""
     duration_ms: float | None = None
-    """How long its kernel ran, waiting included: with ``TORCH_NCCL_ENABLE_TIMING=1``, once it has ended."""
+    """How long its kernel ran, waiting included: with ``TORCH_NCCL_ENABLE_TIMING=1``, once it has ended. (When it was
+    discovered to have started and completed is when torch's watchdog looked, ten times a second.)"""
 
     @property
     def ended(self) -> bool:

@@ -54,8 +54,11 @@ class StageFigures:
     """How long a step takes, in milliseconds: median of its ranks."""
     compute_ms: float | None
     """What it computes in a step, in milliseconds: median of its ranks, without slow ones."""
+    gradients_ms: float | None
+    """How long it finalises gradients in a step, with waiting for other ranks in it, in milliseconds: median of its
+    ranks."""
     imbalance: float | None
-    """That over the mean of all stages."""
+    """Its compute over the mean of all stages."""
     slowest_rank: int | None
     """The rank that computes longest."""
     slowest_ms: float | None
@@ -140,6 +143,7 @@ def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: 
         step=max(steps, default=None),
         step_ms=_median([status.step_ms for status in members]),
         compute_ms=compute,
+        gradients_ms=_median([status.recent.finalize_ms for status in members if status.recent is not None]),
         imbalance=None if compute is None or mean is None else compute / mean,
         slowest_rank=slowest,
         slowest_ms=slowest_ms,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaprof.formats.job.status import Recent
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import before_forward
 
@@ -20,21 +21,26 @@ PAUSE = 0.1
 
 @dataclass(frozen=True)
 class Slow:
-    """From call ``step`` on (or in it alone), ``rank`` sleeps in the forward pass of ``microbatch``."""
+    """From call ``step`` on, ``rank`` sleeps in the forward pass of ``microbatch`` until the job is told to stop."""
 
     rank: int
     step: int
     microbatch: int
-    seconds: float | None = None
-    """None: until the job is told to stop."""
 
 
 def train(
-    workload: GPTWorkload, flags: list[str], stop: str, least: int, slow: Slow | None = None, quick: bool = False
+    workload: GPTWorkload,
+    flags: list[str],
+    stop: str,
+    least: int,
+    slow: Slow | None = None,
+    quick: bool = False,
+    computes: Sequence[float] = (),
 ) -> Any:
     """Steps until the file ``stop`` appears, at least ``least``, the same number on all ranks; returns what they
     computed. Without ``flags`` megaprof is not there, and it is ``least`` steps. ``quick``: every rank looks, and looks
-    at the others, ten times as often."""
+    at the others, ten times as often. ``computes``: milliseconds by rank that it says to compute in a step of a second,
+    whatever it does."""
     import argparse
 
     import torch
@@ -46,6 +52,8 @@ def train(
         _look_often()
     args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
     rank, _ = init_distributed(timeout=180)
+    if computes:
+        _say(computes[rank])
     with cpu_megatron():
         gpt = build(workload)
         losses: list[Any] = []
@@ -71,6 +79,13 @@ def _look_often() -> None:
     overview.LEAST_SECONDS = 0.3  # type: ignore[misc]
 
 
+def _say(milliseconds: float) -> None:
+    from megaprof.recorders.timeline.recorder import TimelineRecorder
+
+    recent = Recent("train_actor", 8, 1000.0, milliseconds / 3, 2 * milliseconds / 3, 0.0, 0.0, 0.0)
+    TimelineRecorder.recent = lambda *_: recent  # type: ignore[method-assign]
+
+
 def _sleep_in_forward(gpt: Any, slow: Slow, microbatches: int, losses: list[Any], stop: str) -> None:
     forwards = 0
 
@@ -79,9 +94,7 @@ def _sleep_in_forward(gpt: Any, slow: Slow, microbatches: int, losses: list[Any]
         microbatch, forwards = forwards % microbatches, forwards + 1
         if microbatch != slow.microbatch or len(losses) < slow.step:
             return
-        if slow.seconds is not None:
-            time.sleep(slow.seconds)
-        while slow.seconds is None and not Path(stop).exists():
+        while not Path(stop).exists():
             time.sleep(0.1)
 
     before_forward(gpt.chunks[0], sleep)
@@ -108,7 +121,13 @@ class Running:
 
 @contextmanager
 def running(
-    directory: Path, flags: list[str], *, workload: GPTWorkload = SMALL, slow: Slow | None = None, quick: bool = False
+    directory: Path,
+    flags: list[str],
+    *,
+    workload: GPTWorkload = SMALL,
+    slow: Slow | None = None,
+    quick: bool = False,
+    computes: Sequence[float] = (),
 ) -> Iterator[Running]:
     """A job without any window, which runs inside."""
     directory.mkdir(exist_ok=True)
@@ -118,7 +137,7 @@ def running(
     def launch() -> None:
         try:
             job.results += run_ranks(
-                train, workload.world_size, workload, flags, str(job.stop), 3, slow, quick, timeout=300
+                train, workload.world_size, workload, flags, str(job.stop), 3, slow, quick, computes, timeout=300
             )
         except BaseException as fault:
             job.faults.append(fault)

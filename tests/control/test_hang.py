@@ -40,7 +40,7 @@ def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     assert "recv_backward" in first
     assert "forward of microbatch 2" in second
     assert watch.returncode == 0, watch.stderr
-    assert "imbalance" in watch.stdout
+    assert "rank 1 (stage 1, " in watch.stdout
     assert (hanging["step"], hanging["outcome"], hanging["waiting"]) == (4, "lasts", 1)
     assert [(each["rank"], each["phase"], each["microbatch"]) for each in hanging["waited_for"]] == [(1, "forward", 2)]
     released = json.loads(as_a_user("report", job.directory, "--json", "-").stdout)

@@ -214,7 +214,7 @@ if "megatron-lm" in sys.argv:  # its telemetry may keep a provider of its own
 else:
     metrics.set_meter_provider(provider)
 sink = sinks.OpenTelemetry(sinks.meter(), "actor")
-stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, None, None, None, None) for pp, ms in enumerate((40.0, None)))
+stages = tuple(StageFigures(pp, 1, 7, 1.0, ms, None, None, None, None, None) for pp, ms in enumerate((40.0, None)))
 def seen():
     data = reader.get_metrics_data()
     scopes = [] if data is None else data.resource_metrics[0].scope_metrics

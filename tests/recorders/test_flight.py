@@ -11,6 +11,13 @@ import pytest
 from megaprof.formats.flight import Entry, Flight
 from megaprof.recorders import flight
 
+#: What NCCL's ring has of a collective that has ended, beside what is always there (torch 2.13, with timing).
+NCCL = {
+    **{"pg_id": 1, "op_id": 3, "p2p_seq_id": 0, "timeout_ms": 600000, "thread_name": "python"},
+    **{"output_sizes": [[4]], "output_dtypes": ["Float"], "duration_ms": 0.25},
+    **{"time_discovered_started_ns": 1790000000000000000, "time_discovered_completed_ns": 1790000000100000000},
+}
+
 
 def ring(*calls: tuple[int, str]) -> bytes:
     """As torch writes it: numbers of the status are texts, and no entries are left out."""
@@ -18,6 +25,8 @@ def ring(*calls: tuple[int, str]) -> bytes:
         Entry(("1", "TENSOR"), place, name, when, "scheduled", True, place) for place, (when, name) in enumerate(calls)
     ]
     held = msgspec.to_builtins(Flight("2.10", entries))
+    for each in held["entries"]:
+        each |= NCCL
     held["pg_status"] = {"1": {"last_enqueued_collective": "7"}}
     if not entries:
         del held["entries"]
@@ -38,10 +47,10 @@ def test_both_rings_are_read_in_the_order_of_the_calls(monkeypatch: pytest.Monke
 
     held._get_handler, held._Request, held._Response = refused, object, object  # functions answer where handlers do not
     monkeypatch.setattr(flight, "_module", lambda: held)
-    assert [entry.profiling_name for entry in flight.entries()] == [
-        "nccl:all_reduce",
-        "gloo:barrier",
-        "nccl:all_gather",
+    assert [(entry.profiling_name, entry.duration_ms) for entry in flight.entries()] == [
+        ("nccl:all_reduce", 0.25),
+        ("gloo:barrier", 0.25),
+        ("nccl:all_gather", 0.25),
     ]
     monkeypatch.setattr(flight, "_module", lambda: module(_dump_nccl_trace_json=ring(), _dump_fr_trace_json=ring()))
     assert flight.entries() == []

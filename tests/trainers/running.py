@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,30 +98,42 @@ def train(command: list[str], env: Mapping[str, str], work: Path, seconds: float
     return said
 
 
-def digests(work: Path) -> dict[str, list[str]]:
+def check(
+    plain: Path,
+    profiled: Path,
+    traces: Path,
+    framework: str,
+    steps: int,
+    kinds: Sequence[str],
+    microbatches: Mapping[tuple[str, str | None], int],
+) -> None:
+    """The runs in ``plain`` and ``profiled``, of two stages with 7 layers and 1, have the same parameters after each of
+    ``steps`` of the optimizer, bit by bit. Of ``kinds``, target, role and step as in names, there is a trace of each
+    stage in ``traces``, and the report has what was built, with so many ``microbatches`` by target and role."""
+    assert _digests(plain) == _digests(profiled)
+    assert [len(each) for each in _digests(plain).values()] == [steps, steps]
+    names = sorted(path.name.partition("-tp")[0] for path in traces.glob("*.pt.trace.json.gz"))
+    assert names == [f"{kind}.pp{pp}" for kind in kinds for pp in (0, 1)]
+    found = _report(traces)
+    for target in found.values():
+        stages = target["stages"]
+        assert [sum(chunk["holds"]["layers"] for chunk in stage["chunks"]) for stage in stages] == [7, 1]
+        # Which stage is slow is not asked where the ranks share cores.
+        passes = ("forward",) if target["forward_only"] else ("forward", "backward")
+        assert all(stage[f"{each}_ms"]["mean"] > 0 for stage in stages for each in passes)
+    for key, number in microbatches.items():
+        assert (found[key]["framework"], found[key]["microbatches"]) == (framework, number)
+
+
+def _digests(work: Path) -> dict[str, list[str]]:
     """By rank: its parameters after each step of the optimizer."""
     return {path.name: path.read_text().split() for path in sorted((work / "digests").iterdir())}
 
 
-def captured(directory: Path) -> list[str]:
-    """Traces by target, role, step and stage, as in their names."""
-    return sorted(path.name.partition("-tp")[0] for path in directory.glob("*.pt.trace.json.gz"))
-
-
-def report(directory: Path) -> dict[tuple[str, str | None], dict[str, Any]]:
+def _report(directory: Path) -> dict[tuple[str, str | None], dict[str, Any]]:
     """What ``megaprof report`` says, by target and role."""
     command = [sys.executable, "-m", "megaprof", "report", str(directory), "--json", "-"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stderr
     return {(each["target"], each["role"]): each for each in json.loads(run.stdout)["targets"]}
-
-
-def layers(target: Mapping[str, Any]) -> list[int]:
-    """Decoder layers of each stage."""
-    return [sum(chunk["holds"]["layers"] for chunk in stage["chunks"]) for stage in target["stages"]]
-
-
-def has_times(target: Mapping[str, Any]) -> bool:
-    """Whether the report has times of each stage. Which one is slow is not asked where the ranks share cores."""
-    return all(stage[f"{kind}_ms"]["mean"] > 0 for stage in target["stages"] for kind in ("forward", "backward"))

@@ -13,16 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.running import (
-    captured,
-    digests,
-    environment,
-    has_times,
-    layers,
-    report,
-    torchrun,
-    train,
-)
+from tests.trainers.running import check, environment, torchrun, train
 
 pytestmark = [
     pytest.mark.hosts,
@@ -54,12 +45,7 @@ def test_without_an_edit_and_by_its_callback(wheel: Callable[[str], Path], tmp_p
             else {}
         )
         train(torchrun(*before, SCRIPT, *after), environment(work, EDGES, *packages, **options), work)
-        assert digests(work) == digests(tmp_path / "plain")
-        assert [len(steps) for steps in digests(work).values()] == [6, 6]
-        if name == "plain":
-            continue
-        expected = ("evaluate.step000000", "train_actor.step000004")
-        assert captured(work / "traces") == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
-        trained = report(work / "traces")["train_actor", None]
-        assert (trained["framework"], layers(trained), trained["microbatches"]) == ("megatron-bridge", [7, 1], 8)
-        assert has_times(trained)
+        if name != "plain":
+            kinds = ("evaluate.step000000", "train_actor.step000004")
+            microbatches = {("train_actor", None): 8}
+            check(tmp_path / "plain", work, work / "traces", "megatron-bridge", 6, kinds, microbatches)

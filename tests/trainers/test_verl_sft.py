@@ -13,17 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainers import tiny
-from tests.trainers.running import (
-    PROFILE,
-    captured,
-    digests,
-    environment,
-    has_times,
-    layers,
-    report,
-    torchrun,
-    train,
-)
+from tests.trainers.running import PROFILE, check, environment, torchrun, train
 
 pytestmark = [
     pytest.mark.hosts,
@@ -64,10 +54,5 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     for work, before in ((plain, []), (profiled, run)):
         command = torchrun(*before, "-m", "verl.trainer.sft_trainer", *arguments)
         train([*command, f"trainer.default_local_dir={work / 'out'}"], environment(work, EDGES, *packages), work)
-    assert digests(plain) == digests(profiled)
-    assert [len(steps) for steps in digests(plain).values()] == [4, 4]
-    expected = ("evaluate.step000000", "train_actor.step000003")
-    assert captured(traces) == [f"{kind}.pp{pp}" for kind in expected for pp in (0, 1)]
-    trained = report(traces)["train_actor", None]
-    assert (trained["framework"], layers(trained), trained["microbatches"]) == ("verl", [7, 1], 8)
-    assert has_times(trained)
+    kinds = ("evaluate.step000000", "train_actor.step000003")
+    check(plain, profiled, traces, "verl", 4, kinds, {("train_actor", None): 8})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import (
     LONGEST,
@@ -18,39 +20,82 @@ from megaprof.analysis.stages.stages import (
     TargetStages,
     imbalance,
 )
+from megaprof.analysis.trace.calls import unseen
+from megaprof.analysis.trace.groups import INSIDE, parallel_of
 
 
-def averages(measured: TargetStages, table: Table) -> TargetStages:
+def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -> TargetStages:
     """``measured``, which holds what is known of a few steps, with the times of all steps of ``table``, on the same
-    ranks."""
+    ranks, and of the ``slow`` ones beside them."""
     replica = int(np.argwhere(table.ranks == measured.stages[0].ranks[0])[0, 0])
     basis: Basis = ONE_CLOCK if "backward" in table.schedule.kinds or table.ranks.shape[0] == 1 else OF_REPLICAS
     stages = tuple(_stage(stage, measured, table) for stage in measured.stages)
+    cold = [f"{words.steps(table.cold)} left out: the first steps of a job take longer than the others"]
     return replace(
         measured,
         steps=tuple(sorted(set(table.steps.tolist()))),
         step_time_ms=_spread(table.lengths[:, replica]),
         step_time_basis=basis if table.clocks else LONGEST,
         stages=stages,
+        slow_ranks=tuple(_of_slow(measured, table, slow)),
         imbalance=None if measured.unjudgeable else imbalance(stages, measured.sizes),
+        warnings=(*(cold if table.cold else []), *_warnings(measured, list(_told(table)))),
     )
+
+
+def _of_slow(measured: TargetStages, table: Table, slow: Collection[int]) -> Iterator[Stage]:
+    """Those of which passes of their own are known."""
+    if table.ranks.shape[2] > table.compute.shape[3]:
+        return
+    shown = {rank for stage in measured.stages for rank in stage.ranks}
+    for rank in sorted(set(slow) - shown):
+        pp = int(np.argwhere(table.ranks == rank)[0, 1])
+        yield from (_stage(replace(each, ranks=(rank,)), measured, table) for each in measured.stages if each.pp == pp)
+
+
+def _told(table: Table) -> Mapping[str, Floats]:
+    """Groups whose communication is known: combined passes compute beside it on purpose."""
+    return {} if table.schedule.combined else table.ran
+
+
+def _warnings(measured: TargetStages, told: Sequence[str]) -> Iterator[str]:
+    inside = parallel_of(INSIDE, measured.sizes)
+    others = [axis for axis in inside if axis not in told]
+    for warning in measured.warnings:
+        if warning != unseen(inside) or not told:
+            yield warning
+        elif others:
+            yield unseen(others)
+    if told:
+        yield (
+            f"exposed {', '.join(told)} is all of the time in which torch's collectives ran, with waiting for slower "
+            "peers, also where something computed beside them; what is exchanged in other ways is in compute"
+        )
 
 
 def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
     replica, peer = (int(found[0]) for found in np.nonzero(table.ranks[:, stage.pp] == stage.ranks[0]))
-    took = table.compute[:, replica, stage.pp, min(peer, table.compute.shape[3] - 1)]
+    ran = {group: each[:, replica, stage.pp, min(peer, each.shape[3] - 1)] for group, each in _told(table).items()}
+    passes = table.passes[:, replica, stage.pp]
+    whole = passes.sum(axis=(1, 2, 3))
+    inside = np.minimum(sum(ran.values(), np.zeros_like(whole)), whole)
+    took = passes * (1.0 - inside / np.maximum(whole, 1e-9))[:, None, None, None]
     of_kind = dict(zip(table.schedule.kinds, np.moveaxis(took, 2, 0), strict=True))  # [t, c, m]
     forward, backward = (of_kind.get(kind) for kind in ("forward", "backward"))
     compute = took.sum(axis=(1, 2, 3))
     tail, length = _spread(table.reduction), table.lengths[:, replica]
-    bubble = np.maximum(length - compute - table.reduction, 0.0) * (measured.sizes.pp > 1)
+    bubble = np.maximum(length - whole - table.reduction, 0.0) * (measured.sizes.pp > 1)
     return replace(
         stage,
         chunks=tuple(_chunk(chunk, forward, backward) for chunk in stage.chunks),
         forward_ms=_summed(forward, (1, 2)),
         backward_ms=_summed(backward, (1, 2)),
         compute_ms=_spread(compute),
-        exposed_ms={**stage.exposed_ms, **({} if stage.exposed_ms.get("dp") is None else {"dp": tail})},
+        exposed_ms={
+            **stage.exposed_ms,
+            **({} if stage.exposed_ms.get("dp") is None else {"dp": tail}),
+            **{group: _spread(each) for group, each in ran.items()},
+        },
         bubble_ms=_spread(bubble),
         bubble_fraction=float(bubble.sum() / length.sum()),
         forward_per_microbatch_ms=_summed(forward, 1),

@@ -30,6 +30,8 @@ class Cause:
     """The part of the steps in which it is there."""
     while_ms: float
     """What it costs in those."""
+    steps: int
+    """How many steps were looked at."""
     since: int | None
     """The step from which on it is there nearly always, and before it hardly ever; None otherwise."""
     stage: int | None = None
@@ -250,6 +252,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         price,
         float(there.mean()),
         float(gain[there].mean()),
+        len(gain),
         since,
         term.stage,
         term.stages,
@@ -311,7 +314,7 @@ def _filling(run: Examined) -> Cause | None:
     many = longer.step_ms(np.moveaxis(passes, 0, -1), entry=state.entry, link=state.link).max(axis=1)
     gain = run.view.pipelines_ms(run.replay).max(axis=1) - many * own.microbatches / wanted
     price, mean = run.of_replay(gain), float(gain.mean())
-    return Cause("few_microbatches", price, 1.0, mean, None) if price.low > LEAST * run.step_ms else None
+    return Cause("few_microbatches", price, 1.0, mean, len(gain), None) if price.low > LEAST * run.step_ms else None
 
 
 def _rest(run: Examined) -> float:

@@ -51,7 +51,7 @@ class Model:
     pace: Floats
     """[t, d, s]: how slow a stage is in a step, on all replicas, against its quicker steps; at least 1."""
     peer: Floats
-    """[t, d, s, p]: how slow a peer is against the others; at least 1."""
+    """[t, d, s, p]: how slow a peer is against the others."""
     own: Floats
     """[t, d, s, m]: work of a microbatch on one stage alone."""
     expected: Floats
@@ -80,7 +80,7 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     whose = work[:, :, None] + level[:, :, None, None] + (rank + pace)[..., None]  # [t, d, s, m]
     own = _own(log - whose[:, :, :, None, None, :])
     peer = _peers(table)
-    whose = whose + own + np.log(peer.max(axis=3))[..., None]
+    whose = whose + own + np.log(np.maximum(peer.max(axis=3), 1.0))[..., None]
     log = log - whose[:, :, :, None, None, :]
     content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
     drawn = _drawn(log, steps, np.random.default_rng(seed))
@@ -188,12 +188,13 @@ def _pace(log: Floats, noise: float) -> Floats:
 
 
 def _peers(table: Table) -> Floats:
-    """[t, d, s, p]: by which factor a peer computes longer than the others of its group."""
+    """[t, d, s, p]: by which factor a peer computes longer than the others of its group; below 1 where it is quicker:
+    chance makes it now this, now that."""
     t, d, s, p = table.compute.shape[:4]
     if p == 1:
         return np.ones((t, d, s, p))
     each = np.median(np.log(np.maximum(table.compute, 1e-9)), axis=(4, 5, 6))
-    return np.exp(np.maximum(_against_others(each, 3), 0.0))
+    return np.exp(_against_others(each, 3))
 
 
 def _against_others(values: Floats, axis: int) -> Floats:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.collectives.arrivals import again_and_again, late_ms, of_steps
+from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.diagnosis.combined import forward_share
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.policy import STEPS
@@ -60,6 +60,8 @@ class _Plan(NamedTuple):
     metadata: Metadata
     numbers: npt.NDArray[np.int64]
     """Steps, with their calls in the lowest `CALLS` bits."""
+    cold: tuple[int, ...]
+    """Steps at the beginning that are left out: in them all is longer."""
     came: npt.NDArray[np.int64]
     """Those of which it is known when one rank came to its collectives."""
     origin: int
@@ -101,6 +103,7 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     if not read:
         raise Unfit("no step was recorded with the times of its microbatches")
     table = table_of(key, _without_waiting(read), plan.metadata, own)
+    table = replace(table, cold=plan.cold)
     if len(chosen) == len(replicas):
         return table
     # For all that is seen of it, the reduction may have waited for a replica that is not here.
@@ -169,16 +172,19 @@ def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
     steps = np.concatenate([part for _, part in most])
     combined = bool((steps["combined"] > 0).any())
     schedule = schedule_of(metadata, metadata.forward_only, combined=combined)
-    return _Plan(key, schedule, metadata, _warm(steps), np.concatenate(came), int(steps["start_ns"][0]))
+    warm = _warm(steps)
+    cold = tuple(number for number in sorted(set(steps["step"].tolist())) if number < warm[0] >> CALLS)
+    return _Plan(key, schedule, metadata, warm, cold, np.concatenate(came), int(steps["start_ns"][0]))
 
 
 def _warm(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """The numbers of those that do not belong to a beginning in which all is longer."""
+    """The numbers of those that do not belong to a beginning in which all is longer; of several never the first, in
+    which caches are cold."""
     numbers, first = np.unique(_numbers(steps), return_index=True)
     took = steps["duration"][first].astype(float)
     warm = took <= WARM_UP * np.median(took)
     found: npt.NDArray[np.int64] = numbers[int(warm.argmax()) :]
-    return found
+    return found[1:] if len(found) > 3 else found
 
 
 def _shape(metadata: Metadata) -> tuple[object, ...]:
@@ -198,8 +204,7 @@ def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 
 def _spread(numbers: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """So many of them, evenly; of several never the first, in which caches are cold."""
-    numbers = numbers[1:] if len(numbers) > 3 else numbers
+    """So many of them, evenly."""
     places = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int))
     found: npt.NDArray[np.int64] = numbers[places]
     return found
@@ -303,26 +308,24 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
 
 
 def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
-    """What they computed without waiting for the one of their peers that came to collectives last again and again,
-    evenly taken from the passes of a step: not on every clock is it known how long ranks waited in which pass."""
-    groups: dict[tuple[int, int], list[RankSteps]] = defaultdict(list)
+    """What they computed without waiting for their peers in collectives, evenly taken from the passes of a step: not on
+    every clock is it known how long ranks waited in which pass."""
+    by_step: dict[tuple[int, int, int], dict[int, OfStep]] = defaultdict(dict)
     for rank in ranks:
-        groups[rank.replica, rank.stage].append(rank)
-    return [rank for peers in groups.values() for rank in _of_peers(peers)]
+        for number, of_step in rank.came.items():
+            by_step[rank.replica, rank.stage, number][rank.peer] = of_step
+    waited = {where: waited_ms(list(peers.values())) for where, peers in by_step.items()}
+    return [replace(rank, compute=rank.compute * _left(rank, waited)[:, None, None, None]) for rank in ranks]
 
 
-def _of_peers(peers: Sequence[RankSteps]) -> Iterator[RankSteps]:
-    steps = sorted({number for peer in peers for number in peer.came})
-    found = [late_ms([peer.came[number] for peer in peers if number in peer.came]) for number in steps]
-    whole = [number for number, each in zip(steps, found, strict=True) if len(each) == len(peers)]
-    each_ms = [[each[peer.names[0][0]] for peer in peers] for each in found if len(each) == len(peers)]
-    late = again_and_again(np.array(each_ms).reshape(len(whole), len(peers)))
-    waiting = dict(zip(whole, late.max(axis=1, keepdims=True) - late, strict=True))
-    for place, peer in enumerate(peers):
-        own = np.array([waiting[number][place] if number in waiting else 0.0 for number in peer.steps.tolist()])
-        took = np.nansum(peer.compute, axis=(1, 2, 3))
-        left = 1.0 - np.clip(own / np.maximum(took, 1e-9), 0.0, _MOST_WAITING)
-        yield replace(peer, compute=peer.compute * left[:, None, None, None])
+def _left(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int, float]]) -> npt.NDArray[np.float64]:
+    """[t]: which part of its passes it did not wait."""
+    places = [(rank.replica, rank.stage, number) for number in rank.steps.tolist()]
+    own = np.array([waited.get(place, {}).get(rank.names[0][0], 0.0) for place in places])
+    found: npt.NDArray[np.float64] = 1.0 - np.clip(
+        own / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
+    )
+    return found
 
 
 class _Places(NamedTuple):

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep
 from megaprof.analysis.diagnosis.policy import QUARTILE
+from megaprof.analysis.trace.groups import INSIDE
 from megaprof.formats.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 
@@ -73,11 +74,16 @@ class Table:
     other, the longest one's."""
     clocks: bool
     """Whether all stages are on one clock: without it there are no entries and no links."""
+    ran: Mapping[str, Floats] = field(default_factory=dict)
+    """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
+    computed beside them; of groups of which that is known."""
     work: Floats | None = None
     """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
     of no microbatch."""
     lengths_from: str | None = None
     """Where that is from, one of `megaprof.formats.work.SOURCES`."""
+    cold: tuple[int, ...] = ()
+    """Steps at the beginning that were left out, because all takes longer in them."""
     experts: Floats | None = None
     """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
@@ -147,6 +153,11 @@ def tabulate(
     """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
     order, common, positions = _places(ranks, schedule.stages)
 
+    def ran_of(axis: str) -> Floats:
+        """[t, d, s, p]"""
+        rows = [[r.came[step].ran_ms(axis) if step in r.came else np.nan for step in common] for r in order]
+        return np.array(rows).T.reshape(len(common), *positions)
+
     def stacked(name: str) -> Floats:
         """[t, d, s, p, ...] of one array of every rank."""
         rows = [getattr(r, name)[np.searchsorted(r.steps, common)] for r in order]
@@ -179,6 +190,7 @@ def tabulate(
         table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed[group] = table.min(axis=3)[whole]
+    ran = {axis: ran_of(axis)[whole] for axis in INSIDE if any(r.came for r in order)}
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
     work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
     experts = np.array([r.experts for r in order]).reshape(positions)
@@ -205,6 +217,7 @@ def tabulate(
         reduction=(done - last)[whole],
         length=done[whole],
         clocks=clocks,
+        ran={axis: each for axis, each in ran.items() if np.isfinite(each).all()},
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
         experts=experts if np.isfinite(experts).all() else None,

@@ -12,6 +12,7 @@ from megaprof.analysis.report.sentences import Finding, trigger
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.stages.words import stages as stages_in_words
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.phrases import listed
 from megaprof.parallel.selectors import Selector
@@ -57,7 +58,8 @@ def findings(
     """
     if diagnosis is None:
         return (Finding("no_verdict", "open", f"No cause of lost time is named: {withheld}."),)
-    found = [_finding(cause, measured, diagnosis, job) for cause in diagnosis.causes]
+    beside = (None, *diagnosis.causes)
+    found = [_finding(*each, measured, diagnosis, job) for each in zip(diagnosis.causes, beside, strict=False)]
     if not found:
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
@@ -130,19 +132,23 @@ def price(cause: Cause, diagnosis: Diagnosis) -> str:
     return f"It costs {there}: {milliseconds(at.ms)} on average ({percent(at.ms / whole)}){_interval(at.low, at.high)}."
 
 
-def basis(diagnosis: Diagnosis, *, captured: bool) -> str:
+def basis(measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> str:
     """Which steps causes are priced in, where these are others than those of the tables."""
-    step = milliseconds(diagnosis.step_ms)
-    if captured and diagnosis.closing_ms:
-        less = milliseconds(diagnosis.closing_ms)
-        return f"causes and predictions: of {step} a step, without {less} in which megaprof closed the window before"
-    if captured:
-        return f"causes and predictions: of {step} a step, until its longest replica is done"
-    return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
+    step, closed = milliseconds(diagnosis.step_ms), milliseconds(diagnosis.closing_ms)
+    if not captured:
+        return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
+    until = ", until its longest replica is done" if diagnosis.step_ms > measured.step_ms else ", until its last pass"
+    without = f", without {closed} in which megaprof closed the window before" if diagnosis.closing_ms else ""
+    return f"causes and predictions: of {step} a step{until}{without}"
 
 
-def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Path | None) -> Finding:
+def _finding(
+    cause: Cause, before: Cause | None, measured: TargetStages, diagnosis: Diagnosis, job: Path | None
+) -> Finding:
+    """``before``: what is mended before it, and stands above it."""
     text, command = f"{evidence(cause, measured)} {price(cause, diagnosis)}", None
+    if before is not None and cause.price.ms > before.price.ms:
+        text += " That is what it gains once what stands above is mended; before that it gains less."
     if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
         text += " A capture shows which of them it is:"
         command = trigger(job, measured.target, str(Selector.of_ranks(cause.ranks)))
@@ -150,7 +156,7 @@ def _finding(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, job: Pa
 
 
 def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> Finding:
-    """What may be a cause, with the option that captures enough steps to tell."""
+    """What may be a cause, and how many steps would tell."""
     text = (
         f"Perhaps {name_of(cause)}{_when(cause)}: {milliseconds(max(cause.price.ms, 0.0))} "
         f"({percent(max(cause.price.ms, 0.0) / diagnosis.step_ms)} of the step)"
@@ -160,11 +166,26 @@ def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, capt
     if cause.more_steps > MANY_STEPS or (not captured and wanted > STEPS):
         return Finding("perhaps", "open", f"{text} The steps differ too much to tell with a few more of them.")
     # Nothing here knows whether the job runs on: what it takes is said of any run like it.
-    text += f" It takes {counted(wanted, 'step')} to tell, and these are {diagnosis.steps}"
-    if not captured or not measured.steps:
-        return Finding("perhaps", "open", f"{text}.")
-    begin = measured.steps[0]
-    return Finding("perhaps", "open", f"{text}:", f"--profile-steps {measured.target}={begin}:{begin + wanted}")
+    return Finding("perhaps", "open", f"{text[:-1]}; {counted(wanted, 'step')} would tell.")
+
+
+def more_steps(diagnosis: Diagnosis | None, predicted: WhatIf) -> int:
+    """How many more steps would tell all that a few more do: what is a cause, and which layout is quicker."""
+    perhaps = diagnosis.perhaps if diagnosis is not None else ()
+    return max([each.more_steps for each in perhaps if each.more_steps <= MANY_STEPS] + [predicted.more_steps])
+
+
+def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: WhatIf, job: Path | None) -> Finding | None:
+    """How so many steps are captured; None where no more of them would tell anything. ``job``: the directory in which
+    a job can be asked for them; None: it is told when it begins."""
+    more = more_steps(diagnosis, predicted)
+    if diagnosis is None or not more or not measured.steps:
+        return None
+    wanted, begin = diagnosis.steps + more, measured.steps[0]
+    command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
+    if job is not None:
+        command = trigger(job, measured.target, steps=wanted)
+    return Finding("capture", "open", f"To capture {counted(wanted, 'step')} instead of {diagnosis.steps}:", command)
 
 
 def _interval(low: float, high: float) -> str:
@@ -222,10 +243,8 @@ def _one_kind(own: str, other: str) -> Callable[[Cause, TargetStages], str]:
 def _unexplained(cause: Cause, measured: TargetStages) -> str:
     # A stage that became slow on the way takes usually what its layers need.
     longer = f"{_parts(cause)} longer for each microbatch" if number(sum(cause.parts.values())) != "0.00" else "longer"
-    return (
-        f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need, and nothing that was "
-        "recorded says why."
-    ) + _by_experts(cause)
+    why = _by_experts(cause) or _comes_and_goes(cause) or " Nothing that was recorded says why."
+    return f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need.{why}"
 
 
 def _chunk(cause: Cause, measured: TargetStages) -> str:
@@ -242,7 +261,7 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
     text = f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_when(cause)}."
-    return f"{text}{_by_experts(cause)}"
+    return f"{text}{_by_experts(cause) or _comes_and_goes(cause)}"
 
 
 def _by_experts(cause: Cause) -> str:
@@ -401,7 +420,14 @@ def _when(cause: Cause) -> str:
     if cause.share == 1.0:
         return ""
     begins = f" since step {cause.since}" if cause.since is not None else ""
-    return begins or f" in {percent(cause.share)} of the steps"
+    return begins or f" in {round(cause.share * cause.steps)} of {counted(cause.steps, 'step')}"
+
+
+def _comes_and_goes(cause: Cause) -> str:
+    """What that looks like, of a rank or a stage."""
+    if cause.share == 1.0 or cause.since is not None:
+        return ""
+    return " It comes and goes, as when another program runs on its host now and then."
 
 
 def _times(factor: float) -> str:

@@ -9,6 +9,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.lengths import Lengths
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report import sentences
+from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import number, percent
@@ -43,12 +44,12 @@ class Bar:
     numbers: tuple[float | None, ...]
     """Milliseconds for the columns of `Bars`."""
     most: bool
-    """Whether no stage computes longer."""
+    """Whether the verdict is about it."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for every stage."""
+    """A bar for every stage, and for slow ranks."""
 
     columns: tuple[str, ...]
     """What the numbers beside a bar are."""
@@ -82,16 +83,15 @@ def scatter(found: Lengths) -> Scatter:
     return Scatter(dots, widest, longest)
 
 
-def bars(measured: TargetStages) -> Bars | None:
+def bars(target: TargetReport) -> Bars | None:
     """None where no stage computed anything."""
-    stages = measured.stages
+    measured, stages = target.measured, target.shown
     parts = [_parts(stage) for stage in stages]
     longest = max([sum(row.values()) for row in parts] + [mean_of(measured.step_time_ms) or 0.0], default=0.0)
     if not longest or not any(stage.compute_ms for stage in stages):
         return None
     beside = [kind for kind in _BESIDE if any(row[kind] for row in parts)]
     passes = measured.passes
-    slowest = max(mean_of(stage.compute_ms) or 0.0 for stage in stages)
     rows = [
         Bar(
             stage,
@@ -100,7 +100,7 @@ def bars(measured: TargetStages) -> Bars | None:
                 *(mean_of(getattr(stage, f"{name}_ms")) for name in (*passes, "compute")),
                 *(mean_of(_spreads(stage)[kind]) for kind in beside),
             ),
-            len(stages) > 1 and (mean_of(stage.compute_ms) or 0.0) == slowest,
+            target.marked(stage),
         )
         for stage, row in zip(stages, parts, strict=True)
     ]

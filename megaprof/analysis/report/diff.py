@@ -113,14 +113,30 @@ class TargetDiff:
     """The time of a step."""
     stages: tuple[StageDiff, ...]
     """By pipeline rank."""
-    slowest_before: int | None
-    """The stage that costs most by what it holds or computes, None where none does."""
-    slowest_after: int | None
+    verdict_before: str
+    """What costs most in the first capture, in a few words."""
+    verdict_after: str
     """The same in the second capture."""
+    layer: Change | None
+    """What a microbatch takes in a decoder layer that nothing disturbs, forward and backward, whatever the layout: only
+    another machine, load or setting changes it. None where a capture does not tell."""
     prediction: Kept | None
     """What the first capture predicted of the second one's layout; None where it did not."""
     notes: tuple[str, ...]
     """What makes the captures differ besides the times, in sentences."""
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """What costs most before and after, and whether the machine is the same, clauses."""
+        causes = f"causes: {self.verdict_before} → {self.verdict_after}"
+        if self.layer is None:
+            return (causes,)
+        layer = f"{words.number(self.layer.before)} → {words.number(self.layer.after)} ms"
+        return (
+            causes,
+            f"undisturbed, a layer takes {layer} per microbatch ({words.percent(self.layer.change, sign=True)}): no "
+            "layout changes that, but another machine, load or setting does",
+        )
 
     @property
     def quantities(self) -> tuple[str, ...]:
@@ -180,11 +196,26 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
         role=first.role,
         step_time=_change(first.step_time_ms, second.step_time_ms, [], []),
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys())),
-        slowest_before=before.slowest_stage,
-        slowest_after=after.slowest_stage,
+        verdict_before=before.in_brief().text,
+        verdict_after=after.in_brief().text,
+        layer=_layer(before, after),
         prediction=_kept(before, after) if alike and first.sizes.pp == second.sizes.pp else None,
         notes=(*_withheld(before, after), *_notes(first, second)),
     )
+
+
+def _layer(before: TargetReport, after: TargetReport) -> Change | None:
+    old, new = (_of_a_layer(each) for each in (before, after))
+    return None if not old or not new else Change(old, new, new / old - 1.0, None)
+
+
+def _of_a_layer(target: TargetReport) -> float | None:
+    """Milliseconds, of all kinds of layers on average; None where nothing was fitted."""
+    fitted = target.what_if.costs
+    if fitted is None or not fitted.kinds:
+        return None
+    each = [fitted.by_kind[kind] for kind in fitted.kinds if kind in fitted.by_kind]
+    return sum(cost.forward_ms + cost.backward_ms for cost in each) / len(fitted.kinds)
 
 
 def _kept(before: TargetReport, after: TargetReport) -> Kept | None:

@@ -27,8 +27,8 @@ def _show_target(target: TargetDiff, console: Console) -> None:
     step = target.step_time
     line = f"step time {number(step.before)} → {number(step.after)} ms {_mark(step)}"
     console.print(text(line, _style(step)))
-    slow = [f"stage {pp}" if pp is not None else "none" for pp in (target.slowest_before, target.slowest_after)]
-    console.print(text(f"slow stage: {slow[0]} → {slow[1]}"))
+    for line in target.told:
+        console.print(text(line))
     if target.prediction is not None:
         console.print(text(target.prediction.told, _KEPT[target.prediction.inside]))
     console.print(_table(target))

@@ -19,7 +19,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report import causes, sentences
-from megaprof.analysis.stages.stages import OF_REPLICAS, TargetStages
+from megaprof.analysis.stages.stages import OF_REPLICAS, Stage, TargetStages
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -59,6 +59,8 @@ class TargetReport(TargetStages):
     """The verdict in sentences, the dearest cause first."""
     advice: sentences.Finding | None
     """What to change to, or why to nothing, in a sentence; None where nothing was predicted."""
+    capture: sentences.Finding | None
+    """How as many steps are captured as would tell what is open above; None where no more of them would."""
     ends: tuple[sentences.Finding, ...]
     """Where the run stood still, and which ranks' data end early, in sentences; empty without timelines."""
     changes: tuple[sentences.Finding, ...]
@@ -95,6 +97,7 @@ class TargetReport(TargetStages):
                 *sentences.of_packing(what_if, measured.framework, measured.sizes.cp),
             ),
             advice=sentences.of_what_if(what_if, measured.framework),
+            capture=causes.to_tell(measured, diagnosis, what_if, asked) if captured else None,
             ends=() if fleet is None else sentences.ends(fleet),
             changes=() if fleet is None else sentences.changes(fleet, job),
             notes=() if fleet is None else tuple(sentences.notes_of(fleet)),
@@ -115,6 +118,15 @@ class TargetReport(TargetStages):
         """Those of the diagnosis."""
         return self.diagnosis.causes if self.diagnosis is not None else ()
 
+    def marked(self, row: Stage) -> bool:
+        """Whether a row of a table is what the verdict is about: the dearest cause's slow rank, or its stages."""
+        first = next(iter(self.causes), None)
+        if first is None:
+            return False
+        if any(set(each.ranks) & set(first.ranks) for each in self.slow_ranks):
+            return row in self.slow_ranks and bool(set(row.ranks) & set(first.ranks))
+        return row.pp in (first.stages or (first.stage,)) and row in self.stages
+
     @property
     def basis(self) -> str | None:
         """Which steps the causes are of, where these are others than those of the tables, or shorter."""
@@ -124,7 +136,7 @@ class TargetReport(TargetStages):
         other = longer
         if self.captured:
             other = self.diagnosis.closing_ms > 0.0 or (longer and self.step_time_basis == OF_REPLICAS)
-        return causes.basis(self.diagnosis, captured=self.captured) if other else None
+        return causes.basis(self.measured, self.diagnosis, captured=self.captured) if other else None
 
     def in_brief(self, standstill: Standstill | None = None) -> sentences.Finding:
         """The verdict in a few words; ``standstill``: where the job stands or was killed."""

@@ -222,7 +222,8 @@ def _target(
     examined, diagnosis = found
     own = [call for call in calls if _key(call) == key]
     if key not in traced:
-        measured = averages(measured, examined.table)
+        slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
+        measured = averages(measured, examined.table, slow)
     captured = key in traced and set(examined.table.steps.tolist()) <= set(measured.steps)
     predicted, by_hand = what_if(examined, diagnosis, own, memory_limit)
     return TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=captured), by_hand

@@ -78,7 +78,7 @@ def of_what_if(found: WhatIf, framework: str | None = None) -> Finding | None:
     if found.advice is None:
         return None
     if found.best is None or found.best.kind == "no_straggler":
-        return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice), found.capture)
+        return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice))
     told = None if found.host_options is None else f"{framework}: {shlex.join(found.host_options)}"
     return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags), told)
 
@@ -310,10 +310,10 @@ def _went(fleet: Fleet, shift: Shift) -> str:
     )
 
 
-def trigger(job: Path, target: str, selection: str) -> str:
+def trigger(job: Path, target: str, selection: str = "per-stage", steps: int = 2) -> str:
     """Returns the command that captures some ranks of the job that writes to the directory ``job``."""
     where = f"{shlex.quote(str(job))} --target {shlex.quote(target)}"
-    return f"megaprof trigger {where} --steps 2 --select {shlex.quote(selection)}"
+    return f"megaprof trigger {where} --steps {steps} --select {shlex.quote(selection)}"
 
 
 def of_foreign(foreign: Foreign) -> str:

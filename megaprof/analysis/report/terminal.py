@@ -89,7 +89,7 @@ def _show_target(target: TargetReport, console: Console) -> None:
     _show_verdict(target, console)
     if target.fleet is not None:
         show_over_the_run(target, target.fleet, console)
-    _show_per_step(measured, console)
+    _show_per_step(target, console)
     if (waiting := _waiting_table(measured)) is not None:
         console.print(waiting)
     if any(s.forward_per_microbatch_ms or s.backward_per_microbatch_ms for s in measured.stages):
@@ -132,6 +132,8 @@ def _show_verdict(target: TargetReport, console: Console) -> None:
         show_finding(console, target.advice)
         if found.best and found.best.activations:
             console.print(text(sentence(found.best.activations)))
+    if target.capture is not None:
+        show_finding(console, target.capture)
 
 
 def _show_what_if(found: WhatIf, console: Console) -> None:
@@ -163,7 +165,9 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
             f"{kind} {number(cost.forward_ms + cost.backward_ms)} ms" for kind, cost in found.costs.by_kind.items()
         )
         assumptions = "".join(f"; {each}" for each in found.costs.assumptions)
-        console.print(text(f"Costs per microbatch, from {found.costs.source}: {costs}{assumptions}", "dim"))
+        console.print(
+            text(f"Costs of an undisturbed microbatch, from {found.costs.source}: {costs}{assumptions}", "dim")
+        )
     show_warnings(console, found.warnings)
 
 
@@ -181,8 +185,9 @@ def _summary(target: TargetReport) -> list[str]:
     return lines
 
 
-def _show_per_step(measured: TargetStages, console: Console) -> None:
+def _show_per_step(target: TargetReport, console: Console) -> None:
     """One table, where the terminal is wide enough: else without spreads, or with a second one for what is exposed."""
+    measured = target.measured
 
     def is_shown(group: str) -> bool:
         spreads = [stage.exposed_ms[group] for stage in measured.stages]
@@ -193,7 +198,7 @@ def _show_per_step(measured: TargetStages, console: Console) -> None:
     exposed = [group for group in GROUPS if is_shown(group)]
     unbounded = console.options.update(max_width=10_000)
     for spread, beside in ((True, exposed), (False, exposed), (False, [])):
-        made = _per_step_table(measured, beside, spread=spread)
+        made = _per_step_table(target, beside, spread=spread)
         if console.measure(made, options=unbounded).maximum <= console.width:
             break
     console.print(made)
@@ -204,19 +209,18 @@ def _show_per_step(measured: TargetStages, console: Console) -> None:
         console.print(apart)
 
 
-def _per_step_table(measured: TargetStages, exposed: list[str], *, spread: bool) -> Table:
+def _per_step_table(target: TargetReport, exposed: list[str], *, spread: bool) -> Table:
+    measured = target.measured
     several = any(stage.forward_ms and stage.forward_ms.count > 1 for stage in measured.stages)
     cell = with_spread if spread else mean
     columns = (*measured.passes, "compute", *(f"exposed\n{group}" for group in exposed), "bubble")
     made = stage_table("per step, ms (mean ± standard deviation)" if spread and several else "per step, ms", *columns)
-    slowest = max((s.compute_ms.mean for s in measured.stages if s.compute_ms), default=0.0)
-    for stage in measured.stages:
-        is_slowest = stage.compute_ms is not None and stage.compute_ms.mean == slowest and len(measured.stages) > 1
+    for stage in measured.shown:
         made.add_row(
             *stage_cells(stage),
             cell(stage.forward_ms),
             *([] if measured.forward_only else [cell(stage.backward_ms)]),
-            Text(cell(stage.compute_ms), "bold" if is_slowest else ""),
+            Text(cell(stage.compute_ms), "bold" if target.marked(stage) else ""),
             *(cell(stage.exposed_ms[group]) for group in exposed),
             cell(stage.bubble_ms) + ("" if stage.bubble_fraction is None else f" ({stage.bubble_fraction:.0%})"),
         )

@@ -125,6 +125,8 @@ class TargetStages:
     imbalance: float | None = None
     """Compute of the slowest stage over the average over stages; None without a pipeline, and where that of a stage is
     not known or ``unjudgeable`` says why."""
+    slow_ranks: tuple[Stage, ...] = ()
+    """What slow ranks took that ``stages`` are not of: of each its stage with the times of this rank alone."""
     framework: str | None = None
     """The host that trained; None for another one."""
 
@@ -132,6 +134,11 @@ class TargetStages:
     def passes(self) -> tuple[str, ...]:
         """Kinds of passes: ``forward``, and ``backward`` where there is one."""
         return ("forward",) if self.forward_only else ("forward", "backward")
+
+    @property
+    def shown(self) -> list[Stage]:
+        """Rows of a table: the stages, and slow ranks below their own."""
+        return sorted((*self.stages, *self.slow_ranks), key=lambda each: each.pp)
 
     @property
     def step_ms(self) -> float:

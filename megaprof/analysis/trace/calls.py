@@ -7,7 +7,7 @@ several of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, TypeVar
@@ -16,7 +16,7 @@ import numpy as np
 
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.gpu import Peak, memory_of
-from megaprof.analysis.trace.groups import AXES, parallel_of
+from megaprof.analysis.trace.groups import AXES, INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import Intervals, covered, difference, intersection, intervals, total, union
 from megaprof.analysis.trace.passes import Exchange, MeasuredPass, Pass
 from megaprof.analysis.trace.traces import Collective, Trace, TracedRange, times_of
@@ -350,19 +350,26 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
 def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
     """Without collectives, of the groups only gradient synchronisation is known: in a timeline, and in bare ranges."""
     sizes, reasons = trace.metadata.sizes, []
-    where, why = "in a timeline an exchange is", "a timeline does not look inside a microbatch"
-    if trace.timeline is None:
-        where, why = "ranges hold", "the file has ranges, but no collectives"
+    where = "in a timeline an exchange is" if trace.timeline is not None else "ranges hold"
     if sizes.pp > 1:
         split["pp"] = None
         reasons.append(f"exposed pp is not measured: {where} waiting and transfer in one, both are in the bubble")
-    inside = [group for group in ("tp", "ep", "cp") if getattr(sizes, group) > 1]
+    inside = parallel_of(INSIDE, sizes)
     if inside:
         split.update(dict.fromkeys((*inside, "unknown")))
-        reasons.append(f"exposed {', '.join(inside)} are in compute: {why}")
+        reasons.append(
+            unseen(inside)
+            if trace.timeline is not None
+            else f"exposed {', '.join(inside)} are in compute: the file has ranges, but no collectives"
+        )
     if sizes.dp > 1:
         reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
     return split, reasons
+
+
+def unseen(groups: Sequence[str]) -> str:
+    """What must be known about groups whose communication a timeline does not have."""
+    return f"exposed {', '.join(groups)} are in compute: a timeline does not look inside a microbatch"
 
 
 def _even(passes: list[TracedRange], collectives: list[Collective]) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 #: Megatron's. ``unknown``: communication of a group that nothing names.
 USES = ("compute", "tp", "ep", "cp", "pp", "dp", "other", "unknown")
 AXES = USES[1:-2]
+#: Those whose ranks wait for each other inside a pass.
+INSIDE = ("tp", "ep", "cp")
 COMPUTE, PP, OTHER, UNKNOWN = (USES.index(use) for use in ("compute", "pp", "other", "unknown"))
 #: The operator whose arguments name the group of what is launched inside it.
 COMMUNICATES = "record_param_comms"

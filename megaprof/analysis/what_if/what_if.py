@@ -86,9 +86,9 @@ class WhatIf:
     """
     alike: tuple[str, ...] = ()
     """Layouts that cannot be told apart from ``best`` by what was captured."""
-    capture: str | None = None
-    """The option that captures as many steps as would show whether the quickest layout gains 2 %; None where that is
-    known, and where no number of steps would."""
+    more_steps: int = 0
+    """How many more steps would show whether the quickest layout gains 2 %; 0 where that is known, and where no number
+    of steps would."""
 
 
 def what_if(
@@ -146,7 +146,7 @@ def what_if(
         host_options=options_of(calls[0].metadata.framework, calls[0].role, advised.flags) if advised else None,
         advice=_advice([each.prediction for each in compared], advised, alike, run, more),
         alike=alike,
-        capture=_capture(table, more) if more else None,
+        more_steps=more,
     )
     return found, known
 
@@ -291,12 +291,6 @@ def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
     )
 
 
-def _capture(table: Table, more: int) -> str:
-    """The same steps and so many behind them."""
-    first = int(table.steps[0])
-    return f"--profile-steps {table.target}={first}:{first + len(table.steps) + more}"
-
-
 def _advice(
     compared: Sequence[Prediction], best: Prediction | None, alike: Sequence[str], run: Examined, more: int
 ) -> str:
@@ -310,8 +304,7 @@ def _advice(
     if first.fits is False and _surely(first):
         return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
     if more:
-        steps = len(run.table.steps)
-        tell = f"it takes {steps + more} steps to tell, and these are {steps}"
+        tell = f"{len(run.table.steps) + more} steps would tell"
         return f"whether {first.what} would be quicker is not sure: {_times(first)}; {tell}"
     if first.high > 1.0 + LEAST:
         return f"no other layout is surely better: {first.what} would be {_times(first)}"

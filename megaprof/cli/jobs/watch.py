@@ -13,11 +13,11 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING
 
 from megaprof.cli import CommandError, UsageError
-from megaprof.control.blame import Blame, find_culprits
+from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.phrases import counted
 from megaprof.metrics.compute import SlowRanks, Summary, slow_ranks, summarise
-from megaprof.metrics.look import slower
+from megaprof.metrics.look import View, verdict, waited_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,9 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
 
 
-def _look(job: RunningJob) -> tuple[Look, Blame]:
+def _look(job: RunningJob) -> tuple[Look, View]:
     statuses = job.statuses()
-    blame = find_culprits(job.run, statuses, job.now(statuses, None))
+    now = job.now(statuses, None)
+    blame = find_culprits(job.run, statuses, now)
     look = Look(
         version=1,
         run=job.run.run,
@@ -120,7 +121,7 @@ def _look(job: RunningJob) -> tuple[Look, Blame]:
         stuck=blame.stuck,
         slow=slow_ranks(statuses.values()),
     )
-    return look, blame
+    return look, View(job, statuses, now, blame, None, look.slow)
 
 
 def _table(job: RunningJob) -> RenderableType:
@@ -128,10 +129,20 @@ def _table(job: RunningJob) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    look, blame = _look(job)
+    look, view = _look(job)
     summary = look.now
     table = Table(box=None, header_style="bold")
-    for name in ("stage", "ranks", "step", "step ms", "compute ms", "imbalance", "slowest rank", "its ms"):
+    for name in (
+        "stage",
+        "ranks",
+        "step",
+        "step ms",
+        "compute ms",
+        "gradients ms",
+        "imbalance",
+        "slowest rank",
+        "its ms",
+    ):
         table.add_column(name, justify="right")
     for stage in summary.stages[:_LINES]:
         table.add_row(
@@ -140,6 +151,7 @@ def _table(job: RunningJob) -> RenderableType:
             "-" if stage.step is None else str(stage.step),
             _number(stage.step_ms),
             _number(stage.compute_ms),
+            _number(stage.gradients_ms),
             _number(stage.imbalance, 2),
             "-" if stage.slowest_rank is None else str(stage.slowest_rank),
             _number(stage.slowest_ms),
@@ -155,11 +167,10 @@ def _table(job: RunningJob) -> RenderableType:
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")
     lines: list[RenderableType] = [table, ", ".join(parts)]
-    if blame.stuck or blame.culprits:
-        still = "The job appears to hang" if blame.still else "Some ranks do not move, or are silent"
-        lines.append(Text(f"{still}: megaprof status {job.directory}", style="bold red", overflow="fold"))
-    if look.slow is not None:
-        lines.append(Text(slower(look.slow), style="bold red"))
+    wrong = [*filter(None, [verdict(view)]), *waited_for(view)]
+    if view.blame.stuck or view.blame.culprits:
+        wrong.append(f"More: megaprof status {job.directory}")
+    lines += (Text(line, style="bold red", overflow="fold") for line in wrong)
     return Group(*lines)
 
 

@@ -125,14 +125,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _wanted(report: Report) -> int:
     """How many more steps the report asks for, to tell what is a cause and which layout is quicker; 0 for none."""
-    from megaprof.analysis.report.causes import MANY_STEPS
+    from megaprof.analysis.report.causes import more_steps
 
-    more = [0]
-    for target in report.targets:
-        if target.diagnosis is not None and target.measured.target == TRAIN_ACTOR:
-            more += [each.more_steps for each in target.diagnosis.perhaps if each.more_steps <= MANY_STEPS]
-            more += [each.more_steps for each in target.what_if.candidates[:1] if target.what_if.capture is not None]
-    return max(more)
+    own = [target for target in report.targets if target.measured.target == TRAIN_ACTOR]
+    return max((more_steps(target.diagnosis, target.what_if) for target in own), default=0)
 
 
 def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:

@@ -79,7 +79,12 @@ def run(
             except RanksFailed as failure:
                 print(failure, file=sys.stderr)
                 raise CommandError(f"a rank failed (see above); what was recorded is in {out}") from None
+            except (KeyboardInterrupt, SystemExit):
+                _say_how_to_report(out, ending)
+                raise
     print(f"The demo has ended after {ran} steps.", flush=True)
+    if ending.signal == signal.SIGTERM:
+        _say_how_to_report(out, ending)
     return ending.signal != signal.SIGTERM
 
 
@@ -134,6 +139,12 @@ def _introduce(out: Path, fault: str | None) -> None:
     ):
         print(f"  {shlex.join([*_program(), *line])}\n      {about}")
     print("Ctrl-C ends it, and prints the report.", flush=True)
+
+
+def _say_how_to_report(out: Path, ending: _Ending) -> None:
+    """Where no report is printed of a job that ran."""
+    if ending.begun:
+        print(f"What was recorded: {shlex.join([*_program(), 'report', str(out)])}", file=sys.stderr, flush=True)
 
 
 def _program() -> list[str]:

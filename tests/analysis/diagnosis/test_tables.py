@@ -180,4 +180,5 @@ def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> N
     )
     assert beside(run, two).steps.tolist() == run.steps.tolist()
     assert beside(run, two).exposed["tp"] == pytest.approx(0.1 * run.passes, rel=0.05)
+    assert beside(run, two).compute is run.compute  # and in it, who waited for whom in collectives
     assert beside(two, run) is run

@@ -38,6 +38,7 @@ def test_stages_bubble_and_verdict_are_those_of_the_pipeline(tmp_path: Path) -> 
     measured = target.measured
     # The steps that its causes are priced in, and the same time of a step.
     assert measured.steps == tuple(range(1, 40))
+    assert any("step 0 left out" in warning for warning in measured.warnings)
     assert target.diagnosis is not None
     assert measured.step_ms == pytest.approx(target.diagnosis.step_ms)
     assert target.basis is None
@@ -144,6 +145,13 @@ def test_the_pipeline_without_the_slow_rank_is_shown_and_the_slow_rank_is_a_caus
     (cause,) = (cause for cause in target.causes if cause.kind == "slow_rank")
     assert (cause.stage, cause.ranks) == (2, (4,))
     assert cause.while_ms == pytest.approx(105, rel=0.1)
+    # It has a row of its own in the tables, the one that is in bold.
+    assert [row.ranks for row in target.shown] == [(1,), (3,), (5,), (4,), (7,)]
+    assert [row.ranks for row in target.shown if target.marked(row)] == [(4,)]
+    peer, slow = (row.compute_ms for row in target.shown if row.pp == 2)
+    assert peer is not None
+    assert slow is not None
+    assert slow.mean / peer.mean == pytest.approx(1.0 + 0.5 * 30 / 39, rel=0.03)
     # The others wait for it in their synchronisation, which is no slow communication.
     assert "communication" not in {cause.kind for cause in target.causes}
 

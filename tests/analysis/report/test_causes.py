@@ -16,6 +16,7 @@ from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.report import causes
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
@@ -78,6 +79,7 @@ MEASURED = TargetStages("train_actor", None, SIZES, "1f1b", False, 8, (5, 6), No
 
 def cause(kind: str, **about: Any) -> Cause:
     fields: dict[str, Any] = {"price": Price(40.0, 30.0, 50.0), "share": 1.0, "while_ms": 40.0, "since": None}
+    fields |= {"steps": 48}
     return Cause(kind, **(fields | about))
 
 
@@ -112,17 +114,25 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     few = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=6)
     first, second = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None)
     assert first.severity == "open"
-    assert second.command == "--profile-steps train_actor=5:13"
+    assert "8 steps would tell" in second.text
     assert "could be anything up to 20.0 ms" in second.text
-    (_, of_the_run) = causes.findings(MEASURED, diagnosis(perhaps=(few,)), None, captured=False)
-    assert of_the_run.command is None
     many = cause("slow_forward", stage=1, price=Price(9.0, -2.0, 20.0), more_steps=4000)
     (_, hopeless) = causes.findings(MEASURED, diagnosis(perhaps=(many,)), None)
-    assert (hopeless.command, "4002" in hopeless.text) == (None, False)
+    assert "4002" not in hopeless.text
     (_, of_long_run) = causes.findings(
         MEASURED, replace(diagnosis(perhaps=(few,)), steps=policy.STEPS), None, captured=False
     )
     assert str(policy.STEPS + 6) not in of_long_run.text, "no report looks into so many steps"
+    # One command for all that is open: what a run is started with, or what a running job is asked with.
+    open_ = diagnosis(perhaps=(few, replace(few, more_steps=3), many))
+    for predicted, job, command in (
+        (WhatIf(), None, "--profile-steps train_actor=5:13"),
+        (WhatIf(more_steps=9), Path("/d"), "megaprof trigger /d --target train_actor --steps 11 --select per-stage"),
+    ):
+        told = causes.to_tell(MEASURED, open_, predicted, job)
+        assert told is not None
+        assert told.command == command
+    assert causes.to_tell(MEASURED, diagnosis(perhaps=(many,)), WhatIf(), None) is None
 
 
 def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together() -> None:
@@ -131,6 +141,11 @@ def test_what_comes_and_goes_costs_what_its_steps_and_the_others_make_together()
     (said,) = causes.findings(MEASURED, diagnosis(found), None)
     there, other, average, *_ = (float(ms) for ms in re.findall(r"([\d.]+) ms", said.text))
     assert (there, other, average) == (100, 20, 40)
+    assert "in 12 of 48 steps" in said.text
+    # Who comes and goes is told from who became slow.
+    since = cause("slow_rank", stage=1, ranks=(3,), share=0.25, since=40)
+    hints = [" comes and goes" in causes.evidence(each, MEASURED) for each in (found, since, cause("slow_rank"))]
+    assert hints == [True, False, False]
 
 
 def test_what_gains_little_by_itself_has_no_price_that_looks_sure() -> None:
@@ -138,6 +153,8 @@ def test_what_gains_little_by_itself_has_no_price_that_looks_sure() -> None:
     first, second = causes.findings(MEASURED, diagnosis(hiding, cause("slow_rank", ranks=(3,))), None)
     assert [float(ms) for ms in re.findall(r"([\d.]+) ms", first.text)] == [13.0]
     assert "40.0 ms" in second.text
+    # It is dearer than what stands above it, as nobody would gain who mends it first.
+    assert "once what stands above is mended" in second.text
 
 
 def test_what_nobody_can_name_is_said_where_it_is_much() -> None:

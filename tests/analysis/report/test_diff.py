@@ -47,7 +47,9 @@ def test_a_layout_change_is_seen_on_every_stage(tmp_path):
     assert first["compute_ms"].beyond_spread is True
     assert second["backward_ms"].change == pytest.approx(1.0)
     assert (target.step_time.before, target.step_time.after) == (720, 481)
-    assert (target.slowest_before, target.slowest_after) == (0, None)
+    assert target.verdict_before.startswith("layers of stage 0")
+    assert not target.verdict_after.startswith("layers")
+    assert target.layer.change == pytest.approx(0.0, abs=0.01)
 
 
 def test_one_step_cannot_tell_chance_from_change_where_microbatches_say_nothing(tmp_path):
@@ -56,6 +58,7 @@ def test_one_step_cannot_tell_chance_from_change_where_microbatches_say_nothing(
     assert target.step_time.beyond_spread is None
     assert target.stages[1].changes["bubble_ms"].beyond_spread is None
     assert target.stages[0].changes["forward_ms"].beyond_spread is True  # four microbatches, all alike
+    assert target.layer.change == pytest.approx(0.1, abs=0.01)
 
 
 def test_a_change_within_the_spread_is_called_that(tmp_path):

@@ -33,9 +33,6 @@ def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> N
     )
     assert said.plain == f"{said.text} `{said.command}`"
     assert sentences.of_what_if(WhatIf()) is None
-    unsure = sentences.of_what_if(WhatIf(advice="3 more steps would tell", capture="--profile-steps train_actor=2:8"))
-    assert unsure is not None
-    assert unsure.command == "--profile-steps train_actor=2:8"
 
 
 def test_predictions_that_are_noise_are_left_out_and_counted() -> None:

@@ -101,7 +101,10 @@ def test_after_a_kill_the_ranks_that_are_gone_are_not_heard(
     assert status(job) == 3
     shown = capsys.readouterr().out
     assert "1 of them answering" in shown
-    assert f"! rank 1 (stage 1, here, process {dead_pid}) is gone: the process does not exist any more" in shown
+    gone = f"rank 1 (stage 1, here, process {dead_pid}) is gone: the process does not exist any more"
+    assert f"! {gone}" in shown
+    assert main(["watch", str(job.directory), "--once"]) == 0
+    assert gone in " ".join(capsys.readouterr().out.split()), "watch names it, too"
     job.run = replace(job.run, pid=dead_pid)
     job.write_run()
     job.status(0, pid=dead_pid)
@@ -228,6 +231,7 @@ def test_one_look_as_json(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     check("watch", look)
     assert (look["ranks"], look["heard"], look["stuck"], look["run"]) == (2, 2, [], job.run.run)
     assert [stage["compute_ms"] for stage in look["now"]["stages"]] == [40.0, 30.0]
+    assert [stage["gradients_ms"] for stage in look["now"]["stages"]] == [1.0, 1.0]
     assert (look["now"]["slowest_stage"], look["now"]["imbalance"]) == (0, pytest.approx(40 / 35))
     assert main(["watch", str(job.directory), "--json"]) == 2
     assert "--json is one look: it needs --once" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.cli import main
 from megaprof.cli.training import demo
+from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.parallel.schedules import EXCHANGES
 from megaprof.testing.launcher import _marked
 from tests.analysis.scenarios import Scenario, write
@@ -39,7 +40,7 @@ def test_more_steps_are_captured_as_the_report_asks(tmp_path: Path) -> None:
     report = analyze(tmp_path)
     (target,) = report.targets
     price = Price(9.0, -2.0, 20.0)
-    asking = [Cause("layers", price, 1.0, 9.0, None, more_steps=more) for more in (7, 37, 4000)]
+    asking = [Cause("layers", price, 1.0, 9.0, 6, None, more_steps=more) for more in (7, 37, 4000)]
     assert target.diagnosis is not None
     unsure = replace(target.diagnosis, causes=(), perhaps=tuple(asking))
     assert demo._wanted(replace(report, targets=(replace(target, diagnosis=unsure),))) == 37
@@ -224,6 +225,8 @@ def test_a_hang_is_told_by_status_and_ends(tmp_path: Path) -> None:
         while (status := job.type("status")).returncode != 3 and time.monotonic() < deadline:
             time.sleep(1)
         assert job.end(signal.SIGTERM) == 143
+        (hint,) = [line for line in job.errors if line.startswith("What was recorded: ")]
+    assert hint.split()[-2] == "report"
     (named,) = [line for line in status.stdout.splitlines() if line.startswith("!")]
     assert named.startswith("! rank 1 (stage 1, ")
     assert "has been in forward of microbatch 2, train_actor step 5, for" in named
@@ -242,14 +245,18 @@ def test_a_signal_ends_all_ranks_while_they_start(tmp_path: Path, number: int, c
 
 
 @pytest.mark.slow
-def test_the_report_names_the_slow_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_slow_rank_takes_longer_for_every_layer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    # That it is named: tests/cli/test_report_timelines.py, on times that no load blurs.
     arguments = ["--fault", "slow-rank", "--live", "--steps", "20", "--out", str(tmp_path / "out")]
     assert main(["demo", *SMALLER, *arguments]) == 0
     said = capfd.readouterr().out
     assert "Fault: rank 3 (stage 1) takes at least twice as long for every layer, from step 5 on.\n" in said
     assert "The demo has ended after 20 steps.\n" in said
-    (target,) = json.loads((tmp_path / "out" / "report.json").read_text())["targets"]
-    assert ("slow_rank", [3]) in [(each["kind"], each["ranks"]) for each in target["diagnosis"]["causes"]]
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["targets"]
+    (path,) = (tmp_path / "out").rglob(f"*.rank00003*{SUFFIX}")
+    slow = [int(step["forward"]) for step in read_timeline(path).steps if step["step"] >= 5]
+    assert len(slow) == 15
+    assert min(slow) >= 0.99 * 4 * 3 * 10_000  # microbatches, layers, microseconds
 
 
 @pytest.mark.slow

@@ -24,5 +24,6 @@ PARTS = {
     "nsys": "cudaProfilerStart and Stop, seen by nsys where there is one",
     "compiled": "layers compiled by torch.compile: captured, said in the metadata",
     "axes": "TP=2 over NCCL, with and without CPU operators: whose communication it is; needs two GPUs",
+    "arrivals": "NCCL's times of collectives, what timing costs; of two GPUs the late rank is named",
     "overlap": "gradient reduction that overlaps with compute, in a group of one: group names on kernels",
 }

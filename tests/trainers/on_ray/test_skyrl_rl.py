@@ -14,16 +14,7 @@ import pytest
 
 from tests.trainers import tiny
 from tests.trainers.on_ray.skyrl import EDGES, VARIABLES, packages
-from tests.trainers.running import (
-    RL_PROFILE,
-    captured,
-    digests,
-    has_times,
-    layers,
-    ray_environment,
-    report,
-    train,
-)
+from tests.trainers.running import RL_PROFILE, check, ray_environment, train
 
 pytestmark = pytest.mark.hosts
 
@@ -58,12 +49,6 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
         with ray_environment(work, EDGES, *packages(wheel), **VARIABLES) as env:
             own = [f"trainer.{name}_path={work / name}" for name in ("ckpt", "export")]
             train([*before, *command, *own], env, work, seconds=1500)
-    assert digests(plain) == digests(profiled)
-    assert [len(steps) for steps in digests(plain).values()] == [STEPS * PROMPTS // MINI_BATCH] * 2
-    passes = ("train_actor.actor", "train_log_probs.actor", "train_log_probs.ref")
-    assert captured(traces) == [f"{each}.step000002.pp{pp}" for each in passes for pp in (0, 1)]
-    found = report(traces)
-    trained = found["train_actor", "actor"]
-    assert (trained["framework"], layers(trained), trained["microbatches"]) == ("skyrl", [7, 1], MINI_BATCH * ANSWERS)
-    assert {layers(each)[0] for each in found.values()} == {7}
-    assert has_times(trained)
+    kinds = [f"{each}.step000002" for each in ("train_actor.actor", "train_log_probs.actor", "train_log_probs.ref")]
+    microbatches = {("train_actor", "actor"): MINI_BATCH * ANSWERS}
+    check(plain, profiled, traces, "skyrl", STEPS * PROMPTS // MINI_BATCH, kinds, microbatches)

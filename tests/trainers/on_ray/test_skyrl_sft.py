@@ -15,16 +15,7 @@ import pytest
 
 from tests.trainers import tiny
 from tests.trainers.on_ray.skyrl import EDGES, VARIABLES, packages
-from tests.trainers.running import (
-    PROFILE,
-    captured,
-    digests,
-    has_times,
-    layers,
-    ray_environment,
-    report,
-    train,
-)
+from tests.trainers.running import PROFILE, check, ray_environment, train
 
 pytestmark = pytest.mark.hosts
 
@@ -50,11 +41,5 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
     for work, before in ((plain, []), (profiled, run)):
         with ray_environment(work, EDGES, *packages(wheel), **VARIABLES) as env:
             train([*before, *command], env, work, seconds=900)
-    assert digests(plain) == digests(profiled)
-    assert [len(steps) for steps in digests(plain).values()] == [4, 4]
-    assert captured(traces) == [
-        f"{kind}.pp{pp}" for kind in ("evaluate.actor.step000000", "train_actor.actor.step000003") for pp in (0, 1)
-    ]
-    trained = report(traces)["train_actor", "actor"]
-    assert (trained["framework"], layers(trained), trained["microbatches"]) == ("skyrl", [7, 1], 8)
-    assert has_times(trained)
+    kinds = ("evaluate.actor.step000000", "train_actor.actor.step000003")
+    check(plain, profiled, traces, "skyrl", 4, kinds, {("train_actor", "actor"): 8})

@@ -16,16 +16,7 @@ import pytest
 
 from tests.integrations.driving import checkout
 from tests.trainers import tiny
-from tests.trainers.running import (
-    captured,
-    digests,
-    environment,
-    has_times,
-    layers,
-    ray_environment,
-    report,
-    train,
-)
+from tests.trainers.running import check, environment, ray_environment, train
 
 pytestmark = pytest.mark.hosts
 
@@ -76,12 +67,6 @@ def test_by_its_own_options(tmp_path: Path) -> None:
     for work, own, options in ((plain, {}, ""), (profiled, wanted, PROFILE)):
         with ray_environment(work, EDGES, slime, megatron_lm, **own) as env:
             train([*command, *options.split()], env, work, seconds=1200)
-    assert digests(plain) == digests(profiled)
-    assert [len(steps) for steps in digests(plain).values()] == [ROLLOUTS * STEPS] * 2
-    passes = ("train_actor.actor", "train_log_probs.actor", "train_log_probs.ref")
-    assert captured(traces) == [f"{each}.step000002.pp{pp}" for each in passes for pp in (0, 1)]
-    found = report(traces)
-    assert all(
-        (each["framework"], layers(each), each["microbatches"]) == ("slime", [7, 1], 4) for each in found.values()
-    )
-    assert has_times(found["train_actor", "actor"])
+    passes = ("train_actor", "actor"), ("train_log_probs", "actor"), ("train_log_probs", "ref")
+    kinds = [f"{target}.{role}.step000002" for target, role in passes]
+    check(plain, profiled, traces, "slime", ROLLOUTS * STEPS, kinds, dict.fromkeys(passes, 4))
