@@ -102,13 +102,13 @@ def test_compiled_modules_are_left_alone(
 
 
 def test_a_compiled_stack_has_no_ranges_inside(one_rank: Any) -> None:
-    from megaprof.hooks.modules import _compiled
+    from megaprof.hooks.modules import compiled_in
 
     gpt = build(GPTWorkload(layers=2, microbatches=2, hidden=32, seq_length=16, heads=2))
     (chunk,) = gpt.chunks
-    assert _compiled(chunk) == set()
+    assert compiled_in(chunk) == set()
     decoder = chunk.module.decoder
     decoder.compile(backend="eager")
-    covered = _compiled(chunk)
+    covered = compiled_in(chunk)
     assert {id(module) for module in decoder.modules()} <= covered
     assert id(chunk.module.embedding) not in covered
