@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import time
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from megaprof.formats.names import is_leftover, repeats, temporary_path
+from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
 _CHUNK = 1 << 20
@@ -94,7 +94,7 @@ def _grown(raw: Path, final: Path, fill: Callable[[BinaryIO, BinaryIO], None]) -
             os.fsync(file.fileno())
         name = rename(temporary, final)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with Suppressed(OSError):
             temporary.unlink()
         raise
     raw.unlink(missing_ok=True)  # given up meanwhile, and kept under another name
@@ -117,9 +117,9 @@ def check_trace(raw: Path) -> None:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove unfinished files in ``directory`` that dead processes of this host left behind."""
-    with contextlib.suppress(OSError):
+    with Suppressed(OSError):
         for entry in os.scandir(directory):
             if entry.name.startswith(".") and is_leftover(entry.name):
-                with contextlib.suppress(OSError):
+                with Suppressed(OSError):
                     os.unlink(entry.path)
                     logger.info("megaprof: removed %s, which a killed process had left unfinished", entry.path)

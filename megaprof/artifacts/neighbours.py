@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from megaprof.formats.files import Directory, Owner, Unsafe
 from megaprof.formats.names import host, is_gone
+from megaprof.runtime.interruption import Suppressed
 
 _MEMORY = Path("/dev/shm")
 #: Processes of one host that are looked at.
@@ -36,7 +37,7 @@ class Neighbours:
         self._own = str(os.getpid())
 
     def __enter__(self) -> Neighbours:
-        with suppress(OSError, Unsafe), ExitStack() as undo:
+        with Suppressed(OSError, Unsafe), ExitStack() as undo:
             with Directory.open(self._base) as base:
                 directory = base.child(f"megaprof-memory.{os.geteuid()}.{host()}", create=0o700)
             undo.callback(directory.close)
@@ -54,7 +55,7 @@ class Neighbours:
     def say(self, needed: int) -> None:
         """This process needs so many bytes more than it has."""
         if self._directory is not None:
-            with suppress(OSError):
+            with Suppressed(OSError):
                 self._write(self._directory, b"%*d" % (_LONGEST, needed))
 
     def others(self) -> int:
@@ -62,7 +63,7 @@ class Neighbours:
         directory = self._directory
         if directory is None:
             return 0
-        with suppress(OSError):
+        with Suppressed(OSError):
             return sum(self._read(directory, name) for name in directory.names(_MOST) if name != self._own)
         return 0
 
@@ -77,7 +78,7 @@ class Neighbours:
         if not name.isdecimal() or is_gone(int(name)):
             directory.unlink(name)
             return 0
-        with suppress(OSError, ValueError):
+        with Suppressed(OSError, ValueError):
             descriptor = directory.open_file(name, os.O_RDONLY)
             try:
                 fresh = os.fstat(descriptor).st_mtime > time.time() - _STALE_SECONDS

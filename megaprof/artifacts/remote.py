@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.formats.names import host, repeats
+from megaprof.runtime.interruption import Suppressed
 
 #: Object stores show an object when its upload is complete. Everything else gets a temporary name and a rename.
 _SHOWN_WHEN_COMPLETE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos"})
@@ -88,6 +89,6 @@ class Remote:
 
     def close(self) -> None:
         """Remove the staging directory, unless it still holds a file that was not uploaded."""
-        with contextlib.suppress(OSError):
+        with Suppressed(OSError):
             for folder in (*self.staging.iterdir(), self.staging):
                 folder.rmdir()

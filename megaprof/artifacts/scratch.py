@@ -10,7 +10,6 @@ each rank of the host. So scratch holds at most `MOST_BYTES` and one file more p
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from megaprof.formats.names import host, is_gone
 from megaprof.parallel.machine import find_bounds, local_ranks
-from megaprof.runtime.interruption import from_host
+from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.logs import logger
 
 #: Bytes that may wait in a process's scratch when another file is placed there.
@@ -93,7 +92,7 @@ class Scratch:
 
 
 def _left(base: Path) -> Iterator[Path]:
-    with contextlib.suppress(OSError):
+    with Suppressed(OSError):
         for entry in os.scandir(base):
             name = entry.name.removeprefix(f"{_PREFIX}{host()}.")
             pid = name.partition(".")[0]

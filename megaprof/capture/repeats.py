@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from megaprof.formats.names import parse_artifact_name, sanitise, shard
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
+from megaprof.runtime.interruption import Suppressed
 
 _Names = tuple[int, str, str, int]
 """Rank, target, role (sanitised, empty for none) and step."""
@@ -25,7 +25,7 @@ class Repeats:
         self._rank = coords.rank
         folder = Path(directory, shard(coords))
         self._taken = _taken.setdefault(folder, {})
-        with suppress(OSError):
+        with Suppressed(OSError):
             for name in os.listdir(folder):
                 found = parse_artifact_name(name)
                 if found is not None and found.place.rank == self._rank:

@@ -12,10 +12,11 @@ takes the signal then, upon which Python runs the handler in the main thread all
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import signal
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 
@@ -35,6 +36,14 @@ def from_host(fault: BaseException) -> bool:
                 return True
         outer, tb = inner, tb.tb_next
     return False
+
+
+class Suppressed(contextlib.suppress):
+    """``with Suppressed(OSError): ...``: `contextlib.suppress` for what is ours. A time-out that a handler of the
+    host's raises in there is an OSError, too, and passes."""
+
+    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> bool:
+        return bool(super().__exit__(kind, fault, tb)) and fault is not None and not from_host(fault)
 
 
 def _was_handed(frame: FrameType, interrupted: FrameType) -> bool:

@@ -7,11 +7,11 @@ same. They leave a mark of how far they came in a directory that it made for the
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
 from pathlib import Path
 
+from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
 #: Process and directory of the first one. Not among the ``MEGAPROF_*``: those are options.
@@ -68,7 +68,7 @@ def _came() -> int:
 
 def _mark(name: str) -> None:
     if _marks is not None:
-        with contextlib.suppress(OSError):  # on another machine, or the first process is gone
+        with Suppressed(OSError):  # on another machine, or the first process is gone
             (_marks / name).touch()
 
 

@@ -82,7 +82,7 @@ def test_the_tokens_of_every_expert_are_counted(tmp_path: Path) -> None:
         if biased:
             assert (found[0], found[1]) == ((sums[0] // 2,) * 2, (0, 0))
         else:
-            assert max(sums) < 1.2 * min(sums)
+            assert max(sums) < 1.5 * min(sums)  # drawn at random, in some versions once for all layers
 
 
 def test_the_work_of_every_microbatch_is_recorded(tmp_path: Path) -> None:

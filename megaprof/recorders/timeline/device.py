@@ -13,6 +13,7 @@ from typing import Any
 
 from megaprof.formats.timeline import Memory
 from megaprof.recorders.tape import Marker
+from megaprof.runtime.interruption import Suppressed
 
 _RELAXED = 2  # cuda.h, CUstreamCaptureMode: nothing that this thread does breaks a capture
 #: The library that torch's calls end in, and its functions. CUDA's is the driver: there is one of it in a process, and
@@ -70,7 +71,7 @@ def device_memory() -> Callable[[], Memory] | None:
 
 def _loaded(library: str) -> str | None:
     """The path of the shared library that this process has loaded under this name, whatever its version."""
-    with contextlib.suppress(OSError):
+    with Suppressed(OSError):
         for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
             path = line.rpartition(" ")[2]
             name = path.rpartition("/")[2]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_path
 from megaprof.parallel.topology import RankCoords
-from megaprof.runtime.interruption import from_host
+from megaprof.runtime.interruption import Suppressed, from_host
 from megaprof.runtime.logs import logger
 
 #: The limit of bytes is for this many full files; the oldest goes when another one begins that would exceed it.
@@ -174,7 +174,7 @@ class TimelineFiles:
             while written < len(data):
                 written += os.write(self._file, data[written:])
         except OSError:
-            with contextlib.suppress(OSError):
+            with Suppressed(OSError):
                 os.ftruncate(self._file, self._size)
             raise
         if not self._size:
@@ -186,17 +186,17 @@ class TimelineFiles:
         """The file that begins has its first step: older ones go, as far as there would be too many bytes."""
         while sum(size for _, size in self._ended) > self._most:
             path, _ = self._ended.popleft()
-            with contextlib.suppress(OSError):
+            with Suppressed(OSError):
                 path.unlink()
 
     def _end_file(self) -> None:
         file, self._file = self._file, None
         if file is None:
             return
-        with contextlib.suppress(OSError):
+        with Suppressed(OSError):
             os.close(file)
         if self._size:
             self._ended.append((self._path, self._size))
         else:
-            with contextlib.suppress(OSError):
+            with Suppressed(OSError):
                 self._path.unlink()
