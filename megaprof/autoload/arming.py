@@ -18,7 +18,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -26,6 +25,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from megaprof.runtime import unmet
+from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _moved() -> bool:
     """Whether an in-process restart gave this rank another place, so that its hooks are those of an earlier attempt."""
-    with suppress(Exception):  # groups that are half there: they are looked at again with the next call
+    with Suppressed(Exception):  # groups that are half there: they are looked at again with the next call
         from megaprof.capture.this_rank import moved
 
         return _here is not None and moved(_here)

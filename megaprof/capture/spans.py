@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
 from megaprof.recorders import Window
+from megaprof.runtime.interruption import Suppressed
 
 
 def note(window: Window) -> None:
@@ -18,7 +18,7 @@ def note(window: Window) -> None:
     stem = window.path("", ".").name.rstrip(".")
     facts = {"target": window.target, "role": window.role, "step": window.step, "file": stem}
     known = {f"megaprof.{name}": value for name, value in facts.items() if value is not None}
-    with contextlib.suppress(Exception):  # the capture is whole, whatever becomes of the event
+    with Suppressed(Exception):  # the capture is whole, whatever becomes of the event
         span = trace.get_current_span()
         if span.is_recording():
             span.add_event("megaprof.capture", known)

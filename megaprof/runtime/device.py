@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
+from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
 #: How long a window that closes waits for the device where others wait for this rank meanwhile, in seconds.
@@ -68,7 +68,7 @@ class DeviceWait:
     def _synchronize(self, device: int) -> None:
         self._asked.wait()
         if not self._done.is_set():
-            with suppress(Exception):  # a device that is broken is not busy: the next call of the host's says so
+            with Suppressed(Exception):  # a device that is broken is not busy: the next call of the host's says so
                 self._cuda.synchronize(device)
             self._done.set()
 
