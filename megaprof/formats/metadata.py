@@ -72,6 +72,9 @@ class Profiler:
     """How many nanoseconds the first step of the window began late, because the profiler was started before it."""
     prepared: bool = False
     """Whether it was prepared behind the call before, so that it only had to be switched on."""
+    waited_ns: int | None = None
+    """For how many nanoseconds of the window the training thread could have run and had no processor core; None where
+    the system does not count that."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +210,9 @@ def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
     yield "microbatches", metadata.microbatches, MOST
     yield "microbatch_group_size", metadata.microbatch_group_size, MOST
     yield "chunks", len(metadata.chunks), MOST
-    yield "profiler.start_ns", None if metadata.profiler is None else metadata.profiler.start_ns, _LARGEST
+    if metadata.profiler is not None:
+        yield "profiler.start_ns", metadata.profiler.start_ns, _LARGEST
+        yield "profiler.waited_ns", metadata.profiler.waited_ns, _LARGEST
     for tokens in metadata.tokens or ():
         yield "tokens", tokens, _LARGEST
     yield "lengths", len(metadata.lengths or ()), MOST

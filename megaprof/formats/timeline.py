@@ -31,7 +31,7 @@ SUFFIX = ".timeline.bin"
 MAGIC = b"MEGATL01"
 METADATA, SHAPE, STEP, FACT = 1, 2, 3, 4
 #: What a fact beside a step says.
-WORK, COLLECTIONS, COLLECTIVES, GROUPS, MEMORY = 1, 2, 3, 4, 5
+WORK, COLLECTIONS, COLLECTIVES, GROUPS, MEMORY, WAITED = 1, 2, 3, 4, 5, 6
 #: These hold for the following steps with the same metadata, until another one is told.
 HOLDING = WORK, MEMORY
 
@@ -79,6 +79,7 @@ _MOST_BYTES = 1 << 62
 MOST_NUMBERS = 1 << 16
 _FACT = struct.Struct("<IB")
 _MEMORY = struct.Struct("<QQQ")
+_WAITED = struct.Struct("<iII")
 
 Microseconds = npt.NDArray[np.int64]
 
@@ -102,6 +103,28 @@ class Memory(NamedTuple):
         """Returns what a file says; None where it says nothing, or what cannot be."""
         found = cls(*_MEMORY.unpack(payload)) if len(payload) == _MEMORY.size else None
         return found if found is not None and found.allocated <= found.peak < _MOST_BYTES > found.capacity else None
+
+
+class Waited(NamedTuple):
+    """How long the training thread waited for a processor core, in microseconds."""
+
+    start: int
+    """Since when, from the step's start on."""
+    length: int
+    """In how long."""
+    waited: int
+    """So much of it."""
+
+    def pack(self) -> bytes | None:
+        """Returns it as a file has it; None for what a file has no room for, a span of more than half an hour."""
+        fits = -(1 << 31) <= self.start < 1 << 31 and 0 <= self.waited <= self.length <= _LONGEST
+        return _WAITED.pack(*self) if fits else None
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Waited | None:
+        """Returns what a file says; None where it says nothing, or what cannot be."""
+        found = cls(*_WAITED.unpack(payload)) if len(payload) == _WAITED.size else None
+        return found if found is not None and found.waited <= found.length else None
 
 
 def metadata_record(metadata: dict[str, Any]) -> bytes:

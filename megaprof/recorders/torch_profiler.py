@@ -24,6 +24,7 @@ from megaprof.recorders import Window, emit
 from megaprof.recorders.garbage import Collections
 from megaprof.recorders.graph_names import names
 from megaprof.recorders.host_ranges import add_ranges
+from megaprof.recorders.processor import Waits
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 
@@ -62,6 +63,7 @@ class TorchRecorder:
         self._prepared: _Prepared | None = None
         self._recorded: tuple[str, ...] = ()  # which activities
         self._started_in = 0  # nanoseconds
+        self._waits: Waits | None = None
         self._ahead = False
         self._collections = Collections()
         # Which kind of CUDA graphs Inductor makes is asked by every start of a profiler, and importing what says it
@@ -95,6 +97,8 @@ class TorchRecorder:
         self._collections.start()
         emit.log = None if "cpu" in self._recorded else []
         self._started_in = time.perf_counter_ns() - began
+        self._waits = Waits()
+        self._waits.read(0)
 
     def prepare(self) -> None:
         """Put Kineto into its warm-up: its GPU tracing runs, and nothing is kept of it once `start` begins to record.
@@ -123,8 +127,10 @@ class TorchRecorder:
         recording, observer = self._profile, self._observer
         if recording is None:
             return
+        waited = None if self._waits is None else self._waits.read(0)
         raw = self._writer.raw_path(self._final(window, TRACE_SUFFIX))
-        how = Profiler(self._config.activities, self._recorded, self._started_in, self._ahead)
+        of = None if waited is None else 1000 * waited.waited
+        how = Profiler(self._config.activities, self._recorded, self._started_in, self._ahead, of)
         metadata = {**metadata, "profiler": asdict(how)}
         try:
             recording.add_metadata_json("megaprof", json.dumps(metadata))

@@ -12,7 +12,7 @@ from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
 from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
-from megaprof.analysis.diagnosis.table import Floats
+from megaprof.analysis.diagnosis.table import GARBAGE, WAIT, Floats
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
@@ -41,7 +41,8 @@ class Cause:
     chunk: int | None = None
     """The model chunk of that stage, counted from 0."""
     ranks: tuple[int, ...] = ()
-    """The ranks that it is on. Several: ranks that wait for each other, one of which it is."""
+    """The ranks that it is on. Several: ranks that wait for each other, one of which it is; of ``processor_wait`` all
+    that wait for a core, those that wait longest first."""
     hosts: tuple[str, ...] = ()
     """Their hosts."""
     link: tuple[int, int] | None = None
@@ -55,7 +56,8 @@ class Cause:
     the lengths of their sequences explain, with its 90 % interval; ``expert_tokens`` of a slow rank or stage in a
     captured step, ``usual_expert_tokens`` of the others, and ``explained``, the part of its slowness that these can
     explain at most; ``transfer_ms`` of a slow link and ``usual_ms`` of
-    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection."""
+    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection; ``waited_ms`` of a step, for which the
+    rank that waited longest for a processor core did."""
     more_steps: int = 0
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
     reason: str | None = None
@@ -239,6 +241,8 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         kind, parts = _of_content(term, run.view)
     else:
         parts = _parts(term, run.view, there)
+    if kind == WAIT and table.waited is not None:
+        parts = {"waited_ms": float(table.waited[there].mean(axis=0).max())}
     begins = began(there)
     since = int(table.steps[begins]) if begins else None
     hosts: tuple[str, ...] = ()
@@ -277,8 +281,8 @@ def _parts(term: Term, view: View, there: np.typing.NDArray[np.bool_]) -> dict[s
         }
     if term.kind == "late_entry":
         return {"late_ms": float((before.entry - after.entry)[there][..., term.stage].mean())}
-    if term.kind == "garbage_collection":
-        return {"longest_ms": float(own.collected[there].max())}
+    if term.kind == GARBAGE:
+        return {"longest_ms": float(own.held[GARBAGE][there].max())}
     if term.kind not in ("slow_rank", "uneven_microbatches", "unequal_replicas"):
         return {}
     some = slice(None) if term.stage is None else slice(term.stage, term.stage + 1)

@@ -60,7 +60,7 @@ class Model:
 
 def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     """The model of a run. ``steps`` [draw, any number]: which steps each draw consists of."""
-    log = np.log(np.maximum(table.passes - table.collected, 1e-9))
+    log = np.log(np.maximum(table.passes - sum(table.held.values()), 1e-9))
     t, d, s, c, k, m = log.shape
     usual = _quantile(np.median(log, axis=5).reshape(t * d, s, c, k), QUARTILE, 0)
     left = log - usual[:, :, :, None]

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
+from megaprof.analysis.diagnosis import queueing
 from megaprof.analysis.diagnosis.combined import forward_share
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
 from megaprof.analysis.diagnosis.policy import STEPS
-from megaprof.analysis.diagnosis.table import CALLS, RankSteps, Table, Unfit
+from megaprof.analysis.diagnosis.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.stages.stages import WARM_UP
 from megaprof.analysis.trace.intervals import covered, union
@@ -234,7 +235,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     numbers = sorted(found)
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
-    start, end, collected = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
+    start, end, collected, waits = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape), np.zeros(shape[0])
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
@@ -267,6 +268,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         ended = times[:, which, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
         start.reshape(len(numbers), -1)[places, at] = since + begun / 1e3
         end.reshape(len(numbers), -1)[places, at] = since + ended / 1e3
+        waits[own] = queueing.of_steps(timeline, [found[numbers[t]][2] for t in own])
         garbage = timeline.facts(format.COLLECTIONS)
         for n, t in enumerate(places[:, 0].tolist()):
             if payload := garbage.get(found[numbers[t]][2]):
@@ -275,9 +277,12 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
                 collected.reshape(len(numbers), -1)[t, at] = held / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
-    if device and collected.any():  # it may have had work enough meanwhile
+    waited = [([t], ms) for t, ms in enumerate(waits.tolist())]
+    held = {GARBAGE: collected, WAIT: queueing.of_passes(end - start - collected, waited)}
+    held = {kind: each for kind, each in held.items() if each.any()}
+    if device and held:  # it may have had work enough meanwhile
         longer = end - start - np.nanmedian(end - start, axis=0)
-        collected = np.clip(collected, 0.0, np.maximum(longer, 0.0))
+        held = {kind: np.clip(each, 0.0, np.maximum(longer, 0.0)) for kind, each in held.items()}
     _, timeline, row = found[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     came = {}
@@ -293,9 +298,10 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         steps=np.array(numbers),
         start=start,
         end=end,
-        compute=end - start - collected,
+        # Peers that wait for each other all take as long; only where it is known which of them waited does one differ.
+        compute=end - start - sum(each for kind, each in held.items() if kind != WAIT or came),
         idle=np.zeros(shape),
-        collected=collected,
+        held=held,
         exposed={},
         enter=enter,
         reduced=reduced,

@@ -17,6 +17,7 @@ from megaprof.parallel.schedules import PipelineSchedule
 Floats = npt.NDArray[np.float64]
 
 
+GARBAGE, WAIT = "garbage_collection", "processor_wait"
 #: Bits that tell the calls of one step apart: a step's number is above them.
 CALLS = 16
 
@@ -63,8 +64,9 @@ class Table:
     """Group: [t, d, s, c, k, m], its communication that nothing hid."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in it."""
-    collected: Floats
-    """[t, d, s, c, k, m]: how long Python collected garbage in it, where that held it up."""
+    held: Mapping[str, Floats]
+    """``garbage_collection``: [t, d, s, c, k, m], how long Python collected garbage in it, where that held it up.
+    ``processor_wait``: likewise, how long its thread had no processor core. Those that are there at all."""
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
     reduction: Floats
@@ -74,6 +76,8 @@ class Table:
     other, the longest one's."""
     clocks: bool
     """Whether all stages are on one clock: without it there are no entries and no links."""
+    waited: Floats | None = None
+    """[t, d, s, p]: how long each peer's thread had no processor core in the passes of a step; None where no file says."""
     ran: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
     computed beside them; of groups of which that is known."""
@@ -107,7 +111,7 @@ class Table:
 class RankSteps:
     """What one rank recorded, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``idle``, ``collected`` and ``exposed`` by group are [t, c, k, m], NaN where a pass
+    ``start``, ``end``, ``compute``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m], NaN where a pass
     was not recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients.
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
@@ -123,7 +127,7 @@ class RankSteps:
     end: Floats
     compute: Floats
     idle: Floats
-    collected: Floats
+    held: Mapping[str, Floats]
     exposed: Mapping[str, Floats]
     enter: Floats
     reduced: Floats
@@ -182,14 +186,22 @@ def tabulate(
     start, end, enter, reduced = start - since, end - since, enter - since[..., 0, 0, 0], reduced - since[..., 0, 0, 0]
     last = np.fmax.reduce(end.reshape(len(common), -1), axis=1)
     done = np.fmax(last, np.fmax.reduce(reduced.reshape(len(common), -1), axis=1))
-    groups = sorted({group for r in order for group in r.exposed})
-    exposed = {}
-    for group in groups:
-        none = np.zeros_like(order[0].start)
-        rows = [np.asarray(r.exposed.get(group, none))[np.searchsorted(r.steps, common)] for r in order]
-        table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
-        # Of peers that wait for each other the last one to come waits for nobody.
-        exposed[group] = table.min(axis=3)[whole]
+
+    def parts(name: str) -> dict[str, Floats]:
+        """Those of passes by name, [t, d, s, p, c, k, m]."""
+        found = {}
+        for part in sorted({part for r in order for part in getattr(r, name)}):
+            none = np.zeros((1, *order[0].start.shape[1:]))
+            rows = [
+                own[part][np.searchsorted(r.steps, common)]
+                if part in (own := getattr(r, name))
+                else np.repeat(none, len(common), axis=0)
+                for r in order
+            ]
+            found[part] = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
+        return found
+
+    held = {kind: np.nan_to_num(each)[whole] for kind, each in parts("held").items()}
     ran = {axis: ran_of(axis)[whole] for axis in INSIDE if any(r.came for r in order)}
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
     work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
@@ -209,10 +221,12 @@ def tabulate(
         start=start.min(axis=3)[whole],
         end=end.max(axis=3)[whole],
         compute=stacked("compute")[whole],
-        exposed=exposed,
+        # Of peers that wait for each other the last one to come waits for nobody.
+        exposed={group: each.min(axis=3)[whole] for group, each in parts("exposed").items()},
         idle=stacked("idle").min(axis=3)[whole],
-        # All peers wait for the one that collects.
-        collected=np.nan_to_num(stacked("collected")).max(axis=3)[whole],
+        # All peers wait for the one that is held up.
+        held={kind: each.max(axis=3) for kind, each in held.items()},
+        waited=held[WAIT].sum(axis=(4, 5, 6)) if WAIT in held else None,
         entry=entry[whole],
         reduction=(done - last)[whole],
         length=done[whole],

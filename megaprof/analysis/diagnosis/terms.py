@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.analysis.diagnosis.policy import LEAST
-from megaprof.analysis.diagnosis.table import Table
+from megaprof.analysis.diagnosis.table import WAIT, Table
 from megaprof.analysis.diagnosis.view import View
 
 Change = Callable[[View], View]
@@ -44,7 +44,7 @@ def terms(table: Table, view: View, step_ms: float) -> list[Term]:
         *_of_steps(view, step_ms),
         *_of_exchanges(table, view),
         *_of_entries(table, view, step_ms),
-        *_of_passes(table, view),
+        *_of_passes(table, view, step_ms),
     ]
 
 
@@ -195,7 +195,7 @@ def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         yield Term("late_entry", timely, stage=stage, replica=replica, ranks=ranks, once=True)
 
 
-def _of_passes(table: Table, view: View) -> Iterator[Term]:
+def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
     for group in view.exposed:
 
         def hidden(v: View, group: str = group) -> View:
@@ -214,7 +214,20 @@ def _of_passes(table: Table, view: View) -> Iterator[Term]:
         once=True,
         doubt_ms=float(view.opened.max(axis=1).mean()),
     )
-    if view.collected.any():
-        yield Term("garbage_collection", lambda v: v.less(v.collected, collected=np.zeros_like(v.collected)), once=True)
+    for kind in view.held:
+
+        def going_on(v: View, kind: str = kind) -> View:
+            return v.less(v.held[kind], held={**v.held, kind: np.zeros_like(v.held[kind])})
+
+        yield Term(kind, going_on, ranks=_waiting(table, step_ms) if kind == WAIT else (), once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
+
+
+def _waiting(table: Table, step_ms: float) -> tuple[int, ...]:
+    """The ranks that wait for a processor core, those that wait longest first."""
+    if table.waited is None:
+        return ()
+    long = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
+    order = np.argsort(-long, kind="stable")
+    return tuple(table.ranks.ravel()[order[long[order] >= LEAST * step_ms]].tolist())

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megaprof.analysis.diagnosis import queueing
 from megaprof.analysis.diagnosis.combined import forward_share, parts
 from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
-from megaprof.analysis.diagnosis.table import CALLS, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.diagnosis.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.stages.consistency import Findings, opened_apart
 from megaprof.analysis.stages.stages import counted
@@ -68,6 +69,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, compute, waited = (np.full(shape, np.nan) for _ in range(4))
     idle, collected = np.zeros(shape), np.zeros(shape)
+    of_host = compute if calls[0].gpu is None else idle  # what the host holds up
     sequences, work = _sequences(calls), np.full((len(calls), schedule.microbatches, 3), np.nan)
     for (t, number), (tokens, lengths) in sequences.items():
         if number < schedule.microbatches:
@@ -88,7 +90,10 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                 end[at] = (each.start - origin + behind * length) * _MS
                 idle[at], compute[at], waited[at] = idled * part, each.compute_ns * part, each.exposed_ns * part
                 collected[at] = garbage * part
-                (compute if call.gpu is None else idle)[at] -= garbage * part
+                of_host[at] -= garbage * part
+    windows = grouped(range(len(calls)), lambda t: calls[t].source).values()
+    waits = queueing.of_passes(of_host, [(own, _waited([calls[t] for t in own])) for own in windows])
+    of_host -= waits
     replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),
@@ -101,7 +106,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         end=end,
         compute=compute,
         idle=idle,
-        collected=collected,
+        held={kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()},
         exposed=_exposed(calls, waited),
         enter=np.array([(call.extent[0] - origin) * _MS for call in calls]),
         reduced=np.array([_reduced(call, origin) for call in calls]),
@@ -162,6 +167,19 @@ def _collected(call: Call, until: Sequence[int]) -> list[int]:
     held = call.collecting if call.gpu is None else intersection(call.collecting, call.gpu.host_bound)
     spans = intervals((each.start, end) for each, end in zip(call.phases, until, strict=True))
     return [int(ns) for ns in covered(held, spans)]
+
+
+def _waited(calls: Sequence[Call]) -> float:
+    """Milliseconds that the training thread waited for a processor core in the passes of a window."""
+    profiler = calls[0].metadata.profiler
+    if profiler is None or not profiler.waited_ns or any(call.label != call.metadata.target for call in calls):
+        return 0.0
+    passes, exchanges = (
+        sum(each.end - each.start for call in calls for each in own(call))
+        for own in (lambda call: call.phases, lambda call: call.exchanges)
+    )
+    span = calls[-1].end - calls[0].start
+    return queueing.in_passes(*(ns * _MS for ns in (profiler.waited_ns, span, passes, exchanges)))
 
 
 def _reduced(call: Call, origin: int) -> float:

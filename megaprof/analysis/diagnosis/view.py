@@ -45,7 +45,7 @@ class View:
     """[n, d, s]: which one, in a flattened [c, k, m]."""
     exposed: Mapping[str, Floats]
     idle: Floats
-    collected: Floats
+    held: Mapping[str, Floats]
 
     def at(self, rows: npt.NDArray[np.intp], content: Content | None = None) -> View:
         """Those of its steps, with their own contents or others."""
@@ -53,16 +53,16 @@ class View:
         ratio = self.now[rows] / self.content.whole[rows]
         slow = own.stage * own.chunk * self.slow[rows] / (self.content.stage * self.content.chunk)[rows]
         per_step = {name: getattr(self, name)[rows] for name in _PER_STEP}
-        exposed = {group: each[rows] for group, each in self.exposed.items()}
-        return View(self.state.at(rows), own.whole * ratio, slow, own, exposed=exposed, **per_step)
+        exposed, held = ({name: each[rows] for name, each in of.items()} for of in (self.exposed, self.held))
+        return View(self.state.at(rows), own.whole * ratio, slow, own, exposed=exposed, held=held, **per_step)
 
     def of(self, replica: int) -> View:
         """One replica alone."""
         one = slice(replica, replica + 1)
         state = State(self.state.passes[:, one], self.state.entry[:, one], self.state.link[:, one], self.state.tail)
         per_step = {name: getattr(self, name)[:, one] for name in _PER_STEP}
-        exposed = {group: each[:, one] for group, each in self.exposed.items()}
-        return View(state, self.now, self.slow, self.content, exposed=exposed, **per_step)
+        exposed, held = ({name: each[:, one] for name, each in of.items()} for of in (self.exposed, self.held))
+        return View(state, self.now, self.slow, self.content, exposed=exposed, held=held, **per_step)
 
     def joined(self, replica: int, other: View) -> View:
         """With another view of one replica in its place."""
@@ -81,11 +81,10 @@ class View:
         neutral now."""
         passes = self.state.passes.copy()
         flat, at = passes.reshape(*self.stalling.shape, -1), self.stalling[..., None]
-        collects = self.collected.any()
 
         def add(sign: float) -> None:
-            if collects:
-                np.add(passes, sign * self.collected, out=passes)
+            for each in self.held.values():
+                np.add(passes, sign * each, out=passes)
             flat[:, :, 0, 0] += sign * self.first
             stalled = np.take_along_axis(flat, at, axis=-1) + sign * self.stalled[..., None]
             np.put_along_axis(flat, at, stalled, axis=-1)
@@ -111,7 +110,7 @@ class View:
 
     def beside(self) -> Floats:
         """Returns [n, d, s, c, k, m]: what passes took beside what they are made of."""
-        return self.waited() + self.stalls() + self.collected
+        return self.waited() + self.stalls() + sum(self.held.values())
 
     def holding(self, now: Floats) -> View:
         """With other contents."""
@@ -152,7 +151,6 @@ _PER_STEP = (
     "stalled",
     "stalling",
     "idle",
-    "collected",
 )
 
 
@@ -170,7 +168,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
     n, d, s = state.entry.shape
     flat = state.entry.reshape(n, -1)
     timely = _median_of_others(flat).reshape(n, d, s) if flat.shape[1] > 1 else state.entry
-    over = state.passes - table.collected - model.expected
+    over = state.passes - sum(table.held.values()) - model.expected
     first = over[:, :, 0, 0, 0, 0]
     # Alone it may be the opening, all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
@@ -202,7 +200,7 @@ def viewed(table: Table, state: State, model: Model) -> View:
         stalling=stalling,
         exposed=table.exposed,
         idle=table.idle,
-        collected=table.collected,
+        held=table.held,
     )
 
 

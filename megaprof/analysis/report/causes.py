@@ -379,6 +379,18 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
     )
 
 
+def _processor(cause: Cause, measured: TargetStages) -> str:
+    who, most = _capital(ranks(cause.ranks, _MOST)), f"{_part(cause, 'waited_ms')} a step"
+    several = len(cause.ranks) > 1
+    longest = f"rank {cause.ranks[0]} for {most}, longer than the others" if several else f"for {most}"
+    where = f" ({listed(cause.hosts, _MOST)})" if cause.hosts else ""
+    return (
+        f"{who}{where} {'wait' if several else 'waits'} for a processor core{_when(cause)}, {longest}: other programs run on "
+        "the cores that it may use, such as dataloader workers, another job, or more ranks than cores. Give each rank cores "
+        "of its own (numactl, taskset), or fewer dataloader workers; a cgroup may allow fewer cores than the host has."
+    )
+
+
 def _filling(cause: Cause, measured: TargetStages) -> str:
     count = counted(measured.microbatches or 0, "microbatch")
     return f"{count} are few for {counted(measured.sizes.pp, 'stage')}: filling and draining the pipeline takes long."
@@ -402,6 +414,7 @@ _SENTENCES: dict[str, Callable[[Cause, TargetStages], str]] = {
     "host_bound": _host_bound,
     "stalls": _stalls,
     "garbage_collection": _garbage,
+    "processor_wait": _processor,
     "few_microbatches": _filling,
 }
 #: All that a diagnosis names.

@@ -30,10 +30,11 @@ from megaprof.recorders.call import RecordedCall
 from megaprof.recorders.describe import describe
 from megaprof.recorders.garbage import Collections
 from megaprof.recorders.line import Line
+from megaprof.recorders.processor import Waits, waited_ns
 from megaprof.recorders.tape import raw
 from megaprof.recorders.timeline.arrivals import Reading, Written
 from megaprof.recorders.timeline.device import DeviceClock, NoDeviceClock, device_clock, device_memory
-from megaprof.recorders.timeline.files import Facts, Step, TimelineFiles
+from megaprof.recorders.timeline.files import Facts, Place, Step, TimelineFiles
 from megaprof.recorders.timeline.packing import Packed, pack
 from megaprof.recorders.timeline.progress import ChangeClock, Key, Tally, position
 from megaprof.recorders.work import read_work
@@ -88,6 +89,8 @@ class TimelineRecorder:
         self._calls: dict[Key, tuple[int, int]] = {}
         self._last: dict[Key, tuple[int, int]] = {}
         self._line: Line | None = None
+        self._waits: Waits | None = None
+        self._waits_counted = waited_ns(threading.get_native_id()) is not None
         self._collectives = Reading() if config.collectives else None
         self._collections = Collections()
         self._collections.start()
@@ -103,6 +106,8 @@ class TimelineRecorder:
         """The clock of the tapes; None: the host's. Chosen when the first call begins, on the training thread: hooks
         may go in before the process uses its GPU."""
         self._memory = device_memory()
+        self._waits = Waits()
+        self._background.wake()  # to read what it waited so far
         try:
             self._device = device_clock()
         except NoDeviceClock as missing:
@@ -217,13 +222,24 @@ class TimelineRecorder:
             self._read()
 
     def _drain(self, pause: Callable[[], None] = lambda: None) -> None:
+        last: tuple[Place, Line] | None = None
         while lines := self._ready():
             places = self._files.append([step for _, step in lines])
+            last = (places[-1], lines[len(places) - 1][0]) if places else last
             if self._collectives is not None:
                 for place, (line, _) in zip(places, lines, strict=False):
                     self._collectives.wrote(Written(place, line.step, line.start_ns, line.end_ns))
             if self._finished:
                 pause()
+        self._wait_until_now(last)
+
+    def _wait_until_now(self, last: tuple[Place, Line] | None) -> None:
+        """Write what the training thread waited for a core since the ``last`` step before these was written."""
+        if self._waits is None or (last is None and self._waits.began):
+            return
+        waited = self._waits.read(0 if last is None else last[1].start_ns)
+        if last is not None and waited is not None and (payload := waited.pack()) is not None:
+            self._files.add([(last[0], format.WAITED, payload)])
 
     def _read(self, *, last: bool = False) -> None:
         """Write when this rank came to the collectives of steps that are written."""
@@ -300,6 +316,8 @@ class TimelineRecorder:
             if not same:
                 metadata |= {"seq_length": None, "micro_batch_size": None}
             metadata["timeline"] = self._clock_on(metadata.get("device"))
+            if not self._waits_counted:
+                metadata["timeline"]["processor_wait"] = "this system does not count how long a thread waits for a core"
             self._described[key] = metadata
         return key, metadata
 
