@@ -56,14 +56,15 @@ class Cause:
     the lengths of their sequences explain, with its 90 % interval; ``expert_tokens`` of a slow rank or stage in a
     captured step, ``usual_expert_tokens`` of the others, and ``explained``, the part of its slowness that these can
     explain at most; ``transfer_ms`` of a slow link and ``usual_ms`` of
-    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection; ``waited_ms`` of a step, for which the
-    rank that waited longest for a processor core did."""
+    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection; ``waited_ms`` of a step for
+    a processor core, by the rank that waited longest, and ``usual_waited_ms`` by the others, where that is the reason.
+    """
     more_steps: int = 0
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
     reason: str | None = None
     """Why microbatches or replicas differ: ``data``, the lengths of their sequences; ``machine``, which these do not
-    explain. Why a rank or a stage is slow: ``expert_load``, the tokens that its experts got; ``machine``. None where
-    that is not known."""
+    explain. Why a rank or a stage is slow: ``expert_load``, the tokens that its experts got; ``machine``. Why one of them
+    is slow, or late: ``processor_wait``, it waits for a processor core. None where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def _by_experts(run: Examined, cause: Cause) -> Cause:
         load, factor = load_of_stage(run.table, cause.stage), float(run.model.content.stage[cause.stage].mean())
     else:
         return cause
-    if load is None:
+    if load is None or cause.reason == WAIT:
         return cause
     explained = load.explains(factor)
     parts = {"expert_tokens": load.tokens, "usual_expert_tokens": load.usual, "explained": explained}
@@ -241,8 +242,7 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         kind, parts = _of_content(term, run.view)
     else:
         parts = _parts(term, run.view, there)
-    if kind == WAIT and table.waited is not None:
-        parts = {"waited_ms": float(table.waited[there].mean(axis=0).max())}
+    waits = _waits(run, term, there)
     begins = began(there)
     since = int(table.steps[begins]) if begins else None
     hosts: tuple[str, ...] = ()
@@ -265,8 +265,9 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
         hosts,
         term.link,
         term.group,
-        parts,
+        {**parts, **waits},
         more,
+        WAIT if waits and kind != WAIT else None,
     )
 
 
@@ -290,6 +291,26 @@ def _parts(term: Term, view: View, there: np.typing.NDArray[np.bool_]) -> dict[s
     # By microbatch or by replica, whatever a pass is of.
     ratio = np.median(ratio, axis=(2, 3, 4) if term.kind == "uneven_microbatches" else (2, 3, 4, 5))
     return {"factor": float(ratio.max(axis=-1).mean())}
+
+
+def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:
+    """What the ranks of a term wait for a processor core in a step, where that is at least half of what it takes them
+    longer, more than the others wait; else nothing. What single passes waited is a term of its own."""
+    table, own = run.table, run.view if term.replica is None else run.view.of(term.replica)
+    if table.waited is None or (term.stage is None and not term.ranks) or "microbatches" in term.kind:
+        return {}
+    waited = np.broadcast_to(table.waited[there].mean(axis=0), table.ranks.shape)
+    if term.kind == WAIT:
+        return {"waited_ms": float(waited.max())}
+    before, after = own.state, term.change(own).state
+    lost = (before.passes - after.passes)[there].sum(axis=(3, 4, 5)) + (before.entry - after.entry)[there]
+    here = np.isin(table.ranks, term.ranks or table.ranks[:, term.stage])
+    left = (
+        waited - table.held[WAIT][there].sum(axis=(4, 5, 6)).mean(axis=0)[..., None] if WAIT in table.held else waited
+    )
+    if here.all() or left[here].max() - np.median(left[~here]) < MOST * lost[..., term.stage].mean(axis=0).max():
+        return {}
+    return {"waited_ms": float(waited[here].max()), "usual_waited_ms": float(np.median(waited[~here]))}
 
 
 def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:

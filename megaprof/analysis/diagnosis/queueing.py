@@ -1,9 +1,11 @@
-"""How long passes waited for a processor core, from how long their thread did in a span of time.
+"""How long ranks waited for a processor core in a step, and in which passes.
 
-Linux counts that for a whole thread, and it is read about once a second (`megaprof.recorders.processor`). Which pass it
-was in follows from what waiting does: it only adds. So those passes had it that took longest, against what passes of
-their kind usually take, down to one level at which all of it is spent; where a thread waited all the time, every pass is
-above that level in the same proportion.
+Linux counts that for a whole thread, and it is read about once a second (`megaprof.recorders.processor`). Which steps
+and passes it was in follows from what waiting does: it only adds. So those had it that took longest, against what
+others of their kind took, down to one level at which all of it is spent.
+
+What passes take undisturbed is their lower quartile, so no pass is cut below that: where a thread waits all the time,
+its passes are slow, and why is told beside that (`megaprof.analysis.diagnosis.diagnose`).
 """
 
 from __future__ import annotations
@@ -12,48 +14,25 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megaprof.analysis.diagnosis.policy import QUARTILE
 from megaprof.analysis.diagnosis.table import Floats
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Timeline, Waited
 
 
-def above(took: Floats, usual: Floats, waited: float) -> Floats:
-    """Returns what is above one level, relative to ``usual``, of what each ``took``: ``waited`` in sum, or all."""
-    norm = np.maximum(usual, 1e-9)
-    order = np.argsort(-took / norm)
-    # Of those above it as many are taken as make the level highest: one that is below it would lower it.
-    level = ((took[order].cumsum() - waited) / norm[order].cumsum()).max(initial=0.0)
-    found: Floats = np.maximum(took - level * norm, 0.0)
-    return found
-
-
-def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float]]) -> Floats:
-    """Returns [t, c, k, m] how long passes waited that ``took`` so long; ``waited``: steps, and what they waited together."""
-    usual = np.broadcast_to(np.nanmedian(took, axis=(0, 3), keepdims=True), took.shape)
-    found = np.zeros_like(took)
-    for steps, ms in waited:
-        own = took[steps]
-        there = np.isfinite(own)
-        if ms > 0.0 and there.any():
-            of_steps = np.zeros_like(own)
-            of_steps[there] = above(own[there], usual[steps][there], ms)
-            found[steps] = of_steps
-    return found
-
-
 def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
-    """Returns [row] milliseconds that the thread waited in passes of these steps of a file, by their positions; 0 where
-    nobody read it."""
+    """Returns [row] milliseconds that the thread waited in these steps of a file, by their positions, and since the ones
+    before; 0 where nobody read it."""
     steps, told = timeline.steps, timeline.facts(format.WAITED)
-    begin, took = steps["start_ns"] / 1e6, steps["duration"] / 1e3
-    passes = (steps["forward"].astype(float) + steps["backward"] + steps["combined"]) / 1e3
-    usual = passes.copy()
+    begin = steps["start_ns"] / 1e6
+    end = begin + steps["duration"] / 1e3
+    begin[1:] = np.minimum(begin[1:], end[:-1])
+    length = np.maximum(end - begin, 1e-9)
+    usual = length.copy()
     for shape in np.unique(steps["shape"]):
-        usual[steps["shape"] == shape] = np.median(passes[steps["shape"] == shape])
+        usual[steps["shape"] == shape] = np.median(length[steps["shape"] == shape])
     found = np.zeros(len(steps))
-    ends = np.array(
-        sorted(row for row in told if row < len(steps)), dtype=np.intp
-    )  # of steps that were written at once
+    ends = np.array(sorted(row for row in told if row < len(steps)), dtype=np.intp)
     at = np.searchsorted(ends, rows)
     # A step that was running at one reading was written with the next one.
     for i in sorted({*at.tolist(), *(at - 1).tolist()} & {*range(len(ends))}):
@@ -61,16 +40,37 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
         if span is None:
             continue
         near = np.arange(ends[i - 2] + 1 if i > 1 else 0, min(ends[i] + 2, len(steps)))
-        since = begin[ends[i]] + span.start / 1e3
-        inside = np.minimum(begin + took, since + span.length / 1e3)[near] - np.maximum(begin, since)[near]
-        part = np.maximum(inside, 0.0) / np.maximum(took[near], 1e-9)
-        own = passes[near] * part
-        waited = in_passes(span.waited / 1e3, span.length / 1e3, own.sum(), (steps["p2p"][near] * part).sum() / 1e3)
-        found[near] += above(own, usual[near] * part, waited)
+        since = steps["start_ns"][ends[i]] / 1e6 + span.start / 1e3
+        inside = np.minimum(end[near], since + span.length / 1e3) - np.maximum(begin[near], since)
+        inside = np.maximum(inside, 0.0)
+        found[near] += _above(inside, usual[near] * inside / length[near], span.waited / 1e3)
     return found[list(rows)]
 
 
-def in_passes(waited_ms: float, span_ms: float, passes_ms: float, exchanges_ms: float) -> float:
-    """Returns how much of what a thread waited in a span of time it waited in passes: it may have waited whenever it was
-    not in an exchange, where it sleeps."""
-    return waited_ms * passes_ms / max(span_ms - exchanges_ms, passes_ms, 1e-9)
+def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float, float]]) -> Floats:
+    """Returns [t, c, k, m] how long passes that ``took`` so long waited. ``waited``: steps, milliseconds that their thread
+    waited in them, and milliseconds that they lasted together.
+
+    Passes have at most the part of it that they are of that time: a thread that sleeps in an exchange waits, too, when it
+    wakes up."""
+    usual = np.nanquantile(took, QUARTILE, axis=(0, 3), keepdims=True)
+    usual = np.broadcast_to(usual, took.shape)
+    found = np.zeros_like(took)
+    for steps, ms, lasted in waited:
+        there = np.isfinite(took[steps])
+        own = np.zeros_like(took[steps])
+        of_all = ms * min(1.0, took[steps][there].sum() / lasted)
+        own[there] = _above(took[steps][there], usual[steps][there], of_all, least=1.0)
+        found[steps] = own
+    return found
+
+
+def _above(took: Floats, usual: Floats, waited: float, *, least: float = 0.0) -> Floats:
+    """Returns what is above one level, in times ``usual``, of what each ``took``: ``waited`` in sum, unless the level
+    came below the ``least`` then."""
+    norm = np.maximum(usual, 1e-9)
+    order = np.argsort(-took / norm)
+    # Of those above it so many are taken as make the level highest: one that is below it would lower it.
+    level = ((took[order].cumsum() - waited) / norm[order].cumsum()).max(initial=least)
+    found: Floats = np.maximum(took - level * norm, 0.0)
+    return found

@@ -235,7 +235,8 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     numbers = sorted(found)
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
-    start, end, collected, waits = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape), np.zeros(shape[0])
+    start, end, collected = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
+    waited, took = np.zeros(len(numbers)), np.ones(len(numbers))
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
@@ -268,7 +269,8 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         ended = times[:, which, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
         start.reshape(len(numbers), -1)[places, at] = since + begun / 1e3
         end.reshape(len(numbers), -1)[places, at] = since + ended / 1e3
-        waits[own] = queueing.of_steps(timeline, [found[numbers[t]][2] for t in own])
+        rows = [found[numbers[t]][2] for t in own]
+        waited[own], took[own] = queueing.of_steps(timeline, rows), timeline.steps["duration"][rows] / 1e3
         garbage = timeline.facts(format.COLLECTIONS)
         for n, t in enumerate(places[:, 0].tolist()):
             if payload := garbage.get(found[numbers[t]][2]):
@@ -277,8 +279,8 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
                 collected.reshape(len(numbers), -1)[t, at] = held / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
-    waited = [([t], ms) for t, ms in enumerate(waits.tolist())]
-    held = {GARBAGE: collected, WAIT: queueing.of_passes(end - start - collected, waited)}
+    waits = queueing.of_passes(end - start - collected, [([t], waited[t], took[t]) for t in range(len(numbers))])
+    held = {GARBAGE: collected, WAIT: waits}
     held = {kind: each for kind, each in held.items() if each.any()}
     if device and held:  # it may have had work enough meanwhile
         longer = end - start - np.nanmedian(end - start, axis=0)
@@ -302,6 +304,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         compute=end - start - sum(each for kind, each in held.items() if kind != WAIT or came),
         idle=np.zeros(shape),
         held=held,
+        waited=waited,
         exposed={},
         enter=enter,
         reduced=reduced,

@@ -77,7 +77,8 @@ class Table:
     clocks: bool
     """Whether all stages are on one clock: without it there are no entries and no links."""
     waited: Floats | None = None
-    """[t, d, s, p]: how long each peer's thread had no processor core in the passes of a step; None where no file says."""
+    """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the one before; None
+    where no file says."""
     ran: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
     computed beside them; of groups of which that is known."""
@@ -111,8 +112,8 @@ class Table:
 class RankSteps:
     """What one rank recorded, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m], NaN where a pass
-    was not recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients.
+    ``start``, ``end``, ``compute``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m], NaN where a
+    pass was not recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients.
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
@@ -133,6 +134,8 @@ class RankSteps:
     reduced: Floats
     opening: npt.NDArray[np.bool_]
     """[t]: whether a step is the first in its trace."""
+    waited: Floats
+    """[t]: see `Table.waited`; 0 where no file says."""
     work: Floats
     """[t, m, 3]: see `Table.work`."""
     lengths_from: str | None = None
@@ -201,6 +204,7 @@ def tabulate(
             found[part] = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         return found
 
+    waited = stacked("waited")[whole]
     held = {kind: np.nan_to_num(each)[whole] for kind, each in parts("held").items()}
     ran = {axis: ran_of(axis)[whole] for axis in INSIDE if any(r.came for r in order)}
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
@@ -226,7 +230,7 @@ def tabulate(
         idle=stacked("idle").min(axis=3)[whole],
         # All peers wait for the one that is held up.
         held={kind: each.max(axis=3) for kind, each in held.items()},
-        waited=held[WAIT].sum(axis=(4, 5, 6)) if WAIT in held else None,
+        waited=waited if waited.any() else None,
         entry=entry[whole],
         reduction=(done - last)[whole],
         length=done[whole],

@@ -91,8 +91,12 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                 idle[at], compute[at], waited[at] = idled * part, each.compute_ns * part, each.exposed_ns * part
                 collected[at] = garbage * part
                 of_host[at] -= garbage * part
-    windows = grouped(range(len(calls)), lambda t: calls[t].source).values()
-    waits = queueing.of_passes(of_host, [(own, _waited([calls[t] for t in own])) for own in windows])
+    queued, windows = np.zeros(len(calls)), []
+    for own in grouped(range(len(calls)), lambda t: calls[t].source).values():
+        ms = _queued([calls[t] for t in own])
+        queued[own] = ms / len(own)
+        windows.append((own, ms, (calls[own[-1]].end - calls[own[0]].start) * _MS))
+    waits = queueing.of_passes(of_host, windows)
     of_host -= waits
     replica, peer = place_of(metadata.coords)
     return RankSteps(
@@ -106,6 +110,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         end=end,
         compute=compute,
         idle=idle,
+        waited=queued,
         held={kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()},
         exposed=_exposed(calls, waited),
         enter=np.array([(call.extent[0] - origin) * _MS for call in calls]),
@@ -169,17 +174,12 @@ def _collected(call: Call, until: Sequence[int]) -> list[int]:
     return [int(ns) for ns in covered(held, spans)]
 
 
-def _waited(calls: Sequence[Call]) -> float:
-    """Milliseconds that the training thread waited for a processor core in the passes of a window."""
+def _queued(calls: Sequence[Call]) -> float:
+    """Milliseconds that the training thread waited for a processor core in a window that holds these calls and no others."""
     profiler = calls[0].metadata.profiler
-    if profiler is None or not profiler.waited_ns or any(call.label != call.metadata.target for call in calls):
+    if profiler is None or profiler.waited_ns is None or any(call.label != call.metadata.target for call in calls):
         return 0.0
-    passes, exchanges = (
-        sum(each.end - each.start for call in calls for each in own(call))
-        for own in (lambda call: call.phases, lambda call: call.exchanges)
-    )
-    span = calls[-1].end - calls[0].start
-    return queueing.in_passes(*(ns * _MS for ns in (profiler.waited_ns, span, passes, exchanges)))
+    return profiler.waited_ns * _MS
 
 
 def _reduced(call: Call, origin: int) -> float:

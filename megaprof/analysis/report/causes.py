@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.policy import LEAST, STEPS
+from megaprof.analysis.diagnosis.table import WAIT
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.sentences import Finding, trigger
 from megaprof.analysis.stages.stages import TargetStages
@@ -40,6 +41,10 @@ _MANUAL_GC = {
     "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
     "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
 }
+_SHARED = (
+    "something else runs on the cores, such as dataloader workers, another job, or more ranks than there are cores. Give "
+    "each rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
+)
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
@@ -113,7 +118,12 @@ def name_of(cause: Cause) -> str:
 
 def evidence(cause: Cause, measured: TargetStages) -> str:
     """What is so, and where: a sentence or two."""
-    return _SENTENCES[cause.kind](cause, measured)
+    text = _SENTENCES[cause.kind](cause, measured)
+    if cause.reason != WAIT:
+        return text
+    who = _who(cause) if cause.ranks else f"Stage {cause.stage}"
+    waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
+    return f"{text} {who} waited {waited} a step for a processor core, and the others {usual}: {_SHARED}"
 
 
 def price(cause: Cause, diagnosis: Diagnosis) -> str:
@@ -243,7 +253,11 @@ def _one_kind(own: str, other: str) -> Callable[[Cause, TargetStages], str]:
 def _unexplained(cause: Cause, measured: TargetStages) -> str:
     # A stage that became slow on the way takes usually what its layers need.
     longer = f"{_parts(cause)} longer for each microbatch" if number(sum(cause.parts.values())) != "0.00" else "longer"
-    why = _by_experts(cause) or _comes_and_goes(cause) or " Nothing that was recorded says why."
+    why = (
+        ""
+        if cause.reason == WAIT
+        else _by_experts(cause) or _comes_and_goes(cause) or " Nothing that was recorded says why."
+    )
     return f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need.{why}"
 
 
@@ -261,7 +275,7 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
     text = f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_when(cause)}."
-    return f"{text}{_by_experts(cause) or _comes_and_goes(cause)}"
+    return text if cause.reason == WAIT else f"{text}{_by_experts(cause) or _comes_and_goes(cause)}"
 
 
 def _by_experts(cause: Cause) -> str:
@@ -380,15 +394,9 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
 
 
 def _processor(cause: Cause, measured: TargetStages) -> str:
-    who, most = _capital(ranks(cause.ranks, _MOST)), f"{_part(cause, 'waited_ms')} a step"
-    several = len(cause.ranks) > 1
-    longest = f"rank {cause.ranks[0]} for {most}, longer than the others" if several else f"for {most}"
-    where = f" ({listed(cause.hosts, _MOST)})" if cause.hosts else ""
-    return (
-        f"{who}{where} {'wait' if several else 'waits'} for a processor core{_when(cause)}, {longest}: other programs run on "
-        "the cores that it may use, such as dataloader workers, another job, or more ranks than cores. Give each rank cores "
-        "of its own (numactl, taskset), or fewer dataloader workers; a cgroup may allow fewer cores than the host has."
-    )
+    several, waited = len(cause.ranks) > 1, f"{_part(cause, 'waited_ms')} a step"
+    longest = f"rank {cause.ranks[0]} longest, {waited}" if several else waited
+    return f"{_who(cause)} {'wait' if several else 'waits'} for a processor core{_when(cause)}, {longest}: {_SHARED}"
 
 
 def _filling(cause: Cause, measured: TargetStages) -> str:
