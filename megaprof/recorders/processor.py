@@ -11,8 +11,8 @@ from megaprof.runtime.interruption import Suppressed
 
 
 def waited_ns(thread: int) -> int | None:
-    """Returns for how many nanoseconds a thread of this process, by the system's number, could have run and had no core,
-    since it began. None where the system does not say: only Linux does, if it was built to (``run_delay`` in
+    """Returns for how many nanoseconds since it began a thread of this process, by the system's number, could have run
+    and had no core. None where the system does not say: only Linux does, if it was built to (``run_delay`` in
     Documentation/scheduler/sched-stats.rst)."""
     with Suppressed(OSError):
         ran, waited, _ = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()
@@ -34,8 +34,7 @@ class Waits:
         return self._last is not None
 
     def read(self, since_ns: int) -> Waited | None:
-        """Returns what it waited since the last reading, with times from ``since_ns`` on, nanoseconds of the wall clock;
-        None where nobody knows, as at the first one."""
+        """Returns what it waited since the last reading, from ``since_ns`` on, in nanoseconds of the wall clock; None where nobody knows, as at the first one."""
         waited, now = waited_ns(self._thread), time.time_ns()
         last, self._last = self._last, None if waited is None else (now, waited)
         if waited is None or last is None:

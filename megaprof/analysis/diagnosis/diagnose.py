@@ -63,8 +63,8 @@ class Cause:
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
     reason: str | None = None
     """Why microbatches or replicas differ: ``data``, the lengths of their sequences; ``machine``, which these do not
-    explain. Why a rank or a stage is slow: ``expert_load``, the tokens that its experts got; ``machine``. Why one of them
-    is slow, or late: ``processor_wait``, it waits for a processor core. None where that is not known."""
+    explain. Why a rank or a stage is slow: ``expert_load``, the tokens that its experts got; ``machine``. Why one is
+    slow, or late: ``processor_wait``, it waits for a processor core. None where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -305,9 +305,9 @@ def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dic
     before, after = own.state, term.change(own).state
     lost = (before.passes - after.passes)[there].sum(axis=(3, 4, 5)) + (before.entry - after.entry)[there]
     here = np.isin(table.ranks, term.ranks or table.ranks[:, term.stage])
-    left = (
-        waited - table.held[WAIT][there].sum(axis=(4, 5, 6)).mean(axis=0)[..., None] if WAIT in table.held else waited
-    )
+    left = waited
+    if WAIT in table.held:
+        left = waited - table.held[WAIT][there].sum(axis=(3, 4, 5)).mean(axis=0)[..., None]
     if here.all() or left[here].max() - np.median(left[~here]) < MOST * lost[..., term.stage].mean(axis=0).max():
         return {}
     return {"waited_ms": float(waited[here].max()), "usual_waited_ms": float(np.median(waited[~here]))}

@@ -21,7 +21,7 @@ from megaprof.formats.timeline import Timeline, Waited
 
 
 def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
-    """Returns [row] milliseconds that the thread waited in these steps of a file, by their positions, and since the ones
+    """Returns [row] milliseconds that the thread waited in these steps of a file, by their positions, and since those
     before; 0 where nobody read it."""
     steps, told = timeline.steps, timeline.facts(format.WAITED)
     begin = steps["start_ns"] / 1e6
@@ -48,11 +48,11 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
 
 
 def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float, float]]) -> Floats:
-    """Returns [t, c, k, m] how long passes that ``took`` so long waited. ``waited``: steps, milliseconds that their thread
-    waited in them, and milliseconds that they lasted together.
+    """Returns [t, c, k, m] how long passes that ``took`` so long waited. ``waited``: steps, milliseconds that their
+    thread waited in them, and milliseconds that they lasted together.
 
-    Passes have at most the part of it that they are of that time: a thread that sleeps in an exchange waits, too, when it
-    wakes up."""
+    Passes have at most the part of it that they are of that time: a thread that sleeps in an exchange waits, too, when
+    it wakes up."""
     usual = np.nanquantile(took, QUARTILE, axis=(0, 3), keepdims=True)
     usual = np.broadcast_to(usual, took.shape)
     found = np.zeros_like(took)

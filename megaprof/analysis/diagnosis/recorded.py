@@ -280,11 +280,10 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     waits = queueing.of_passes(end - start - collected, [([t], waited[t], took[t]) for t in range(len(numbers))])
-    held = {GARBAGE: collected, WAIT: waits}
-    held = {kind: each for kind, each in held.items() if each.any()}
-    if device and held:  # it may have had work enough meanwhile
+    holds = {kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()}
+    if device and holds:  # it may have had work enough meanwhile
         longer = end - start - np.nanmedian(end - start, axis=0)
-        held = {kind: np.clip(each, 0.0, np.maximum(longer, 0.0)) for kind, each in held.items()}
+        holds = {kind: np.clip(each, 0.0, np.maximum(longer, 0.0)) for kind, each in holds.items()}
     _, timeline, row = found[numbers[-1]]
     metadata = timeline.metadata[int(timeline.steps["metadata"][row])]
     came = {}
@@ -301,9 +300,9 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         start=start,
         end=end,
         # Peers that wait for each other all take as long; only where it is known which of them waited does one differ.
-        compute=end - start - sum(each for kind, each in held.items() if kind != WAIT or came),
+        compute=end - start - sum(each for kind, each in holds.items() if kind != WAIT or came),
         idle=np.zeros(shape),
-        held=held,
+        held=holds,
         waited=waited,
         exposed={},
         enter=enter,

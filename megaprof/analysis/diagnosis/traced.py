@@ -175,7 +175,7 @@ def _collected(call: Call, until: Sequence[int]) -> list[int]:
 
 
 def _queued(calls: Sequence[Call]) -> float:
-    """Milliseconds that the training thread waited for a processor core in a window that holds these calls and no others."""
+    """Milliseconds that the training thread waited for a processor core in a window of these calls and no others."""
     profiler = calls[0].metadata.profiler
     if profiler is None or profiler.waited_ns is None or any(call.label != call.metadata.target for call in calls):
         return 0.0

@@ -42,8 +42,8 @@ _MANUAL_GC = {
     "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
 }
 _SHARED = (
-    "something else runs on the cores, such as dataloader workers, another job, or more ranks than there are cores. Give "
-    "each rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
+    "something else runs on the cores, such as dataloader workers, another job, or more ranks than there are cores. "
+    "Give each rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
 )
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
