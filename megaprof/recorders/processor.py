@@ -34,7 +34,8 @@ class Waits:
         return self._last is not None
 
     def read(self, since_ns: int) -> Waited | None:
-        """Returns what it waited since the last reading, from ``since_ns`` on, in nanoseconds of the wall clock; None where nobody knows, as at the first one."""
+        """Returns what it waited since the last reading, from ``since_ns`` on, in nanoseconds of the wall clock; None
+        where nobody knows, as at the first one."""
         waited, now = waited_ns(self._thread), time.time_ns()
         last, self._last = self._last, None if waited is None else (now, waited)
         if waited is None or last is None:

@@ -125,6 +125,40 @@ def test_one_fault_is_named_alone_with_its_place_and_its_price(pipeline, fault, 
     assert price.ms == pytest.approx(Priced(pipeline).price(fault).mean(), rel=0.1)
 
 
+SHARED = Fault("processor_wait", 1.6, stage=2, replica=1)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "fault", "kind"),
+    [
+        (REPLICAS, SHARED, "slow_rank"),
+        (replace(REPLICAS, recording="cpu trace"), SHARED, "slow_rank"),
+        (HEALTHY, replace(SHARED, replica=0), "unexplained"),
+        (replace(REPLICAS, peers=2), SHARED, "slow_rank"),
+    ],
+)
+def test_a_rank_that_shares_its_core_is_slow_for_that_reason(pipeline, fault, kind, tmp_path):
+    pipeline = replace(pipeline, counted=True, faults=(fault,))
+    (cause,) = diagnosis_of(pipeline, tmp_path / "counted").causes
+    assert (cause.kind, cause.stage, cause.reason) == (kind, 2, "processor_wait")
+    # 1.6 times as long means that 6 of 16 milliseconds were waited.
+    waits = 0.375 * 1.6 * pipeline.microbatches * pipeline.forward_ms * (1.0 + pipeline.ratio)
+    assert cause.parts["waited_ms"] == pytest.approx(waits, rel=0.05)
+    assert cause.parts["usual_waited_ms"] == pytest.approx(0.0, abs=1e-6)
+    for other in (replace(pipeline, counted=False), replace(pipeline, faults=(replace(fault, kind="slow_rank"),))):
+        (cause,) = diagnosis_of(other, tmp_path / str(other.counted)).causes
+        assert (cause.kind, cause.reason) == (kind, None)
+
+
+@pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
+def test_what_a_busy_machine_takes_from_passes_is_named_alone(recording, tmp_path):
+    busy = replace(REPLICAS, recording=recording, load=0.3, burst_ms=60.0, steps=12, counted=True)
+    found = diagnosis_of(busy, tmp_path)
+    print(found)
+    (cause,) = found.causes
+    assert cause.kind == "processor_wait"
+
+
 @pytest.mark.parametrize(
     "pipeline",
     [

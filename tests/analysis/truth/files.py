@@ -21,7 +21,7 @@ from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
 from tests.analysis.kineto import launched
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.synthetic import TraceBuilder, chunk
-from tests.analysis.truth.pipelines import STALLED, Pipeline, Run, numbers
+from tests.analysis.truth.pipelines import STALLED, Pipeline, Run, loads, numbers
 from tests.analysis.truth.programs import BACKWARD, FORWARD, KINDS, Pass
 from tests.analysis.truth.simulation import Done, Times
 
@@ -46,6 +46,8 @@ _COLLECTIVES = {
 _AXES = ("pp", "tp", "cp", "ep", "dp")
 _COMPUTE, _NCCL, _EXCHANGES, _MAIN, _AUTOGRAD = 7, 20, 24, 1, 99
 _GAP = 0.004
+#: Steps from one reading of what a thread waits to the next.
+_READ = 3
 
 
 def write(pipeline: Pipeline, run: Run, directory: Path) -> None:
@@ -108,6 +110,21 @@ class _Rank:
             return 0.0
         random, at = numbers(self.pipeline), (self.stage, step, self.replica)
         return ms * (random.stalled[at] < STALLED and what.microbatch == random.where[at])
+
+    @property
+    def waited(self) -> Times:
+        """By step, milliseconds in which it had no processor core."""
+        load, shared = loads(self.pipeline)[self.stage], 1.0
+        for fault in self.pipeline.faults:
+            if (fault.kind, fault.stage, fault.replica) == ("processor_wait", self.stage, self.replica):
+                shared /= fault.size
+        found = np.zeros(self.pipeline.steps)
+        for each in self.done:
+            if isinstance(each.what, Pass):
+                start, end = (at[:, self.replica] for at in (each.start, each.end))
+                ran = end - start if load is None else load.work(start, end, self.replica)
+                found += end - start - shared * ran
+        return found
 
     @property
     def ahead(self) -> float:
@@ -186,6 +203,11 @@ def _timeline(rank: _Rank, directory: Path) -> None:
                 end = int(starts[step] + 1e6 * (each.end[step, rank.replica] - rank.enter[step]))
                 found = pack_collections([(int(end - 1e6 * ms), end)], int(starts[step]))
                 out.append(format.fact_record(step, format.COLLECTIONS, found))
+    for step in range(_READ - 1, one.steps, _READ) if one.counted else ():
+        own = slice(step - _READ + 1, step + 1)
+        since, until = int(starts[own][0]), int(starts[step]) + int(duration[step]) * 1000
+        of = (since - int(starts[step])) // 1000, (until - since) // 1000, round(1000 * float(rank.waited[own].sum()))
+        out.append(format.fact_record(step, format.WAITED, format.Waited(*of).pack() or b""))
     path = directory / artifact_name("timeline", None, FIRST_STEP, rank.coords, format.SUFFIX)
     path.write_bytes(b"".join(out))
 
@@ -196,6 +218,9 @@ def _timeline(rank: _Rank, directory: Path) -> None:
 def _trace(rank: _Rank, directory: Path) -> None:
     one = rank.pipeline
     described = rank.metadata()
+    if one.counted:
+        waited = round(1e6 * float(rank.waited.sum()))
+        described["profiler"] = {"asked": ["cpu"], "recorded": ["cpu"], "waited_ns": waited}
     trace = TraceBuilder(
         pp=rank.stage,
         pp_size=one.stages,

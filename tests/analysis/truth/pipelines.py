@@ -25,7 +25,8 @@ class Fault:
 
     ``layers``: the stage holds more layers than the others (`Pipeline.layers`). ``embedding_or_loss``: milliseconds of
     a forward beside the layers. ``recomputation``: a backward takes a forward longer. ``slow_forward``,
-    ``slow_backward``, ``slow_stage``, ``slow_chunk``, ``slow_rank``: factor of passes. ``slow_link``, ``late_entry``,
+    ``slow_backward``, ``slow_stage``, ``slow_chunk``, ``slow_rank``, ``processor_wait``: factor of passes, the
+    last one of a rank that shares its core. ``slow_link``, ``late_entry``,
     ``data_wait``: milliseconds, of every exchange with the next stage, of a step, of the first forward of a step.
     ``uneven_microbatches``: spread of the logarithm, of all stages alike or of one alone. ``communication``: part of a
     pass that it takes longer, or, of ``dp``, milliseconds of a step. ``host_bound``: part of a pass that it takes
@@ -53,7 +54,8 @@ class Pipeline:
     twice as long, in bursts of ``burst_ms``, on all stages at once where they are ``together``. ``recording``:
     ``gpu trace``, ``nsys``, ``cpu trace``, ``timeline`` or ``device timeline``. ``peers``: ranks that compute a
     pass together (tp). ``apart``: a host for each stage, with a clock of its own. ``buffered``: a message's
-    sender does not wait. ``overlapped``: with model chunks, exchanges overlap with computing; their sender
+    sender does not wait. ``counted``: the system says how long a rank waited for a core, because of ``load`` or
+    ``processor_wait``. ``overlapped``: with model chunks, exchanges overlap with computing; their sender
     never waits.
     """
 
@@ -80,6 +82,7 @@ class Pipeline:
     tail_ms: float
     jitter_ms: float
     overlapped: bool = False
+    counted: bool = False
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -261,7 +264,7 @@ class Priced:
                 work[own] *= even(each.size * of, axis=0)
             elif each.kind == "unequal_replicas":
                 work *= even(each.size * random.replicas, axis=1)
-            elif each.kind == "slow_rank":
+            elif each.kind in ("slow_rank", "processor_wait"):
                 factor = 1.0 + (each.size - 1.0) * there
                 if each.peer is not None:
                     work[each.stage] *= factor

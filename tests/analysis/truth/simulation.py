@@ -56,6 +56,12 @@ class Load:
         done = np.interp(self.origin + start, self.when, self.done) + work
         return np.interp(done, self.done, self.when) - self.origin
 
+    def work(self, start: Times, end: Times, replica: int) -> Times:
+        """What was done of it from ``start`` to ``end``, [step]."""
+        origin = self.origin[:, replica]
+        done: Times = np.subtract(*(np.interp(origin + at, self.when, self.done) for at in (end, start)))
+        return done
+
 
 def simulate(
     programs: Sequence[Program],
