@@ -213,6 +213,7 @@ def test_a_prepared_window_holds_what_follows_its_start(execution_trace: bool, t
         assert ranges_in(loaded) == ["inside"]
         how = loaded["megaprof"]["profiler"]
         assert (how["asked"], how["recorded"], how["prepared"]) == (["cpu", "cuda"], ["cpu"], prepared)
+        assert how["waited_ns"] >= 0
         assert how["start_ns"] > 0
         for path in tmp_path.iterdir():
             path.unlink()

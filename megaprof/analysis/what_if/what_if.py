@@ -16,7 +16,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import LEAST
-from megaprof.analysis.diagnosis.table import Table
+from megaprof.analysis.diagnosis.table import WAIT, Table
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
@@ -116,6 +116,9 @@ def what_if(
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
         return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
+    if any(cause.reason == WAIT and not cause.ranks for cause in diagnosis.causes):
+        warning = "nothing is predicted: a stage is slow because its ranks wait for processor cores"
+        return replace(replayed, warnings=(warning,)), None
     if table.schedule.stages == 1:
         return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",)), None
     told = [] if table.clocks else [f"no exchange takes time in the replay: {_NO_CLOCK}"]

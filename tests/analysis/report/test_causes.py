@@ -87,10 +87,13 @@ def diagnosis(*found: Cause, perhaps: tuple[Cause, ...] = (), rest_ms: float = 0
     return Diagnosis(400.0, 2, 400.0, found, perhaps, rest_ms, sure=not perhaps)
 
 
+WHOSE = ("slow_rank", "late_entry", "processor_wait")
+
+
 @pytest.mark.parametrize("kind", sorted(causes.KINDS))
 def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     about: dict[str, Any] = {"stage": 2}
-    about |= {"ranks": (5,), "hosts": ("node-1",)} if kind in ("slow_rank", "late_entry") else {}
+    about |= {"ranks": (5,), "hosts": ("node-1",)} if kind in WHOSE else {}
     about |= {"link": (2, 3)} if kind == "slow_link" else {"chunk": 1} if kind == "slow_chunk" else {}
     found = diagnosis(cause(kind, parts={"forward_ms": 3.0, "backward_ms": 6.0}, **about))
     (said,) = causes.findings(MEASURED, found, None)
@@ -98,6 +101,9 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     assert said.text.endswith("It costs 40.0 ms (10% of the step), between 30.0 and 50.0 ms.")
     assert ("node-1" in said.text) == ("ranks" in about)
     assert "None" not in said.text
+    parts = {"forward_ms": 3.0, "backward_ms": 6.0, "waited_ms": 36.0, "usual_waited_ms": 0.5}
+    (told,) = causes.findings(MEASURED, diagnosis(cause(kind, parts=parts, reason="processor_wait", **about)), None)
+    assert "36.0 ms a step" in told.text
 
 
 @pytest.mark.parametrize(("noise", "sure"), [(0.0, True), (0.3, False)])

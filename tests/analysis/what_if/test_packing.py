@@ -44,7 +44,7 @@ def having(table: Table, steps: list[packing.Step], layers: tuple[int, ...] = (4
     passes = np.stack([takes(step) for step in steps])[:, :, None, None, None, :] * np.array([1.0, 2.0])[:, None]
     passes = passes * (np.array(layers) / 4.0)[:, None, None, None]
     schedule = table.schedule._replace(microbatches=passes.shape[-1])
-    table = replace(table, schedule=schedule, collected=np.zeros(passes.shape))
+    table = replace(table, schedule=schedule, held={})
     replay = compiled(schedule, rendezvous=True)
     ends = replay.ends(passes, entry=np.zeros(table.entry.shape), link=np.zeros(table.entry.shape))
     length = ends.reshape(*ends.shape[:2], -1).max(axis=2)
