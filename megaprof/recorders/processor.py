@@ -40,4 +40,6 @@ class Waits:
         last, self._last = self._last, None if waited is None else (now, waited)
         if waited is None or last is None:
             return None
-        return Waited((last[0] - since_ns) // 1000, (now - last[0]) // 1000, (waited - last[1]) // 1000)
+        # A wait counts when it is over, even one that began before the last reading.
+        length = now - last[0]
+        return Waited((last[0] - since_ns) // 1000, length // 1000, min(waited - last[1], length) // 1000)

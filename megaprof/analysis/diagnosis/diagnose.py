@@ -42,7 +42,7 @@ class Cause:
     """The model chunk of that stage, counted from 0."""
     ranks: tuple[int, ...] = ()
     """The ranks that it is on. Several: ranks that wait for each other, one of which it is; of ``processor_wait`` all
-    that wait for a core, those that wait longest first."""
+    that wait for a core, the one that waits longest first."""
     hosts: tuple[str, ...] = ()
     """Their hosts."""
     link: tuple[int, int] | None = None
@@ -297,7 +297,7 @@ def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dic
     """What the ranks of a term wait for a processor core in a step, where that is at least half of what it takes them
     longer, more than the others wait; else nothing. What single passes waited is a term of its own."""
     table, own = run.table, run.view if term.replica is None else run.view.of(term.replica)
-    if table.waited is None or (term.stage is None and not term.ranks) or "microbatches" in term.kind:
+    if (term.stage is None and not term.ranks) or term.kind == "uneven_microbatches":
         return {}
     waited = np.broadcast_to(table.waited[there].mean(axis=0), table.ranks.shape)
     if term.kind == WAIT:
@@ -308,7 +308,8 @@ def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dic
     left = waited
     if WAIT in table.held:
         left = waited - table.held[WAIT][there].sum(axis=(3, 4, 5)).mean(axis=0)[..., None]
-    if here.all() or left[here].max() - np.median(left[~here]) < MOST * lost[..., term.stage].mean(axis=0).max():
+    longer = lost[..., term.stage].mean(axis=0).max()
+    if here.all() or longer <= 0.0 or left[here].max() - np.median(left[~here]) < MOST * longer:
         return {}
     return {"waited_ms": float(waited[here].max()), "usual_waited_ms": float(np.median(waited[~here]))}
 

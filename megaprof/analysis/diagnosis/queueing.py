@@ -39,7 +39,7 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
         span = Waited.unpack(told[int(ends[i])])
         if span is None:
             continue
-        near = np.arange(ends[i - 2] + 1 if i > 1 else 0, min(ends[i] + 2, len(steps)))
+        near = np.arange(ends[i - 1] + 1 if i else 0, min(ends[i] + 2, len(steps)))
         since = steps["start_ns"][ends[i]] / 1e6 + span.start / 1e3
         inside = np.minimum(end[near], since + span.length / 1e3) - np.maximum(begin[near], since)
         inside = np.maximum(inside, 0.0)

@@ -67,6 +67,9 @@ class Table:
     held: Mapping[str, Floats]
     """``garbage_collection``: [t, d, s, c, k, m], how long Python collected garbage in it, where that held it up.
     ``processor_wait``: likewise, how long its thread had no processor core. Those that are there at all."""
+    waited: Floats
+    """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the one before; 0 where
+    no file says."""
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
     reduction: Floats
@@ -76,9 +79,6 @@ class Table:
     other, the longest one's."""
     clocks: bool
     """Whether all stages are on one clock: without it there are no entries and no links."""
-    waited: Floats | None = None
-    """[t, d, s, p]: how long each rank's thread waited for a processor core in a step and since the one before; None
-    where no file says."""
     ran: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
     computed beside them; of groups of which that is known."""
@@ -204,7 +204,6 @@ def tabulate(
             found[part] = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         return found
 
-    waited = stacked("waited")[whole]
     held = {kind: np.nan_to_num(each)[whole] for kind, each in parts("held").items()}
     ran = {axis: ran_of(axis)[whole] for axis in INSIDE if any(r.came for r in order)}
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
@@ -230,7 +229,7 @@ def tabulate(
         idle=stacked("idle").min(axis=3)[whole],
         # All peers wait for the one that is held up.
         held={kind: each.max(axis=3) for kind, each in held.items()},
-        waited=waited if waited.any() else None,
+        waited=stacked("waited")[whole],
         entry=entry[whole],
         reduction=(done - last)[whole],
         length=done[whole],

@@ -44,7 +44,7 @@ def terms(table: Table, view: View, step_ms: float) -> list[Term]:
         *_of_steps(view, step_ms),
         *_of_exchanges(table, view),
         *_of_entries(table, view, step_ms),
-        *_of_passes(table, view, step_ms),
+        *_of_passes(table, view),
     ]
 
 
@@ -195,7 +195,7 @@ def _of_entries(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         yield Term("late_entry", timely, stage=stage, replica=replica, ranks=ranks, once=True)
 
 
-def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
+def _of_passes(table: Table, view: View) -> Iterator[Term]:
     for group in view.exposed:
 
         def hidden(v: View, group: str = group) -> View:
@@ -219,15 +219,13 @@ def _of_passes(table: Table, view: View, step_ms: float) -> Iterator[Term]:
         def going_on(v: View, kind: str = kind) -> View:
             return v.less(v.held[kind], held={**v.held, kind: np.zeros_like(v.held[kind])})
 
-        yield Term(kind, going_on, ranks=_waiting(table, step_ms) if kind == WAIT else (), once=True)
+        yield Term(kind, going_on, ranks=_waiting(table) if kind == WAIT else (), once=True)
     if view.stalled.any():
         yield Term("stalls", lambda v: v.less(v.stalls(), stalled=np.zeros_like(v.stalled)), once=True)
 
 
-def _waiting(table: Table, step_ms: float) -> tuple[int, ...]:
-    """The ranks that wait for a processor core, those that wait longest first."""
-    if table.waited is None:
-        return ()
-    long = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
-    order = np.argsort(-long, kind="stable")
-    return tuple(table.ranks.ravel()[order[long[order] >= LEAST * step_ms]].tolist())
+def _waiting(table: Table) -> tuple[int, ...]:
+    """The ranks that wait for a processor core at least half as long as the one that waits longest, that one first."""
+    waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape).ravel()
+    order = np.argsort(-waited, kind="stable")
+    return tuple(table.ranks.ravel()[order[waited[order] >= 0.5 * waited.max()]].tolist())

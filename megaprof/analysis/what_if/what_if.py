@@ -116,9 +116,10 @@ def what_if(
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
         return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
-    if any(cause.reason == WAIT and not cause.ranks for cause in diagnosis.causes):
-        warning = "nothing is predicted: a stage is slow because its ranks wait for processor cores"
-        return replace(replayed, warnings=(warning,)), None
+    for cause in diagnosis.causes:
+        if cause.reason == WAIT and not cause.ranks:
+            warning = f"nothing is predicted: stage {cause.stage} is slow because it waits for processor cores"
+            return replace(replayed, warnings=(warning,)), None
     if table.schedule.stages == 1:
         return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",)), None
     told = [] if table.clocks else [f"no exchange takes time in the replay: {_NO_CLOCK}"]

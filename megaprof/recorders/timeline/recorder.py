@@ -106,7 +106,7 @@ class TimelineRecorder:
         """The clock of the tapes; None: the host's. Chosen when the first call begins, on the training thread: hooks
         may go in before the process uses its GPU."""
         self._memory = device_memory()
-        self._waits = Waits()
+        self._waits = Waits() if self._waits_counted else None
         self._background.wake()  # to read what it waited so far
         try:
             self._device = device_clock()
