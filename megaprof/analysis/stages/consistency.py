@@ -78,8 +78,9 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
         advice = "--profile-select per-stage captures one rank of every stage"
         findings.warn(f"{captured} captured, without {stages_in_words(missing)}; times between stages cover only those")
         findings.block(f"{captured} captured; {advice}")
-    _check_same_job(calls, findings)
-    return _without_openings(_without_unseen(_common_steps(calls, findings), findings), findings)
+    kept = _without_openings(_without_unseen(_common_steps(calls, findings), findings), findings)
+    _check_same_job(kept, findings)
+    return kept
 
 
 def comparable(step: list[Call]) -> Clocks:
