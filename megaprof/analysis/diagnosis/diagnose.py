@@ -305,11 +305,9 @@ def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dic
     before, after = own.state, term.change(own).state
     lost = (before.passes - after.passes)[there].sum(axis=(3, 4, 5)) + (before.entry - after.entry)[there]
     here = np.isin(table.ranks, term.ranks or table.ranks[:, term.stage])
-    left = waited
-    if WAIT in table.held:
-        left = waited - table.held[WAIT][there].sum(axis=(3, 4, 5)).mean(axis=0)[..., None]
+    beside = np.broadcast_to(table.waited_beside[there].mean(axis=0), table.ranks.shape)
     longer = lost[..., term.stage].mean(axis=0).max()
-    if here.all() or longer <= 0.0 or left[here].max() - np.median(left[~here]) < MOST * longer:
+    if here.all() or longer <= 0.0 or beside[here].max() - np.median(beside[~here]) < MOST * longer:
         return {}
     return {"waited_ms": float(waited[here].max()), "usual_waited_ms": float(np.median(waited[~here]))}
 

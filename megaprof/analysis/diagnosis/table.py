@@ -103,6 +103,12 @@ class Table:
         return longest
 
     @property
+    def waited_beside(self) -> Floats:
+        """[t, d, s, p]: what of ``waited`` is in none of the passes."""
+        inside = self.held.get(WAIT)
+        return self.waited if inside is None else np.maximum(self.waited - inside.sum(axis=(3, 4, 5))[..., None], 0.0)
+
+    @property
     def passes(self) -> Floats:
         """[t, d, s, c, k, m]: how long each pass took."""
         return self.end - self.start

@@ -173,7 +173,8 @@ def viewed(table: Table, state: State, model: Model) -> View:
     # Alone it may be the opening, all of it.
     others = np.median(over[:, :, 1:, 0, 0, 0], axis=2) if s > 1 else first
     opened = np.maximum(others, 0.0) * table.opening[:, None]
-    first = first - others if s > 1 else first
+    # A peer that comes late for want of a core is waited for in the first pass: that is no wait for data.
+    first = (first - others if s > 1 else first) - table.waited_beside[:, :, 0].max(axis=2)
     over = over.copy()
     over[:, :, 0, 0, 0, 0] = 0.0
     each = over.reshape(n, d, s, -1)
