@@ -154,9 +154,11 @@ def test_a_rank_that_shares_its_core_is_slow_for_that_reason(pipeline, fault, ki
 def test_what_a_busy_machine_takes_from_passes_is_named_alone(recording, tmp_path):
     busy = replace(REPLICAS, recording=recording, load=0.3, burst_ms=60.0, steps=12, counted=True)
     found = diagnosis_of(busy, tmp_path)
-    print(found)
     (cause,) = found.causes
     assert cause.kind == "processor_wait"
+    lost = found.step_ms - Priced(replace(busy, load=0.0)).length(frozenset()).mean()
+    # What the quicker passes waited is told of none of them.
+    assert 0.5 * lost < cause.price.ms < cause.price.ms + found.rest_ms < 1.1 * lost
 
 
 @pytest.mark.parametrize(
