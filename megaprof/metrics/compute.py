@@ -156,7 +156,8 @@ def _bubble(members: Sequence[RankStatus]) -> float | None:
         compute, step = status.compute_ms, status.step_ms
         if status.recent is None or compute is None or not step:
             return None
-        return 1 - (compute + status.recent.finalize_ms) / step
+        # Medians of the parts of steps may come to more than the median of the steps.
+        return max(0.0, 1 - (compute + status.recent.finalize_ms) / step)
 
     return _median([idle(status) for status in members])
 

@@ -66,6 +66,7 @@ def test_figures(summary: Summary) -> None:
     assert [s.peers_ms for s in summary.stages] == [pytest.approx(40), pytest.approx(60)]
     assert summary.bubble_fraction == pytest.approx((0.5 + 0.15) / 2)
     assert (summary.step_ms, summary.step) == (100.0, 41)
+    assert summarise(RUN, [status(rank, 95.0) for rank in range(4)]).bubble_fraction == 0.0, "no less than nothing"
 
 
 def test_slow_ranks_and_a_peer_to_compare_them_with() -> None:
