@@ -72,8 +72,8 @@ def best_proposal(tuning: Tuning) -> Proposal | None:
 
 
 def steps_that_tell(tuning: Tuning) -> int:
-    """Returns by how many steps a repetition of the best trial would be longer to tell of every layout whether it gains,
-    of which none surely does; 0 where it was run again, or would be longer than the trials that are left together."""
+    """Returns by how many steps a repetition of the best trial would be longer to tell of layouts whether they gain,
+    where none surely does; 0 where it was run again, or would be longer than the trials that are left together."""
     best = tuning.best
     if best is None or tuning.repeated(best):
         return 0
