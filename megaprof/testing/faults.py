@@ -61,7 +61,7 @@ class _Paced:
         self.begin_backward = lambda: ends.append(time.perf_counter() + backward_ms / 1e3)
         for each in (*inputs, *named.values()):
             if isinstance(each, torch.Tensor) and each.requires_grad:
-                each.register_hook(lambda gradient: _until(ends.pop()))
+                each.register_hook(lambda gradient: _until(ends.pop()))  # type: ignore[no-untyped-call]
                 break
 
     def end(self, module: Any, inputs: Any, output: Any) -> Any:

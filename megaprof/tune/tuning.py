@@ -46,8 +46,9 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
         return replace(tuning, stopped="nothing_left", reason=None if best is None else best.says)
     if not left:
         return replace(tuning, stopped="trials_spent")
-    words = relaid(without_saving(tuning.command, tuning.saving_off), proposal.flags, first.framework, first.role)
-    return tuning.having(Trial(number, tuple(words), _free(directory, number), proposal))
+    plain = without_saving(tuning.command, tuning.saving_off)
+    words = tuple(relaid(plain, proposal.flags, first.framework, first.role))
+    return tuning.having(Trial(number, words, _free(directory, number), proposal))
 
 
 def _again(trial: Trial, number: int, directory: Path, more_steps: int = 0) -> Trial:
