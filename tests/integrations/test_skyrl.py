@@ -35,7 +35,9 @@ from tests.integrations.driving import (
 
 pytestmark = pytest.mark.hosts
 
-WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16)
+WORKLOAD = GPTWorkload(
+    pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16, seq_lengths=(16,) * 4
+)
 RESPONSE = 8
 #: Tokens of the sequences of a batch, behind padding.
 LENGTHS = (16, 10, 14, 12)

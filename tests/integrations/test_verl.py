@@ -398,5 +398,6 @@ def test_sft(settings: str, wheel: Callable[[str], Path], tmp_path: Path) -> Non
     kinds = ["evaluate.step000001", "train_actor.step000005"]
     assert sorted(found) == [f"{kind}.pp{pp}" for kind in kinds for pp in (0, 1)]
     for name, trace in found.items():
+        assert trace["megaprof"]["lengths"] == [[length] for length in LENGTHS]
         assert labels(trace).count("forward") == WORKLOAD.microbatches
         assert labels(trace).count("backward") == (WORKLOAD.microbatches if name.startswith("train_actor") else 0)
