@@ -201,4 +201,6 @@ def _dataclasses(shape: Any) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
+    if not Path(sys.argv[1]).is_dir():
+        sys.exit(f"{sys.argv[1]} is no directory")
     write(Path(sys.argv[1]))

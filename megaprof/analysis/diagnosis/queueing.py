@@ -47,20 +47,16 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
     return found[list(rows)]
 
 
-def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float, float]]) -> Floats:
-    """Returns [t, c, k, m] how long passes that ``took`` so long waited. ``waited``: steps, milliseconds that their
-    thread waited in them, and milliseconds that they lasted together.
-
-    Passes have at most the part of it that they are of that time: a thread that sleeps in an exchange waits, too, when
-    it wakes up."""
+def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float]]) -> Floats:
+    """Returns [t, c, k, m] how long passes that ``took`` so long waited. ``waited``: steps, and milliseconds that their
+    thread waited in them, at most: one that sleeps in an exchange may wait, too, when it wakes up."""
     usual = np.nanquantile(took, QUARTILE, axis=(0, 3), keepdims=True)
     usual = np.broadcast_to(usual, took.shape)
     found = np.zeros_like(took)
-    for steps, ms, lasted in waited:
+    for steps, ms in waited:
         there = np.isfinite(took[steps])
         own = np.zeros_like(took[steps])
-        of_all = ms * min(1.0, took[steps][there].sum() / lasted)
-        own[there] = _above(took[steps][there], usual[steps][there], of_all, least=1.0)
+        own[there] = _above(took[steps][there], usual[steps][there], ms, least=1.0)
         found[steps] = own
     return found
 

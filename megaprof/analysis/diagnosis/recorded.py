@@ -236,7 +236,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     schedule = plan.schedule
     shape = (len(numbers), schedule.chunks, len(schedule.kinds), schedule.microbatches)
     start, end, collected = np.full(shape, np.nan), np.full(shape, np.nan), np.zeros(shape)
-    waited, took = np.zeros(len(numbers)), np.ones(len(numbers))
+    waited = np.zeros(len(numbers))
     enter, reduced = np.zeros(len(numbers)), np.full(len(numbers), np.nan)
     device = False
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
@@ -269,8 +269,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         ended = times[:, which, 1] - np.where(half < 0, 1.0 - share, 0.0) * length
         start.reshape(len(numbers), -1)[places, at] = since + begun / 1e3
         end.reshape(len(numbers), -1)[places, at] = since + ended / 1e3
-        rows = [found[numbers[t]][2] for t in own]
-        waited[own], took[own] = queueing.of_steps(timeline, rows), timeline.steps["duration"][rows] / 1e3
+        waited[own] = queueing.of_steps(timeline, [found[numbers[t]][2] for t in own])
         garbage = timeline.facts(format.COLLECTIONS)
         for n, t in enumerate(places[:, 0].tolist()):
             if payload := garbage.get(found[numbers[t]][2]):
@@ -279,7 +278,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
                 collected.reshape(len(numbers), -1)[t, at] = held / 1e3
         if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
-    waits = queueing.of_passes(end - start - collected, [([t], waited[t], took[t]) for t in range(len(numbers))])
+    waits = queueing.of_passes(end - start - collected, [([t], ms) for t, ms in enumerate(waited)])
     holds = {kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()}
     if device and holds:  # it may have had work enough meanwhile
         longer = end - start - np.nanmedian(end - start, axis=0)

@@ -95,7 +95,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
     for own in grouped(range(len(calls)), lambda t: calls[t].source).values():
         ms = _queued([calls[t] for t in own])
         queued[own] = ms / len(own)
-        windows.append((own, ms, (calls[own[-1]].end - calls[own[0]].start) * _MS))
+        windows.append((own, ms))
     waits = queueing.of_passes(of_host, windows)
     of_host -= waits
     replica, peer = place_of(metadata.coords)
