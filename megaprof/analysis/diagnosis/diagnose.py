@@ -57,8 +57,8 @@ class Cause:
     captured step, ``usual_expert_tokens`` of the others, and ``explained``, the part of its slowness that these can
     explain at most; ``transfer_ms`` of a slow link and ``usual_ms`` of
     the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection; ``waited_ms`` of a step for
-    a processor core, by the rank that waited longest, and ``usual_waited_ms`` by the others, where that is the reason.
-    """
+    a processor core, by the rank that waited longest; where that is the reason, apart from what single passes waited,
+    and ``usual_waited_ms`` by the others."""
     more_steps: int = 0
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
     reason: str | None = None
@@ -302,17 +302,17 @@ def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dic
     table, own = run.table, run.view if term.replica is None else run.view.of(term.replica)
     if (term.stage is None and not term.ranks) or term.kind == "uneven_microbatches":
         return {}
-    waited = np.broadcast_to(table.waited[there].mean(axis=0), table.ranks.shape)
     if term.kind == WAIT:
-        return {"waited_ms": float(waited.max())}
+        return {"waited_ms": float(table.waited[there].mean(axis=0).max())}
     before, after = own.state, term.change(own).state
     lost = (before.passes - after.passes)[there].sum(axis=(3, 4, 5)) + (before.entry - after.entry)[there]
+    longer = float(lost[..., term.stage].mean(axis=0).max())
     here = np.isin(table.ranks, term.ranks or table.ranks[:, term.stage])
-    beside = np.broadcast_to(table.waited_beside[there].mean(axis=0), table.ranks.shape)
-    longer = lost[..., term.stage].mean(axis=0).max()
-    if here.all() or longer <= 0.0 or beside[here].max() - np.median(beside[~here]) < MOST * longer:
+    waited = np.broadcast_to(table.waited_beside[there].mean(axis=0), table.ranks.shape)
+    if longer <= 0.0 or here.all():
         return {}
-    return {"waited_ms": float(waited[here].max()), "usual_waited_ms": float(np.median(waited[~here]))}
+    most, usual = float(waited[here].max()), float(np.median(waited[~here]))
+    return {"waited_ms": most, "usual_waited_ms": usual} if most - usual >= MOST * longer else {}
 
 
 def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:

@@ -113,13 +113,14 @@ def what_if(
     sequences = packed(run) if _differ(diagnosis) else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
+    for cause in diagnosis.causes:
+        if cause.reason == WAIT:
+            who = words.ranks(cause.ranks) if cause.ranks else f"stage {cause.stage}"
+            warning = f"nothing is predicted: {who} lost time because there were too few processor cores"
+            return replace(replayed, warnings=(warning,)), None
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
         return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
-    for cause in diagnosis.causes:
-        if cause.reason == WAIT and not cause.ranks:
-            warning = f"nothing is predicted: stage {cause.stage} is slow because it waits for processor cores"
-            return replace(replayed, warnings=(warning,)), None
     if table.schedule.stages == 1:
         return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",)), None
     told = [] if table.clocks else [f"no exchange takes time in the replay: {_NO_CLOCK}"]

@@ -143,7 +143,7 @@ def test_a_rank_that_shares_its_core_is_slow_for_that_reason(pipeline, fault, ki
     assert (cause.kind, cause.stage, cause.reason) == (kind, 2, "processor_wait")
     # 1.6 times as long means that 6 of 16 milliseconds were waited.
     waits = 0.375 * 1.6 * pipeline.microbatches * pipeline.forward_ms * (1.0 + pipeline.ratio)
-    assert cause.parts["waited_ms"] == pytest.approx(waits, rel=0.05)
+    assert cause.parts["waited_ms"] == pytest.approx(waits, rel=0.1)
     assert cause.parts["usual_waited_ms"] == pytest.approx(0.0, abs=1e-6)
     for other in (replace(pipeline, counted=False), replace(pipeline, faults=(replace(fault, kind="slow_rank"),))):
         (cause,) = diagnosis_of(other, tmp_path / str(other.counted)).causes

@@ -121,9 +121,10 @@ def evidence(cause: Cause, measured: TargetStages) -> str:
     text = _SENTENCES[cause.kind](cause, measured)
     if cause.reason != WAIT:
         return text
-    who = _who(cause) if cause.ranks else f"Stage {cause.stage}"
+    who = ranks(cause.ranks, _MOST) if cause.ranks else f"stage {cause.stage}"
     waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
-    return f"{text} {who} waited {waited} a step for a processor core, and the others {usual}: {_SHARED}"
+    waits = f"Apart from single passes, {who} waited {waited} a step for a processor core, and the others {usual}"
+    return f"{text} {waits}: {_SHARED}"
 
 
 def price(cause: Cause, diagnosis: Diagnosis) -> str:
