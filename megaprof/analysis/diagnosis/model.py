@@ -69,18 +69,21 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     work = common - level[..., None]
     spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
+    # Of a step with uneven microbatches their mean says what a rank takes: their median is now this one, now that.
+    own = _own(log - work[:, :, None, None, None, :])
+    whose = work[:, :, None] + level[:, :, None, None] + own  # [t, d, s, m]
     rank = np.zeros((t, d, s))
     if d > 1 and s == 1:
         rank = _own_of_replicas(level)[..., None]
+        whose = whose - rank[..., None]
         level = level - rank[:, :, 0]
     elif d > 1:
-        alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
+        alone = left - whose[:, :, :, None, None]
         rank = np.maximum(_against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
-    pace = _pace(left - (work[:, :, None] + level[:, :, None, None] + rank[..., None])[:, :, :, None, None], spread)
-    whose = work[:, :, None] + level[:, :, None, None] + (rank + pace)[..., None]  # [t, d, s, m]
-    own = _own(log - whose[:, :, :, None, None, :])
+    whose = whose + rank[..., None]
+    pace = _pace(left - whose[:, :, :, None, None], spread)
     peer = _peers(table)
-    whose = whose + own + np.log(np.maximum(peer.max(axis=3), 1.0))[..., None]
+    whose = whose + pace[..., None] + np.log(np.maximum(peer.max(axis=3), 1.0))[..., None]
     log = log - whose[:, :, :, None, None, :]
     content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
     drawn = _drawn(log, steps, np.random.default_rng(seed))
