@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import of_both
-from megaprof.analysis.diagnosis.policy import DRAWS, QUARTILE
+from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL, QUARTILE
 from megaprof.analysis.diagnosis.table import Floats, Table
 
 #: Standard deviation of normal values by their median absolute deviation (Rousseeuw & Croux 1993).
@@ -169,12 +169,12 @@ def _own(log: Floats) -> Floats:
 
 def _own_of_replicas(level: Floats) -> Floats:
     """[t, d]: what a replica takes longer than the others because of its rank, where there is no pipeline. Work is
-    dealt anew in every step, so that is what one has more of than the others over all steps, beyond chance."""
-    longer = np.maximum(_against_others(level, 1), 0.0)
-    total, chance = longer.sum(axis=0, keepdims=True), (longer**2).sum(axis=0, keepdims=True)
-    more = np.maximum(_against_others(total, 1), 0.0)
-    sure = np.maximum(0.0, 1.0 - chance / np.maximum(more**2, 1e-18))
-    found: Floats = longer * sure * more / np.maximum(total, 1e-9)
+    dealt anew in every step, so that is what one has more of than the others over all steps, surely beyond chance."""
+    longer = _against_others(level, 1)
+    n = len(longer)
+    of_chance = LEVEL**2 * n * (longer.var(axis=0, ddof=1) if n > 1 else longer[0] ** 2)
+    total = np.maximum(longer.sum(axis=0), 0.0)
+    found: Floats = np.maximum(longer, 0.0) * np.maximum(0.0, 1.0 - of_chance / np.maximum(total**2, 1e-18))
     return found
 
 

@@ -168,7 +168,7 @@ def tabulate(
     if not whole.any():
         raise Unfit("no step was recorded whole")
     enter, reduced = stacked("enter"), stacked("reduced")
-    shift, clocks = _one_clock(order, positions, schedule, start, end, reduced)
+    shift, clocks = _one_clock(order, positions, schedule, start, end, enter, reduced)
     wide = shift[..., None, None, None]
     start, end, enter, reduced = start + wide, end + wide, enter + shift, reduced + shift
     device = any(r.device for r in order)
@@ -309,6 +309,7 @@ def _one_clock(
     schedule: PipelineSchedule,
     start: Floats,
     end: Floats,
+    enter: Floats,
     reduced: Floats,
 ) -> tuple[Floats, bool]:
     """What to add to the times of each rank, [t, d, s, p], and whether that puts all of them on one clock.
@@ -320,12 +321,14 @@ def _one_clock(
     d, s, p = shape
     shift = np.zeros((len(start), d, s, p))
     device = any(r.device for r in order)
+    enter = np.full_like(enter, np.nan) if device else enter  # of the host, which is ahead of the GPU
     names = [r.names[0] for r in order]
     hosts = np.array([f"rank {rank}" if host is None else host for rank, host in names], dtype=object).reshape(shape)
     if not device and len(set(hosts.flat)) == 1:
         return shift, True
     for stage in range(1, s):
-        between = _between(start[:, :, :, 0], end[:, :, :, 0], stage, schedule, each_step=device)
+        own = start[:, :, :, 0], end[:, :, :, 0], enter[:, :, :, 0]
+        between = _between(*own, stage, schedule, each_step=device)
         same = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
         shift[:, :, stage] = (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
     if d > 1:
@@ -341,9 +344,11 @@ def _one_clock(
     return alone, False
 
 
-def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule, *, each_step: bool) -> Floats:
+def _between(
+    start: Floats, end: Floats, enter: Floats, stage: int, schedule: PipelineSchedule, *, each_step: bool
+) -> Floats:
     """What the clock of a stage must be moved by against that of the stage before, [t or 1, d]; NaN where passes go one
-    way only. ``start``, ``end``: [t, d, s, c, k, m].
+    way only. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], where a step of each begins, or NaN.
 
     The two quickest messages bound it from below and above. A bound is the truth, less the transfer, where its receiver
     had been waiting, and may be far off where it had not; so each counts as the receiver's wait, and two waits for
@@ -354,7 +359,7 @@ def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule,
     bounds, waits = [], []
     for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
         slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
-        before = _ends_before(start[:, :, receiver], end[:, :, receiver])[:, :, :, kind]
+        before = _free(start[:, :, receiver], end[:, :, receiver], enter[:, :, receiver])[:, :, :, kind]
         t, d = slack.shape[:2]
         slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - before).reshape(t, d, -1)
         if not each_step:
@@ -370,13 +375,15 @@ def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule,
     return found
 
 
-def _ends_before(start: Floats, end: Floats) -> Floats:
-    """Of every pass when the one before it on the same rank ended; its own start for the first. [t, d, c, k, m]."""
+def _free(start: Floats, end: Floats, enter: Floats) -> Floats:
+    """Of every pass since when its rank had nothing else to do: the end of the one before it, and for the first one the
+    step's beginning, or its own where that is not known. [t, d, c, k, m]."""
     t, d = start.shape[:2]
     flat, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
     order = np.argsort(flat, axis=2)
+    first = np.take_along_axis(flat, order[..., :1], axis=2)
     shifted = np.take_along_axis(ends, order, axis=2)
-    shifted = np.concatenate((np.take_along_axis(flat, order[..., :1], axis=2), shifted[..., :-1]), axis=2)
+    shifted = np.concatenate((np.fmin(first, enter[..., None]), shifted[..., :-1]), axis=2)
     found = np.empty_like(flat)
     np.put_along_axis(found, order, shifted, axis=2)
     return found.reshape(start.shape)
