@@ -17,7 +17,6 @@ from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.parallel.schedules import PassId, phase_order
 
-
 #: Averages of drawn steps that an interval is made of.
 _RESAMPLED = 1000
 

@@ -40,9 +40,7 @@ _MANUAL_GC = {
     "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
     "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
 }
-_NO_CLOCKS = (
-    " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
-)
+_NO_CLOCKS = " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
