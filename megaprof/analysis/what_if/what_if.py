@@ -15,6 +15,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
+from megaprof.analysis.diagnosis.experts import load_of_rank
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.diagnosis.terms import terms
@@ -182,18 +183,20 @@ def _piece(held: ModelChunk) -> str:
 
 
 def _mended(replayed: WhatIf, run: Examined, causes: Sequence[Cause]) -> WhatIf:
-    """The run with its slow ranks as quick as their peers, and nothing else."""
+    """The run with its slow ranks as quick as their peers, and nothing else; as even experts make them, where these are
+    why they are slow."""
     ranks = {rank for cause in causes for rank in cause.ranks}
     which = f"{words.ranks(sorted(ranks))} as quick as {'its' if len(ranks) == 1 else 'their'} peers"
     slow = [term for term in terms(run.table, run.view, run.step_ms) if term.kind == "slow_rank"]
-    without = run
+    loaded = {rank for cause in causes if cause.reason == "expert_load" for rank in cause.ranks}
+    without, gain = run, np.zeros(len(run.table.steps))
     for term in (own := [term for term in slow if ranks & set(term.ranks)]):
+        load = load_of_rank(run.table, term.ranks) if loaded & set(term.ranks) else None
+        gain += without.gain(term) * (1.0 if load is None else load.evened)
         without = without.mended(term)
-    before, after = (each.view.pipelines_ms(run.replay).max(axis=1) for each in (run, without))
-    price, _ = run.price(own[0], before - after)
+    price, _ = run.price(own[0], gain)
     fixed = Prediction.of("no_straggler", which, run.step_ms, price)
     waits = "layouts are not compared while the pipeline waits for a slow rank"
-    loaded = {rank for cause in causes if cause.reason == "expert_load" for rank in cause.ranks}
     what = [f"even the tokens of the experts on {words.ranks(sorted(loaded))}"] if loaded else []
     what += [f"fix {words.ranks(sorted(ranks - loaded))}"] if ranks - loaded else []
     advice = f"{' and '.join(what)}: {_gains(fixed, run.step_ms)}; {waits}"
