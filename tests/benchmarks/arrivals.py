@@ -3,9 +3,9 @@
     python -m tests.benchmarks.arrivals [--axis tp ep] [--jobs 10] [--steps 24]
 
 Jobs of two tensor- or expert-parallel ranks over gloo, of Megatron-Core's own layers, which sleep for as long on both
-ranks. In every other job one of them, the first and the second by turns, is 20 ms late in each forward of its first layer.
-Their timelines have arrivals (`--profile-collectives`), and the report of each is asked for slow ranks. On a busy machine
-ranks are slow indeed: nothing else should run.
+ranks. In every other job one of them, the first and the second by turns, is 20 ms late in each forward of its first
+layer. Their timelines have arrivals (`--profile-collectives`), and the report of each is asked for slow ranks. On a
+busy machine ranks are slow indeed: nothing else should run.
 
 The last line is JSON, by axis: in how many ``late`` jobs the late rank alone was ``named``, and in how many ``healthy``
 ones nobody (``clean``).

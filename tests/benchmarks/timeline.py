@@ -13,13 +13,14 @@ processes that run when nothing else wants to. Wall time is that of the pipeline
 background thread included, of the rank that pays more. gloo's threads are a part of that, and scatter: so the training
 thread and the background thread are also looked at by themselves, with clocks of their own.
 
-The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more, as
-fractions of a step of 100 ms; ``_error``: the standard error. ``overhead_threads``: the CPU time of the two threads alone,
-and of readings of torch's ring, which are too rare for the pairs: one takes ``reading_ms``, all of them ``reading_share``
-of the time. ``lock_ms``: for how long one holds the interpreter's lock in one go. ``stall_ms``: the most CPU time that one
-round of the background thread took, a reading included, an upper bound of how long the training thread waits for the interpreter's lock; Python's switch
-interval is another one. ``bytes_per_rank_step``: what the busiest rank wrote. ``realtime``: whether the ranks ran at
-real-time priority. ``--busy`` keeps one core busy with something else meanwhile, at ordinary priority.
+The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more,
+as fractions of a step of 100 ms; ``_error``: the standard error. ``overhead_threads``: the CPU time of the two threads
+alone, and of readings of torch's ring, which are too rare for the pairs: one takes ``reading_ms``, all of them
+``reading_share`` of the time. ``lock_ms``: for how long one holds the interpreter's lock in one go. ``stall_ms``: the
+most CPU time that one round of the background thread took, a reading included, an upper bound of how long the training
+thread waits for the interpreter's lock; Python's switch interval is another one. ``bytes_per_rank_step``: what the
+busiest rank wrote. ``realtime``: whether the ranks ran at real-time priority. ``--busy`` keeps one core busy with
+something else meanwhile, at ordinary priority.
 """
 
 from __future__ import annotations
