@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.report import sentences
+from megaprof.analysis.report.text import sentences
 
 
 def of_fleet(fleet: Fleet) -> tuple[sentences.Finding, ...]:

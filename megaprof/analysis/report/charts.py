@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.lengths import Lengths
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.report import sentences
 from megaprof.analysis.report.document import TargetReport
+from megaprof.analysis.report.text import sentences
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import number, percent

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from megaprof.analysis.report.document import Document, TargetReport
-from megaprof.analysis.report.sentences import BASIS
+from megaprof.analysis.report.text.sentences import BASIS
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages

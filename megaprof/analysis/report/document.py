@@ -18,7 +18,7 @@ import numpy as np
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
-from megaprof.analysis.report import causes, sentences
+from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.stages.stages import OF_REPLICAS, Stage, TargetStages
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.by_hand import ByHand

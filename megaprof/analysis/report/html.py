@@ -23,9 +23,10 @@ from importlib.resources import files
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from megaprof.analysis.report import causes, charts, sentences
+from megaprof.analysis.report import charts
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import StepTimeline, boxes
+from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.stages import words
 from megaprof.version import __version__
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megaprof.analysis.report.sentences import Finding
+from megaprof.analysis.report.text.sentences import Finding
 from megaprof.analysis.stages.stages import Stage
 from megaprof.analysis.stages.words import layers, some
 

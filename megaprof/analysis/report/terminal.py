@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megaprof.analysis.report import causes, sentences
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.fleet_terminal import show_over_the_run
 from megaprof.analysis.report.foreign_terminal import show_foreign
@@ -24,6 +23,7 @@ from megaprof.analysis.report.printing import (
     table,
     text,
 )
+from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from megaprof.analysis.report import sentences
 from megaprof.analysis.report.document import Report, TargetReport, plain_number
+from megaprof.analysis.report.text import sentences
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.stages.words import mean, title
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE

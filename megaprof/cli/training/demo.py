@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _wanted(report: Report) -> int:
     """How many more steps the report asks for, to tell what is a cause and which layout is quicker; 0 for none."""
-    from megaprof.analysis.report.causes import more_steps
+    from megaprof.analysis.report.text.causes import more_steps
 
     own = [target for target in report.targets if target.measured.target == TRAIN_ACTOR]
     return max((more_steps(target.diagnosis, target.what_if) for target in own), default=0)

@@ -13,8 +13,8 @@ import pytest
 from megaprof.analysis.diagnosis import policy
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Price
-from megaprof.analysis.report import causes
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.text import causes
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

@@ -15,7 +15,7 @@ import pytest
 from megaprof.analysis.report.drawn import StepTimeline, timelines
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.sentences import of_what_if
+from megaprof.analysis.report.text.sentences import of_what_if
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf

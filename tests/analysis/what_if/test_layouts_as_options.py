@@ -12,8 +12,8 @@ from rich.console import Console
 
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.sentences import of_what_if
 from megaprof.analysis.report.terminal import show
+from megaprof.analysis.report.text.sentences import of_what_if
 from megaprof.analysis.what_if.layouts import options_of
 from megaprof.integrations.registry import HOSTS
 from tests.analysis.altered import reported

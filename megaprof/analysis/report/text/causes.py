@@ -8,7 +8,7 @@ from pathlib import Path
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.policy import LEAST, STEPS
 from megaprof.analysis.fleet.fleet import Fleet
-from megaprof.analysis.report.sentences import Finding, trigger
+from megaprof.analysis.report.text.sentences import Finding, trigger
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.stages.words import stages as stages_in_words

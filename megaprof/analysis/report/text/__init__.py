@@ -1,0 +1,1 @@
+"""All English of the report: sentences, made from data, for every output."""
