@@ -223,6 +223,9 @@ def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
             ]
             numbers = _numbers(timeline.steps)
             wanted = _usable(timeline) & np.isin(timeline.steps["metadata"], own) & np.isin(numbers, plan.numbers)
+            told = np.isin(np.arange(len(wanted)), list(timeline.facts(format.COLLECTIVES)))
+            if told.any() and np.isin(plan.numbers, plan.came).all():
+                wanted &= told
             for row in np.flatnonzero(wanted).tolist():
                 number, start = int(numbers[row]), int(timeline.steps["start_ns"][row])
                 if number not in found or found[number][0] <= start:

@@ -45,12 +45,13 @@ class Reading:
     """What is read of the ring, and when."""
 
     def __init__(self) -> None:
+        self.due = 0
+        """The step at whose end the next reading is: then peers read the same ones, whose ends are near."""
         self.took = 0.0
         """Seconds of CPU time of the last reading."""
         self.share = 0.0
         """The part of the time until the next one that this is."""
         self._written: deque[Written] = deque(maxlen=_STEPS)
-        self._due = 0
         self._groups: dict[str, GroupConfig] = {}
         self._described: dict[int, set[str]] = defaultdict(set)
         self._told: set[str] = set()
@@ -63,7 +64,7 @@ class Reading:
     def look(self, *, last: bool = False) -> list[tuple[Place, int, bytes]]:
         """Returns what is to be written beside steps: place, which fact, and its bytes. ``last``: nothing is read any
         more."""
-        if self._off or not self._written or not (last or self._written[-1].step >= self._due):
+        if self._off or not self._written or not (last or self._written[-1].step >= self.due):
             return []
         self._groups |= flight.groups()  # those of a process that ends are gone already
         oldest, newest, began = self._written[0], self._written[-1], time.thread_time()
@@ -85,7 +86,7 @@ class Reading:
         steps = max(1, newest.step - oldest.step)
         seconds = max((newest.end_ns - oldest.start_ns) / 1e9 / steps, 1e-6)
         every = 1 << max(0, int(np.ceil(np.log2(self.took / BUDGET / seconds))))
-        self._due = (newest.step // every + 1) * every
+        self.due = (newest.step // every + 1) * every
         self.share = self.took / every / seconds
 
     def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[Place, int, bytes]]:
