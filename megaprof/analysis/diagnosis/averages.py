@@ -112,7 +112,7 @@ def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
 def _parted(axis: str, table: Table, place: tuple[int, int, int]) -> Collectives:
     """``place``: replica, stage and peer."""
     own = (slice(None), *place)
-    waited, ran = (None if axis not in each else each[axis][own] for each in (table.waited, _told(table)))
+    waited, ran = (None if axis not in each else each[axis][own] for each in (table.for_peers, _told(table)))
     if waited is None:
         return Collectives(None, None, "of no step it is known when all ranks came to its collectives")
     if ran is None:

@@ -326,7 +326,7 @@ def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int,
     places = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
     own = {number: waited.get(place, {}).get(rank.names[0][0], {}) for number, place in places.items()}
     left = _left(rank, np.array([sum(each.values()) for each in own.values()]))
-    return replace(rank, waited=own, compute=rank.compute * left[:, None, None, None])
+    return replace(rank, for_peers=own, compute=rank.compute * left[:, None, None, None])
 
 
 def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

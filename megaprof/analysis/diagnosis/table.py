@@ -77,7 +77,7 @@ class Table:
     ran: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
     computed beside them; of groups of which that is known."""
-    waited: Mapping[str, Floats] = field(default_factory=dict)
+    for_peers: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long each waited in its collectives for the last of its ranks to come; where that is
     known."""
     work: Floats | None = None
@@ -143,7 +143,7 @@ class RankSteps:
     """Whether its clock is the GPU's, which begins a step later than the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
     """By number of the step when it came to collectives, of steps of which that is known."""
-    waited: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    for_peers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """By number of the step and axis: how long it waited in these for the last of its peers."""
 
 
@@ -224,7 +224,7 @@ def tabulate(
         length=done[whole],
         clocks=clocks,
         ran=of_axes(lambda rank, step, axis: rank.came[step].ran_ms(axis) if step in rank.came else np.nan),
-        waited=of_axes(lambda rank, step, axis: rank.waited.get(step, {}).get(axis, np.nan)),
+        for_peers=of_axes(lambda rank, step, axis: rank.for_peers.get(step, {}).get(axis, np.nan)),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
         experts=experts if np.isfinite(experts).all() else None,
