@@ -3,15 +3,16 @@
     python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100] [--busy] [--collectives 4]
 
 Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included; with ``--collectives``, TP=2 and
-so many collectives in each pass, in both halves of a pair, whose arrivals are recorded, too. In place of layers a stage
-sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine, two ranks do not disturb each
-other, and hooks run in caches that have gone cold. In every other block of steps no session is told of calls. Which
-block of a pair comes first changes from pair to pair, so that a drift of the machine cancels out. Ranks run
-at real-time priority where that is permitted (as root), background thread included: 200 sleeps make a step, and the
-ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for the same reason, by
-processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is that of the whole process,
-background thread included, of the rank that pays more. gloo's threads are a part of that, and scatter: so the training
-thread and the background thread are also looked at by themselves, with clocks of their own.
+so many collectives in each step, in both halves of a pair, whose arrivals are recorded, too: few, because what gloo
+takes for one is more than all that is measured, and scatters; torch's ring is full of others, which are read as well.
+In place of layers a stage sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine,
+two ranks do not disturb each other, and hooks run in caches that have gone cold. In every other block of steps no
+session is told of calls. Which block of a pair comes first changes from pair to pair, so that a drift of the machine
+cancels out. Ranks run at real-time priority where that is permitted (as root), background thread included: 200 sleeps
+make a step, and the ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for
+the same reason, by processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is that
+of the whole process, background thread included, of the rank that pays more. gloo's threads are a part of that, and
+scatter: so the training thread and the background thread are also looked at by themselves, with clocks of their own.
 
 The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more,
 as fractions of a step of 100 ms; ``_error``: the standard error. ``overhead_threads``: the CPU time of the two threads
@@ -34,6 +35,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,34 +78,18 @@ class Wait(torch.autograd.Function):
         return gradient, None
 
 
-class Meet(torch.autograd.Function):
-    """Some collectives of the tensor-parallel group, in a forward and in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, batch: torch.Tensor, count: int) -> torch.Tensor:
-        ctx.count = count
-        _meet(count)
-        return batch.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _meet(ctx.count)
-        return gradient, None
-
-
-def _meet(count: int) -> None:
+def _meet(count: int, *_: Any, **others: Any) -> None:
     for _ in range(count):
         torch.distributed.all_reduce(torch.ones(1), group=parallel_state.get_tensor_model_parallel_group())
 
 
 class Stage(torch.nn.Module):
-    """A pipeline stage that sleeps, and meets its peers."""
+    """A pipeline stage that sleeps."""
 
-    def __init__(self, config: TransformerConfig, seconds: float, collectives: int) -> None:
+    def __init__(self, config: TransformerConfig, seconds: float) -> None:
         super().__init__()
         self.config = config
         self.seconds = seconds
-        self.collectives = collectives
         self.linear = torch.nn.Linear(WIDTH, WIDTH)
         self.model_type = ModelType.encoder_or_decoder
         self.received: torch.Tensor | None = None
@@ -112,8 +98,7 @@ class Stage(torch.nn.Module):
         self.received = received[0] if isinstance(received, list) else received
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        waited = Wait.apply(self.linear(batch if self.received is None else self.received), self.seconds)
-        return Meet.apply(waited, self.collectives) if self.collectives else waited
+        return Wait.apply(self.linear(batch if self.received is None else self.received), self.seconds)
 
 
 def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -205,7 +190,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
         batch_p2p_comm=False,
     )
     # Of two stages the last one's fill and drain make it one microbatch more.
-    model = Stage(config, seconds / 3 / (microbatches + stages - 1), collectives)
+    model = Stage(config, seconds / 3 / (microbatches + stages - 1))
     batch = torch.randn(1, 1, WIDTH)
 
     def step() -> None:
@@ -220,6 +205,9 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
         )
 
     with cpu_megatron():
+        if collectives:
+            config.finalize_model_grads_func = partial(_meet, collectives)
+            _meet(flight.USUAL)  # torch's ring is full
         for _ in range(5):
             step()
         with install_hooks([model], _config(directory, collectives)) as handle:
@@ -261,7 +249,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--collectives", type=int, default=0, help="in each pass, of two tensor-parallel ranks")
+    parser.add_argument("--collectives", type=int, default=0, help="in each step, of two tensor-parallel ranks")
     args = parser.parse_args()
     quiet = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, awake(), one_busy(args.busy):
