@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,6 +77,9 @@ class Table:
     ran: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
     computed beside them; of groups of which that is known."""
+    for_peers: Mapping[str, Floats] = field(default_factory=dict)
+    """Group: [t, d, s, p], how long each waited in its collectives for the last of its ranks to come; where that is
+    known."""
     work: Floats | None = None
     """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
     of no microbatch."""
@@ -140,6 +143,8 @@ class RankSteps:
     """Whether its clock is the GPU's, which begins a step later than the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
     """By number of the step when it came to collectives, of steps of which that is known."""
+    for_peers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """By number of the step and axis: how long it waited in these for the last of its peers."""
 
 
 def tabulate(
@@ -153,10 +158,12 @@ def tabulate(
     """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
     order, common, positions = _places(ranks, schedule.stages)
 
-    def ran_of(axis: str) -> Floats:
-        """[t, d, s, p]"""
-        rows = [[r.came[step].ran_ms(axis) if step in r.came else np.nan for step in common] for r in order]
-        return np.array(rows).T.reshape(len(common), *positions)
+    def of_axes(one: Callable[[RankSteps, int, str], float]) -> dict[str, Floats]:
+        """Axis: [t, d, s, p] of one number of every rank and step, where all of them are known."""
+        axes = INSIDE if any(r.came for r in order) else ()
+        rows = {axis: [[one(r, step, axis) for step in common] for r in order] for axis in axes}
+        every = {axis: np.array(own).T.reshape(len(common), *positions)[whole] for axis, own in rows.items()}
+        return {axis: each for axis, each in every.items() if np.isfinite(each).all()}
 
     def stacked(name: str) -> Floats:
         """[t, d, s, p, ...] of one array of every rank."""
@@ -190,7 +197,6 @@ def tabulate(
         table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed[group] = table.min(axis=3)[whole]
-    ran = {axis: ran_of(axis)[whole] for axis in INSIDE if any(r.came for r in order)}
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
     work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
     experts = np.array([r.experts for r in order]).reshape(positions)
@@ -217,7 +223,8 @@ def tabulate(
         reduction=(done - last)[whole],
         length=done[whole],
         clocks=clocks,
-        ran={axis: each for axis, each in ran.items() if np.isfinite(each).all()},
+        ran=of_axes(lambda rank, step, axis: rank.came[step].ran_ms(axis) if step in rank.came else np.nan),
+        for_peers=of_axes(lambda rank, step, axis: rank.for_peers.get(step, {}).get(axis, np.nan)),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
         experts=experts if np.isfinite(experts).all() else None,
