@@ -45,6 +45,7 @@ _SHARED = (
     "something else runs on the cores, such as dataloader workers, another job, or more ranks than there are cores. "
     "Give each rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
 )
+_NO_CLOCKS = " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
@@ -69,7 +70,7 @@ def findings(
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
         if not diagnosis.sure and not diagnosis.perhaps:
-            text += " The steps differ too much to rule one out."
+            text += " The steps differ too much to rule one out." if diagnosis.clocks else _NO_CLOCKS
         found.append(Finding("no_cause", "fine" if diagnosis.sure else "open", text))
     found += [_perhaps(cause, measured, diagnosis, captured=captured) for cause in diagnosis.perhaps]
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
