@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,7 +169,7 @@ class FleetReading:
 
 def find_timelines(directory: Path) -> list[Path]:
     """Every timeline under ``directory``, sorted. Hidden files are none of ours."""
-    return sorted(files_below(directory, (format.SUFFIX,)))
+    return sorted(files_below(directory, (format.SUFFIX,)), key=attrgetter("parts"))
 
 
 def read_fleet(

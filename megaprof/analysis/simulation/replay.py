@@ -66,6 +66,8 @@ class Replay:
     """The row of each pass, in the order of a flattened ``passes``."""
     _before: npt.NDArray[np.intp]
     """The rows that each pass waits for, [any number, pass]."""
+    _last: npt.NDArray[np.intp]
+    """The row of the last pass of each stage."""
     _transfers: npt.NDArray[np.intp]
     """The rows of the transfers."""
     _links: npt.NDArray[np.intp]
@@ -86,7 +88,7 @@ class Replay:
             ValueError: an array of another shape than the schedule has.
         """
         _, leading, tables = self._tables(passes, entry, link)
-        longest = [table[self._passes].max(axis=0) for table in tables]
+        longest = [table[self._last].max(axis=0) for table in tables]
         return np.concatenate(longest).reshape(leading)
 
     def ends(
@@ -162,6 +164,7 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
         tuple((begin, begin + len(own), rows[inputs[: number[own].max(), own]]) for begin, own in levels),
         rows[passes],
         rows[inputs[: number[passes].max(), passes]],
+        rows[nodes.last],
         rows[nodes.transfers],
         nodes.links,
     )
@@ -192,6 +195,9 @@ class _Nodes:
                 links.append(np.full(schedule.microbatches, low if high == low + 1 else high))
         self._made, self._needed, self.links = map(np.concatenate, (made, needed, links))
         """Of each transfer the pass that makes it, the pass that needs it, and its link."""
+        self._orders = [turns(schedule, stage) for stage in range(stages)]
+        self.last = np.array([self._node(stage, order[-1][-1]) for stage, order in enumerate(self._orders)])
+        """[stage]: the node of its last pass."""
         first = stages + self.passes.size
         self.transfers = first + np.arange(len(self.links))
         self.count = first + len(self.links)
@@ -200,8 +206,7 @@ class _Nodes:
         """Turns of a stage wait for the turn before and for the inputs of their passes."""
         begins, ends = np.arange(self.count), np.arange(self.count)  # of the turn that a pass is of
         sources, targets = [], []
-        for stage in range(self.schedule.stages):
-            each = turns(self.schedule, stage)
+        for stage, each in enumerate(self._orders):
             order = np.array([self._node(stage, which) for which in chain.from_iterable(each)])
             sizes = np.array([len(turn) for turn in each])
             last = np.cumsum(sizes) - 1
