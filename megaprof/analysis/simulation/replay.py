@@ -170,6 +170,27 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
     )
 
 
+def rescheduled(own: Replay, chunks: int, microbatches: int) -> Replay:
+    """Returns the replay with so many model chunks per stage and microbatches, in the schedule that Megatron then
+    chooses. Raises ValueError where Megatron refuses it."""
+    schedule = own.schedule
+    if (chunks, microbatches) == (schedule.chunks, schedule.microbatches):
+        return own
+    same = chunks == schedule.chunks
+    # Megatron-LM overlaps the exchanges of the interleaved schedule unless told otherwise.
+    checked = PipelineSchedule.checked(
+        schedule.stages,
+        chunks,
+        microbatches,
+        name=schedule.name if same else "1f1b" if chunks == 1 else "interleaved",
+        group_size=schedule.group_size if same and chunks > 1 else None,
+        forward_only=schedule.forward_only,
+        combined=schedule.combined,
+    )
+    # All of them by position: so the search asks for it, too, and finds the same one.
+    return compiled(checked, *((own.rendezvous, own.in_turn) if same else (chunks == 1, False)))
+
+
 _Places = npt.NDArray[np.intp]
 _Edges = tuple[_Places, _Places]
 """A node, and one that waits for it."""

@@ -99,7 +99,7 @@ def tried(known: ByHand, wanted: Setting) -> Tried:
     run = known.run
     chunks, count = _checked(known, wanted)
     larger = known.microbatches / count if wanted.same_tokens else 1.0
-    change = Change(rescheduled(known, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
+    change = Change(rescheduled(run.replay, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
     what = ", ".join(filter(None, (_named(asked, wanted, chunks), what)))
     found = relaid(known, "by_hand", what or "as captured", wanted.pieces, change)
     if wanted.packing is not None:
