@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Standard deviation of normal samples by their median absolute deviation (Rousseeuw & Croux 1993).
+# Both asymptotic (Rousseeuw & Croux 1993).
+#: Standard deviation of normal samples by their median absolute deviation, ...
 MAD = 1.4826
+#: ... and standard error of the median of n of them, times the root of n, by their standard deviation.
+MEDIAN_ERROR = 1.2533
 
 
 @dataclass(frozen=True)
