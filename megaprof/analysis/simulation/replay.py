@@ -37,8 +37,8 @@ from megaprof.parallel.schedules import SPLIT_SCHEDULES, PassId, PipelineSchedul
 
 Milliseconds: TypeAlias = npt.NDArray[np.float64]
 
-#: Node ends that are held at once, of all steps: 8 MB. Steps beyond that are evaluated in turn.
-_MOST_HELD = 1 << 20
+#: Node ends that are held at once, of all steps: 32 MB. Steps beyond that are evaluated in turn.
+_MOST_HELD = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)

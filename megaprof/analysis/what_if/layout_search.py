@@ -16,7 +16,7 @@ from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
 from megaprof.parallel.schedules import PipelineSchedule
 
 _PASSES_PER_SEARCH = 12_000_000
-_PASSES_AT_ONCE = 500_000  # 4 MB
+_PASSES_AT_ONCE = 2_000_000  # 16 MB
 _PIECES_AT_ONCE = 1_000_000  # of those that a cut may make
 _FEWEST, _MOST = 100, 2000  # replays a search
 
