@@ -343,9 +343,9 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
     stood = np.zeros(len(calls), dtype=np.bool_)
     long = np.maximum(calls["duration"], compute) > STUCK_SECONDS * 1e6
     for rank in sorted({*whose[long].tolist(), *np.flatnonzero(last["flags"] & format.FAILED).tolist()}):
-        own = slice(ends[rank] - count[rank], ends[rank])
-        stood[own] = stood_still(calls[own], compute[own])
-        series.stood += told_by(calls[own], compute[own], stood[own], metadata[rank].coords)
+        some = slice(ends[rank] - count[rank], ends[rank])
+        stood[some] = stood_still(calls[some], compute[some])
+        series.stood += told_by(calls[some], compute[some], stood[some], metadata[rank].coords)
     # A step that the GPU did not finish in time was written without times.
     timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0) & ~stood
     usable: npt.NDArray[Any] = calls[timed]

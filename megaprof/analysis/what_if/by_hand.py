@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megaprof.analysis.diagnosis.examine import Price
+from megaprof.analysis.simulation.replay import rescheduled
 from megaprof.analysis.simulation.simulate import Simulation
-from megaprof.analysis.what_if.candidates import Known, relaid, rescheduled
+from megaprof.analysis.what_if.candidates import Known, relaid
 from megaprof.analysis.what_if.changes import Change, Prediction, captured, described
 from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout, parse_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
