@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
+from megaprof.analysis.diagnosis.experts import load_of_rank
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.diagnosis.terms import terms
@@ -25,7 +26,7 @@ from megaprof.analysis.trace.calls import RECOMPUTE, Call, ModuleKey, grouped
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
 from megaprof.analysis.what_if.changes import Prediction, Priced, apart, captured
-from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, Held, fitted
+from megaprof.analysis.what_if.contents import EMBEDDING, LAYER_RANGES, LOSS, MTP, CostFit, Held, fitted
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
 from megaprof.analysis.what_if.memory import in_flight_layers, peaks
 from megaprof.analysis.what_if.memory import measured as measured_memory
@@ -37,6 +38,7 @@ _MOST_LAYERS = 10_000
 #: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
+_ONE_STAGE = "no layout is predicted: a single stage has no other one"
 _NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
 
 
@@ -115,9 +117,10 @@ def what_if(
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
-        return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
-    if table.schedule.stages == 1:
-        return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",)), None
+        return _mended(replayed, run, slow), None
+    if table.schedule.stages == 1 and sequences is None:
+        why = "a single stage has no other layout, and sequences that could lie otherwise were not captured"
+        return replace(replayed, warnings=(f"nothing is predicted: {why}",)), None
     told = [] if table.clocks else [f"no exchange takes time in the replay: {_NO_CLOCK}"]
     if run.missed > LEAST:
         told.append(f"the replay is {run.missed:.1%} off the measured step, and every prediction as uncertain")
@@ -130,21 +133,24 @@ def what_if(
     memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     shared = _shared_cores(calls)
     known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES, sequences)
+    if table.schedule.stages == 1:
+        return replace(replayed, warnings=(_ONE_STAGE,)), known
     compared = layouts(known)
     best = _best(compared)
     advised = None if best is None else best.prediction
     alike = () if best is None else _alike(best, compared)
+    costs = fitted(known.costs)
     quicker = [each.prediction for each in compared if each.prediction.speedup > 1.0]
     more = quicker[0].more_steps if best is None and quicker else 0
     found = replace(
         replayed,
         warnings=(*([] if shared is None else [shared]), *told),
         layout=format_layout(held.pieces),
-        costs=fitted(known.costs),
+        costs=costs,
         candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
         best=advised,
         host_options=options_of(calls[0].metadata.framework, calls[0].role, advised.flags) if advised else None,
-        advice=_advice([each.prediction for each in compared], advised, alike, run, more),
+        advice=_advice([each.prediction for each in compared], advised, alike, costs.source, run, more),
         alike=alike,
         more_steps=more,
     )
@@ -176,18 +182,24 @@ def _piece(held: ModelChunk) -> str:
     return "E" * bool(held.embedding) + "t" * (held.layers or 0) + "m" * (held.mtp or 0) + "L" * bool(held.loss)
 
 
-def _mended(replayed: WhatIf, run: Examined, ranks: set[int]) -> WhatIf:
-    """The run with its slow ranks as quick as their peers, and nothing else."""
+def _mended(replayed: WhatIf, run: Examined, causes: Sequence[Cause]) -> WhatIf:
+    """The run with its slow ranks as quick as their peers, and nothing else; as even experts make them, where these are
+    why they are slow."""
+    ranks = {rank for cause in causes for rank in cause.ranks}
     which = f"{words.ranks(sorted(ranks))} as quick as {'its' if len(ranks) == 1 else 'their'} peers"
     slow = [term for term in terms(run.table, run.view, run.step_ms) if term.kind == "slow_rank"]
-    without = run
+    loaded = {rank for cause in causes if cause.reason == "expert_load" for rank in cause.ranks}
+    without, gain = run, np.zeros(len(run.table.steps))
     for term in (own := [term for term in slow if ranks & set(term.ranks)]):
+        load = load_of_rank(run.table, term.ranks) if loaded & set(term.ranks) else None
+        gain += without.gain(term) * (1.0 if load is None else load.evened)
         without = without.mended(term)
-    before, after = (each.view.pipelines_ms(run.replay).max(axis=1) for each in (run, without))
-    price, _ = run.price(own[0], before - after)
+    price, _ = run.price(own[0], gain)
     fixed = Prediction.of("no_straggler", which, run.step_ms, price)
     waits = "layouts are not compared while the pipeline waits for a slow rank"
-    advice = f"fix {words.ranks(sorted(ranks))}: {_gains(fixed, run.step_ms)}; {waits}"
+    what = [f"even the tokens of the experts on {words.ranks(sorted(loaded))}"] if loaded else []
+    what += [f"fix {words.ranks(sorted(ranks - loaded))}"] if ranks - loaded else []
+    advice = f"{' and '.join(what)}: {_gains(fixed, run.step_ms)}; {waits}"
     surely = _surely(fixed)
     return replace(
         replayed,
@@ -292,11 +304,17 @@ def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
 
 
 def _advice(
-    compared: Sequence[Prediction], best: Prediction | None, alike: Sequence[str], run: Examined, more: int
+    compared: Sequence[Prediction],
+    best: Prediction | None,
+    alike: Sequence[str],
+    source: str,
+    run: Examined,
+    more: int,
 ) -> str:
-    """``compared``: layouts with the captured number of chunks, the shortest first."""
+    """``compared``: layouts with the captured number of chunks, the shortest first; ``source`` of their costs."""
     if best is not None:
-        as_good = f"; {' and '.join(alike)} cannot be told apart from it" if alike else ""
+        tell = "more steps" if source == LAYER_RANGES else "a capture with --profile-ranges layer"
+        as_good = f"; {' and '.join(alike)} cannot be told apart from it, but {tell} would tell" if alike else ""
         return f"{best.what}: {_gains(best, run.step_ms)}{as_good}"
     if not compared:
         return "no other layout of these layers exists with as many stages and chunks"
