@@ -218,8 +218,10 @@ def tabulate(
         return found
 
     held = {kind: np.nan_to_num(each)[whole] for kind, each in parts("held").items()}
-    # Ranks that wait for each other may have data of their own: the most of it is waited for.
-    work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
+    # Ranks that wait for each other may have data of their own: the most of it is waited for. The first stage that
+    # knows tells: a later one is given an input that it does not read, in SkyRL with padding that the first is without.
+    by_stage = np.fmax.reduce(stacked("work"), axis=3)[whole]
+    work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([r.experts for r in order]).reshape(positions)
     names = _names(order, positions)
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megaprof.analysis.diagnosis.examine import Price
+from megaprof.analysis.simulation.replay import rescheduled
 from megaprof.analysis.simulation.simulate import Simulation
-from megaprof.analysis.what_if.candidates import Known, relaid, rescheduled
+from megaprof.analysis.what_if.candidates import Known, relaid
 from megaprof.analysis.what_if.changes import Change, Prediction, captured, described
 from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout, parse_layout
 from megaprof.analysis.what_if.memory import in_flight_layers
@@ -99,7 +100,7 @@ def tried(known: ByHand, wanted: Setting) -> Tried:
     run = known.run
     chunks, count = _checked(known, wanted)
     larger = known.microbatches / count if wanted.same_tokens else 1.0
-    change = Change(rescheduled(known, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
+    change = Change(rescheduled(run.replay, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
     what = ", ".join(filter(None, (_named(asked, wanted, chunks), what)))
     found = relaid(known, "by_hand", what or "as captured", wanted.pieces, change)
     if wanted.packing is not None:

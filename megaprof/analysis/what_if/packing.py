@@ -17,10 +17,9 @@ from megaprof.analysis.diagnosis.examine import Examined, Price
 from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
 from megaprof.analysis.diagnosis.policy import LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.table import Floats
-from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.formats.phrases import counted
-from megaprof.parallel.schedules import PipelineSchedule
 
 KIND = "packing"
 #: Packings that a person may ask for by name.
@@ -130,7 +129,7 @@ def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | No
         return None
     fewer = f"the same sequences in {counted(count, 'microbatch')}"
     try:
-        replay = _replay(known.run, count)
+        replay = rescheduled(known.run.replay, known.run.replay.schedule.chunks, count)
     except ValueError:
         return None
     return replace(_predicted(known, _IN_WORDS.get(name, fewer), _work(known, laid), replay), steps=tuple(laid))
@@ -159,23 +158,6 @@ def even(known: Packed) -> Prediction:
     mean = np.broadcast_to(work.mean(axis=(1, 2), keepdims=True), work.shape)
     found = _predicted(known, _EVEN, mean, known.run.replay).prediction
     return replace(found, kind="even_packing", assumes="sequences can be divided")
-
-
-def _replay(run: Examined, count: int) -> Replay:
-    """Raises ValueError where Megatron refuses this number of microbatches."""
-    own = run.replay.schedule
-    if count == own.microbatches:
-        return run.replay
-    checked = PipelineSchedule.checked(
-        own.stages,
-        own.chunks,
-        count,
-        name=own.name,
-        group_size=own.group_size if own.chunks > 1 else None,
-        forward_only=own.forward_only,
-        combined=own.combined,
-    )
-    return compiled(checked, run.replay.rendezvous, run.replay.in_turn)
 
 
 def _predicted(known: Packed, what: str, work: Floats, replay: Replay) -> Laid:
