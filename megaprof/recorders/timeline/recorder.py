@@ -107,7 +107,6 @@ class TimelineRecorder:
         may go in before the process uses its GPU."""
         self._memory = device_memory()
         self._waits = Waits() if self._waits_counted else None
-        self._background.wake()  # to read what it waited so far
         try:
             self._device = device_clock()
         except NoDeviceClock as missing:
