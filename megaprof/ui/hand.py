@@ -100,7 +100,7 @@ class Answer:
                 computed,
                 100 * computed / longest,
                 simulated.bubble_fraction[stage],
-                self.now.in_flight[stage],
+                (self.now.prediction.in_flight or ())[stage],
             )
             for stage, computed in enumerate(simulated.stage_ms)
         ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -37,6 +38,7 @@ _MOST_LAYERS = 10_000
 #: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
+Advice = Literal["change", "mend", "no_other", "none_fits", "open", "unsure", "none_better"]
 _NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
 
 
@@ -64,16 +66,23 @@ class WhatIf:
     """The captured layout, as Megatron writes it."""
     allocated: tuple[int, ...] | None = None
     """Bytes that each stage had allocated at its peak; None where that was not measured."""
+    allowed: tuple[int, ...] | None = None
+    """Bytes that each stage may have allocated; None where that is not known."""
+    in_flight: tuple[int, ...] | None = None
+    """The most layers times microbatches whose activations each stage holds at once, all 0 in a forward-only pass; None
+    where the files do not say what the stages hold."""
     costs: CostFit | None = None
     """What each kind of layer costs."""
     candidates: tuple[Prediction, ...] = ()
     """The predictions."""
     best: Prediction | None = None
     """The candidate to change to: the lower end of what it gains is above 2 %. None when there is no such."""
-    advice: str | None = None
-    """That as a sentence."""
-    mended: tuple[int, ...] = ()
-    """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
+    quickest: Prediction | None = None
+    """The quickest other layout with as many chunks, whether it surely gains or not; None where none was compared."""
+    advice: Advice | None = None
+    """What to do: ``change`` to ``best``; ``mend`` the ranks of the only candidate. Or why nothing is to be changed:
+    ``no_other`` layout exists; ``none_fits``, ``quickest`` needs more memory than there is; ``open``, ``more_steps``
+    would tell; ``unsure``, no number of steps would; ``none_better``. None where nothing was predicted."""
     packings: tuple[Prediction, ...] = ()
     """The same sequences in other microbatches, the quickest first, and behind them what no packing can beat; empty
     where microbatches do not differ, or their sequences were not captured."""
@@ -131,7 +140,7 @@ def what_if(
     shared = _shared_cores(calls)
     known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES, sequences)
     compared = layouts(known)
-    best = _best(compared)
+    best = _best(compared, known.in_flight)
     advised = None if best is None else best.prediction
     alike = () if best is None else _alike(best, compared)
     quicker = [each.prediction for each in compared if each.prediction.speedup > 1.0]
@@ -144,7 +153,10 @@ def what_if(
         candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
         best=advised,
         host_options=options_of(calls[0].metadata.framework, calls[0].role, advised.flags) if advised else None,
-        advice=_advice([each.prediction for each in compared], advised, alike, run, more),
+        quickest=compared[0].prediction if compared else None,
+        advice=_advice(compared[0].prediction if compared else None, advised, more),
+        in_flight=tuple(known.in_flight),
+        allowed=None if memory is None else memory.allowed,
         alike=alike,
         more_steps=more,
     )
@@ -178,24 +190,14 @@ def _piece(held: ModelChunk) -> str:
 
 def _mended(replayed: WhatIf, run: Examined, ranks: set[int]) -> WhatIf:
     """The run with its slow ranks as quick as their peers, and nothing else."""
-    which = f"{words.ranks(sorted(ranks))} as quick as {'its' if len(ranks) == 1 else 'their'} peers"
     slow = [term for term in terms(run.table, run.view, run.step_ms) if term.kind == "slow_rank"]
     without = run
     for term in (own := [term for term in slow if ranks & set(term.ranks)]):
         without = without.mended(term)
     before, after = (each.view.pipelines_ms(run.replay).max(axis=1) for each in (run, without))
     price, _ = run.price(own[0], before - after)
-    fixed = Prediction.of("no_straggler", which, run.step_ms, price)
-    waits = "layouts are not compared while the pipeline waits for a slow rank"
-    advice = f"fix {words.ranks(sorted(ranks))}: {_gains(fixed, run.step_ms)}; {waits}"
-    surely = _surely(fixed)
-    return replace(
-        replayed,
-        candidates=(fixed,),
-        best=fixed if surely else None,
-        advice=advice,
-        mended=tuple(sorted(ranks)) if surely else (),
-    )
+    fixed = replace(Prediction.of("no_straggler", run.step_ms, price), ranks=tuple(sorted(ranks)))
+    return replace(replayed, candidates=(fixed,), best=fixed if _surely(fixed) else None, advice="mend")
 
 
 def _held(table: Table, calls: Mapping[int, Sequence[Call]]) -> Held:
@@ -269,14 +271,14 @@ def _shared_cores(calls: Sequence[Call]) -> str | None:
     return None
 
 
-def _best(compared: Sequence[Priced]) -> Priced | None:
+def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:
     """The quickest layout that surely gains enough; of those that cannot be told apart from it, one that fits into the
     memory that the stages were measured to use."""
     gaining = [each for each in compared if _surely(each.prediction) and each.prediction.fits is not False]
     if not gaining:
         return None
     first = gaining[0]
-    return next((each for each in gaining if each.prediction.memory is None and not apart(first, each)), first)
+    return next((each for each in gaining if not each.prediction.exceeds(held) and not apart(first, each)), first)
 
 
 def _surely(each: Prediction) -> bool:
@@ -285,36 +287,20 @@ def _surely(each: Prediction) -> bool:
 
 def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
     return tuple(
-        each.prediction.what
+        each.prediction.layout or ""
         for each in compared
         if each is not best and each.prediction.fits is not False and not apart(best, each)
     )
 
 
-def _advice(
-    compared: Sequence[Prediction], best: Prediction | None, alike: Sequence[str], run: Examined, more: int
-) -> str:
-    """``compared``: layouts with the captured number of chunks, the shortest first."""
+def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Advice:
+    """``first``: the quickest of the layouts with the captured number of chunks; ``more``: steps that would tell."""
     if best is not None:
-        as_good = f"; {' and '.join(alike)} cannot be told apart from it" if alike else ""
-        return f"{best.what}: {_gains(best, run.step_ms)}{as_good}"
-    if not compared:
-        return "no other layout of these layers exists with as many stages and chunks"
-    first = compared[0]
+        return "change"
+    if first is None:
+        return "no_other"
     if first.fits is False and _surely(first):
-        return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
+        return "none_fits"
     if more:
-        tell = f"{len(run.table.steps) + more} steps would tell"
-        return f"whether {first.what} would be quicker is not sure: {_times(first)}; {tell}"
-    if first.high > 1.0 + LEAST:
-        return f"no other layout is surely better: {first.what} would be {_times(first)}"
-    least = f"no other split of the layers gains {LEAST:.0%}"
-    return f"with the same number of model chunks {least}: {first.what} would be {_times(first)}"
-
-
-def _gains(each: Prediction, measured_ms: float) -> str:
-    return f"{_times(each)}, {words.number(each.step_ms)} ms a step instead of {words.number(measured_ms)} ms"
-
-
-def _times(each: Prediction) -> str:
-    return f"{words.speedup(each.speedup, each.reach)} times as fast"
+        return "open"
+    return "unsure" if first.high > 1.0 + LEAST else "none_better"

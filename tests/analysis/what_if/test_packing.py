@@ -96,11 +96,11 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
         assert was == now, "the same sequences"
     told = plans(known)
     assert told[-1].kind == "even_packing"
-    assert told[0].what == packing._IN_WORDS[packing.POOLED]
+    assert told[0].packing == packing.POOLED
     assert told[0].low > 1.05
     assert told[-1].speedup >= told[0].speedup * 0.99, "no packing beats even ones"
     advised, _ = what_if(run, diagnose(run), ())
-    assert [each.what for each in advised.packings] == [each.what for each in told]
+    assert [each.packing for each in advised.packings] == [each.packing for each in told]
     assert advised.most_tokens == known.most
 
 
