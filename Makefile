@@ -7,7 +7,10 @@ MATRIX ?= 0.12.3 0.19.2
 BIN := .venv/bin
 # What is imported is compiled then, and never what is not: most of an environment.
 INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
-PYTEST := $(BIN)/python -m pytest
+# Tests start real jobs, and machines are shared: what fails is run once more, and the summary says RERUN. A name that
+# comes back there is a defect.
+RUN := -m pytest --reruns 1 -raR
+PYTEST := $(BIN)/python $(RUN)
 # So many files of tests at once; JOBS= for one. More only with cores to spare: most tests start two ranks of their own.
 JOBS ?= 2
 SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
@@ -39,15 +42,15 @@ QUICK ?= -m "not slow"
 test-matrix: $(MATRIX:%=test-mcore-%)
 
 test-mcore-%: .venv/mcore-%/ready
-	.venv/mcore-$*/bin/python -m pytest $(SHARED) $(QUICK) $(ARGS) $(ON_EACH)
+	.venv/mcore-$*/bin/python $(RUN) $(SHARED) $(QUICK) $(ARGS) $(ON_EACH)
 
 # HTA, TensorBoard's plugin and Perfetto open what we write. Perfetto's trace processor needs Node.js on this machine.
 test-viewers: .venv/viewers/ready
-	.venv/viewers/bin/python -m pytest $(ARGS) tests/viewers
+	.venv/viewers/bin/python $(RUN) $(ARGS) tests/viewers
 
 # The pages of `megaprof ui` in a real browser. Skips with a reason where there is no Chromium; axe-core comes from npm.
 test-ui: .venv/ui/ready
-	.venv/ui/bin/python -m pytest -rs $(ARGS) tests/browser
+	.venv/ui/bin/python $(RUN) $(ARGS) tests/browser
 
 # The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
 # is skipped, and says so.
@@ -55,21 +58,21 @@ test-ui: .venv/ui/ready
 # Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, verl on it, and models that
 # need triton), on that.
 test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
-	.venv/hosts/bin/python -m pytest -rs -m hosts $(ARGS) tests/integrations tests/trainers \
+	.venv/hosts/bin/python $(RUN) -m hosts $(ARGS) tests/integrations tests/trainers \
 	    --ignore=tests/trainers/on_ray || [ $$? = 5 ]
-	.venv/hosts-0.19.2/bin/python -m pytest -rs $(ARGS) tests/integrations/test_megatron_bridge.py \
+	.venv/hosts-0.19.2/bin/python $(RUN) $(ARGS) tests/integrations/test_megatron_bridge.py \
 	    tests/hooks/test_real_models.py tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
 
 # Whole trainers that start a Ray of their own: minutes each, and several GB of memory. By hand: CI has no room for them.
 SLIME := tests/trainers/on_ray/test_slime_train.py
 test-trainers: .venv/trainers-0.19.2/ready .venv/trainers-slime/ready
-	.venv/trainers-0.19.2/bin/python -m pytest -rs $(ARGS) tests/trainers/on_ray --ignore=$(SLIME) || [ $$? = 5 ]
-	.venv/trainers-slime/bin/python -m pytest -rs $(ARGS) $(SLIME) || [ $$? = 5 ]
+	.venv/trainers-0.19.2/bin/python $(RUN) $(ARGS) tests/trainers/on_ray --ignore=$(SLIME) || [ $$? = 5 ]
+	.venv/trainers-slime/bin/python $(RUN) $(ARGS) $(SLIME) || [ $$? = 5 ]
 
 # The real Nsight Systems, which needs no GPU for NVTX ranges. Skips with a reason where Debian's package cannot be had.
 test-nsys: .venv/ready
 	[ -x .venv/nsys/bin/nsys ] || tests/nsys/install.sh .venv/nsys $(BIN)/python || true
-	$(PYTEST) -rs $(ARGS) tests/nsys
+	$(PYTEST) $(ARGS) tests/nsys
 
 # The documentation site, in build/site. A link that leads nowhere, or a page that nothing leads to, is an error.
 # With static pages of real reports in gallery/; RANKS=16384 makes the largest job of them that large.

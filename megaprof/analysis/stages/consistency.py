@@ -78,7 +78,6 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
         advice = "--profile-select per-stage captures one rank of every stage"
         findings.warn(f"{captured} captured, without {stages_in_words(missing)}; times between stages cover only those")
         findings.block(f"{captured} captured; {advice}")
-    _check_same_job(calls, findings)
     return _without_openings(_without_unseen(_common_steps(calls, findings), findings), findings)
 
 
@@ -146,8 +145,9 @@ def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
     return list(kept.values())
 
 
-def _check_same_job(calls: list[Call], findings: Findings) -> None:
-    """Facts that are one job's own: the layers of a rank, its place, the schedule, the number of microbatches."""
+def check_same_job(calls: list[Call], findings: Findings) -> None:
+    """Adds to ``findings`` what is one job's own and yet differs: the layers of a rank, its place, the schedule, the
+    number of microbatches. Asked of the calls that count only: a step that is left out warns of nothing."""
     of_rank: dict[int, Metadata] = {}
     at_stage: dict[int, Metadata] = {}
     for metadata in (call.metadata for call in calls):

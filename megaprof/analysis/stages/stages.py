@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from megaprof.analysis.stages.consistency import Findings, examine
+from megaprof.analysis.stages.consistency import Findings, check_same_job, examine
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.steps import UNMET, Step, lay_out
 from megaprof.analysis.stages.words import without_ranges
@@ -163,7 +163,9 @@ def measure(calls: Iterable[Call]) -> list[TargetStages]:
 
 def counted(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
     """The calls of one target and role that count, see `examine`, without the first step where that warms up."""
-    return _without_warm_up(examine(calls, sizes, findings), findings)
+    kept = _without_warm_up(examine(calls, sizes, findings), findings)
+    check_same_job(kept, findings)
+    return kept
 
 
 def _order(label: str) -> int:

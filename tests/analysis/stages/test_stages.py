@@ -268,10 +268,11 @@ class TestWhatTheTracesDoNotAllow:
 
     def test_steps_that_not_every_stage_has(self, tmp_path):
         pipeline(tmp_path, [6, 2])
-        plain_stage(0, 2, 10, 20, step=6).write(tmp_path)
+        plain_stage(0, 2, 10, 20, step=6, microbatches=3).write(tmp_path)
         target = only(tmp_path)
-        assert target.steps == (5,)
+        assert (target.steps, target.microbatches) == ((5,), 4)
         assert says(target, "step 6 was captured on stage 0 only")
+        assert not says(target, "different numbers of microbatches"), "what is left out is not warned of"
 
     def test_no_step_in_common(self, tmp_path):
         plain_stage(0, 2, 30, 60, step=5).write(tmp_path)
