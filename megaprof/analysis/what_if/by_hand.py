@@ -15,8 +15,8 @@ from functools import cached_property
 
 from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.simulation.simulate import Simulation
-from megaprof.analysis.what_if.candidates import Known, relaid, rescheduled
-from megaprof.analysis.what_if.changes import Change, Prediction, captured
+from megaprof.analysis.what_if.candidates import Known, relaid
+from megaprof.analysis.what_if.changes import Change, Prediction, captured, rescheduled
 from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.packing import PLANS, Packed, plan
 from megaprof.formats.phrases import counted
@@ -96,7 +96,7 @@ def tried(known: ByHand, wanted: Setting) -> Tried:
     run = known.run
     chunks, count = _checked(known, wanted)
     larger = known.microbatches / count if wanted.same_tokens else 1.0
-    change = Change(rescheduled(known, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
+    change = Change(rescheduled(run.replay, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
     found = relaid(known, "by_hand", wanted.pieces, change).prediction
     if wanted.packing is not None:
         both = laid if (wanted.pieces, change) == (known.pieces, run.as_is) else _sum(asked, laid, found)

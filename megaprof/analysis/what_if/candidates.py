@@ -9,8 +9,8 @@ from functools import cached_property, partial
 import numpy as np
 
 from megaprof.analysis.diagnosis.table import Floats
-from megaprof.analysis.simulation.replay import Replay, compiled
-from megaprof.analysis.what_if.changes import Captured, Change, Kind, Priced, described, priced
+from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.what_if.changes import Captured, Change, Kind, Priced, described, priced, rescheduled
 from megaprof.analysis.what_if.contents import Costs, Held, fitted, split
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import Layout, format_layout, layers_per_stage, to_flags
@@ -156,27 +156,6 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
     return others[:most]
 
 
-def rescheduled(known: Known, chunks: int, microbatches: int) -> Replay:
-    """The replay with so many model chunks per stage and microbatches, in the schedule that Megatron then chooses.
-    Raises ValueError where Megatron refuses it."""
-    own = known.run.replay
-    if (chunks, microbatches) == (own.schedule.chunks, own.schedule.microbatches):
-        return own
-    same = chunks == own.schedule.chunks
-    # Megatron-LM overlaps the exchanges of the interleaved schedule unless told otherwise.
-    checked = PipelineSchedule.checked(
-        own.schedule.stages,
-        chunks,
-        microbatches,
-        name=own.schedule.name if same else "1f1b" if chunks == 1 else "interleaved",
-        group_size=own.schedule.group_size if same and chunks > 1 else None,
-        forward_only=own.schedule.forward_only,
-        combined=own.schedule.combined,
-    )
-    # All of them by position: so the search asks for it, too, and finds the same one.
-    return compiled(checked, *((own.rendezvous, own.in_turn) if same else (chunks == 1, False)))
-
-
 def chunk_counts(known: Known) -> Iterator[Priced]:
     """Other numbers of model chunks per stage, in the quickest layout of each; where that does not fit into the
     measured memory in the quickest that does, too."""
@@ -185,7 +164,7 @@ def chunk_counts(known: Known) -> Iterator[Priced]:
         if chunks == captured or layers < chunks * known.stages:
             continue
         try:
-            change = Change(rescheduled(known, chunks, known.microbatches))
+            change = Change(rescheduled(known.run.replay, chunks, known.microbatches))
         except ValueError:
             continue  # Megatron refuses this number of microbatches with so many chunks
         for pieces in _quickest(known, change.replay, 1 if known.memory is None else 2):
@@ -210,18 +189,9 @@ def microbatch_counts(run: Captured) -> Iterator[Priced]:
         if count < 1 or (count < many and many % 2):
             continue
         try:
-            checked = PipelineSchedule.checked(
-                own.stages,
-                own.chunks,
-                count,
-                name=own.name,
-                group_size=own.group_size if own.chunks > 1 else None,
-                forward_only=own.forward_only,
-                combined=own.combined,
-            )
+            change = Change(rescheduled(run.replay, own.chunks, count), many / count)
         except ValueError:
             continue  # Megatron refuses this number of microbatches
-        change = Change(compiled(checked, run.replay.rendezvous, run.replay.in_turn), many / count)
         free = np.concatenate([run.drawn] * _WAYS)
         found = priced(run, "microbatches", run.content[0], run.drawn, free, change, RERUN)
         yield described(found, microbatches=count, **_larger(change.larger, own))

@@ -17,9 +17,8 @@ from megaprof.analysis.diagnosis.examine import Examined, Price
 from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
 from megaprof.analysis.diagnosis.policy import LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.table import Floats
-from megaprof.analysis.simulation.replay import Replay, compiled
-from megaprof.analysis.what_if.changes import Prediction
-from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.what_if.changes import Prediction, rescheduled
 
 #: Packings that a person may ask for by name.
 BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS = (
@@ -118,7 +117,7 @@ def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | No
     if len(laid) < len(steps):
         return None
     try:
-        replay = _replay(known.run, count)
+        replay = rescheduled(known.run.replay, known.run.replay.schedule.chunks, count)
     except ValueError:
         return None
     found = _predicted(known, _work(known, laid), replay)
@@ -149,23 +148,6 @@ def even(known: Packed) -> Prediction:
         raise ValueError("the work of the microbatches is not known")
     mean = np.broadcast_to(work.mean(axis=(1, 2), keepdims=True), work.shape)
     return replace(_predicted(known, mean, known.run.replay).prediction, kind="even_packing")
-
-
-def _replay(run: Examined, count: int) -> Replay:
-    """Raises ValueError where Megatron refuses this number of microbatches."""
-    own = run.replay.schedule
-    if count == own.microbatches:
-        return run.replay
-    checked = PipelineSchedule.checked(
-        own.stages,
-        own.chunks,
-        count,
-        name=own.name,
-        group_size=own.group_size if own.chunks > 1 else None,
-        forward_only=own.forward_only,
-        combined=own.combined,
-    )
-    return compiled(checked, run.replay.rendezvous, run.replay.in_turn)
 
 
 def _predicted(known: Packed, work: Floats, replay: Replay) -> Laid:
