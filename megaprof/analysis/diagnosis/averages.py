@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +20,6 @@ from megaprof.analysis.stages.stages import (
     TargetStages,
     imbalance,
 )
-from megaprof.analysis.trace.calls import unseen
-from megaprof.analysis.trace.groups import INSIDE, parallel_of
 
 
 def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -> TargetStages:
@@ -39,7 +37,7 @@ def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -
         stages=stages,
         slow_ranks=tuple(_of_slow(measured, table, slow)),
         imbalance=None if measured.unjudgeable else imbalance(stages, measured.sizes),
-        warnings=(*(cold if table.cold else []), *_warnings(measured, list(_told(table)))),
+        warnings=(*(cold if table.cold else []), *measured.warnings),
     )
 
 
@@ -53,29 +51,17 @@ def _of_slow(measured: TargetStages, table: Table, slow: Collection[int]) -> Ite
         yield from (_stage(replace(each, ranks=(rank,)), measured, table) for each in measured.stages if each.pp == pp)
 
 
-def _told(table: Table) -> Mapping[str, Floats]:
-    """Groups whose communication is known: combined passes compute beside it on purpose."""
+def known_groups(table: Table) -> Mapping[str, Floats]:
+    """Returns the communication inside passes, by group, as far as timelines know it: combined passes compute beside it
+    on purpose."""
     return {} if table.schedule.combined else table.ran
-
-
-def _warnings(measured: TargetStages, told: Sequence[str]) -> Iterator[str]:
-    inside = parallel_of(INSIDE, measured.sizes)
-    others = [axis for axis in inside if axis not in told]
-    for warning in measured.warnings:
-        if warning != unseen(inside) or not told:
-            yield warning
-        elif others:
-            yield unseen(others)
-    if told:
-        yield (
-            f"exposed {', '.join(told)} is all of the time in which torch's collectives ran, with waiting for slower "
-            "peers, also where something computed beside them; what is exchanged in other ways is in compute"
-        )
 
 
 def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
     replica, peer = (int(found[0]) for found in np.nonzero(table.ranks[:, stage.pp] == stage.ranks[0]))
-    ran = {group: each[:, replica, stage.pp, min(peer, each.shape[3] - 1)] for group, each in _told(table).items()}
+    ran = {
+        group: each[:, replica, stage.pp, min(peer, each.shape[3] - 1)] for group, each in known_groups(table).items()
+    }
     passes = table.passes[:, replica, stage.pp]
     whole = passes.sum(axis=(1, 2, 3))
     inside = np.minimum(sum(ran.values(), np.zeros_like(whole)), whole)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 
-from megaprof.analysis.diagnosis.averages import averages
+from megaprof.analysis.diagnosis.averages import averages, known_groups
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.diagnosis.files import tables
@@ -201,6 +202,9 @@ def _target(
     key = Key(measured.target, measured.role, measured.sizes)
     fleet = next((fleet for fleet in fleets if fleet.key == key), None)
     found = diagnosed.get(key, Unfit("no step was recorded whole"))
+    if key not in traced:
+        known = () if isinstance(found, Unfit) else known_groups(found[0].table)
+        measured = replace(measured, warnings=(*measured.warnings, *sentences.of_timelines(measured.sizes, known)))
     if isinstance(found, Unfit):
         why = measured.unjudgeable or str(found)
         return TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None
