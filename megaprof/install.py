@@ -116,7 +116,8 @@ def install_hooks(
     file names and for the steps and ranks that the configuration has per role; ``megaprof.role`` scopes override it.
     ``iteration`` returns the host's current iteration number, or None; those of known hosts are found by themselves.
     ``groups`` are the model's process groups (megatron-core's ``ProcessGroupCollection``) in a job that has no
-    ``parallel_state``; without them, those that the model itself has.
+    ``parallel_state``; without them, those that the model itself has. Of several modules one behind the other it is
+    their ``MultiModulePipelineCommunicator``.
 
     With profiling off, or on a rank that is not selected, nothing is wrapped and the handle is inert. Installing the
     same model again with the same configuration returns the first handle; where Megatron has given this process another

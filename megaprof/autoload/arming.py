@@ -205,7 +205,10 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward_backward(*args: Any, **kwargs: Any) -> Any:
             nonlocal pending
             if pending:
-                pending = not install(groups=kwargs.get("pg_collection"))
+                communicator = kwargs.get("p2p_communicator")
+                # That of several modules says how they follow each other; of groups alone nobody could tell.
+                several = hasattr(communicator, "module_to_grid_map")
+                pending = not install(groups=communicator if several else kwargs.get("pg_collection"))
             hooked: Any = getattr(sys.modules[_SCHEDULES], schedule.__name__, None)
             if getattr(hooked, "__wrapped__", None) is schedule:
                 return hooked(*args, **kwargs)

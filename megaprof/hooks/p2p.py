@@ -6,6 +6,7 @@ last, and what is received next is the input of the pass that the schedule has n
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -25,18 +26,23 @@ def patch_p2p(patches: Patches, dispatcher: Dispatcher) -> None:
     """Hook ``P2PCommunicator``'s methods (0.14+) or the functions of ``p2p_communication`` (up to 0.13).
 
     Up to 0.13 the non-interleaved schedule goes through functions of its own that call these, so hooking both would
-    write every range twice.
+    write every range twice. And those of ``BridgeCommunicator``, which exchanges between two modules: a megatron-core
+    whose schedule knows it has imported it (0.19).
     """
     from megatron.core.pipeline_parallel import p2p_communication
 
-    owner = getattr(p2p_communication, "P2PCommunicator", p2p_communication)
+    owners = [getattr(p2p_communication, "P2PCommunicator", p2p_communication)]
+    between_modules = sys.modules.get("megatron.core.pipeline_parallel.bridge_communicator")
+    if between_modules is not None:
+        owners.append(between_modules.BridgeCommunicator)
     after = partial(_range_waits, dispatcher)
     for operation in ranges.P2P_OPERATIONS:
         code = codes.exchange(operation)
         fast = (code, (-1, None), (-1, None), "overlap_p2p_comm")
         named = partial(_name, operation, EXCHANGES[operation])
         wrap = partial(ranged, dispatcher=dispatcher, code_of=always(code), after=after, fast=fast, name_of=named)
-        patches.apply(owner, operation, wrap)
+        for owner in owners:
+            patches.apply(owner, operation, wrap)
 
 
 def _name(label: str, transfers: tuple[str, ...], call: RecordedCall) -> str:

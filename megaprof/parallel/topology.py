@@ -188,15 +188,19 @@ def coords_from_groups(groups: Any, chunks: int | None = None) -> RankCoords:
     (0.14+), for a job that may have no `parallel_state`.
 
     `chunks` as in `coords_from_parallel_state`; unknown, it is 1. Raises NoGrid, naming what is missing, for groups
-    that are not one grid over all ranks. No communication.
+    that are not one grid over all ranks. Groups of several modules do not say how these follow each other: their
+    ``MultiModulePipelineCommunicator`` does, and is taken in the place of groups (`_chain`). No communication.
     """
     import torch.distributed as dist
 
+    if hasattr(groups, "module_to_grid_map"):
+        return _chain(groups)[0]
     if hasattr(groups, "module_pgs"):
         modules = ", ".join(groups.module_pgs)
         raise NoGrid(
-            f"the pipeline consists of several modules with process groups of their own (this rank runs {modules}); "
-            "megaprof names ranks by one grid for a job, so such pipelines are not profiled"
+            f"the pipeline consists of several modules with process groups of their own (this rank runs {modules}), "
+            "which do not say how the modules follow each other: give install_hooks the pipeline's communicator, "
+            "groups=p2p_communicator"
         )
     found = {axis: getattr(groups, axis, None) for axis in ("tp", "pp", "cp", "ep", "dp")}
     found = {axis: group for axis, group in found.items() if group is not None}
@@ -224,10 +228,63 @@ def layout_from_groups(groups: Any, chunks: int | None = None) -> WorldLayout | 
     """The whole world's layout, from a model's own process groups; see `layout_from_parallel_state`."""
     import torch.distributed as dist
 
+    if hasattr(groups, "module_to_grid_map"):
+        return _chain(groups)[1]
     own = coords_from_groups(groups, chunks)
     lines = {axis: getattr(groups, axis, None) for axis in AXES}
     whole = lines["dp"] is not None and dist.get_world_size(lines["dp"]) == own.sizes.dp
     return _layout(own, lines if whole else lines | {"dp": None})
+
+
+def _chain(communicator: Any) -> tuple[RankCoords, WorldLayout | None]:
+    """This rank's place in a pipeline of several modules that run one behind the other, and the layout of the world.
+
+    Each module lies on a ``HyperCommGrid`` of its own, behind the ranks of the one before it. Where all are equally
+    wide, they are one grid, in which ``pp`` counts through the stages of all modules, as the schedule does
+    (``MultiModulePipelineCommunicator.total_stages``, megatron-core 0.19). The layout is None where ``pp`` is not the
+    slowest axis of a grid. Raises NoGrid, with the reason, for modules that do not follow each other so.
+    """
+    import torch.distributed as dist
+
+    grids: Mapping[str, Any] = communicator.module_to_grid_map
+    names = sorted(grids, key=lambda name: grids[name].rank_offset)
+    follow = {name: list(communicator.topology.get(name, ())) for name in names}
+    shapes = {name: dict(zip(grids[name].dim_names, grids[name].shape, strict=True)) for name in names}
+    behind, rank, world = 0, dist.get_rank(), dist.get_world_size()
+    for name, after in zip(names, [*names[1:], None], strict=True):
+        if follow[name] != ([] if after is None else [after]):
+            raise NoGrid(f"the modules {', '.join(names)} do not run one behind the other, so they are no one pipeline")
+        if grids[name].rank_offset != behind:
+            raise NoGrid(f"the module {name} does not begin behind the ranks of the one before it")
+        behind += grids[name].size
+    widths = {
+        name: {axis: size for axis, size in shape.items() if axis != "pp" and size > 1}
+        for name, shape in shapes.items()
+    }
+    if any(width != widths[names[0]] for width in widths.values()):
+        shown = "; ".join(
+            f"{name}: {' '.join(f'{axis}={size}' for axis, size in width.items()) or 'one rank a stage'}"
+            for name, width in widths.items()
+        )
+        raise NoGrid(f"the modules' grids are not equally wide ({shown}), so ranks have no coordinates in common")
+    width = widths[names[0]]
+    if not width.keys() <= {"tp", "cp", "dp"} or behind != world:
+        raise NoGrid(
+            f"the modules' grids have {behind} ranks along {', '.join([*width, 'pp'])}, and the job has {world}; only "
+            "tp, cp, dp and pp of all ranks are known"
+        )
+    own = next(name for name in names if rank < grids[name].rank_offset + grids[name].size)
+    place, left = dict.fromkeys(AXES, 0), rank - grids[own].rank_offset
+    for axis, size in shapes[own].items():
+        left, position = divmod(left, size)
+        if size > 1:
+            place[axis] = position
+    stages = {name: shape.get("pp", 1) for name, shape in shapes.items()}
+    place["pp"] += sum(stages[name] for name in names[: names.index(own)])
+    coords = RankCoords(rank=rank, sizes=ParallelSizes(pp=sum(stages.values()), **width), **place)
+    orders = [[axis for axis, size in shape.items() if size > 1] for shape in shapes.values()]
+    slowest = all("pp" not in order or order[-1] == "pp" for order in orders)
+    return coords, WorldLayout(coords.sizes, "-".join([*width, "pp"])) if slowest else None
 
 
 def coords_from_parallel_state(chunks: int | None = None) -> RankCoords:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["Patch", "cpu_megatron", "cpu_patches"]
@@ -138,6 +140,16 @@ def _also_in_backward(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _over_gloo(create: Callable[..., Any]) -> Callable[..., Any]:
+    """``create`` process groups, those of NCCL over gloo: megatron-core names it for the borders of modules (0.16+)."""
+
+    @functools.wraps(create)
+    def created(*args: Any, **kwargs: Any) -> Any:
+        return create(*args, **(kwargs | {"backend": "gloo"} if kwargs.get("backend") == "nccl" else kwargs))
+
+    return created
+
+
 # Dynamo keeps a table of torch's functions and refuses one object under two names: every replacement is its own.
 def constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
@@ -188,6 +200,7 @@ def _torch_patches() -> list[Patch]:
         Patch(cuda.nvtx, "range_push", _nothing()),
         Patch(cuda.nvtx, "range_pop", _nothing()),
         Patch(torch.autograd, "_engine_run_backward", _also_in_backward(vars(torch.autograd)["_engine_run_backward"])),
+        *(Patch(dist, name, _over_gloo(vars(dist)[name])) for name in ("new_group", "new_subgroups_by_enumeration")),
         Patch(torch.Tensor, "cuda", _same()),
         Patch(torch.Tensor, "record_stream", _nothing()),
         Patch(torch.nn.Module, "cuda", _same()),

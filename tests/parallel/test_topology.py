@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -165,8 +166,65 @@ def test_groups_that_are_no_grid_are_refused_with_the_reason() -> None:
             coords_from_groups(SimpleNamespace(tp=group, pp=group, cp=group, dp=group))
         with pytest.raises(NoGrid, match="lack cp, dp"):
             coords_from_groups(SimpleNamespace(tp=group, pp=group))
-        with pytest.raises(NoGrid, match=r"several modules .*this rank runs images, language"):
+        with pytest.raises(NoGrid, match=r"several modules .*this rank runs images, language.*groups=p2p_communicator"):
             coords_from_groups(SimpleNamespace(module_pgs={"images": None, "language": None}))
+
+
+def modules(dims: str = "tp-cp-dp-pp", gap: int = 0, **shapes: tuple[int, ...]) -> SimpleNamespace:
+    """The communicator of modules of these shapes, each behind the one before it, and ``gap`` ranks further."""
+    grids, offset = {}, 0
+    grid = pytest.importorskip("megatron.core.hyper_comm_grid").HyperCommGrid
+    for name, shape in shapes.items():
+        grids[name] = grid(list(shape), dims.split("-"), rank_offset=offset)
+        offset += grids[name].size + gap
+    names = list(shapes)
+    follow = {name: names[number + 1 : number + 2] for number, name in enumerate(names)}
+    return SimpleNamespace(module_to_grid_map=grids, topology=follow)
+
+
+@pytest.mark.parametrize(
+    ("dims", "images", "language", "order"),
+    [
+        ("tp-cp-dp-pp", (2, 1, 2, 1), (2, 1, 2, 3), "tp-cp-dp-pp"),
+        ("dp-tp-cp-pp", (2, 2, 1, 2), (2, 2, 1, 2), "dp-tp-cp-pp"),
+        ("tp-cp-pp-dp", (2, 1, 1, 2), (2, 1, 3, 2), None),
+    ],
+)
+def test_modules_that_follow_each_other_are_one_grid(
+    dims: str, images: tuple[int, ...], language: tuple[int, ...], order: str | None
+) -> None:
+    found = []
+    for rank in range(16):
+        with megatron(rank, 16):
+            given = modules(dims, images=images, language=language)
+            found.append(coords_from_groups(given))
+            layout = layout_from_groups(given)
+        assert list(layout or ()) == list(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order) if order else ())
+    places = {(each.pp, each.tp, each.dp) for each in found}
+    assert (len(places), {each.sizes.pp for each in found}) == (16, {4})
+    assert [each.pp for each in found] == sorted(each.pp for each in found) or order is None
+    assert order is None or found == list(WorldLayout(ParallelSizes(tp=2, dp=2, pp=4), order))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"images": (1, 1, 4, 1), "language": (2, 1, 2, 1)}, r"images: dp=4; language: tp=2 dp=2"),
+        ({"gap": 1, "images": (1, 1, 2, 1), "language": (1, 1, 2, 2)}, "does not begin behind"),
+        ({"images": (1, 1, 2, 1), "language": (1, 1, 2, 1)}, "have 4 ranks"),
+    ],
+)
+def test_modules_that_are_no_one_grid_are_refused_with_the_reason(given: dict[str, Any], reason: str) -> None:
+    with megatron(0, 8), pytest.raises(NoGrid, match=reason):
+        coords_from_groups(modules(**given))
+
+
+def test_modules_side_by_side_are_refused() -> None:
+    with megatron(0, 8):
+        given = modules(images=(1, 1, 2, 1), sounds=(1, 1, 2, 1), language=(1, 1, 2, 2))
+        given.topology = {"images": ["language"], "sounds": ["language"], "language": []}
+        with pytest.raises(NoGrid, match="one behind the other"):
+            coords_from_groups(given)
 
 
 def test_a_world_that_is_no_grid_has_no_layout(monkeypatch: pytest.MonkeyPatch) -> None:
