@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import (
@@ -20,6 +19,7 @@ from megaprof.analysis.stages.stages import (
     TargetStages,
     imbalance,
 )
+from megaprof.analysis.table.table import Floats, Table
 
 
 def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -> TargetStages:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import of_both
-from megaprof.analysis.diagnosis.policy import DRAWS, QUARTILE
-from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.policy import DRAWS
+from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
 #: Standard deviation of normal values by their median absolute deviation (Rousseeuw & Croux 1993).
 _MAD = 1.4826

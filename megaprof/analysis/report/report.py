@@ -11,8 +11,6 @@ from pathlib import Path
 from megaprof.analysis.diagnosis.averages import averages, known_groups
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
-from megaprof.analysis.diagnosis.files import tables
-from megaprof.analysis.diagnosis.table import Table, Unfit
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
 from megaprof.analysis.fleet.timeline_calls import detail_of
@@ -21,6 +19,8 @@ from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text import sentences
 from megaprof.analysis.stages.stages import TargetStages, measure
+from megaprof.analysis.table.files import tables
+from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster

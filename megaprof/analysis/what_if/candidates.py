@@ -8,8 +8,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Captured, Change, Kind, Priced, described, priced, rescheduled
 from megaprof.analysis.what_if.contents import Costs, Held, fitted, split
 from megaprof.analysis.what_if.layout_search import search

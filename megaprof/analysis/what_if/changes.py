@@ -20,9 +20,9 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.examine import Examined, Price
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
-from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.simulation.simulate import Simulation, played
+from megaprof.analysis.table.table import Floats
 from megaprof.parallel.schedules import PipelineSchedule
 
 #: Pipelines of a step that can be its longest, whatever is changed: the so many that take longest now.

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import BOTH, looks
-from megaprof.analysis.diagnosis.table import Floats
+from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.layout_search import FREE, Cost, CostModel
 from megaprof.analysis.what_if.layouts import Layout
 

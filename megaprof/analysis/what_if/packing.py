@@ -16,8 +16,8 @@ import numpy as np
 from megaprof.analysis.diagnosis.examine import Examined, Price
 from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
 from megaprof.analysis.diagnosis.policy import LEVEL, REPLAYED
-from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Prediction, rescheduled
 
 #: Packings that a person may ask for by name.

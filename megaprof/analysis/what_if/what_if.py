@@ -17,11 +17,11 @@ import numpy as np
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import LEAST
-from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.calls import RECOMPUTE, Call, ModuleKey, grouped
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.diagnosis.lengths import _not_negative
-from megaprof.analysis.diagnosis.table import Table
+from megaprof.analysis.table.table import Table
 from tests.analysis.diagnosis.test_diagnose import ALONE, CPU, HEALTHY, LONG, table_of
 from tests.analysis.truth.pipelines import Fault
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.table.table import Table
 from megaprof.analysis.what_if import packing
 from megaprof.analysis.what_if.by_hand import ByHand, chosen
 from megaprof.analysis.what_if.changes import captured
