@@ -74,7 +74,7 @@ class ThisRank:
         )
 
     def records(self, config: ProfileConfig) -> bool:
-        """Whether anything is to be done on this rank."""
+        """Returns whether anything is to be done on this rank."""
         return self.windowed or self.timed or config.listens
 
     @property
@@ -109,8 +109,8 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
 
 
 def moved(before: RankCoords) -> bool:
-    """Whether Megatron's global process groups give this process another place than ``before``, as they do after an
-    in-process restart."""
+    """Returns whether Megatron's global process groups give this process another place than ``before``, as they do
+    after an in-process restart."""
     return has_groups() and coords_from_parallel_state(before.sizes.vpp) != before
 
 

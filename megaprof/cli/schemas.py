@@ -151,7 +151,7 @@ def _shape(name: str, *parts: tuple[Any, str], **own: tuple[Any, str]) -> Any:
 
 @cache
 def _about(of: Any) -> dict[str, str]:
-    """What the line below each field of a class says, in JSON's words; what a class inherits, too."""
+    """Returns what the line below each field of a class says, in JSON's words; what a class inherits, too."""
     inherited = {name: about for base in reversed(of.__mro__[1:]) for name, about in _about(base).items()}
     return inherited | _said(of)
 

@@ -83,7 +83,7 @@ def shard_of(rank: int, world: int) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """Whether a directory is called as `shard` calls one."""
+    """Returns whether a directory is called as `shard` calls one."""
     return _SHARD.fullmatch(name) is not None
 
 
@@ -144,7 +144,7 @@ def plain_path(final: Path) -> Path:
 
 
 def kineto_temporary(raw: Path) -> Path:
-    """What Kineto leaves behind when it could not finish ``raw``: on a full disk, all that had filled it."""
+    """Returns what Kineto leaves behind when it could not finish ``raw``: on a full disk, all that had filled it."""
     return raw.with_name(raw.name + ".tmp")
 
 

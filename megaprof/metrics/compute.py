@@ -202,7 +202,7 @@ def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
 
 
 def _usual(members: Sequence[RankStatus]) -> float | None:
-    """What a stage computes: the median of its ranks that are not slow, as the report has it."""
+    """Returns what a stage computes: the median of its ranks that are not slow, as the report has it."""
     slow = _slow(members)
     return _median([status.compute_ms for status in members if status.rank not in slow])
 

@@ -54,7 +54,7 @@ class View:
 
 
 def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool = True) -> View:
-    """What there is to see of ``job``; ``patient``: once every rank has had the time to say something.
+    """Returns what there is to see of ``job``; ``patient``: once every rank has had the time to say something.
     ``hang_after``: seconds without a move after which a rank hangs."""
     silence = job.silence()
     statuses = job.statuses()
@@ -105,7 +105,7 @@ def _standing(status: RankStatus) -> Standing:
 
 
 def verdict(view: View) -> str | None:
-    """What is wrong with the whole job, in a sentence; None where nothing is, or only single ranks are silent."""
+    """Returns what is wrong with the whole job, in a sentence; None where at most single ranks are silent."""
     blame = view.blame
     if view.state == "ended":
         return None
@@ -120,7 +120,7 @@ def verdict(view: View) -> str | None:
 
 
 def slower(slow: SlowRanks) -> str:
-    """Which ranks are slower than their peers, in a sentence."""
+    """Returns which ranks are slower than their peers, in a sentence."""
     several = len(slow.ranks) > 1
     who = f"Rank{'s' * several} {few(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
@@ -145,7 +145,7 @@ def waited_for(view: View) -> Iterator[str]:
 
 
 def gone(culprit: Culprit) -> bool:
-    """Whether its process is known not to exist any more."""
+    """Returns whether its process is known not to exist any more."""
     status = culprit.status
     return status is not None and dead(status.host, status.pid)
 

@@ -103,7 +103,7 @@ def _device(chunks: Iterable[Any]) -> str | None:
 
 @functools.cache
 def _shared_machine() -> tuple[int | None, int | None]:
-    """How many ranks run on this host, and on how many physical cores."""
+    """Returns how many ranks run on this host, and on how many physical cores."""
     return local_ranks(), physical_cores()
 
 

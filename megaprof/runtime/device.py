@@ -18,8 +18,8 @@ _LOOK_SECONDS = 0.1
 
 
 def capturing() -> bool:
-    """Whether this thread's current stream is being captured into a CUDA graph. Then the device must not be waited for:
-    that would end the capture with an error of the host's."""
+    """Returns whether this thread's current stream is being captured into a CUDA graph. Then the device must not be
+    waited for: that would end the capture with an error of the host's."""
     cuda = _cuda()
     return cuda is not None and bool(cuda.is_current_stream_capturing())
 

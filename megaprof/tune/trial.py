@@ -53,7 +53,7 @@ class Ended:
 
 
 def config_of(directory: Path) -> ProfileConfig:
-    """What a trial records. Raises ValueError."""
+    """Returns what a trial records. Raises ValueError."""
     return ProfileConfig(target=(TARGET,), tool=("timeline",), dir=str(directory))
 
 
@@ -96,7 +96,7 @@ def _watched(
 
 
 def _steps(directory: Path) -> int:
-    """How many steps every rank has made."""
+    """Returns how many steps every rank has made."""
     try:
         job = find_job(directory)
     except NoJob:

@@ -163,7 +163,7 @@ def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: flo
 
 
 def now_shown(now: Now) -> str:
-    """What a live page shows of one look."""
+    """Returns what a live page shows of one look."""
     tracks = [
         track("step time", "ms", now.history, "step_ms"),
         track("imbalance", "", now.history, "imbalance", bottom=1.0),

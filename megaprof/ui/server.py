@@ -235,7 +235,7 @@ class Pages:
         return await self._jobs.watcher(place.path, _role(request, roles))
 
     async def _list(self) -> Listing:
-        """What lies there, a moment ago at most; where looking takes long, what lay there before."""
+        """Returns what lies there, a moment ago at most; where looking takes long, what lay there before."""
         if self._listing is not None and monotonic() - self._listed <= _LISTED:
             return self._listing
         if self._looking is None or self._looking.done():

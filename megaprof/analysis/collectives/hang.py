@@ -191,11 +191,11 @@ class _Job:
         }
 
     def came(self, rank: int, operation: Operation) -> bool:
-        """Whether ``rank`` has called this collective of its group."""
+        """Returns whether ``rank`` has called this collective of its group."""
         return self._called.get((rank, operation.group), 0) >= operation.number
 
     def ended(self, rank: int, operation: Operation) -> bool:
-        """Whether this collective has ended on ``rank``."""
+        """Returns whether this collective has ended on ``rank``."""
         return self.came(rank, operation) and rank not in self.calls[operation.group, operation.number]
 
     def waits(self) -> dict[int, dict[int, Operation]]:
@@ -309,7 +309,7 @@ _OTHER_SIDE = {"send": "recv", "recv": "send"}
 
 
 def _answers(one: Operation, rank: int, other: Operation, its_rank: int) -> bool:
-    """Whether both are the same collective, or the two sides of an exchange."""
+    """Returns whether both are the same collective, or the two sides of an exchange."""
     if one.group != other.group:
         return False
     if other.peer is None:
@@ -318,7 +318,7 @@ def _answers(one: Operation, rank: int, other: Operation, its_rank: int) -> bool
 
 
 def _form(operation: Operation) -> tuple[object, ...]:
-    """What must be the same on all ranks of a collective."""
+    """Returns what must be the same on all ranks of a collective."""
     if operation.name not in _EVEN:
         return (operation.name,)
     return operation.name, tuple(math.prod(shape) for shape in operation.sizes), operation.dtypes

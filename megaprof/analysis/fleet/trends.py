@@ -144,7 +144,7 @@ def shifts(found: Sequence[Level], first_steps: Integers, last_steps: Integers) 
 
 
 def differ(before: Level, after: Level) -> bool:
-    """Whether two levels differ by more than the thresholds of this module."""
+    """Returns whether two levels differ by more than the thresholds of this module."""
     low, high = sorted((before.value, after.value))
     error = math.hypot(before.error, after.error)
     # On logarithms: what disturbs a time multiplies it. Nothing exceeds a time that is not above zero.

@@ -82,7 +82,7 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
 
 
 def comparable(step: list[Call]) -> Clocks:
-    """Whether all calls of one step ran on one host's clock, and touch each other in time as one step's do."""
+    """Returns whether all calls of one step ran on one host's clock, and touch each other in time as one step's do."""
     if len(step) == 1:
         return Clocks(one_clock=True)
     hosts = {call.metadata.host for call in step}
@@ -107,7 +107,7 @@ def comparable(step: list[Call]) -> Clocks:
 
 
 def _no_clock(step: list[Call]) -> str:
-    """Why the calls of one step have no clock in common."""
+    """Returns why the calls of one step have no clock in common."""
     unnamed = {call.stage for call in step if call.metadata.host is None}
     if unnamed:
         return f"no host is named for {stages_in_words(unnamed)}, so nothing says whether the stages share a clock"
@@ -215,8 +215,8 @@ def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def opened_apart(step: Sequence[Call]) -> str | None:
-    """Why the stages of one step waited for each other more than they would have: the torch profiler, started before
-    it, delayed some ranks more than others; None where it did not."""
+    """Returns why the stages of one step waited for each other more than they would have: the torch profiler, started
+    before it, delayed some ranks more than others; None where it did not."""
     delays = [call.opening_ns for call in step if call.opening_ns is not None]
     longest = max(end - begin for begin, end in (call.extent for call in step))
     if step[0].metadata.sizes.pp == 1 or len(delays) < 2 or max(delays) - min(delays) <= OPENED * longest:

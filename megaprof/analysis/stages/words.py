@@ -129,7 +129,7 @@ def layers(chunks: Iterable[ModelChunk | None]) -> str:
 
 
 def without_ranges(modules: Iterable[WithoutRange]) -> list[str]:
-    """Which modules have no range, a clause for each reason: ``no range for mlp, router (layers 1-4): ...``"""
+    """Returns which modules have no range, a clause for each reason: ``no range for mlp, router (layers 1-4): ...``"""
     reasons: dict[str, dict[str, set[int]]] = {}
     for each in modules:
         of = reasons.setdefault(each.reason, {}).setdefault(each.module, set())

@@ -180,8 +180,8 @@ class Gathered:
         linked: npt.NDArray[np.bool_],
         sizes: object,
     ) -> npt.NDArray[np.int8]:
-        """What names no group itself is of the group of the operator that launched it: RCCL's kernels, and the copies
-        that a collective consists of where a copy engine makes it. A group of one rank copies for itself alone.
+        """Returns what names no group itself is of the group of the operator that launched it: RCCL's kernels, and the
+        copies that a collective consists of where a copy engine makes it. A group of one rank copies for itself alone.
 
         ``linked``: an older Kineto writes the correlation as the external id where there was no operator.
         """
@@ -306,7 +306,7 @@ class GatheredMemory:
 
 
 def memory_of(found: Allocations | None, start: int, end: int) -> Peak | None:
-    """What a call from ``start`` to ``end`` had allocated; None where nothing is known of it."""
+    """Returns what a call from ``start`` to ``end`` had allocated; None where nothing is known of it."""
     if found is None:
         return None
     first, last = np.searchsorted(found.times, (start, end))

@@ -98,7 +98,7 @@ def use_of(description: str | None, sizes: object) -> int:
 
 
 def is_parallel(description: str, sizes: object) -> bool:
-    """Whether the group with this description is of more than one rank, as far as its axes tell."""
+    """Returns whether the group with this description is of more than one rank, as far as its axes tell."""
     return bool(parallel_of(_axes(description) or AXES, sizes))
 
 

@@ -129,7 +129,7 @@ def _report(directory: str, run: int | None) -> Report:
 
 
 def _stamp(path: Path) -> object:
-    """What changes when a file is written; None where that is not known. Raises TooMuch."""
+    """Returns what changes when a file is written; None where that is not known. Raises TooMuch."""
     if isinstance(path, RemotePath):
         return None
     try:

@@ -49,7 +49,7 @@ def check(fault: str, workload: GPTWorkload, *, live: bool, steps: int | None) -
 
 
 def told(fault: str, workload: GPTWorkload, begin: int) -> str:
-    """What goes wrong, in a sentence."""
+    """Returns what goes wrong, in a sentence."""
     rank, stage = workload.world_size - 1, workload.pp - 1
     since = f"from step {begin} on" if begin else "in every step"
     if fault == SLOW_RANK:

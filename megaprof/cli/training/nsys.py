@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
-    """What is asked for. Raises ValueError."""
+    """Returns what is asked for. Raises ValueError."""
     if args.ray == "all" and args.output is not None:
         raise ValueError("--output is one name, and --ray prints two environments: give --ray worker or controller")
     controller = worker = {}

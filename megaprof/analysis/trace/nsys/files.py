@@ -67,7 +67,7 @@ class NsysFile:
 
 
 def is_nsys(path: Path) -> bool:
-    """Whether a file's name is one of nsys's."""
+    """Returns whether a file's name is one of nsys's."""
     return path.name.endswith((SQLITE, REPORT))
 
 
@@ -268,7 +268,7 @@ class _Reader:
             )
 
     def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[str, ...]]]:
-        """What each window is, its outermost ranges, and what must be known about it."""
+        """Yields what each window is, its outermost ranges, and what must be known about it."""
         reach, last = -LONGEST, None
         found: list[tuple[Path | None, Metadata, list[_Row]]] = []
         for row in rows:
@@ -335,7 +335,7 @@ class _Reader:
         return None
 
     def _derived(self, top: _Row, step: int, rows: list[_Row], alone: bool) -> Metadata | None:
-        """What the ranges alone say; None where they have no coordinates."""
+        """Returns what the ranges alone say; None where they have no coordinates."""
         place = {axis: top.name.fields.get(axis) for axis in AXES}
         inside = _within(rows, top.start, top.end)
         passes = [r.name for r in inside if r.name.label in ranges.PASSES]
@@ -372,7 +372,7 @@ def _within(rows: Sequence[_Row], start: int, end: int) -> list[_Row]:
 
 
 def _chunk(chunk: int, inside: Sequence[_Row]) -> ModelChunk:
-    """What a model chunk consists of, as far as module ranges in its first forward say it."""
+    """Returns what a model chunk consists of, as far as module ranges in its first forward say it."""
     forwards = (r for r in inside if r.name.label == ranges.FORWARD and r.name.fields.get("chunk") == chunk)
     first = next(forwards, None)
     modules = [r.name for r in _within(inside, first.start, first.end) if r.name.module] if first else []
