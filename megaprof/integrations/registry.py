@@ -43,7 +43,7 @@ def arguments() -> Any | None:
 
 
 def config() -> ProfileConfig | None:
-    """Returns the configuration that a host's own settings ask for, or None. Raises ValueError where they are not valid."""
+    """Returns the configuration that a host's own settings ask for, or None. Raises ValueError for a wrong setting."""
     return next((found for host in HOSTS if (found := host.config()) is not None), None)
 
 
