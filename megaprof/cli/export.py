@@ -25,7 +25,7 @@ EXAMPLES = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class ExportAnswer:
     """What was exported: what ``--json`` prints."""
 
     version: int
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
     if arguments.json:
-        print(json.dumps(asdict(Answer(2, str(out), bytes=out.stat().st_size, **vars(exported)))))
+        print(json.dumps(asdict(ExportAnswer(2, str(out), bytes=out.stat().st_size, **vars(exported)))))
         return 0
     rows, files = counted(exported.rows, "row"), counted(exported.files, "file")
     say(f"{out}: {rows} from {files}, {out.stat().st_size / 1e6:.1f} MB")

@@ -21,11 +21,11 @@ import msgspec
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Document
-from megaprof.cli.export import Answer as Exported
-from megaprof.cli.jobs.trigger import Answer as Captured
+from megaprof.cli.export import ExportAnswer
+from megaprof.cli.jobs.trigger import TriggerAnswer
 from megaprof.cli.jobs.watch import Look
-from megaprof.cli.merge import Answer as Merged
-from megaprof.cli.what_if import Answer as Changed
+from megaprof.cli.merge import MergeAnswer
+from megaprof.cli.what_if import WhatIfAnswer
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.topology import ParallelSizes
@@ -40,15 +40,15 @@ def schemas() -> dict[str, dict[str, Any]]:
         name: {"$schema": _DIALECT, "title": f"megaprof {name} --json", **_complete(shape)}
         for name, shape in {
             "diff": Diff,
-            "export": Exported,
+            "export": ExportAnswer,
             "hang": Hang,
-            "merge": Merged,
+            "merge": MergeAnswer,
             "report": Document,
             "status": _status(),
-            "trigger": Captured,
+            "trigger": TriggerAnswer,
             "tune": Tuning,
             "watch": Look,
-            "what-if": Changed,
+            "what-if": WhatIfAnswer,
         }.items()
     }
 

@@ -40,7 +40,7 @@ _HELP = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhatIfAnswer:
     """What a chosen change of a target would do. What was not chosen stays as it was captured."""
 
     target: str
@@ -92,7 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def predicted(report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None) -> Answer:
+def predicted(
+    report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None
+) -> WhatIfAnswer:
     """What `by_hand.chosen` says of a report's target. Raises CommandError, and UsageError for what has no answer."""
     from megaprof.analysis.report.text.what_if import beside, name_of
     from megaprof.analysis.what_if.by_hand import chosen
@@ -103,7 +105,7 @@ def predicted(report: Report, choices: Mapping[str, str], target: str | None = N
         found = chosen(known, choices)
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
-    return Answer(
+    return WhatIfAnswer(
         *own.key,
         what=name_of(found.prediction, own.what_if),
         measured_ms=known.measured_ms,
@@ -134,7 +136,7 @@ def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetRep
     raise CommandError(f"nothing can be changed here: {why}")
 
 
-def in_words(found: Answer) -> list[str]:
+def in_words(found: WhatIfAnswer) -> list[str]:
     """The same as lines."""
     from megaprof.analysis.stages.words import number, percent, speedup, title, within
 

@@ -21,7 +21,7 @@ from megaprof.runtime.logs import logger
 _MOST, _SHAPES = 200, 4
 
 
-class Standstill:
+class StandstillWriter:
     """One rank's part, on its background thread."""
 
     def __init__(self, coords: RankCoords) -> None:

@@ -174,7 +174,7 @@ def _whisker(kind: str, spread: Spread | None, longest: float) -> Whisker | None
 
 
 @dataclass(frozen=True)
-class Change:
+class StepBar:
     """One row of what-if: a step as it is, or as it would be."""
 
     kind: str
@@ -189,7 +189,7 @@ class Change:
     """What was predicted; None for a step as it is."""
 
 
-def changes(found: WhatIf) -> list[Change]:
+def changes(found: WhatIf) -> list[StepBar]:
     """The measured step, its replay, and the predictions; none where nothing was replayed."""
     if found.measured_ms is None or found.replay_ms is None or found.replay_error is None:
         return []
@@ -201,7 +201,7 @@ def changes(found: WhatIf) -> list[Change]:
     for each in worth_showing(found):
         rows.append(("best" if each == found.best else "after", name_of(each, found), each.step_ms, each))
     longest = max(ms for _, _, ms, _ in rows)
-    return [Change(kind, what, ms, 100 * ms / longest, each) for kind, what, ms, each in rows]
+    return [StepBar(kind, what, ms, 100 * ms / longest, each) for kind, what, ms, each in rows]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """What a layout needs."""
 
     needed: tuple[int, ...]
@@ -52,7 +52,7 @@ class Memory:
     allowed: tuple[int, ...]
     """Bytes that it may have: what its smallest device has, or less."""
 
-    def fit(self, pieces: Layout, needs: Sequence[int]) -> Fit:
+    def fit(self, pieces: Layout, needs: Sequence[int]) -> MemoryFit:
         """Of a layout that has ``needs`` layers times microbatches in flight."""
         per_layer = min(least / count for least, count in zip(self.least, self.layers, strict=True))
         activations = min((m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True))
@@ -60,7 +60,7 @@ class Memory:
         for stage, count in enumerate(layers_per_stage(pieces, len(self.layers))):
             more = (count - self.layers[stage]) * per_layer + (needs[stage] - self.held[stage]) * activations
             needed.append(max(0, round(self.most[stage] + more)))
-        return Fit(tuple(needed), self.allowed)
+        return MemoryFit(tuple(needed), self.allowed)
 
 
 def peaks(calls: Mapping[int, Sequence[Call]], stages: int) -> tuple[int, ...] | None:
