@@ -91,8 +91,8 @@ class ThisRank:
 
 
 def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
-    """Where this rank stands, and every other. A model's own process groups count where Megatron's global ones do not
-    exist."""
+    """Returns where this rank stands, and every other. A model's own process groups count where Megatron's global
+    ones do not exist."""
     chunks = None if models is None else len(models)
     if pipeline:
         if not has_groups():

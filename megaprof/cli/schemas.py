@@ -192,7 +192,7 @@ def _complete(shape: Any) -> dict[str, Any]:
 
 
 def _dataclasses(shape: Any) -> Iterator[Any]:
-    """Those that a type consists of."""
+    """Yields the dataclasses that a type consists of."""
     if is_dataclass(shape) or (isinstance(shape, type) and issubclass(shape, msgspec.Struct)):
         yield shape
     inner = get_type_hints(shape).values() if hasattr(shape, "__annotations__") else get_args(shape)

@@ -97,7 +97,7 @@ def artifact_path(
     *,
     repeat: int = 1,
 ) -> Path:
-    """Where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
+    """Returns where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
     return Path(directory, shard(coords), artifact_name(target, role, step, coords, suffix, repeat=repeat))
 
 
@@ -124,7 +124,7 @@ def repeats(final: Path) -> Iterator[Path]:
 
 
 def raw_path(final: Path) -> Path:
-    """Where the raw file of ``final`` lies until it is finished: hidden, beside it, and this process's own.
+    """Returns where the raw file of ``final`` lies until it is finished: hidden, beside it, and this process's own.
 
     Its directory exists afterwards, also when somebody removed it in the middle of the run. Raises OSError where it
     cannot be created.

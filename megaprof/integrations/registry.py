@@ -58,7 +58,7 @@ def iteration() -> int | None:
 
 
 def writers() -> Writers:
-    """Where the host that is loaded sends scalars on this rank."""
+    """Returns the writers to which the host that is loaded sends scalars on this rank."""
     found = [host.writers() for host in HOSTS]
     return Writers(
         tensorboard=next((w.tensorboard for w in found if w.tensorboard is not None), None),

@@ -105,7 +105,8 @@ class Summary:
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
-    """Of the ranks in `statuses`: a straggler is found only where a stage has several of them there."""
+    """Returns the figures of the ranks in `statuses`: a straggler is found only where a stage has several of them
+    there."""
     of_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)

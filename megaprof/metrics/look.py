@@ -67,8 +67,9 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
 
 
 def last_stand(directory: Path) -> Standstill | None:
-    """Where the job of a save directory stands still, or stood in the middle of a step when it was killed; None where
-    there is no job, and where it runs, or ended as jobs do. May take a few seconds, as `RunningJob.silence` does."""
+    """Returns where the job of a save directory stands still, or stood in the middle of a step when it was killed;
+    None where there is no job, and where it runs, or ended as jobs do. May take a few seconds, as
+    `RunningJob.silence` does."""
     try:
         job = find_job(directory)
     except NoJob:
@@ -87,7 +88,7 @@ def last_stand(directory: Path) -> Standstill | None:
 def _standstill(
     statuses: Mapping[int, RankStatus], blame: Blame, outcome: Literal["lasts", "unfinished"]
 ) -> Standstill | None:
-    """None where no rank is in a step."""
+    """Returns None where no rank is in a step."""
     steps = [status.place.step for status in statuses.values() if status.place is not None]
     if not steps:
         return None
@@ -127,7 +128,7 @@ def slower(slow: SlowRanks) -> str:
 
 
 def waited_for(view: View) -> Iterator[str]:
-    """Of whom nothing is heard, and whom the others wait for: a clause each."""
+    """Yields the ranks that say nothing, and those that the others wait for: a clause each."""
     culprits = view.blame.culprits
     unheard = [culprit.rank for culprit in culprits if culprit.status is None]
     silent = [culprit for culprit in culprits if culprit.silent and culprit.status is not None]

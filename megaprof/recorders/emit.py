@@ -60,7 +60,7 @@ def reaches_nobody() -> bool:
 
 
 def nvtx_version() -> str:
-    """Of the nvtx package."""
+    """Returns the version of the nvtx package."""
     try:
         return importlib.metadata.version("nvtx")
     except importlib.metadata.PackageNotFoundError:

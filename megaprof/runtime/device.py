@@ -41,8 +41,8 @@ class DeviceWait:
             threading.Thread(target=self._synchronize, args=(device,), name="megaprof-device", daemon=True).start()
 
     def wait(self, seconds: float, ending: Callable[[], bool] = lambda: False) -> str | None:
-        """None as soon as the device is idle; after ``seconds`` at most, why it is not. From the moment at which
-        ``ending()`` says that the process has to end, after `GRACE_SECONDS` at most."""
+        """Returns None as soon as the device is idle, or, after ``seconds`` at most, why it is not. From the moment
+        at which ``ending()`` says that the process has to end, after `GRACE_SECONDS` at most."""
         late = None if self._cuda is None else self._late(seconds, ending)
         if late is not None:
             logger.warning("megaprof: a window closes without what the device has yet to do: %s", late)

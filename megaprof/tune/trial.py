@@ -139,7 +139,7 @@ def _marked(mark: bytes) -> list[int]:
 
 
 def _explained(ended: Ended, log: Path) -> Ended:
-    """With the reason that the command printed."""
+    """Returns the trial's end with the reason that the command printed."""
     if ended.outcome == "enough":
         return ended
     lines = [line.strip() for line in _tail(log).splitlines() if line.strip() and _OURS not in line]

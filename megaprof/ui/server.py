@@ -360,7 +360,7 @@ def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None]
 
 
 def _roles(directory: Path) -> list[str]:
-    """Of a job whose roles each have a part of their own."""
+    """Returns the roles of a job that each have a part of their own."""
     try:
         found = parts_with_a_run(directory)
     except Unsafe:

@@ -199,7 +199,8 @@ class _Job:
         return self.came(rank, operation) and rank not in self.calls[operation.group, operation.number]
 
     def waits(self) -> dict[int, dict[int, Operation]]:
-        """By rank that waits and rank that it waits for, the first operation in which it does so."""
+        """Returns the first operation in which a rank waits for another, by the rank that waits and the one that it
+        waits for."""
         sides = Counter(
             (rank, operation.peer, operation.group, operation.name)
             for rank, dump in self.dumps.items()
@@ -224,7 +225,8 @@ class _Job:
         return dict(waits or sends)
 
     def together(self) -> dict[int, Operation]:
-        """By rank, the first operation that does not end on it, where it is the first on all ranks that take part."""
+        """Returns the first operation that does not end on a rank, by rank, where it is the first on all ranks that
+        take part."""
         behind = self.behind()
         return {
             rank: dump.pending[0]
@@ -233,7 +235,7 @@ class _Job:
         }
 
     def behind(self) -> dict[int, set[int]]:
-        """By rank, the other ranks of the first operation that does not end on it which called it, too, and have
+        """Returns, by rank, the other ranks that called the first operation that does not end on it, and have
         something to end before it."""
         behind = {}
         for rank, dump in self.dumps.items():

@@ -117,7 +117,7 @@ def _no_clock(step: list[Call]) -> str:
 
 
 def shifted(call: Call, offset: Mapping[int, int]) -> tuple[int, int]:
-    """When it ran, on the clock that ``offset`` puts each rank on."""
+    """Returns when a call ran, on the clock that ``offset`` puts each rank on."""
     begin, end = call.extent
     by = offset.get(call.rank, 0)
     return begin + by, end + by
@@ -183,7 +183,7 @@ def check_same_job(calls: list[Call], findings: Findings) -> None:
 
 
 def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
-    """Without the steps in which kernels of a rank were not recorded, if there are others."""
+    """Returns the calls without the steps in which kernels of a rank were not recorded, if there are others."""
     unseen = {call.key: call for call in calls if call.unseen is not None}
     others = [call for call in calls if call.key not in unseen]
     if unseen and others:
@@ -198,7 +198,7 @@ def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
-    """Without the steps that begin with the opening of a tool, if there are others."""
+    """Returns the calls without the steps that begin with the opening of a tool, if there are others."""
     nsys = {call.key for call in calls if call.after_opening}
     torch = {key: apart for key, own in grouped(calls, lambda call: call.key).items() if (apart := opened_apart(own))}
     others = [call for call in calls if call.key not in nsys and call.key not in torch]

@@ -207,7 +207,7 @@ def _per_owner(
 
 
 def unfed(gpu: Activities, idle: Intervals) -> Intervals:
-    """Those of the GPU's idle times at whose beginning nothing that had been launched was left to run."""
+    """Returns those of the GPU's idle times at whose beginning nothing that had been launched was left to run."""
     launched = np.searchsorted(np.sort(gpu.launched), idle[:, 0], side="right")
     begun = np.searchsorted(gpu.spans[:, 0], idle[:, 0], side="left")
     return idle[launched <= begun]

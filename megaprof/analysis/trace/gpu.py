@@ -284,7 +284,7 @@ class GatheredMemory:
 
     @property
     def rows(self) -> int:
-        """How many were kept."""
+        """Returns how many were kept."""
         return sum(map(len, self._found.values()))
 
     def add(self, events: Iterable[Event]) -> None:
@@ -297,7 +297,7 @@ class GatheredMemory:
                 self._found.setdefault(device, []).append((round(event.ts * 1000), allocated))
 
     def allocations(self, base: int, document: Document[Any]) -> Allocations | None:
-        """Of the device that most was allocated on; None where there is none."""
+        """Returns the allocations of the device that most was allocated on; None where there is none."""
         if not self._found:
             return None
         device = max(self._found, key=lambda each: max(allocated for _, allocated in self._found[each]))

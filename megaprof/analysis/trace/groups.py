@@ -103,7 +103,7 @@ def is_parallel(description: str, sizes: object) -> bool:
 
 
 def parallel_of(axes: tuple[str, ...], sizes: object) -> list[str]:
-    """Those with more than one rank."""
+    """Returns the axes with more than one rank."""
     return [axis for axis in axes if (getattr(sizes, axis, 1) or 1) > 1]
 
 

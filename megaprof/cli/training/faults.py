@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.1
 
 
 def least(fault: str | None, ep: int) -> dict[str, int]:
-    """By the name of an option, the size that a fault needs to be seen: the default of a demo with it."""
+    """Returns the size that a fault needs to be seen, by the name of its option: the default of a demo with it."""
     return {SLOW_RANK: {"dp": 2 * ep}, SLOW_LINK: {"pp": 3}}.get(fault or "", {})
 
 

@@ -122,7 +122,7 @@ def processes(file: NsysFile) -> list[Process]:
 
 
 def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
-    """By process, in order of time."""
+    """Returns the steps of each process, in order of time."""
     found: dict[int, list[tuple[int, int]]] = {}
     if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
         return found
@@ -238,7 +238,7 @@ class _Reader:
             yield _Row(name, self._base + start, self._base + end, thread >> 24 & PROCESS, is_open)
 
     def _last(self) -> int:
-        """When the last range ended."""
+        """Returns when the last range ended."""
         query = "SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"
         return next((last for (last,) in self._tables.rows(query) if is_time(last)), 0)
 
@@ -366,7 +366,7 @@ class _Reader:
 
 
 def _within(rows: Sequence[_Row], start: int, end: int) -> list[_Row]:
-    """Those of some rows, in order of their start, that lie in a stretch of time."""
+    """Returns the rows that lie in a stretch of time, in order of their start."""
     first, behind = bisect_left(rows, start, key=_start), bisect_right(rows, end, key=_start)
     return [row for row in rows[first:behind] if row.end <= end]
 
@@ -402,7 +402,7 @@ def _cut(rows: Sequence[_Row]) -> set[int]:
 
 
 def _epoch(tables: Tables) -> int:
-    """When the session began, in nanoseconds since the epoch."""
+    """Returns when the session began, in nanoseconds since the epoch."""
     if tables.has("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
         for (start,) in tables.rows("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME LIMIT 1"):
             if is_time(start):
