@@ -146,7 +146,7 @@ def _table(metadata: Metadata, steps: npt.NDArray[Any], run: str | None, since_n
     same = {name: getattr(coords, name) for name in ("rank", *_AXES)}
     same |= {"host": metadata.host, "target": metadata.target, "role": metadata.role}
     columns: dict[str, Any] = {
-        "run": pa.array(np.where(steps["start_ns"] >= since_ns, run, None), pa.string()),
+        "run": pa.array(np.full(len(steps), run, dtype=object), pa.string(), mask=steps["start_ns"] < since_ns),
         **{name: pa.repeat(pa.scalar(value, COLUMNS.field(name).type), len(steps)) for name, value in same.items()},
         "step": pa.array(steps["step"]),
         "call_index": pa.array(steps["index"].astype(np.int32)),
