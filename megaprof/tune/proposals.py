@@ -61,17 +61,31 @@ def best_proposal(tuning: Tuning) -> Proposal | None:
     lower end gains `LEAST` over the best trial. Of two predictions of one layout the more certain one counts. Where no
     trial keeps the limit of memory, whatever is predicted to keep it gains."""
     best = tuning.best
-    tried = {trial.proposal.layout for trial in tuning.trials if trial.proposal is not None}
-    tried |= {trial.layout for trial in tuning.trials if trial.layout is not None}
     surest: dict[str, Proposal] = {}
-    for each in (each for trial in tuning.measured for each in trial.next):
+    for each in (each for trial in tuning.measured for each in _untried(tuning, trial)):
         known = surest.get(each.layout)
-        if each.layout not in tried and (known is None or _width(each) < _width(known)):
+        if known is None or _width(each) < _width(known):
             surest[each.layout] = each
     first = min(surest.values(), key=lambda each: each.step_ms.high, default=None)
     if first is None or best is None or best.step_ms is None:
         return first
     return first if first.step_ms.high * (1 + LEAST) < best.step_ms.value else None
+
+
+def steps_that_tell(tuning: Tuning) -> int:
+    """Returns by how many steps a repetition of the best trial would be longer to tell of layouts whether they gain,
+    where none surely does; 0 where it was run again, or would be longer than the trials that are left together."""
+    best = tuning.best
+    if best is None or tuning.repeated(best):
+        return 0
+    most = (tuning.most_trials - len(tuning.trials) - 1) * tuning.steps
+    return max((each.more_steps for each in _untried(tuning, best) if each.more_steps <= most), default=0)
+
+
+def _untried(tuning: Tuning, trial: Trial) -> list[Proposal]:
+    tried = {each.proposal.layout for each in tuning.trials if each.proposal is not None}
+    tried |= {each.layout for each in tuning.trials if each.layout is not None}
+    return [each for each in trial.next if each.layout not in tried]
 
 
 def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:
@@ -82,7 +96,8 @@ def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:
     fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
     for each in sorted(fitting, key=lambda one: -one.low):
         predicted = _predicted(each, step.mean)
-        yield Proposal(name_of(each, target.what_if), each.layout or "", each.flags, predicted, number, each.needed)
+        name = name_of(each, target.what_if)
+        yield Proposal(name, each.layout or "", each.flags, predicted, number, each.needed, each.more_steps)
 
 
 def _predicted(each: Prediction, measured_ms: float) -> Interval:

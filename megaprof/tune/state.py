@@ -66,6 +66,8 @@ class Proposal:
     """The trial that it was predicted from."""
     memory: tuple[int, ...] | None = None
     """Bytes that each stage is predicted to have allocated at its peak; None where memory was not measured."""
+    more_steps: int = 0
+    """How many more steps of that trial would tell whether it gains; 0 where that is known, or no number would."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,15 @@ class Trial:
     """What its report says of other layouts."""
     next: tuple[Proposal, ...] = ()
     """What was predicted from it, the best lower end first."""
+    again: int | None = None
+    """The trial that it repeats. The quicker one of both counts: other work can make a step only longer."""
+    more_steps: int = 0
+    """How many steps it measures beyond those of the others, to tell what the one that it repeats left open."""
 
     @property
     def what(self) -> str:
         """What it tries, in words."""
-        return "as given" if self.proposal is None else self.proposal.what
+        return ("as given" if self.proposal is None else self.proposal.what) + ", again" * (self.again is not None)
 
     @property
     def as_predicted(self) -> bool | None:
@@ -157,19 +163,27 @@ class Tuning:
 
     @property
     def measured(self) -> tuple[Trial, ...]:
-        """The trials that have a step time."""
-        return tuple(trial for trial in self.trials if trial.step_ms is not None)
+        """The trials that have a step time; of a trial and its repetition the quicker one."""
+        found = dict[int, Trial]()
+        for trial in (each for each in self.trials if each.step_ms is not None):
+            number = trial.again or trial.number
+            found[number] = min(found.get(number, trial), trial, key=_step)
+        return tuple(found.values())
 
     @property
     def best(self) -> Trial | None:
         """The trial with the shortest step, of those that keep the limit of memory; None where there is none."""
         kept = [trial for trial in self.measured if trial.outcome != "above_limit"]
-        return min(kept, key=lambda trial: trial.step_ms.value if trial.step_ms else 0.0, default=None)
+        return min(kept, key=_step, default=None)
 
     @property
     def pending(self) -> Trial | None:
         """The trial that has begun and has no outcome."""
         return next((trial for trial in self.trials if trial.outcome is None), None)
+
+    def repeated(self, trial: Trial) -> bool:
+        """Whether a trial was run again, or is a repetition."""
+        return trial.again is not None or any(each.again == trial.number for each in self.trials)
 
     def having(self, trial: Trial) -> Tuning:
         """Returns it with this trial, in the place of the one with its number, and with the result of all."""
@@ -178,11 +192,15 @@ class Tuning:
         return replace(found, result=_result(found))
 
 
+def _step(trial: Trial) -> float:
+    return trial.step_ms.value if trial.step_ms else 0.0
+
+
 def _result(found: Tuning) -> Result | None:
-    best, first = found.best, found.trials[0]
-    if best is None or best.step_ms is None or first.step_ms is None:
+    best, first = found.best, next((each for each in found.measured if each.proposal is None), None)
+    if best is None or best.step_ms is None or first is None or first.step_ms is None:
         return None
-    told = [each.as_predicted for each in found.trials if each.as_predicted is not None]
+    told = [each.as_predicted for each in found.measured if each.as_predicted is not None]
     command, speedup = found.command, Interval(1.0, 1.0, 1.0)
     if best.proposal is not None:
         command = tuple(relaid(found.command, best.proposal.flags, first.framework, first.role))

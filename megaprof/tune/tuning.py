@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megaprof.tune import trial as runs
 from megaprof.tune.command import relaid, without_saving
-from megaprof.tune.proposals import best_proposal, measured
+from megaprof.tune.proposals import best_proposal, measured, steps_that_tell
 from megaprof.tune.state import Trial, Tuning, store
 
 #: Is told of a trial.
@@ -33,15 +33,27 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     if tuning.memory_limit is not None and first.memory is None:
         reason = "a limit of memory cannot be kept, because the timelines say nothing of memory: no GPU was used"
         return replace(tuning, stopped="not_measured", reason=reason)
+    number, last = len(tuning.trials) + 1, tuning.trials[-1]
+    left = number <= tuning.most_trials
+    if left and last.outcome == "measured" and last.as_predicted is False and not tuning.repeated(last):
+        # One of two runs was disturbed, or the prediction is wrong.
+        return tuning.having(_again(last, number, directory))
     proposal = best_proposal(tuning)
     if proposal is None:
-        best = tuning.best
+        best, more = tuning.best, steps_that_tell(tuning)
+        if best is not None and more:
+            return tuning.having(_again(best, number, directory, more))
         return replace(tuning, stopped="nothing_left", reason=None if best is None else best.says)
-    if len(tuning.trials) >= tuning.most_trials:
+    if not left:
         return replace(tuning, stopped="trials_spent")
-    number = len(tuning.trials) + 1
-    again = relaid(without_saving(tuning.command, tuning.saving_off), proposal.flags, first.framework, first.role)
-    return tuning.having(Trial(number, tuple(again), _free(directory, number), proposal))
+    plain = without_saving(tuning.command, tuning.saving_off)
+    words = tuple(relaid(plain, proposal.flags, first.framework, first.role))
+    return tuning.having(Trial(number, words, _free(directory, number), proposal))
+
+
+def _again(trial: Trial, number: int, directory: Path, more_steps: int = 0) -> Trial:
+    place = _free(directory, number)
+    return Trial(number, trial.command, place, trial.proposal, again=trial.number, more_steps=more_steps)
 
 
 def completed(tuning: Tuning, trial: Trial, directory: Path) -> Tuning:
@@ -63,10 +75,11 @@ def run(
         begun(trial)
         place = directory / trial.directory
         place.mkdir()
-        ended = runs.run(trial.command, place.absolute(), tuning.steps, time_limit, advance)
+        steps = tuning.steps + trial.more_steps
+        ended = runs.run(trial.command, place.absolute(), steps, time_limit, advance)
         tuning = completed(tuning, trial, place)
         found = tuning.trials[trial.number - 1]
-        if ended.outcome != "enough" and (found.steps or 0) < tuning.steps:
+        if ended.outcome != "enough" and (found.steps or 0) < steps:
             tuning = tuning.having(_failed(found, ended, time_limit))
         over(tuning.trials[trial.number - 1])
 

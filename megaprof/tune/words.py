@@ -36,7 +36,7 @@ def sentence(tuning: Tuning) -> str:
         return f"The command could not be measured: {tuning.reason or 'its first trial has not run yet'}"
     held, of = found.as_predicted
     inside = f"; {held} of {counted(of, 'prediction')} inside the interval" if of else ""
-    if found.trial == 1:
+    if found.command == tuning.command:
         others = f" of {counted(len(tuning.measured), 'layout')} tried" if of else ""
         return f"Nothing gained: the command as it was given is the quickest{others}{inside}."
     return f"{ratio(found.speedup)} times as fast: {tuning.trials[found.trial - 1].what}{inside}."
@@ -56,7 +56,7 @@ def stopped(tuning: Tuning) -> str | None:
 
 def rows(tuning: Tuning) -> list[tuple[str, ...]]:
     """A row for every trial, in the order of `COLUMNS`."""
-    first = tuning.trials[0].step_ms if tuning.trials else None
+    first = next((trial.step_ms for trial in tuning.measured if trial.proposal is None), None)
     return [
         (
             str(trial.number),
@@ -65,7 +65,7 @@ def rows(tuning: Tuning) -> list[tuple[str, ...]]:
             milliseconds(trial.proposal.step_ms) if trial.proposal else words.ABSENT,
             most(trial.memory),
             most(trial.proposal.memory) if trial.proposal else words.ABSENT,
-            ratio(first.over(trial.step_ms)) if trial.number > 1 and first and trial.step_ms else words.ABSENT,
+            ratio(first.over(trial.step_ms)) if trial.proposal and first and trial.step_ms else words.ABSENT,
             _outcome(trial),
         )
         for trial in tuning.trials
@@ -75,7 +75,7 @@ def rows(tuning: Tuning) -> list[tuple[str, ...]]:
 def command_line(tuning: Tuning) -> str | None:
     """The best command, for a shell; None where the given one is the best."""
     found = tuning.result
-    return None if found is None or found.trial == 1 else shlex.join(found.command)
+    return None if found is None or found.command == tuning.command else shlex.join(found.command)
 
 
 def milliseconds(step: Interval | None) -> str:

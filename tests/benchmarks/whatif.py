@@ -7,8 +7,9 @@ of the captured layout's step over that of the suggested one: steps that run aft
 each from its first forward to the end of its last backward. A barrier precedes every step: the optimizer before it,
 whose time depends on the layers too, is no part of the pipeline that is predicted.
 
-Paced layers are the truth: real schedules and exchanges of a tiny model whose layers and output layer wait for a given
-time in each pass, as a host waits for a GPU. Waiting needs no core, so a layer costs the same in every layout. They run
+Paced layers are the truth: real schedules and exchanges of a tiny model whose layers and output layer take a given time
+in each pass, and wait for most of it, as a host waits for a GPU. Waiting needs no core, so a layer costs the same in
+every layout. They run
 twice: as the machine is, and with one core kept busy. Cores are kept awake meanwhile (`cores.awake`).
 
 Real compute says less: two stages that compute at once may share a physical core, every layout shares it differently,
@@ -42,7 +43,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -65,7 +66,7 @@ DEEPER: tuple[Split, ...] = ((5, 1, 1, 1), (1, 2, 2, 3))
 WARM_UP, STEPS = 2, 3
 #: Steps of a turn that are the truth.
 TIMED = 6
-#: Milliseconds that a paced module waits in a forward and in a backward.
+#: Milliseconds of a paced module's forward and of its backward.
 PACED_LAYER, PACED_OUTPUT = (6.0, 12.0), (15.0, 10.0)
 REAL = GPTWorkload(pp=2, layers=8, microbatches=8)
 PACED = GPTWorkload(pp=2, layers=8, microbatches=8, hidden=32, seq_length=16)
@@ -106,8 +107,11 @@ class Outcome:
         return abs(self.predicted - self.measured) <= math.hypot(room, self.scatter)
 
 
-def run_rank(turns: Sequence[tuple[str, GPTWorkload]], out: Path, rounds: int, paced: bool) -> None:
-    """One rank: every workload in turn, ``rounds`` times, each with a directory of traces by its name."""
+def run_rank(
+    turns: Sequence[tuple[str, GPTWorkload]], out: Path, rounds: int, paced: Callable[[Sequence[Any]], None] | None
+) -> None:
+    """One rank: every workload in turn, ``rounds`` times, each with a directory of traces by its name. ``paced`` gives
+    model chunks their times; None: they compute."""
     import torch.distributed
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -121,12 +125,12 @@ def run_rank(turns: Sequence[tuple[str, GPTWorkload]], out: Path, rounds: int, p
         for number in range(rounds):
             for turn, workload in turns:
                 flags = ["--profile-target", "train_actor", "--profile-dir", str(out / name(number, turn))]
-                flags += ["--profile-select", "per-stage"]
+                flags += ["--profile-select", "all"]
                 flags += ["--profile-steps", f"train_actor={steps}"]
                 args = add_profile_args(argparse.ArgumentParser()).parse_args(flags)
                 gpt = build(workload)
-                if paced:
-                    pace(gpt.chunks)
+                if paced is not None:
+                    paced(gpt.chunks)
                 gc.collect()  # between turns, as `--manual-gc` has it: else some captured step takes 150 ms longer
                 with install_hooks(gpt.chunks, args):
                     forward_backward = get_forward_backward_func()
@@ -165,11 +169,12 @@ def truth(out: Path, number: int, turn: str) -> Path:
 
 
 def pace(chunks: Sequence[Any]) -> None:
-    """Let every decoder layer and the output layer wait in each pass."""
-    from megaprof.testing.faults import layers, linger
+    """Let every decoder layer and the output layer take a given time in each pass."""
+    from megaprof.testing import faults
 
-    linger(layers(chunks), lambda _: PACED_LAYER)
-    linger((model.output_layer for model in map(language_model, chunks) if model.post_process), lambda _: PACED_OUTPUT)
+    faults.pace(faults.layers(chunks), lambda: PACED_LAYER)
+    ends = (model.output_layer for model in map(language_model, chunks) if model.post_process)
+    faults.pace(ends, lambda: PACED_OUTPUT)
 
 
 def name(number: int, turn: str) -> str:
@@ -211,7 +216,17 @@ def _run(workload: GPTWorkload, splits: Sequence[Split], out: Path, rounds: int,
     if paced:  # what waits shares no core, and must not be less certain for it
         env["LOCAL_WORLD_SIZE"] = "1"
     turns = [(_plus(split), replace(workload, layout=split)) for split in splits]
-    run_ranks(run_rank, workload.pp, turns, out, rounds, paced, timeout=TIME_LIMIT, env=env, on_line=only_first)
+    run_ranks(
+        run_rank,
+        workload.pp,
+        turns,
+        out,
+        rounds,
+        pace if paced else None,
+        timeout=TIME_LIMIT,
+        env=env,
+        on_line=only_first,
+    )
 
 
 def _plus(split: Split) -> str:
@@ -308,12 +323,21 @@ def show(title: str, outcomes: Sequence[Outcome]) -> None:
         )
 
 
-def median_error(outcomes: Sequence[Outcome]) -> float | None:
-    errors = [abs(each.error) for each in outcomes]
-    return statistics.median(errors) if errors else None
+def figures(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, float | None]:
+    """Of each kind; those of paced runs have the plain names."""
+    found: dict[str, float | None] = {}
+    for kind, each in outcomes.items():
+        label, errors = "" if kind == "paced" else f"_{kind}", [abs(one.error) for one in each]
+        found |= {
+            f"median_error{label}": statistics.median(errors) if errors else None,
+            f"within_uncertainty{label}": _share([one.inside for one in each]),
+            f"within_both{label}": _share([one.inside_both for one in each]),
+            f"predictions{label}": len(each),
+        }
+    return found
 
 
-def share(inside: Sequence[bool]) -> float | None:
+def _share(inside: Sequence[bool]) -> float | None:
     return statistics.fmean(inside) if inside else None
 
 
@@ -358,15 +382,7 @@ def main() -> None:
         show(f"{kind}:", each)
     for reason in missed:
         print(f"  no prediction: {reason}")
-    result: dict[str, Any] = {"benchmark": "whatif"}
-    for kind, each in outcomes.items():
-        label = "" if kind == "paced" else f"_{kind}"
-        result |= {
-            f"median_error{label}": median_error(each),
-            f"within_uncertainty{label}": share([outcome.inside for outcome in each]),
-            f"within_both{label}": share([outcome.inside_both for outcome in each]),
-            f"predictions{label}": len(each),
-        }
+    result: dict[str, Any] = {"benchmark": "whatif", **figures(outcomes)}
     result |= {
         "repeats": options.repeats,
         "minutes": round((time.monotonic() - begin) / 60, 1),

@@ -35,8 +35,12 @@ from tests.integrations.driving import (
 
 pytestmark = pytest.mark.hosts
 
-WORKLOAD = GPTWorkload(pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16)
+WORKLOAD = GPTWorkload(
+    pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16, seq_lengths=(16,) * 4
+)
 RESPONSE = 8
+#: Tokens of the sequences of a batch, behind padding.
+LENGTHS = (16, 10, 14, 12)
 FIRST = 3
 WORKERS = "skyrl.backends.skyrl_train.workers.megatron.megatron_worker"
 EDGES = (
@@ -93,7 +97,7 @@ def batch(**metadata: Any) -> Any:
     data = TrainingInputBatch(
         {
             "sequences": torch.randint(0, WORKLOAD.vocab, (count, length)),
-            "attention_mask": torch.ones(count, length, dtype=torch.long),
+            "attention_mask": (torch.arange(length) >= length - torch.tensor(LENGTHS)[:, None]).long(),
             "response_mask": torch.ones(count, RESPONSE, dtype=torch.long),
             **{name: torch.ones(count, RESPONSE) for name in floats},
         }

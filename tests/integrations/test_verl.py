@@ -30,6 +30,8 @@ WORKLOAD = GPTWorkload(
     pp=2, layers=4, layout=(3, 1), microbatches=4, hidden=32, heads=2, seq_length=16, seq_lengths=(16,) * 4
 )
 RESPONSE = 8
+#: Tokens of the examples of SFT.
+LENGTHS = (16, 10, 14, 12)
 MINI_BATCHES = 2
 EDGES = ("cachetools", "megatron.bridge", "torchdata", "verl.utils.dataset.multiturn_sft_dataset")
 
@@ -294,7 +296,7 @@ def fit(host: str, *overrides: str) -> None:
         trainer.training_client.set_loss_fn(partial(sft_loss, config=None))
 
         def examples() -> Any:
-            tokens = [torch.randint(1, WORKLOAD.vocab, (WORKLOAD.seq_length,)) for _ in range(WORKLOAD.microbatches)]
+            tokens = [torch.randint(1, WORKLOAD.vocab, (length,)) for length in LENGTHS]
             rows = [{"input_ids": row, "position_ids": torch.arange(len(row)), "loss_mask": row > 0} for row in tokens]
             return SFTTensorCollator(DatasetPadMode.NO_PADDING)(rows)
 
@@ -396,5 +398,6 @@ def test_sft(settings: str, wheel: Callable[[str], Path], tmp_path: Path) -> Non
     kinds = ["evaluate.step000001", "train_actor.step000005"]
     assert sorted(found) == [f"{kind}.pp{pp}" for kind in kinds for pp in (0, 1)]
     for name, trace in found.items():
+        assert trace["megaprof"]["lengths"] == [[length] for length in LENGTHS]
         assert labels(trace).count("forward") == WORKLOAD.microbatches
         assert labels(trace).count("backward") == (WORKLOAD.microbatches if name.startswith("train_actor") else 0)

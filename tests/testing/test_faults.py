@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,29 @@ def test_modules_that_linger_wait_in_both_passes_and_compute_the_same(
     waited.clear()
     one_rank.train_step()
     assert sorted(waited) == [0.01] * layers * microbatches + [0.03] * layers * microbatches
+
+
+class Twice(torch.nn.Linear):
+    def forward(self, given: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return super().forward(given) + given, None
+
+
+def test_what_paced_modules_compute_is_part_of_the_time_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waited = itertools.count(), []  # a second passes whenever it is asked
+    monkeypatch.setattr(faults, "time", SimpleNamespace(perf_counter=lambda: next(clock), sleep=waited.append))
+    chain, given = [Twice(4, 4), Twice(4, 4)], torch.ones(1, 4, requires_grad=True)
+
+    def passes() -> torch.Tensor:
+        given.grad, passed = None, given
+        for module in chain:
+            passed, _ = module(passed)
+        passed.sum().backward()
+        return torch.cat([passed, given.grad])
+
+    before = passes()
+    faults.pace(chain, lambda: (10e3, 30e3))
+    assert torch.equal(passes(), before)
+    assert waited == [9.0, 9.0, 29.0, 29.0]
 
 
 def test_something_comes_before_each_forward(one_rank: Any) -> None:

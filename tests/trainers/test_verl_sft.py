@@ -55,4 +55,4 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
         command = torchrun(*before, "-m", "verl.trainer.sft_trainer", *arguments)
         train([*command, f"trainer.default_local_dir={work / 'out'}"], environment(work, EDGES, *packages), work)
     kinds = ("evaluate.step000000", "train_actor.step000003")
-    check(plain, profiled, traces, "verl", 4, kinds, {("train_actor", None): 8})
+    check(plain, profiled, traces, "verl", 4, kinds, {("train_actor", None): 8}, tiny.lengths())

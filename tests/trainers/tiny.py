@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 LAYERS = 8
 _TEMPLATE = (
@@ -69,6 +70,13 @@ def conversations(count: int = 64) -> list[dict[str, object]]:
         }
         for _ in range(count)
     ]
+
+
+def lengths() -> list[int]:
+    """Tokens of each of the `conversations`, as `model`'s template writes them."""
+    own: Any = conversations()
+    # Begin and end of a message are a token each, and a line ends behind its role and behind its end.
+    return [sum(4 + len(said["role"]) + len(said["content"]) for said in each["messages"]) for each in own]
 
 
 def jsonl(path: Path) -> Path:

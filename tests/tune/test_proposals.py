@@ -85,6 +85,35 @@ def test_the_result() -> None:
     assert found.result.command == (*COMMAND, *asked.flags)
 
 
+@pytest.mark.parametrize(("again", "quickest", "held"), [(81, 3, 1), (130, 2, 0)])
+def test_a_trial_that_its_prediction_excludes_runs_once_more(again: float, quickest: int, held: int) -> None:
+    asked = proposal("5+3", 80, 2)
+    found = tuning(trial(1, 100, "6+2", asked, proposal("4+4", 85, 1)), trial(2, 97, "5+3", asked=asked))
+    waiting = upcoming(found, Path("nowhere")).pending
+    assert waiting is not None
+    assert (waiting.again, waiting.proposal, waiting.command) == (2, asked, COMMAND)
+    assert upcoming(replace(found, most_trials=2), Path("nowhere")).stopped == "trials_spent"
+    found = found.having(replace(trial(3, again, "5+3", asked=asked), again=2))
+    assert found.result is not None
+    assert (found.result.trial, found.result.as_predicted) == (quickest, (held, 1))
+    then = upcoming(found, Path("nowhere")).pending
+    assert (then and then.proposal and then.proposal.layout) == ("4+4" if quickest == 2 else None)
+
+
+@pytest.mark.parametrize(("more", "trials", "expected"), [(10, 4, 10), (18, 4, 18), (19, 4, 0), (10, 2, 0), (0, 4, 0)])
+def test_what_more_steps_would_tell_is_told_if_they_are_no_more_than_the_trials_left_make(
+    more: int, trials: int, expected: int
+) -> None:
+    unsure = replace(proposal("5+3", 95, 9), more_steps=more)
+    found = replace(tuning(trial(1, 100, "6+2", unsure)), most_trials=trials)
+    waiting = upcoming(found, Path("nowhere")).pending
+    assert (waiting and (waiting.again, waiting.more_steps)) == ((1, expected) if expected else None)
+    found = found.having(replace(trial(2, 99, "6+2", unsure), again=1, more_steps=more))
+    assert upcoming(found, Path("nowhere")).stopped == "nothing_left"
+    assert found.result is not None
+    assert (found.result.trial, found.result.speedup.value, found.result.command) == (2, 1.0, COMMAND)
+
+
 def test_it_stops() -> None:
     asked = proposal("5+3", 80, 2)
     first = trial(1, 100, "6+2", asked)

@@ -161,7 +161,10 @@ def _by_experts(run: Examined, cause: Cause) -> Cause:
         return cause
     explained = load.explains(factor)
     parts = {"expert_tokens": load.tokens, "usual_expert_tokens": load.usual, "explained": explained}
-    return replace(cause, reason="expert_load" if explained >= MOST else "machine", parts={**cause.parts, **parts})
+    if explained < MOST:
+        return replace(cause, reason="machine", parts={**cause.parts, **parts})
+    price, while_ms = Price(*(ms * load.evened for ms in astuple(cause.price))), cause.while_ms * load.evened
+    return replace(cause, reason="expert_load", price=price, while_ms=while_ms, parts={**cause.parts, **parts})
 
 
 _Found = tuple[Term, Cause]

@@ -21,10 +21,18 @@ class ExpertLoad:
     """Those that the experts of the slow rank got in a captured step; of a stage, of its rank that got most."""
     usual: float
     """Those of its peers on average; of other stages likewise."""
+    ranks: int | None = None
+    """How many have them, the slow one included; None of stages, each of which has its own."""
 
     def explains(self, factor: float) -> float:
         """At most so much of being ``factor`` times as slow."""
         return float(np.clip((self.tokens / max(self.usual, 1.0) - 1.0) / max(factor - 1.0, 1e-9), 0.0, 1.0))
+
+    @property
+    def evened(self) -> float:
+        """What even experts gain, as a part of what the rank would gain if it were as quick as its peers are now: these
+        get what it loses."""
+        return 1.0 if self.ranks is None else 1.0 - 1.0 / self.ranks
 
 
 def load_of_rank(table: Table, ranks: tuple[int, ...]) -> ExpertLoad | None:
@@ -39,7 +47,7 @@ def load_of_rank(table: Table, ranks: tuple[int, ...]) -> ExpertLoad | None:
     else:
         most = table.experts.max(axis=2)[:, s]
         own, others = most[d], np.delete(most, d)
-    return ExpertLoad(float(own), float(others.mean())) if len(others) else None
+    return ExpertLoad(float(own), float(others.mean()), 1 + len(others)) if len(others) else None
 
 
 def load_of_stage(table: Table, stage: int) -> ExpertLoad | None:

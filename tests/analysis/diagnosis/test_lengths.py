@@ -68,6 +68,7 @@ def test_a_slow_rank_is_its_experts_where_these_got_more_and_else_its_machine(
 ):
     table = table_of(replace(pipeline, faults=(fault,)), tmp_path)
     assert table.experts is None
+    (of_machine,) = diagnose(examine(table)).causes
     if tokens is not None:
         stage, peer, own = tokens
         experts = np.full(table.compute.shape[1:4], 1000.0)
@@ -76,6 +77,9 @@ def test_a_slow_rank_is_its_experts_where_these_got_more_and_else_its_machine(
     (cause,) = diagnose(examine(table)).causes
     assert cause.stage == fault.stage
     assert cause.reason == reason
+    # Of two ranks the other one gets what the slow one loses.
+    halved = reason == "expert_load" and fault.kind == "slow_rank"
+    assert cause.price.ms == pytest.approx(of_machine.price.ms / (1 + halved))
     if tokens is not None and reason == "expert_load":
         assert (cause.parts["expert_tokens"], cause.parts["usual_expert_tokens"]) == (own, 1000.0)
 
