@@ -18,7 +18,7 @@ SHARED := $(if $(JOBS),-n $(JOBS) --dist loadfile)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-matrix test-ui test-viewers test-hosts test-trainers test-nsys gpu gpu-packages lint format schemas dist \
-    bench bench-capture bench-closing bench-overhead bench-packing bench-replay bench-report bench-scale bench-timeline bench-truth bench-tune bench-whatif clean docs
+    bench bench-arrivals bench-capture bench-closing bench-overhead bench-packing bench-replay bench-report bench-scale bench-timeline bench-truth bench-tune bench-whatif clean docs
 
 # In an environment with only what it needs, of which torch is most; in .venv where that is there already.
 DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
@@ -214,7 +214,10 @@ gpu-packages:
 	    "$(MEGATRON_CORE)" fsspec isal jinja2 markdown-it-py markupsafe mdurl msgspec nvtx pygments rich
 
 # Figures that the documentation gives, each from one command; the last line of output is JSON.
-bench: bench-capture bench-closing bench-overhead bench-packing bench-replay bench-report bench-timeline bench-scale bench-truth bench-tune bench-whatif
+bench: bench-arrivals bench-capture bench-closing bench-overhead bench-packing bench-replay bench-report bench-timeline bench-scale bench-truth bench-tune bench-whatif
+
+bench-arrivals: .venv/ready
+	$(BIN)/python -m tests.benchmarks.arrivals $(ARGS)
 
 bench-capture: .venv/ready
 	$(BIN)/python -m tests.benchmarks.capture $(or $(ARGS),--pairs 5)

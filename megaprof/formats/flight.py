@@ -14,8 +14,9 @@ import msgspec
 EXCHANGE = re.compile(r"(?P<what>send|recv) \d+(->|<-)(?P<peer>\d+)")
 
 
-class Entry(msgspec.Struct):
-    """A collective, or one side of an exchange, that the process has called."""
+class Call(msgspec.Struct, gc=False):
+    """A collective, or one side of an exchange, that the process has called. Python's collector of garbage has nothing
+    to find in it: it refers to nothing that refers to it."""
 
     process_group: tuple[str, str]
     """The group's name, the same on all of its ranks, and what its maker called it."""
@@ -33,10 +34,6 @@ class Entry(msgspec.Struct):
     """Its place among all that the process has called, from 0 on."""
     is_p2p: bool = False
     """Whether it is one side of an exchange."""
-    input_sizes: list[list[int]] = []
-    """Shapes of its inputs, in elements."""
-    input_dtypes: list[str] = []
-    """Their types."""
     duration_ms: float | None = None
     """How long its kernel ran, waiting included: with ``TORCH_NCCL_ENABLE_TIMING=1``, once it has ended. (When it was
     discovered to have started and completed is when torch's watchdog looked, ten times a second.)"""
@@ -45,6 +42,15 @@ class Entry(msgspec.Struct):
     def ended(self) -> bool:
         """Whether it is over on this rank."""
         return self.retired or self.state == "completed"
+
+
+class Entry(Call):
+    """The same, and on what."""
+
+    input_sizes: list[list[int]] = []
+    """Shapes of its inputs, in elements."""
+    input_dtypes: list[str] = []
+    """Their types."""
 
 
 class GroupConfig(msgspec.Struct):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from megaprof.formats.flight import Entry, Flight, GroupConfig
+from megaprof.formats.flight import Call, Entry, GroupConfig
 
 #: NCCL's ring (torch 2.5 and later) and that of all other backends (torch 2.8 and later): the handler of torch's
 #: control plane that reads it, and the function. The handler lets go of the interpreter's lock, the function holds it:
@@ -27,7 +27,18 @@ _OPTION = "--flight-recorder-dump-path"
 TIMING = "TORCH_NCCL_ENABLE_TIMING"
 #: As many as torch 2.13 keeps by itself.
 USUAL = 2000
-_decode = msgspec.json.Decoder(Flight, strict=False).decode
+_C = TypeVar("_C", bound=Call)
+
+
+class _Ring(msgspec.Struct, Generic[_C]):
+    """What is read of a ring."""
+
+    version: str | int
+    entries: list[_C] = []
+
+
+_calls = msgspec.json.Decoder(_Ring[Call], strict=False).decode
+_entries = msgspec.json.Decoder(_Ring[Entry], strict=False).decode
 
 
 class NoFlightRecorder(Exception):
@@ -37,10 +48,13 @@ class NoFlightRecorder(Exception):
 def entries() -> list[Entry]:
     """Returns what this process has called, in the order of the calls, as far back as the rings go: none where torch
     keeps none. Raises NoFlightRecorder."""
-    found = [flight.entries for flight in map(_decoded, _rings()) if flight.entries]
-    if len(found) < 2:
-        return found[0] if found else []
-    return sorted((entry for each in found for entry in each), key=lambda entry: entry.time_created_ns)
+    return _read(_entries)
+
+
+def calls() -> list[Call]:
+    """Returns the same without what they were called on, which takes a quarter of the time that the interpreter's lock
+    is held."""
+    return _read(_calls)
 
 
 def keep(arguments: Sequence[str], env: MutableMapping[str, str]) -> str | None:
@@ -65,6 +79,16 @@ def groups() -> dict[str, GroupConfig]:
             own = sorted(places, key=places.__getitem__)
             found[str(name)] = GroupConfig(str(getattr(group, "group_desc", "")), str(own))
     return found
+
+
+def _read(decode: Callable[[bytes], _Ring[_C]]) -> list[_C]:
+    try:
+        found = [ring.entries for ring in map(decode, _rings()) if ring.entries]
+    except msgspec.MsgspecError as fault:
+        raise NoFlightRecorder(f"torch's flight recorder has another format: {fault}") from None
+    if len(found) < 2:
+        return found[0] if found else []
+    return sorted((entry for each in found for entry in each), key=lambda entry: entry.time_created_ns)
 
 
 def _rings() -> Iterator[bytes]:
@@ -119,10 +143,3 @@ def _handled(own: Any, name: str) -> bytes | None:
         return None
     content = response.content
     return content.encode() if isinstance(content, str) else content
-
-
-def _decoded(held: bytes) -> Flight:
-    try:
-        return _decode(held)
-    except msgspec.MsgspecError as fault:
-        raise NoFlightRecorder(f"torch's flight recorder has another format: {fault}") from None

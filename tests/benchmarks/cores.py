@@ -13,6 +13,16 @@ _IDLE = "os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))"
 _COMPUTE = "while os.getppid() == parent:\n    for _ in range(1_000_000): pass"
 
 
+def real_time() -> bool:
+    """Returns whether this process is at real-time priority now, as threads are that start later: ordinary processes
+    do not hold it up."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
 @contextmanager
 def awake() -> Iterator[None]:
     """A process on every core that computes whenever nothing else wants to: ranks that sleep most of the time wake up

@@ -3,20 +3,25 @@
     python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100] [--busy] [--collectives 4]
 
 Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included; with ``--collectives``, TP=2 and
-so many collectives in each pass, in both halves of a pair, whose arrivals are recorded, too. In place of layers a stage
-sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine, two ranks do not disturb each
-other, and hooks run in caches that have gone cold. In every other block of steps no session is told of calls. Which
-block of a pair comes first changes from pair to pair, so that a drift of the machine cancels out. Ranks run
-at real-time priority where that is permitted (as root), background thread included: 200 sleeps make a step, and the
-ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for the same reason, by
-processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is
-that of the whole process, background thread included, of the rank that pays more.
+so many collectives in each step, in both halves of a pair, whose arrivals are recorded, too: few, because what gloo
+takes for one is more than all that is measured, and scatters; torch's ring is full of others, which are read as well.
+In place of layers a stage sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine,
+two ranks do not disturb each other, and hooks run in caches that have gone cold. In every other block of steps no
+session is told of calls. Which block of a pair comes first changes from pair to pair, so that a drift of the machine
+cancels out. Ranks run at real-time priority where that is permitted (as root), background thread included: 200 sleeps
+make a step, and the ordinary scheduler wakes each of them a little too late, which is noise. Cores are kept awake for
+the same reason, by processes that run when nothing else wants to. Wall time is that of the pipeline; CPU time is that
+of the whole process, background thread included, of the rank that pays more. gloo's threads are a part of that, and
+scatter: so the training thread and the background thread are also looked at by themselves, with clocks of their own.
 
-The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more, as
-fractions of a step of 100 ms; ``_error``: the standard error. ``stall_ms``: the most CPU time that one round of the
-background thread took, an upper bound of how long the training thread waits for the interpreter's lock; Python's switch
-interval is another one. ``bytes_per_rank_step``: what the busiest rank wrote. ``realtime``: whether the ranks ran at
-real-time priority. ``--busy`` keeps one core busy with something else meanwhile, at ordinary priority.
+The last line is JSON. ``overhead`` and ``overhead_cpu``: what a step gets longer by and what CPU time it takes more,
+as fractions of a step of 100 ms; ``_error``: the standard error. ``overhead_threads``: the CPU time of the two threads
+alone, and of readings of torch's ring, which are too rare for the pairs: one takes ``reading_ms``, all of them
+``reading_share`` of the time. ``lock_ms``: for how long one holds the interpreter's lock in one go. ``stall_ms``: the
+most CPU time that one round of the background thread took, a reading included, an upper bound of how long the training
+thread waits for the interpreter's lock; Python's switch interval is another one. ``bytes_per_rank_step``: what the
+busiest rank wrote. ``realtime``: whether the ranks ran at real-time priority. ``--busy`` keeps one core busy with
+something else meanwhile, at ordinary priority.
 """
 
 from __future__ import annotations
@@ -25,15 +30,17 @@ import argparse
 import itertools
 import json
 import math
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
@@ -42,9 +49,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.profiler import profiler
-from megaprof.recorders import tape
+from megaprof.recorders import flight, tape
 from megaprof.testing import cpu_megatron, init_distributed, run_ranks
-from tests.benchmarks.cores import awake, one_busy
+from tests.benchmarks.cores import awake, one_busy, real_time
 
 STEP_US = 100e3
 WIDTH = 16
@@ -71,34 +78,18 @@ class Wait(torch.autograd.Function):
         return gradient, None
 
 
-class Meet(torch.autograd.Function):
-    """Some collectives of the tensor-parallel group, in a forward and in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, batch: torch.Tensor, count: int) -> torch.Tensor:
-        ctx.count = count
-        _meet(count)
-        return batch.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        _meet(ctx.count)
-        return gradient, None
-
-
-def _meet(count: int) -> None:
+def _meet(count: int, *_: Any, **others: Any) -> None:
     for _ in range(count):
         torch.distributed.all_reduce(torch.ones(1), group=parallel_state.get_tensor_model_parallel_group())
 
 
 class Stage(torch.nn.Module):
-    """A pipeline stage that sleeps, and meets its peers."""
+    """A pipeline stage that sleeps."""
 
-    def __init__(self, config: TransformerConfig, seconds: float, collectives: int) -> None:
+    def __init__(self, config: TransformerConfig, seconds: float) -> None:
         super().__init__()
         self.config = config
         self.seconds = seconds
-        self.collectives = collectives
         self.linear = torch.nn.Linear(WIDTH, WIDTH)
         self.model_type = ModelType.encoder_or_decoder
         self.received: torch.Tensor | None = None
@@ -107,8 +98,7 @@ class Stage(torch.nn.Module):
         self.received = received[0] if isinstance(received, list) else received
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        waited = Wait.apply(self.linear(batch if self.received is None else self.received), self.seconds)
-        return Meet.apply(waited, self.collectives) if self.collectives else waited
+        return Wait.apply(self.linear(batch if self.received is None else self.received), self.seconds)
 
 
 def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -128,29 +118,48 @@ class Cost:
     wall_error_us: float
     cpu_us: float
     cpu_error_us: float
+    training_us: float
+    training_error_us: float
+    background_us: float
+    background_error_us: float
+
+    @property
+    def threads_us(self) -> float:
+        """CPU time of the training thread and of the background thread."""
+        return self.training_us + self.background_us
+
+    @property
+    def threads_error_us(self) -> float:
+        return math.hypot(self.training_error_us, self.background_error_us)
+
+
+def _clocks() -> npt.NDArray[np.float64]:
+    """Wall time, and CPU time of the process, of this thread and of the background thread, in microseconds."""
+    own = time.perf_counter(), time.process_time(), time.thread_time(), profiler.background.seconds
+    return 1e6 * np.array(own)
 
 
 def _pairs(step: Callable[[], object], steps: int) -> Cost:
     """Alternate blocks with and without the recorder in about so many ``steps``."""
     sessions = profiler.dispatcher.sessions.copy()
-    wall, cpu, without = [], [], []
+    more, without = [], []
     for pair in range(max(3, steps // (2 * BLOCK + 2))):
-        spent: dict[bool, tuple[float, float]] = {}
+        spent = {}
         for recorded in (bool(pair % 2), not pair % 2):
             profiler.dispatcher.sessions[:] = sessions if recorded else []
             profiler.background.wake()  # what is left over belongs to neither block
             step()
-            began = time.perf_counter(), time.process_time()
+            began = _clocks()
             for number in range(BLOCK):
                 if recorded and number == BLOCK - 1:
                     profiler.background.wake()  # what is recorded in a block is written in it
                 step()
-            spent[recorded] = time.perf_counter() - began[0], time.process_time() - began[1]
-        wall.append(1e6 * (spent[True][0] - spent[False][0]) / BLOCK)
-        cpu.append(1e6 * (spent[True][1] - spent[False][1]) / BLOCK)
-        without.append(1e6 * spent[False][0] / BLOCK)
+            spent[recorded] = (_clocks() - began) / BLOCK
+        more.append(spent[True] - spent[False])
+        without.append(float(spent[False][0]))
     profiler.dispatcher.sessions[:] = sessions
-    return Cost(len(wall), statistics.median(without), *_median(wall), *_median(cpu))
+    figures = [figure for clock in np.array(more).T.tolist() for figure in _median(clock)]
+    return Cost(len(more), statistics.median(without), *figures)
 
 
 def _median(values: list[float]) -> tuple[float, float]:
@@ -161,20 +170,11 @@ def _median(values: list[float]) -> tuple[float, float]:
     return statistics.median(values), (high - low) / 2
 
 
-def _real_time() -> bool:
-    """Threads that start later inherit it."""
-    try:
-        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(10))
-    except (AttributeError, OSError):
-        return False
-    return True
-
-
 def job(microbatches: int, steps: int, seconds: float, directory: str, collectives: int) -> dict[str, Any]:
     """The cost of the timeline in so many steps of so many seconds, bytes of a step, and the longest burst of the
     background thread."""
     torch.set_num_threads(1)
-    realtime = _real_time()
+    realtime = real_time()
     init_distributed()
     stages = 1 if collectives else 2
     parallel_state.initialize_model_parallel(
@@ -190,7 +190,7 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
         batch_p2p_comm=False,
     )
     # Of two stages the last one's fill and drain make it one microbatch more.
-    model = Stage(config, seconds / 3 / (microbatches + stages - 1), collectives)
+    model = Stage(config, seconds / 3 / (microbatches + stages - 1))
     batch = torch.randn(1, 1, WIDTH)
 
     def step() -> None:
@@ -205,6 +205,9 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
         )
 
     with cpu_megatron():
+        if collectives:
+            config.finalize_model_grads_func = partial(_meet, collectives)
+            _meet(flight.USUAL)  # torch's ring is full
         for _ in range(5):
             step()
         with install_hooks([model], _config(directory, collectives)) as handle:
@@ -217,7 +220,27 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
             found = _pairs(step, steps)
             stall = profiler.background.longest
             recorded = timeline.calls()["train_actor", None][1]
-    return {"cost": found, "bytes": timeline.bytes_written / recorded, "stall": 1e3 * stall, "realtime": realtime}
+            reading = timeline._collectives
+            read = {"took": 0.0, "share": 0.0, "lock": 0.0}
+            if reading is not None:
+                read = {"took": 1e3 * reading.took, "share": reading.share, "lock": _locked_ms()}
+    return {
+        "cost": found,
+        "bytes": timeline.bytes_written / recorded,
+        "stall": 1e3 * stall,
+        "realtime": realtime,
+        **read,
+    }
+
+
+def _locked_ms() -> float:
+    """Milliseconds in which torch's ring is decoded, which is the longest part of reading it that holds the lock."""
+    (ring,), took = flight._rings(), []
+    for _ in range(9):
+        began = time.thread_time()
+        flight._calls(ring)
+        took.append(1e3 * (time.thread_time() - began))
+    return statistics.median(took)
 
 
 def main() -> None:
@@ -226,7 +249,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--collectives", type=int, default=0, help="in each pass, of two tensor-parallel ranks")
+    parser.add_argument("--collectives", type=int, default=0, help="in each step, of two tensor-parallel ranks")
     args = parser.parse_args()
     quiet = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, awake(), one_busy(args.busy):
@@ -238,10 +261,14 @@ def main() -> None:
         c = rank["cost"]
         print(
             f"rank {number}: wall {c.wall_us:+.0f} ± {c.wall_error_us:.0f} us a step, "
-            f"CPU {c.cpu_us:+.0f} ± {c.cpu_error_us:.0f} us, {c.pairs} pairs"
+            f"CPU {c.cpu_us:+.0f} ± {c.cpu_error_us:.0f} us, of which the training thread {c.training_us:+.0f} ± "
+            f"{c.training_error_us:.0f} us and the background thread {c.background_us:+.0f} ± "
+            f"{c.background_error_us:.0f} us, {c.pairs} pairs"
         )
     wall = max((rank["cost"] for rank in ranks), key=lambda c: c.wall_us)
     cpu = max((rank["cost"] for rank in ranks), key=lambda c: c.cpu_us)
+    threads = max((rank["cost"] for rank in ranks), key=lambda c: c.threads_us)
+    reading = max(ranks, key=lambda rank: rank["share"])
     print(
         json.dumps(
             {
@@ -249,6 +276,11 @@ def main() -> None:
                 "overhead_error": round(wall.wall_error_us / STEP_US, 5),
                 "overhead_cpu": round(cpu.cpu_us / STEP_US, 5),
                 "overhead_cpu_error": round(cpu.cpu_error_us / STEP_US, 5),
+                "overhead_threads": round(threads.threads_us / STEP_US + reading["share"], 5),
+                "overhead_threads_error": round(threads.threads_error_us / STEP_US, 5),
+                "reading_ms": round(reading["took"], 2),
+                "reading_share": round(reading["share"], 5),
+                "lock_ms": round(reading["lock"], 2),
                 "stall_ms": round(max(rank["stall"] for rank in ranks), 3),
                 "bytes_per_rank_step": round(max(rank["bytes"] for rank in ranks)),
                 "pairs": wall.pairs,

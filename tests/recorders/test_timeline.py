@@ -207,6 +207,19 @@ def test_many_steps_are_written_with_pauses_between(
     assert [step for step, _ in steps(tmp_path)] == list(range(2 * STEPS_AT_ONCE + 4))
 
 
+def test_peers_read_the_ring_when_the_same_step_ends(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with install_hooks(one_rank.chunks, config(tmp_path, collectives=True)) as handle:
+        timeline, woken = recorded(handle), []
+        monkeypatch.setattr(timeline._collectives, "look", lambda **_: [])
+        monkeypatch.setattr(timeline._collectives, "due", 2)
+        monkeypatch.setattr(timeline._background, "wake", lambda: woken.append(timeline.calls()["train_actor", None]))
+        for _ in range(4):
+            one_rank.train_step()
+    assert [step for step, _ in woken] == [2]
+
+
 def test_the_end_says_what_is_missing(
     one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

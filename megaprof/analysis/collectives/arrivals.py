@@ -69,9 +69,9 @@ def of_steps(timeline: Timeline, rows: Iterable[int], rank: int, host: str | Non
             yield row, OfStep(rank, host, int(timeline.steps["start_ns"][row]), own)
 
 
-def waited_ms(ranks: Sequence[OfStep]) -> dict[int, float]:
-    """Returns how many milliseconds of one step each rank waited for its peers, in all collectives together; of those
-    that can be compared with another.
+def waited_ms(ranks: Sequence[OfStep]) -> dict[int, dict[str, float]]:
+    """Returns how many milliseconds of one step each rank waited for its peers, by axis, in all of its collectives
+    together; of those that can be compared with another.
 
     Who came to a collective first waited until the last one came, and that one for nobody. So a rank that waits in one
     group for a slow one, and comes late to another group therefore, has waited all the same.
@@ -80,14 +80,14 @@ def waited_ms(ranks: Sequence[OfStep]) -> dict[int, float]:
     for rank in ranks:
         for group, arrivals in rank.groups.items():
             by_group[group].append((rank, arrivals))
-    found: defaultdict[int, float] = defaultdict(float)
+    found: defaultdict[int, dict[str, float]] = defaultdict(dict)
     for group, members in by_group.items():
         if len(members) < len(group.ranks) or len({arrivals.lengths for _, arrivals in members}) > 1:
             continue
         if not members[0][1].lengths and len({rank.host for rank, _ in members}) > 1:
             continue
         for (rank, _), waited in zip(members, _waited(members), strict=True):
-            found[rank.rank] += waited / 1e3
+            found[rank.rank][group.axis] = found[rank.rank].get(group.axis, 0.0) + waited / 1e3
     return dict(found)
 
 

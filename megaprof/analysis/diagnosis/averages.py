@@ -15,11 +15,13 @@ from megaprof.analysis.stages.stages import (
     ONE_CLOCK,
     Basis,
     ChunkTimes,
+    Collectives,
     Stage,
     TargetStages,
     imbalance,
 )
 from megaprof.analysis.table.table import Floats, Table
+from megaprof.analysis.trace.groups import INSIDE, parallel_of
 
 
 def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -> TargetStages:
@@ -59,9 +61,8 @@ def known_groups(table: Table) -> Mapping[str, Floats]:
 
 def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
     replica, peer = (int(found[0]) for found in np.nonzero(table.ranks[:, stage.pp] == stage.ranks[0]))
-    ran = {
-        group: each[:, replica, stage.pp, min(peer, each.shape[3] - 1)] for group, each in known_groups(table).items()
-    }
+    place = replica, stage.pp, min(peer, table.compute.shape[3] - 1)
+    ran = {group: each[(slice(None), *place)] for group, each in known_groups(table).items()}
     passes = table.passes[:, replica, stage.pp]
     whole = passes.sum(axis=(1, 2, 3))
     inside = np.minimum(sum(ran.values(), np.zeros_like(whole)), whole)
@@ -89,7 +90,20 @@ def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
         bubble_split=_split(table, replica, stage.pp, bubble),
         dp_tail_ms=tail,
         gradients_ms=None,  # what is not communication is none of the step here
+        collectives={axis: _parted(axis, table, place) for axis in parallel_of(INSIDE, measured.sizes)},
     )
+
+
+def _parted(axis: str, table: Table, place: tuple[int, int, int]) -> Collectives:
+    """``place``: replica, stage and peer."""
+    own = (slice(None), *place)
+    waited, ran = (None if axis not in each else each[axis][own] for each in (table.for_peers, known_groups(table)))
+    if waited is None:
+        return Collectives(None, None, "of no step it is known when all ranks came to its collectives")
+    if ran is None:
+        why = "passes compute beside them" if axis in table.ran else "torch does not say how long they ran"
+        return Collectives(_spread(waited), None, why)
+    return Collectives(_spread(waited), _spread(np.maximum(ran - waited, 0.0)), None)
 
 
 def _split(table: Table, replica: int, stage: int, bubble: Floats) -> dict[str, Spread | None]:

@@ -87,7 +87,9 @@ class Diagnosis:
     lengths: Lengths | None = None
     """The sequences of the microbatches, and what they explain; None where they are not known of all."""
     sure: bool = True
-    """Whether nothing else can cost enough: every interval ends below."""
+    """Whether nothing else can cost enough: every interval ends below, and ``clocks``."""
+    clocks: bool = True
+    """Whether the clocks of the stages can be compared: without that late entries and exchanges have no price."""
 
 
 def diagnose(run: Examined) -> Diagnosis:
@@ -121,6 +123,7 @@ def diagnose(run: Examined) -> Diagnosis:
         causes.insert(sum(each.price.ms >= filling.price.ms for each in causes), filling)
     causes, perhaps = ([_by_experts(asked, each) for each in some] for some in (causes, perhaps))
     of_lengths = fit(asked)
+    clocks = run.table.clocks or run.table.schedule.stages == 1
     if of_lengths is not None:
         causes, perhaps = ([_explained(asked, of_lengths, each) for each in some] for some in (causes, perhaps))
     return Diagnosis(
@@ -132,7 +135,9 @@ def diagnose(run: Examined) -> Diagnosis:
         rest_ms=_rest(run),
         closing_ms=run.closing_ms,
         lengths=None if of_lengths is None else explain(asked, of_lengths),
+        clocks=clocks,
         sure=not perhaps
+        and clocks
         and all(beside.price(term, gain)[0].high <= LEAST * beside.step_ms for term, gain in beside.gains(left)),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import erf, sqrt
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.parallel.schedules import PassId, phase_order
+
+#: Averages of drawn steps that an interval is made of.
+_RESAMPLED = 1000
 
 
 @dataclass(frozen=True)
@@ -93,23 +97,23 @@ class Examined:
         of_one = 0.5 * mean * (term.once and len(gain) == 1)
         # What one step has of contents may be what disturbed it; that microbatches or ranks differ is a fact of it.
         gains = self._in_other_blocks(term) if term.fitted and len(gain) == 1 else gain
-        of_steps = self._of_steps(gains, len(gain), mean)
-        error = float(np.sqrt(of_steps**2 + of_one**2 + of_content**2))
-        return Price(mean, mean - LEVEL * error - term.doubt_ms, mean + LEVEL * error), error
+        price, error = self._within(gains, len(gain), mean, of_one**2 + of_content**2)
+        return replace(price, low=price.low - term.doubt_ms), error
 
     def of_replay(self, gain: Floats) -> Price:
         """Returns the price of what the model of passes has no part in."""
-        mean = float(gain.mean())
-        error = self._of_steps(gain, len(gain), mean)
-        return Price(mean, mean - LEVEL * error, mean + LEVEL * error)
+        return self._within(gain, len(gain), float(gain.mean()))[0]
 
-    def _of_steps(self, gains: Floats, count: int, mean: float) -> float:
-        """Standard error of a gain of ``mean``, the average over ``count`` steps that differ as ``gains`` do. What
-        disturbs comes when it comes: a shorter step has other disturbances where it ended and in what it lost. And a
-        replay that misses the step misses it."""
-        of_steps = float(gains.var(ddof=1)) / count if len(gains) > 1 else 0.0
-        of_moments = 2.0 * self.restless_ms * abs(mean) / count
-        return float(np.sqrt(of_steps + of_moments + ((self.missed + REPLAYED) * mean) ** 2))
+    def _within(self, gains: Floats, count: int, mean: float, besides: float = 0.0) -> tuple[Price, float]:
+        """The price and the standard error of a gain of ``mean``, the average over ``count`` steps that differ as
+        ``gains`` do; ``besides``: its variance for other reasons. What disturbs comes when it comes: a shorter step has
+        other disturbances where it ended and in what it lost. And a replay that misses the step misses it."""
+        n = len(gains)
+        of_steps = float(gains.var(ddof=1)) / count if n > 1 else 0.0
+        besides += 2.0 * self.restless_ms * abs(mean) / count + ((self.missed + REPLAYED) * mean) ** 2
+        below, above = _reach(gains) * np.sqrt(n / count) if n > 1 else (0.0, 0.0)
+        low, high = (float(np.sqrt(each**2 + LEVEL**2 * besides)) for each in (below, above))
+        return Price(mean, mean - low, mean + high), float(np.sqrt(of_steps + besides))
 
     def _in_other_blocks(self, term: Term) -> Floats:
         """[draw]: what a term costs in the steps that a single one might as well have been: of other blocks of its
@@ -123,6 +127,18 @@ class Examined:
             took.append(self.replay.step_ms(passes, entry=entry, link=link).max(axis=1))
         found: Floats = took[0] - took[1]
         return found
+
+
+def _reach(gains: Floats) -> Floats:
+    """How far below and above the average of steps its true value may be. A few steps in which much is lost make an
+    average that others would hardly have doubled, but never less than nothing: so steps are drawn with replacement."""
+    n = len(gains)
+    drawn = np.random.default_rng(0).multinomial(n, np.full(n, 1.0 / n), size=_RESAMPLED) @ gains / n
+    tail = (1.0 - erf(LEVEL / sqrt(2.0))) / 2.0
+    low, high = np.quantile(drawn, (tail, 1.0 - tail))
+    # Of few steps the drawn ones differ less than they do.
+    found: Floats = np.array([gains.mean() - low, high - gains.mean()]) * np.sqrt(n / (n - 1))
+    return found
 
 
 def examine(table: Table) -> Examined:

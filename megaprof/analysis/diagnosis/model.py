@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import of_both
-from megaprof.analysis.diagnosis.policy import DRAWS
+from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
 #: Standard deviation of normal values by their median absolute deviation (Rousseeuw & Croux 1993).
@@ -69,18 +69,21 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     work = common - level[..., None]
     spread = _scatter(left - common[:, :, None, None, None, :]) ** 2
     work = _shrunk(work, spread * np.pi / 2 / (s * c * k))
+    # Of a step with uneven microbatches their mean says what a rank takes: their median is now this one, now that.
+    own = _own(log - work[:, :, None, None, None, :])
+    whose = work[:, :, None] + level[:, :, None, None] + own  # [t, d, s, m]
     rank = np.zeros((t, d, s))
     if d > 1 and s == 1:
         rank = _own_of_replicas(level)[..., None]
+        whose = whose - rank[..., None]
         level = level - rank[:, :, 0]
     elif d > 1:
-        alone = left - (work[:, :, None, None, None, :] + level[:, :, None, None, None, None])
+        alone = left - whose[:, :, :, None, None]
         rank = np.maximum(_against_others(np.median(alone, axis=(3, 4, 5)), 1), 0.0)
-    pace = _pace(left - (work[:, :, None] + level[:, :, None, None] + rank[..., None])[:, :, :, None, None], spread)
-    whose = work[:, :, None] + level[:, :, None, None] + (rank + pace)[..., None]  # [t, d, s, m]
-    own = _own(log - whose[:, :, :, None, None, :])
+    whose = whose + rank[..., None]
+    pace = _pace(left - whose[:, :, :, None, None], spread)
     peer = _peers(table)
-    whose = whose + own + np.log(np.maximum(peer.max(axis=3), 1.0))[..., None]
+    whose = whose + pace[..., None] + np.log(np.maximum(peer.max(axis=3), 1.0))[..., None]
     log = log - whose[:, :, :, None, None, :]
     content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
     drawn = _drawn(log, steps, np.random.default_rng(seed))
@@ -166,12 +169,12 @@ def _own(log: Floats) -> Floats:
 
 def _own_of_replicas(level: Floats) -> Floats:
     """[t, d]: what a replica takes longer than the others because of its rank, where there is no pipeline. Work is
-    dealt anew in every step, so that is what one has more of than the others over all steps, beyond chance."""
-    longer = np.maximum(_against_others(level, 1), 0.0)
-    total, chance = longer.sum(axis=0, keepdims=True), (longer**2).sum(axis=0, keepdims=True)
-    more = np.maximum(_against_others(total, 1), 0.0)
-    sure = np.maximum(0.0, 1.0 - chance / np.maximum(more**2, 1e-18))
-    found: Floats = longer * sure * more / np.maximum(total, 1e-9)
+    dealt anew in every step, so that is what one has more of than the others over all steps, surely beyond chance."""
+    longer = _against_others(level, 1)
+    n = len(longer)
+    of_chance = LEVEL**2 * n * (longer.var(axis=0, ddof=1) if n > 1 else longer[0] ** 2)
+    total = np.maximum(longer.sum(axis=0), 0.0)
+    found: Floats = np.maximum(longer, 0.0) * np.maximum(0.0, 1.0 - of_chance / np.maximum(total**2, 1e-18))
     return found
 
 

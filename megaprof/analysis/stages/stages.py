@@ -49,6 +49,19 @@ class ChunkTimes:
 
 
 @dataclass(frozen=True)
+class Collectives:
+    """The collectives of one group in passes, from when its ranks came to them. The rank that comes last makes the
+    others wait; what is left is the transfer."""
+
+    waiting_ms: Spread | None
+    """Until the last rank of the group came."""
+    transferring_ms: Spread | None
+    """From then on."""
+    reason: str | None
+    """Why a number is missing, a clause."""
+
+
+@dataclass(frozen=True)
 class Stage:
     """One pipeline stage. The `Spread` of a quantity is over steps and the stage's captured ranks, in milliseconds per
     step where nothing else is said; None where the traces do not allow it."""
@@ -91,6 +104,8 @@ class Stage:
     """The bubble's parts: ``warmup_ms``, ``steady_ms``, ``cooldown_ms``."""
     host_ms: dict[str, Spread | None] = field(default_factory=dict)
     """On a GPU trace the host's time in ``forward`` and ``backward``."""
+    collectives: dict[str, Collectives] = field(default_factory=dict)
+    """From timelines: those of ``tp``, ``ep`` and ``cp``, where there are several ranks."""
 
 
 @dataclass(frozen=True)

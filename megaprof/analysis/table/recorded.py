@@ -224,6 +224,9 @@ def _steps(plan: _Plan, rank: _Rank) -> RankSteps | None:
             ]
             numbers = _numbers(timeline.steps)
             wanted = _usable(timeline) & np.isin(timeline.steps["metadata"], own) & np.isin(numbers, plan.numbers)
+            told = np.isin(np.arange(len(wanted)), list(timeline.facts(format.COLLECTIVES)))
+            if told.any() and np.isin(plan.numbers, plan.came).all():
+                wanted &= told
             for row in np.flatnonzero(wanted).tolist():
                 number, start = int(numbers[row]), int(timeline.steps["start_ns"][row])
                 if number not in found or found[number][0] <= start:
@@ -316,13 +319,19 @@ def _without_waiting(ranks: Sequence[RankSteps]) -> list[RankSteps]:
         for number, of_step in rank.came.items():
             by_step[rank.replica, rank.stage, number][rank.peer] = of_step
     waited = {where: waited_ms(list(peers.values())) for where, peers in by_step.items()}
-    return [replace(rank, compute=rank.compute * _left(rank, waited)[:, None, None, None]) for rank in ranks]
+    return [_waiting(rank, waited) for rank in ranks]
 
 
-def _left(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int, float]]) -> npt.NDArray[np.float64]:
-    """[t]: which part of its passes it did not wait."""
-    places = [(rank.replica, rank.stage, number) for number in rank.steps.tolist()]
-    own = np.array([waited.get(place, {}).get(rank.names[0][0], 0.0) for place in places])
+def _waiting(rank: RankSteps, waited: Mapping[tuple[int, int, int], Mapping[int, Mapping[str, float]]]) -> RankSteps:
+    """The same with what it waited, and without that in what it computed."""
+    places = {number: (rank.replica, rank.stage, number) for number in rank.steps.tolist()}
+    own = {number: waited.get(place, {}).get(rank.names[0][0], {}) for number, place in places.items()}
+    left = _left(rank, np.array([sum(each.values()) for each in own.values()]))
+    return replace(rank, for_peers=own, compute=rank.compute * left[:, None, None, None])
+
+
+def _left(rank: RankSteps, own: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """[t]: which part of its passes it did not wait, by how long it did."""
     found: npt.NDArray[np.float64] = 1.0 - np.clip(
         own / np.maximum(np.nansum(rank.compute, axis=(1, 2, 3)), 1e-9), 0.0, _MOST_WAITING
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,6 +77,9 @@ class Table:
     ran: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
     computed beside them; of groups of which that is known."""
+    for_peers: Mapping[str, Floats] = field(default_factory=dict)
+    """Group: [t, d, s, p], how long each waited in its collectives for the last of its ranks to come; where that is
+    known."""
     work: Floats | None = None
     """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
     of no microbatch."""
@@ -140,6 +143,8 @@ class RankSteps:
     """Whether its clock is the GPU's, which begins a step later than the host."""
     came: Mapping[int, OfStep] = field(default_factory=dict)
     """By number of the step when it came to collectives, of steps of which that is known."""
+    for_peers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """By number of the step and axis: how long it waited in these for the last of its peers."""
 
 
 def tabulate(
@@ -153,10 +158,12 @@ def tabulate(
     """Lay the ranks of one job beside each other. Raises Unfit where a stage, or every whole step, is missing."""
     order, common, positions = _places(ranks, schedule.stages)
 
-    def ran_of(axis: str) -> Floats:
-        """[t, d, s, p]"""
-        rows = [[r.came[step].ran_ms(axis) if step in r.came else np.nan for step in common] for r in order]
-        return np.array(rows).T.reshape(len(common), *positions)
+    def of_axes(one: Callable[[RankSteps, int, str], float]) -> dict[str, Floats]:
+        """Axis: [t, d, s, p] of one number of every rank and step, where all of them are known."""
+        axes = INSIDE if any(r.came for r in order) else ()
+        rows = {axis: [[one(r, step, axis) for step in common] for r in order] for axis in axes}
+        every = {axis: np.array(own).T.reshape(len(common), *positions)[whole] for axis, own in rows.items()}
+        return {axis: each for axis, each in every.items() if np.isfinite(each).all()}
 
     def stacked(name: str) -> Floats:
         """[t, d, s, p, ...] of one array of every rank."""
@@ -168,7 +175,7 @@ def tabulate(
     if not whole.any():
         raise Unfit("no step was recorded whole")
     enter, reduced = stacked("enter"), stacked("reduced")
-    shift, clocks = _one_clock(order, positions, schedule, start, end, reduced)
+    shift, clocks = _one_clock(order, positions, schedule, start, end, enter, reduced)
     wide = shift[..., None, None, None]
     start, end, enter, reduced = start + wide, end + wide, enter + shift, reduced + shift
     device = any(r.device for r in order)
@@ -190,7 +197,6 @@ def tabulate(
         table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed[group] = table.min(axis=3)[whole]
-    ran = {axis: ran_of(axis)[whole] for axis in INSIDE if any(r.came for r in order)}
     # Ranks that wait for each other may have data of their own: the most of it is waited for.
     work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
     experts = np.array([r.experts for r in order]).reshape(positions)
@@ -217,7 +223,8 @@ def tabulate(
         reduction=(done - last)[whole],
         length=done[whole],
         clocks=clocks,
-        ran={axis: each for axis, each in ran.items() if np.isfinite(each).all()},
+        ran=of_axes(lambda rank, step, axis: rank.came[step].ran_ms(axis) if step in rank.came else np.nan),
+        for_peers=of_axes(lambda rank, step, axis: rank.for_peers.get(step, {}).get(axis, np.nan)),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
         experts=experts if np.isfinite(experts).all() else None,
@@ -309,6 +316,7 @@ def _one_clock(
     schedule: PipelineSchedule,
     start: Floats,
     end: Floats,
+    enter: Floats,
     reduced: Floats,
 ) -> tuple[Floats, bool]:
     """What to add to the times of each rank, [t, d, s, p], and whether that puts all of them on one clock.
@@ -320,12 +328,14 @@ def _one_clock(
     d, s, p = shape
     shift = np.zeros((len(start), d, s, p))
     device = any(r.device for r in order)
+    enter = np.full_like(enter, np.nan) if device else enter  # of the host, which is ahead of the GPU
     names = [r.names[0] for r in order]
     hosts = np.array([f"rank {rank}" if host is None else host for rank, host in names], dtype=object).reshape(shape)
     if not device and len(set(hosts.flat)) == 1:
         return shift, True
     for stage in range(1, s):
-        between = _between(start[:, :, :, 0], end[:, :, :, 0], stage, schedule, each_step=device)
+        own = start[:, :, :, 0], end[:, :, :, 0], enter[:, :, :, 0]
+        between = _between(*own, stage, schedule, each_step=device)
         same = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
         shift[:, :, stage] = (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
     if d > 1:
@@ -341,9 +351,11 @@ def _one_clock(
     return alone, False
 
 
-def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule, *, each_step: bool) -> Floats:
+def _between(
+    start: Floats, end: Floats, enter: Floats, stage: int, schedule: PipelineSchedule, *, each_step: bool
+) -> Floats:
     """What the clock of a stage must be moved by against that of the stage before, [t or 1, d]; NaN where passes go one
-    way only. ``start``, ``end``: [t, d, s, c, k, m].
+    way only. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], where a step of each begins, or NaN.
 
     The two quickest messages bound it from below and above. A bound is the truth, less the transfer, where its receiver
     had been waiting, and may be far off where it had not; so each counts as the receiver's wait, and two waits for
@@ -354,7 +366,7 @@ def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule,
     bounds, waits = [], []
     for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
         slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
-        before = _ends_before(start[:, :, receiver], end[:, :, receiver])[:, :, :, kind]
+        before = _free(start[:, :, receiver], end[:, :, receiver], enter[:, :, receiver])[:, :, :, kind]
         t, d = slack.shape[:2]
         slack, waited = slack.reshape(t, d, -1), (start[:, :, receiver, :, kind] - before).reshape(t, d, -1)
         if not each_step:
@@ -370,13 +382,15 @@ def _between(start: Floats, end: Floats, stage: int, schedule: PipelineSchedule,
     return found
 
 
-def _ends_before(start: Floats, end: Floats) -> Floats:
-    """Of every pass when the one before it on the same rank ended; its own start for the first. [t, d, c, k, m]."""
+def _free(start: Floats, end: Floats, enter: Floats) -> Floats:
+    """Of every pass since when its rank had nothing else to do: the end of the one before it, and for the first one the
+    step's beginning, or its own where that is not known. [t, d, c, k, m]."""
     t, d = start.shape[:2]
     flat, ends = start.reshape(t, d, -1), end.reshape(t, d, -1)
     order = np.argsort(flat, axis=2)
+    first = np.take_along_axis(flat, order[..., :1], axis=2)
     shifted = np.take_along_axis(ends, order, axis=2)
-    shifted = np.concatenate((np.take_along_axis(flat, order[..., :1], axis=2), shifted[..., :-1]), axis=2)
+    shifted = np.concatenate((np.fmin(first, enter[..., None]), shifted[..., :-1]), axis=2)
     found = np.empty_like(flat)
     np.put_along_axis(found, order, shifted, axis=2)
     return found.reshape(start.shape)

@@ -64,6 +64,8 @@ class Prediction:
     """How the same sequences lie in microbatches, one of `packing.PLANS`; None: as they were captured."""
     ranks: tuple[int, ...] = ()
     """The slow ranks that are as quick as their peers."""
+    loaded: tuple[int, ...] = ()
+    """Those of ``ranks`` that are slow because their experts get more tokens than others'."""
     flags: tuple[str, ...] = ()
     """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it."""
     in_flight: tuple[int, ...] | None = None

@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
+from megaprof.analysis.diagnosis.experts import load_of_rank
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.stages import words
@@ -39,6 +40,7 @@ _MOST_LAYERS = 10_000
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
 Advice = Literal["change", "mend", "no_other", "none_fits", "open", "unsure", "none_better"]
+_ONE_STAGE = "no layout is predicted: a single stage has no other one"
 _NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
 
 
@@ -124,9 +126,10 @@ def what_if(
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
     if slow:
-        return _mended(replayed, run, {rank for cause in slow for rank in cause.ranks}), None
-    if table.schedule.stages == 1:
-        return replace(replayed, warnings=("nothing is predicted: a single stage has no other layout",)), None
+        return _mended(replayed, run, slow), None
+    if table.schedule.stages == 1 and sequences is None:
+        why = "a single stage has no other layout, and sequences that could lie otherwise were not captured"
+        return replace(replayed, warnings=(f"nothing is predicted: {why}",)), None
     told = [] if table.clocks else [f"no exchange takes time in the replay: {_NO_CLOCK}"]
     if run.missed > LEAST:
         told.append(f"the replay is {run.missed:.1%} off the measured step, and every prediction as uncertain")
@@ -139,6 +142,8 @@ def what_if(
     memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     shared = _shared_cores(calls)
     known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES, sequences)
+    if table.schedule.stages == 1:
+        return replace(replayed, warnings=(_ONE_STAGE,)), known
     compared = layouts(known)
     best = _best(compared, known.in_flight)
     advised = None if best is None else best.prediction
@@ -188,15 +193,20 @@ def _piece(held: ModelChunk) -> str:
     return "E" * bool(held.embedding) + "t" * (held.layers or 0) + "m" * (held.mtp or 0) + "L" * bool(held.loss)
 
 
-def _mended(replayed: WhatIf, run: Examined, ranks: set[int]) -> WhatIf:
-    """The run with its slow ranks as quick as their peers, and nothing else."""
+def _mended(replayed: WhatIf, run: Examined, causes: Sequence[Cause]) -> WhatIf:
+    """The run with its slow ranks as quick as their peers, and nothing else; as even experts make them, where these are
+    why they are slow."""
+    ranks = {rank for cause in causes for rank in cause.ranks}
     slow = [term for term in terms(run.table, run.view, run.step_ms) if term.kind == "slow_rank"]
-    without = run
+    loaded = {rank for cause in causes if cause.reason == "expert_load" for rank in cause.ranks}
+    without, gain = run, np.zeros(len(run.table.steps))
     for term in (own := [term for term in slow if ranks & set(term.ranks)]):
+        load = load_of_rank(run.table, term.ranks) if loaded & set(term.ranks) else None
+        gain += without.gain(term) * (1.0 if load is None else load.evened)
         without = without.mended(term)
-    before, after = (each.view.pipelines_ms(run.replay).max(axis=1) for each in (run, without))
-    price, _ = run.price(own[0], before - after)
-    fixed = replace(Prediction.of("no_straggler", run.step_ms, price), ranks=tuple(sorted(ranks)))
+    price, _ = run.price(own[0], gain)
+    fixed = Prediction.of("no_straggler", run.step_ms, price)
+    fixed = replace(fixed, ranks=tuple(sorted(ranks)), loaded=tuple(sorted(loaded)))
     return replace(replayed, candidates=(fixed,), best=fixed if _surely(fixed) else None, advice="mend")
 
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from megaprof.formats import timeline as format
 from megaprof.formats.arrivals import Arrivals, pack_arrivals, pack_groups
-from megaprof.formats.flight import Entry, GroupConfig
+from megaprof.formats.flight import Call, GroupConfig
 from megaprof.recorders import flight
 from megaprof.recorders.timeline.files import Place
 from megaprof.runtime.logs import logger
 
-#: CPU time of reading, as a part of the time of the job.
-BUDGET = 1e-3
+#: CPU time of reading at most, as a part of the time of the job: beside the timeline's own, which is 0.25 % of 100 ms.
+BUDGET = 5e-4
 #: Steps that a ring may still hold.
 _STEPS = 256
 _GLOO = "gloo:"
@@ -45,8 +45,13 @@ class Reading:
     """What is read of the ring, and when."""
 
     def __init__(self) -> None:
+        self.due = 0
+        """The step at whose end the next reading is: then peers read the same ones, whose ends are near."""
+        self.took = 0.0
+        """Seconds of CPU time of the last reading."""
+        self.share = 0.0
+        """The part of the time until the next one that this is."""
         self._written: deque[Written] = deque(maxlen=_STEPS)
-        self._due = 0
         self._groups: dict[str, GroupConfig] = {}
         self._described: dict[int, set[str]] = defaultdict(set)
         self._told: set[str] = set()
@@ -59,12 +64,12 @@ class Reading:
     def look(self, *, last: bool = False) -> list[tuple[Place, int, bytes]]:
         """Returns what is to be written beside steps: place, which fact, and its bytes. ``last``: nothing is read any
         more."""
-        if self._off or not self._written or not (last or self._written[-1].step >= self._due):
+        if self._off or not self._written or not (last or self._written[-1].step >= self.due):
             return []
         self._groups |= flight.groups()  # those of a process that ends are gone already
         oldest, newest, began = self._written[0], self._written[-1], time.thread_time()
         try:
-            entries = flight.entries()
+            entries = flight.calls()
         except flight.NoFlightRecorder as missing:
             self._off = True
             self._tell(str(missing))
@@ -72,17 +77,19 @@ class Reading:
         if not entries:
             self._tell(f"torch keeps no collectives: set {flight.SIZE}={flight.USUAL} before the first process group")
         found = list(self._facts(entries))
-        self._plan(oldest, newest, time.thread_time() - began)
+        self.took = time.thread_time() - began
+        self._plan(oldest, newest)
         return found
 
-    def _plan(self, oldest: Written, newest: Written, spent: float) -> None:
-        """When the next reading is due, by what one took."""
+    def _plan(self, oldest: Written, newest: Written) -> None:
+        """When the next reading is due, by what the last one took."""
         steps = max(1, newest.step - oldest.step)
         seconds = max((newest.end_ns - oldest.start_ns) / 1e9 / steps, 1e-6)
-        every = 1 << max(0, int(np.ceil(np.log2(spent / BUDGET / seconds))))
-        self._due = (newest.step // every + 1) * every
+        every = 1 << max(0, int(np.ceil(np.log2(self.took / BUDGET / seconds))))
+        self.due = (newest.step // every + 1) * every
+        self.share = self.took / every / seconds
 
-    def _facts(self, entries: Sequence[Entry]) -> Iterator[tuple[Place, int, bytes]]:
+    def _facts(self, entries: Sequence[Call]) -> Iterator[tuple[Place, int, bytes]]:
         collectives = [entry for entry in entries if not entry.is_p2p and self._parallel(entry)]
         times = np.array([entry.time_created_ns for entry in collectives], dtype=np.int64)
         # A ring that has run over begins in the middle of a step.
@@ -108,12 +115,12 @@ class Reading:
             )
         self._written = deque(waiting, _STEPS)
 
-    def _parallel(self, entry: Entry) -> bool:
+    def _parallel(self, entry: Call) -> bool:
         known = self._groups.get(entry.process_group[0])
         return known is not None and "," in known.ranks
 
-    def _grouped(self, step: Written, own: Sequence[Entry]) -> Iterator[Arrivals]:
-        by_group: dict[str, list[Entry]] = defaultdict(list)
+    def _grouped(self, step: Written, own: Sequence[Call]) -> Iterator[Arrivals]:
+        by_group: dict[str, list[Call]] = defaultdict(list)
         for entry in own:
             by_group[entry.process_group[0]].append(entry)
         for name, members in sorted(by_group.items()):

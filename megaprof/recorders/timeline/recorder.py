@@ -144,7 +144,8 @@ class TimelineRecorder:
             self._finished.popleft()
             self.steps_dropped += 1
         self._finished.append(line)
-        if waiting and waiting % WAKING_STEPS == 0:  # else once a second: a wake-up costs more than a step's events
+        reads = self._collectives is not None and self._collectives.due == line.step
+        if reads or (waiting and waiting % WAKING_STEPS == 0):  # else once a second: it costs more than a step's events
             self._background.wake()
         line.own += time.perf_counter_ns() - entered
 

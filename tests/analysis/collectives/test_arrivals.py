@@ -16,6 +16,7 @@ from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
@@ -40,11 +41,14 @@ def at(value: int) -> list[int]:
 
 
 def test_who_comes_first_waits_for_who_comes_last() -> None:
-    assert waited_ms([of(0, at(1000)), of(1, at(3000))]) == {0: 2.0, 1: 0.0}
+    assert waited_ms([of(0, at(1000)), of(1, at(3000))]) == {0: {"tp": 2.0}, 1: {"tp": 0.0}}
     # Hosts enter steps at different times; what counts is when they came.
-    assert waited_ms([of(0, [1000] * 32), of(1, [0] * 32, start_ns=5_000_000)]) == {0: 128.0, 1: 0.0}
+    assert waited_ms([of(0, [1000] * 32), of(1, [0] * 32, start_ns=5_000_000)]) == {0: {"tp": 128.0}, 1: {"tp": 0.0}}
     # On a device the shortest part is that of the last.
-    assert waited_ms([of(0, at(9000), lengths=True), of(1, at(2000), lengths=True, host="b")]) == {0: 7.0, 1: 0.0}
+    assert waited_ms([of(0, at(9000), lengths=True), of(1, at(2000), lengths=True, host="b")]) == {
+        0: {"tp": 7.0},
+        1: {"tp": 0.0},
+    }
     assert waited_ms([of(0, at(1000)), of(1, at(3000), host="b")]) == {}  # on clocks that may differ
     assert waited_ms([of(0, at(1000))]) == {}
     assert waited_ms([of(0, [1]), of(1, [2], lengths=True)]) == {}
@@ -53,7 +57,11 @@ def test_who_comes_first_waits_for_who_comes_last() -> None:
 def test_who_is_late_to_one_group_because_of_another_has_waited() -> None:
     """Rank 0 comes 9 ms late to rank 1, which therefore comes late to rank 2."""
     both = replace(of(1, [0]), groups={**of(1, [0]).groups, **of(1, [9000], group=_EXPERT).groups})
-    assert waited_ms([of(0, [9000]), both, of(2, [0], group=_EXPERT)]) == {0: 0.0, 1: 9.0, 2: 9.0}
+    assert waited_ms([of(0, [9000]), both, of(2, [0], group=_EXPERT)]) == {
+        0: {"tp": 0.0},
+        1: {"tp": 9.0, "ep": 0.0},
+        2: {"ep": 9.0},
+    }
 
 
 def test_what_was_left_out_counts_as_what_was_kept() -> None:
@@ -61,7 +69,7 @@ def test_what_was_left_out_counts_as_what_was_kept() -> None:
     numbers = all_of_them.groups[_TENSOR].numbers
     some = numbers[kept(numbers, 3)]
     found = waited_ms([all_of_them, of(1, [1000] * len(some), numbers=some, shift=3)])
-    assert found == {0: 8.0 * len(some), 1: 0.0}
+    assert found == {0: {"tp": 8.0 * len(some)}, 1: {"tp": 0.0}}
 
 
 GROUP = {"tp": "TENSOR_MODEL_PARALLEL_GROUP", "ep": "EXPERT_MODEL_PARALLEL_GROUP"}
@@ -76,6 +84,8 @@ def two_peers(directory: Path, axis: str, values: Callable[[int, int], npt.NDArr
         facts = [format.fact_record(0, format.GROUPS, pack_groups({"7": GroupConfig(GROUP[axis], "[0, 1]")}))]
         for row in range(len(timeline.steps)):
             own = values(timeline.metadata[0].coords.rank, row)
+            if not len(own):
+                continue
             arrivals = Arrivals("7", other.get("lengths", False), 0, 64 * row + np.arange(len(own)), own)
             facts.append(format.fact_record(row, format.COLLECTIVES, pack_arrivals([arrivals])))
         with path.open("ab") as file:
@@ -104,7 +114,8 @@ def test_a_timeline_with_arrivals_names_one_of_its_peers(tmp_path: Path, late: i
 
 def test_how_long_timed_collectives_ran_is_exposed_in_the_report_of_a_timeline(tmp_path: Path) -> None:
     """NCCL's times of 64 collectives of 2 ms each on the rank that comes last; its peer waits for 16 ms more."""
-    two_peers(tmp_path, "tp", lambda rank, step: np.full(64, 2000 + 250 * (1 - rank)), lengths=True)
+    steps = {0: range(20), 1: range(1, 24)}  # of which each has read them
+    two_peers(tmp_path, "tp", lambda rank, step: np.full(64 * (step in steps[rank]), 2250 - 250 * rank), lengths=True)
     (target,) = analyze(tmp_path).targets
     (stage,) = target.stages
     exposed, compute = stage.exposed_ms["tp"], stage.compute_ms
@@ -114,3 +125,17 @@ def test_how_long_timed_collectives_ran_is_exposed_in_the_report_of_a_timeline(t
     assert exposed.mean == pytest.approx(144.0)
     assert exposed.mean + compute.mean == pytest.approx(target.step_time_ms.mean, rel=0.05)
     assert [spread and spread.mean for spread in map(stage.exposed_ms.get, ("ep", "cp"))] == [0.0, 0.0]
+    (parted,) = stage.collectives.values()
+    assert (parted.waiting_ms, parted.transferring_ms) == (Spread.of([16.0] * 19), Spread.of([128.0] * 19))
+    assert parted.reason is None
+
+
+def test_how_long_untimed_collectives_transferred_is_not_known(tmp_path: Path) -> None:
+    """Two ranks over gloo wait for each other by turns."""
+    two_peers(tmp_path, "tp", lambda rank, step: 1000 * np.arange(64) + 100 * (step % 2 != rank))
+    (stage,) = analyze(tmp_path).targets[0].stages
+    (parted,) = stage.collectives.values()
+    assert parted.waiting_ms is not None
+    assert parted.waiting_ms.mean == pytest.approx(11 / 23 * 6.4)
+    assert parted.transferring_ms is None
+    assert parted.reason is not None

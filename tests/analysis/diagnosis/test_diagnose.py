@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, diagnose
-from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.diagnosis.examine import _reach, examine
+from megaprof.analysis.diagnosis.model import _own_of_replicas
+from megaprof.analysis.diagnosis.policy import LEAST, LEVEL
 from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table, Unfit
 from tests.analysis.truth.files import write
@@ -194,6 +195,29 @@ def test_a_wait_for_data_is_no_part_of_what_a_stage_holds(tmp_path):
     assert prices["data_wait"] == pytest.approx(priced.price(wait, [ends]).mean(), rel=0.02)
 
 
+def test_contents_are_those_of_average_microbatches_whatever_these_are_like(tmp_path):
+    # On one stage alone: medians of its microbatches differ from rank to rank, which makes no rank slow.
+    uneven = Fault("uneven_microbatches", 0.3, stage=0)
+    table = table_of(replace(REPLICAS, steps=6, faults=(uneven,)), tmp_path)
+    forwards = examine(table).model.content.whole[:, 0, 0]
+    assert forwards == pytest.approx(forwards[1:].mean(), rel=0.02)
+
+
+def test_clocks_are_told_from_a_slow_link_by_both_directions(tmp_path):
+    # Behind a long last stage inputs lie there before they are needed, but for the first one of a step.
+    slow = (Fault("layers", 2, stage=3), Fault("slow_link", 4.0, stage=1))
+    pipeline = replace(with_layers(HEALTHY, 4, 4, 4, 6), apart=True, buffered=True, faults=slow)
+    table = table_of(pipeline, tmp_path)
+    assert table.entry.max() < 1.0
+    assert diagnose(examine(table)).sure
+
+
+def test_without_clocks_to_compare_no_late_entry_is_ruled_out(tmp_path):
+    late = Fault("late_entry", 80.0, stage=2, replica=0)
+    found = diagnosis_of(replace(HEALTHY, apart=True, buffered=True, forward_only=True, faults=(late,)), tmp_path)
+    assert (found.causes, found.sure, found.clocks) == ((), False, False)
+
+
 def test_messages_that_are_received_in_turn_have_a_model(tmp_path):
     slow = Fault("slow_link", 6.0, stage=1)
     pipeline = replace(TWICE, buffered=True, overlapped=False, faults=(slow,))
@@ -238,6 +262,25 @@ def test_without_a_pipeline_a_rank_that_becomes_slow_is_no_unequal_work(tmp_path
     slow = Fault("slow_rank", 1.4, stage=0, replica=2, steps=tuple(range(18, 40)))
     (cause,) = diagnosis_of(replace(ALONE, steps=40, faults=(slow,)), tmp_path).causes
     assert (cause.kind, cause.ranks, cause.since) == ("slow_rank", (2,), 23)  # steps are numbered from 5 on
+
+
+def test_without_a_pipeline_replicas_with_unequal_work_hardly_ever_make_a_rank_slow():
+    dealt = np.random.default_rng(0).normal(0.0, 0.2, (300, 12, 2))
+    slow = [_own_of_replicas(level).any() for level in dealt]
+    assert np.mean(slow) < 0.2
+    # One that is slow in all steps is as slow as it is, by what work hides of it.
+    assert _own_of_replicas(dealt[0] + [1.0, 0.0])[:, 0].mean() == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_few_steps_that_lose_much_never_lose_less_than_nothing():
+    lost = np.zeros(26)
+    lost[[3, 9, 20]] = 100.0
+    below, above = _reach(lost)
+    mean = float(lost.mean())
+    assert 0.0 < mean - below < mean < mean + above
+    # Of many steps it is the standard error.
+    many = np.random.default_rng(1).normal(5.0, 1.0, 4000)
+    assert _reach(many) * np.sqrt(4000) == pytest.approx(LEVEL, rel=0.1)
 
 
 def test_one_step_shows_what_every_microbatch_shows_and_only_perhaps_what_comes_once_a_step(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from megaprof.analysis.what_if.contents import Held
 from megaprof.analysis.what_if.packing import PLANS, _dealt, packed, plan, plans, switch_of
 from megaprof.analysis.what_if.what_if import what_if
 from tests.analysis.diagnosis.test_diagnose import HEALTHY, table_of
+from tests.analysis.diagnosis.test_tables import calls_of
+from tests.analysis.scenarios import Scenario
 
 JOB = replace(HEALTHY, replicas=2, steps=6, noise=0.005)
 FIXED, PER_TOKEN, PER_SQUARE = 1.0, 2e-3, 1e-6
@@ -136,6 +139,23 @@ def test_without_sequences_nothing_is_predicted(table: Table) -> None:
     even = having(table, [[[(512, 512)] * 16] * 2] * len(known.steps))
     run = examine(even)
     assert what_if(run, diagnose(run), ())[0].packings == (), "microbatches do not differ"
+
+
+def test_one_stage_has_packings_and_no_other_layout(tmp_path: Path) -> None:
+    one = table_of(replace(JOB, stages=1, layers=((4,),)), tmp_path / "job")
+    run = examine(having(one, drawn(one), (4,)))
+    calls = calls_of(Scenario("one", layers=(4,), gpu=False), tmp_path / "calls")
+    found, known = what_if(run, diagnose(run), calls)
+    assert known is not None
+    best = found.packings[0]
+    assert best.low > 1.02
+    by_hand = chosen(known, {"packing": packing.POOLED}).prediction
+    assert (by_hand.packing, by_hand.speedup) == (best.packing, pytest.approx(best.speedup))
+    for refused in ({"layout": "2,2"}, {"chunks": "2"}):
+        with pytest.raises(ValueError, match=r"pp=1|stage"):
+            chosen(known, refused)
+    without = examine(replace(run.table, sequences={}))
+    assert what_if(without, diagnose(without), calls)[1] is None
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8), st.integers(500, 4000))

@@ -41,6 +41,7 @@ _MANUAL_GC = {
     "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
     "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
 }
+_NO_CLOCKS = " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
 
@@ -65,7 +66,7 @@ def findings(
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
         if not diagnosis.sure and not diagnosis.perhaps:
-            text += " The steps differ too much to rule one out."
+            text += " The steps differ too much to rule one out." if diagnosis.clocks else _NO_CLOCKS
         found.append(Finding("no_cause", "fine" if diagnosis.sure else "open", text))
     found += [_perhaps(cause, measured, diagnosis, captured=captured) for cause in diagnosis.perhaps]
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:

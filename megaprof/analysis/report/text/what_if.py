@@ -173,11 +173,18 @@ def _advice(found: WhatIf) -> str:
     name, times = name_of(first, found), fast(first)
     instead = f"{times}, {number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
     if found.advice == "mend":
-        return f"fix {ranks(first.ranks)}: {instead}; layouts are not compared while the pipeline waits for a slow rank"
+        others = sorted(set(first.ranks) - set(first.loaded))
+        what = [f"even the tokens of the experts on {ranks(first.loaded)}"] if first.loaded else []
+        what += [f"fix {ranks(others)}"] if others else []
+        waits = "layouts are not compared while the pipeline waits for a slow rank"
+        return f"{' and '.join(what)}: {instead}; {waits}"
     if found.advice == "change":
         names = {each.layout: name_of(each, found) for each in found.candidates}
         alike = " and ".join(names.get(layout, layout) for layout in found.alike)
-        return f"{name}: {instead}{f'; {alike} cannot be told apart from it' if alike else ''}"
+        ranged = found.costs is not None and found.costs.from_ranges
+        tell = "more steps" if ranged else "a capture with --profile-ranges layer"
+        as_good = f"; {alike} cannot be told apart from it, but {tell} would tell" if alike else ""
+        return f"{name}: {instead}{as_good}"
     if found.advice == "open":
         wanted = found.more_steps + (found.replay_error.count if found.replay_error else 0)
         return f"whether {name} would be quicker is not sure: {times}; {wanted} steps would tell"
