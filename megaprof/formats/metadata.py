@@ -177,7 +177,7 @@ def read_metadata(data: bytes) -> Metadata:
         if not isinstance(raw, dict):
             raise ValueError("it is no object")
         coords = _coords(raw.get("coords"), raw.get("sizes"))
-        found = msgspec.convert({**raw, "coords": coords.as_dict()}, Metadata)
+        found = msgspec.convert({**raw, "coords": coords}, Metadata)
     except (RecursionError, OverflowError):
         raise ValueError("it is nested too deeply, or has too large a number") from None
     for name, number, most in _numbers(found):

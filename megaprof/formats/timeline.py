@@ -291,7 +291,7 @@ def read_timeline(path: Path, *, events: bool = True) -> Timeline:
         damage = str(fault)
     except MemoryError:
         raise UnreadableTimeline(path, "it does not fit into memory") from None
-    steps = np.concatenate(blocks) if blocks else np.empty(0, dtype=STEP_TYPE)
+    steps = blocks[0] if len(blocks) == 1 else np.concatenate([np.empty(0, dtype=STEP_TYPE), *blocks])
     impossible = (steps["step"] < 0) | (steps["step"] >= MOST_STEPS)
     impossible |= (steps["start_ns"] < 0) | (steps["start_ns"] > _LATEST)
     if impossible.any():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
 
@@ -44,8 +44,8 @@ class ParallelSizes:
     def __post_init__(self) -> None:
         if self.etp == 0:
             object.__setattr__(self, "etp", self.tp)
-        for option in fields(self):
-            _whole(option.name, getattr(self, option.name), least=1)
+        for option, value in vars(self).items():
+            _whole(option, value, least=1)
 
     def __str__(self) -> str:
         parallel = [axis for axis in ("tp", "pp", "cp", "ep", "dp", "vpp") if getattr(self, axis) > 1]
@@ -104,7 +104,7 @@ class RankCoords(Place):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankCoords:
         """The reverse of `as_dict`. Unknown keys are ignored; what is missing or impossible is a ValueError."""
-        sizes = ParallelSizes(**_numbers(data, "sizes", [option.name for option in fields(ParallelSizes)], least=1))
+        sizes = ParallelSizes(**_numbers(data, "sizes", [*ParallelSizes.__match_args__], least=1))
         coords = _numbers({"coords": data}, "coords", ["rank", *AXES], least=0)
         for axis in AXES:
             if coords[axis] >= getattr(sizes, axis):

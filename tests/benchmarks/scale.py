@@ -8,7 +8,8 @@ become slow on the way. The report must name their groups of coupled ranks (they
 so a timeline cannot tell them apart) and the step where each began, nobody else, and nobody at all in a healthy job.
 
 Reports run as the command, in a process of its own; its memory is the sum of what each of its processes had at most.
-Growth is over 1/16, 1/4 and all of the ranks. The last line is JSON.
+Growth is over 1/16, 1/4 and all of the ranks. Behind 16,384 ranks come pipelines with few ranks and much to replay,
+where what a process takes to import the report is left out. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from tests.analysis.job_timelines import Slow, coupled, write_timelines
 ROOT = Path(__file__).parents[2]
 SIZES = {"tp": 8, "pp": 16, "cp": 2, "ep": 8, "etp": 1}
 MICROBATCHES = 32
+#: Stages, replicas and microbatches of jobs with few ranks.
+PIPELINES = ((8, 4, 64), (64, 1, 256))
 SELECTIONS = ("per-stage", "all", "pp=*,dp=0", "pp=0|8-11,ep=3")
 
 
@@ -68,11 +71,20 @@ def generate(directory: Path, ranks: int, steps: int, *, healthy: bool = False) 
 
 def run(*arguments: object) -> tuple[float, float, float]:
     """Run the command: seconds, processor seconds, and megabytes of all its processes together."""
+    return _run("-m", "megaprof", *arguments)
+
+
+def imported() -> tuple[float, float, float]:
+    """The same of importing what a report needs."""
+    return _run("-c", "import megaprof.analysis.report.report, megaprof.analysis.report.terminal")
+
+
+def _run(*arguments: object) -> tuple[float, float, float]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     begin, used, most = time.perf_counter(), _processor_seconds(), {}
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "megaprof", *map(str, arguments)], stdout=output, stderr=output, env=environment
+            [sys.executable, *map(str, arguments)], stdout=output, stderr=output, env=environment
         )
         while process.poll() is None:
             for pid in _family(process.pid):
@@ -82,7 +94,7 @@ def run(*arguments: object) -> tuple[float, float, float]:
         output.seek(0)
         said = output.read()
     if process.returncode:
-        raise SystemExit(f"megaprof {arguments[0]} failed: {said[-2000:]}")
+        raise SystemExit(f"{' '.join(map(str, arguments))} failed: {said[-2000:]}")
     return seconds, _processor_seconds() - used, sum(most.values()) / 1024
 
 
@@ -116,6 +128,23 @@ def report(directory: Path, out: Path) -> tuple[dict[str, float], list[dict[str,
     (target,) = json.loads(out.read_text())["targets"]
     cost = {"seconds": round(seconds, 2), "cpu_seconds": round(used, 2), "rss_mb": round(megabytes)}
     return cost, [cause for cause in target["diagnosis"]["causes"] if cause["ranks"]], target["diagnosis"]["steps"]
+
+
+def pipelines(directory: Path, out: Path, steps: int) -> list[dict[str, float]]:
+    """What reports on `PIPELINES` cost behind their imports, the quickest of three."""
+    found = []
+    for stages, replicas, microbatches in PIPELINES:
+        world = WorldLayout(ParallelSizes.of(stages * replicas, pp=stages))
+        slow = Slow(rank=stages * replicas // 2, from_step=steps // 2, factor=1.2)
+        write_timelines(directory, world, steps=steps, microbatches=microbatches, slow=[slow], tails=0.01, seed=stages)
+        free = [min(each) for each in zip(*(imported() for _ in range(3)), strict=True)]
+        cost = [min(each) for each in zip(*(run("report", directory, "--json", out) for _ in range(3)), strict=True)]
+        shutil.rmtree(directory)
+        seconds, used = (round(most - least, 2) for most, least in zip(cost[:2], free, strict=False))
+        found.append({"stages": stages, "replicas": replicas, "microbatches": microbatches})
+        found[-1] |= {"seconds": seconds, "cpu_seconds": used, "rss_mb": round(cost[2])}
+        print(f"PP={stages}, {microbatches} microbatches, {replicas} replicas: {seconds} s, {used} s of processors")
+    return found
 
 
 def truth(found: list[dict[str, Any]], world: WorldLayout, injected: list[Slow], apart: int) -> tuple[int, int]:
@@ -214,6 +243,9 @@ def main() -> None:
         generate(job, options.ranks, options.steps, healthy=True)
         _, named, _ = report(job, out)
         print(f"healthy: {len(named)} named")
+        shutil.rmtree(job)
+        if options.ranks == parser.get_default("ranks"):
+            figures["pipelines"] = pipelines(job, out, options.steps)
     figures |= {
         "growth": growth,
         "stragglers_injected": 2 * len(counts),

@@ -40,9 +40,10 @@ def aligned(step: Sequence[Call]) -> Alignment:
 
 def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeting]:
     """By rank, for those whose every exchange has its other end in ``step``; ``offset`` puts ranks on one clock."""
+    by_kernels = [call for call in step if call.gpu is not None and call.gpu.exchanges]
     # By rank and kernel the time at which the later end of it came, on the rank's own clock.
-    both: dict[int, dict[Interval, int]] = {call.rank: {} for call in step}
-    for link, _ in links_between({call.rank: ends_of(call.metadata, [call]) for call in step}):
+    both: dict[int, dict[Interval, int]] = {call.rank: {} for call in by_kernels}
+    for link, _ in links_between({call.rank: ends_of(call.metadata, [call]) for call in by_kernels}):
         if not link.rendezvous:
             continue
         mine, theirs = both[link.sender], both[link.receiver]
@@ -51,9 +52,9 @@ def meetings(step: Sequence[Call], offset: Mapping[int, int]) -> dict[int, Meeti
             mine[send] = max(mine.get(send, send[0]), receive[0] + between)
             theirs[receive] = max(theirs.get(receive, receive[0]), send[0] - between)
     found = {}
-    for call in step:
+    for call in by_kernels:
         met = both[call.rank]
-        if call.gpu is None or not call.gpu.exchanges or len(met) < (1 - _UNMATCHED) * len(call.gpu.exchanges):
+        if call.gpu is None or len(met) < (1 - _UNMATCHED) * len(call.gpu.exchanges):
             continue
         moving = union(intervals((min(came, end), end) for (_, end), came in met.items()))
         transfer = intersection(call.gpu.pipeline, moving)

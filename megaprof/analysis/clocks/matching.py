@@ -122,8 +122,11 @@ class _Turn(NamedTuple):
 def _match(call: Call, kind: str, exchanges: Sequence[Exchange], overlapped: bool, found: Ends) -> None:
     """Add what the passes of one kind in ``call`` sent and received to ``found``."""
     placement = call.metadata.placement
-    leaving = sorted((e for e in exchanges if _sends(e.label, kind)), key=attrgetter("posted"))
-    arriving = sorted((e for e in exchanges if _received(e.label, kind, overlapped)), key=attrgetter("done"))
+    labels = {each.label for each in exchanges}
+    taking = {label for label in labels if _sends(label, kind)}
+    bringing = {label for label in labels if _received(label, kind, overlapped)}
+    leaving = sorted((each for each in exchanges if each.label in taking), key=attrgetter("posted"))
+    arriving = sorted((each for each in exchanges if each.label in bringing), key=attrgetter("done"))
     turns = list(_turns(call, kind))
     for number, turn in enumerate(turns):
         before = turns[number - 1].start if number else call.start

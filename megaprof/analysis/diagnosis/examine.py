@@ -72,14 +72,16 @@ class Examined:
 
     def gain(self, term: Term) -> Floats:
         """Returns [step]: by how many milliseconds it is shorter without a term."""
-        return _gain(term, self.view, self.replay, self.view.pipelines_ms(self.replay))
+        return _gain(term, self.view, _alone(term, self.view), self.replay, self.view.pipelines_ms(self.replay))
 
     def gains(self, left: Sequence[Term]) -> list[tuple[Term, Floats]]:
         """Returns by how many milliseconds every step is shorter without each term, of those that could matter."""
-        base = self.view.pipelines_ms(self.replay)
-        least = LEAST * self.step_ms
-        worth = [term for term in left if most_gained(term, self.view) >= least]
-        return [(term, _gain(term, self.view, self.replay, base)) for term in worth]
+        base, least, found = self.view.pipelines_ms(self.replay), LEAST * self.step_ms, []
+        for term in left:
+            without = _alone(term, self.view)
+            if _most_gained(term, self.view, without) >= least:
+                found.append((term, _gain(term, self.view, without, self.replay, base)))
+        return found
 
     def price(self, term: Term, gain: Floats) -> tuple[Price, float]:
         """Returns the price on average over all steps, and its standard error.
@@ -88,10 +90,9 @@ class Examined:
         """
         of_content = 0.0
         if term.fitted:
-            same = self.view.at(self.rows)
-            base, usual = (v.pipelines_ms(self.replay) for v in (self.drawn, same))
-            other, own = _gain(term, self.drawn, self.replay, base), _gain(term, same, self.replay, usual)
-            of_content = float(np.sqrt(np.mean((other - own) ** 2)))
+            base = self.drawn.pipelines_ms(self.replay)
+            other = _gain(term, self.drawn, _alone(term, self.drawn), self.replay, base)
+            of_content = float(np.sqrt(np.mean((other - gain[self.rows]) ** 2)))
         mean = float(gain.mean())
         # What is seen once a step, in one step, may be anything.
         of_one = 0.5 * mean * (term.once and len(gain) == 1)
@@ -203,26 +204,37 @@ def _named(which: PassId) -> str:
     return f"the {which.kind} of microbatch {which.microbatch}"
 
 
+def _of(term: Term, view: View) -> View:
+    return view if term.replica is None else view.of(term.replica)
+
+
+def _alone(term: Term, view: View) -> View:
+    """Without a term, and of its replica alone where it is of one."""
+    return term.change(_of(term, view))
+
+
 def _apply(term: Term, view: View) -> View:
-    if term.replica is None:
-        return term.change(view)
-    return view.joined(term.replica, term.change(view.of(term.replica)))
+    without = _alone(term, view)
+    return without if term.replica is None else view.joined(term.replica, without)
 
 
-def _gain(term: Term, view: View, replay: Replay, base: Floats) -> Floats:
-    """[n]: milliseconds by which every step is shorter without a term; ``base``: what its replicas take with it."""
-    new = term.change(view if term.replica is None else view.of(term.replica))
-    took = new.pipelines_ms(replay)
+def _gain(term: Term, view: View, without: View, replay: Replay, base: Floats) -> Floats:
+    """[n]: milliseconds by which every step is shorter ``without`` a term, see `_alone`; ``base``: what its replicas
+    take with it."""
+    took = without.pipelines_ms(replay)
     if term.replica is not None:
         took = np.concatenate((np.delete(base, term.replica, axis=1), took), axis=1)
-    gain: Floats = base.max(axis=1) + view.state.tail - took.max(axis=1) - new.state.tail
+    gain: Floats = base.max(axis=1) + view.state.tail - took.max(axis=1) - without.state.tail
     return gain
 
 
 def most_gained(term: Term, view: View) -> float:
     """At most so many milliseconds of a step can be gained: what passes, entries, exchanges and tails lose together."""
-    before = view if term.replica is None else view.of(term.replica)
-    a, b = before.state, term.change(before).state
+    return _most_gained(term, view, _alone(term, view))
+
+
+def _most_gained(term: Term, view: View, without: View) -> float:
+    a, b = _of(term, view).state, without.state
     shorter: Floats | float = 0.0
     if a.passes is not b.passes:
         shorter = np.maximum(a.passes - b.passes, 0.0).sum(axis=(2, 3, 4, 5)).max(axis=1)

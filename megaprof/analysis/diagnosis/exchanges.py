@@ -9,6 +9,7 @@ through when its receiver's pass began.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -26,8 +27,8 @@ def links(table: Table, replay: Replay) -> Floats:
     """
     t, d, s = table.entry.shape
     samples: list[dict[str, list[Floats]]] = [{} for _ in range(s)]
-    by_exchange = replay.rendezvous or replay.in_turn
-    found = iter(()) if not table.clocks else _met(table, replay.rendezvous) if by_exchange else _arrived(table)
+    ran, by_exchange = _Ran(table), replay.rendezvous or replay.in_turn
+    found = iter(()) if not table.clocks else _met(table, ran, replay.rendezvous) if by_exchange else _arrived(ran)
     for sender, receiver, kind, took in found:
         samples[_link(sender, receiver, s)].setdefault(kind, []).append(took)
     return _filled(np.stack([_mean([_quartile(each) for each in own.values()], (t, d)) for own in samples], axis=-1))
@@ -37,51 +38,67 @@ _Sample = tuple[int, int, str, Floats]
 """Sender, receiver, kind of pass, and [t, d] milliseconds, NaN where it was not the exchange that was waited for."""
 
 
-def _begun(table: Table, stage: int, which: PassId) -> Floats:
-    return table.start[:, :, stage, which.chunk, table.schedule.kinds.index(which.kind), which.microbatch]
+class _Ran:
+    """When single passes ran, [t, d] each."""
+
+    def __init__(self, table: Table) -> None:
+        self.schedule = table.schedule
+        self.placement = table.schedule.placement
+        self._kind = {kind: number for number, kind in enumerate(table.schedule.kinds)}
+        self.start, self._end = (np.moveaxis(each, (0, 1), (-2, -1)).copy() for each in (table.start, table.end))
+
+    def begun(self, stage: int, which: PassId) -> Floats:
+        found: Floats = self.start[stage, which.chunk, self._kind[which.kind], which.microbatch]
+        return found
+
+    def ended(self, stage: int, which: PassId) -> Floats:
+        found: Floats = self._end[stage, which.chunk, self._kind[which.kind], which.microbatch]
+        return found
+
+    def sender(self, receiver: int, which: PassId) -> int:
+        """The stage that makes the input of a pass, or its own for one without."""
+        source = self.placement.producer(which.kind, receiver, which.chunk)
+        return receiver if source is None else source[0]
 
 
-def _ended(table: Table, stage: int, which: PassId) -> Floats:
-    return table.end[:, :, stage, which.chunk, table.schedule.kinds.index(which.kind), which.microbatch]
-
-
-def _arrived(table: Table) -> Iterator[_Sample]:
-    for stage in range(table.schedule.stages):
-        free = table.start[:, :, stage].min(axis=(2, 3, 4))
-        for which in phase_order(table.schedule, stage):
-            source = producer(table.schedule, stage, which)
-            begun = _begun(table, stage, which)
+def _arrived(ran: _Ran) -> Iterator[_Sample]:
+    for stage in range(ran.schedule.stages):
+        free = ran.start[stage].min(axis=(0, 1, 2))
+        for which in phase_order(ran.schedule, stage):
+            source = producer(ran.schedule, stage, which)
+            begun = ran.begun(stage, which)
             if source is not None and source[0] != stage:
-                made = _ended(table, *source)
+                made = ran.ended(*source)
                 yield source[0], stage, which.kind, np.where(free <= made, np.maximum(begun - made, 0.0), np.nan)
-            free = _ended(table, stage, which)
+            free = ran.ended(stage, which)
 
 
-def _met(table: Table, held: bool) -> Iterator[_Sample]:
+def _met(table: Table, ran: _Ran, held: bool) -> Iterator[_Sample]:
     """``held``: a sender waits for its receiver."""
     stages = table.schedule.stages
+    programs = [stage_program(table.schedule, stage) for stage in range(stages)]
     came: dict[tuple[int, PassId], dict[int, Floats]] = {}
-    for stage in range(stages):
-        program = stage_program(table.schedule, stage)
-        there = np.fmin(table.start[:, :, stage].min(axis=(2, 3, 4)), np.inf)
+    for stage, program in enumerate(programs):
+        there = np.fmin(ran.start[stage].min(axis=(0, 1, 2)), np.inf)
         if not np.isnan(table.entry).any():
             there = table.entry[:, :, stage]
         for place, step in enumerate(program):
             if isinstance(step, PassId):
-                there = _ended(table, stage, step)
+                there = ran.ended(stage, step)
                 continue
             for receiver, which in _transfers(step, stage, stages):
                 came.setdefault((receiver, which), {})[stage] = there
             if place + 1 < len(program) and not isinstance(program[place + 1], PassId):
                 for receiver, which in _transfers(step, stage, stages):
                     if receiver != stage and held:
-                        there = np.maximum(there, _begun(table, receiver, which))
-    for stage in range(stages):
-        program = stage_program(table.schedule, stage)
+                        there = np.maximum(there, ran.begun(receiver, which))
+    for stage, program in enumerate(programs):
         for step, following in pairwise(program):
-            source = producer(table.schedule, stage, following) if isinstance(following, PassId) else None
+            if not isinstance(step, SendReceive) or not isinstance(following, PassId):
+                continue
+            source = ran.sender(stage, following)
             # What arrives for a pass that runs later says nothing: the exchange was over before it began.
-            if source is None or not isinstance(step, SendReceive) or following not in (step.recv_prev, step.recv_next):
+            if source == stage or following not in (step.recv_prev, step.recv_next):
                 continue
             ready = {each: came[each] for each in _transfers(step, stage, stages)}
             if any(len(both) != 2 for both in ready.values()):
@@ -89,19 +106,15 @@ def _met(table: Table, held: bool) -> Iterator[_Sample]:
             if held:
                 later = {each: np.maximum(*both.values()) for each, both in ready.items()}
             else:
-                later = {each: both[_sender(table, *each)] for each, both in ready.items() if each[0] == stage}
+                later = {each: both[ran.sender(*each)] for each, both in ready.items() if each[0] == stage}
             # The exchange was over with the last of its transfers; another link's may have been that.
-            own = _link(source[0], stage, stages)
-            others = [later[each] for each in later if _link(_sender(table, *each), each[0], stages) != own]
-            last = np.maximum.reduce([later[each] for each in later])
-            waited = np.all([last >= came[stage, following][stage], *(last > other for other in others)], axis=0)
-            took = np.maximum(_begun(table, stage, following) - last, 0.0)
-            yield source[0], stage, following.kind, np.where(waited, took, np.nan)
-
-
-def _sender(table: Table, receiver: int, which: PassId) -> int:
-    source = producer(table.schedule, receiver, which)
-    return receiver if source is None else source[0]
+            last = reduce(np.maximum, later.values())
+            waited = last >= came[stage, following][stage]
+            for each, ends in later.items():
+                if _link(ran.sender(*each), each[0], stages) != _link(source, stage, stages):
+                    waited &= last > ends
+            took = np.maximum(ran.begun(stage, following) - last, 0.0)
+            yield source, stage, following.kind, np.where(waited, took, np.nan)
 
 
 def _link(sender: int, receiver: int, stages: int) -> int:

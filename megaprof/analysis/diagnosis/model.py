@@ -12,10 +12,8 @@ import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import of_both
 from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
+from megaprof.analysis.stages.samples import MAD
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
-
-#: Standard deviation of normal values by their median absolute deviation (Rousseeuw & Croux 1993).
-_MAD = 1.4826
 
 
 @dataclass(frozen=True)
@@ -235,7 +233,7 @@ def _shrunk(log: Floats, noise: float) -> Floats:
 
 
 def _scatter(values: Floats) -> float:
-    return float(_MAD * np.median(np.abs(values)))
+    return float(MAD * np.median(np.abs(values)))
 
 
 def blocks(count: int, microbatches: int, random: np.random.Generator) -> npt.NDArray[np.intp]:

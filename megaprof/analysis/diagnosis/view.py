@@ -78,6 +78,8 @@ class View:
     def scaled(self, factor: Floats, **neutral: Any) -> View:
         """With passes that take ``factor`` times as long, but for what was added to single ones, and factors that are
         neutral now."""
+        if (factor == 1.0).all():
+            return replace(self, **neutral)
         passes = self.state.passes.copy()
         flat, at = passes.reshape(*self.stalling.shape, -1), self.stalling[..., None]
         collects = self.collected.any()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, proce
 from megaprof.analysis.trace.runs import Runs, runs_in
 from megaprof.analysis.trace.traces import Skipped
 from megaprof.formats import timeline as format
+from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
 from megaprof.formats.phrases import counted
@@ -32,6 +34,8 @@ MOST_BUCKETS = 200
 #: Percentiles come from a histogram whose bins are this wide, as a fraction, from a microsecond on.
 BIN = 0.005
 _BINS = int(np.log(2.0**32) / np.log1p(BIN)) + 2
+#: Steps that are held at once, of several ranks.
+_STEPS_AT_ONCE = 1 << 16
 #: Bytes of files below which one process is quicker than several.
 _WORTH_IT = 512 << 20
 _MOST_TOLD = 5
@@ -169,7 +173,7 @@ class FleetReading:
 
 def find_timelines(directory: Path) -> list[Path]:
     """Every timeline under ``directory``, sorted. Hidden files are none of ours."""
-    return sorted(files_below(directory, (format.SUFFIX,)))
+    return sorted(files_below(directory, (format.SUFFIX,)), key=attrgetter("parts"))
 
 
 def read_fleet(
@@ -216,15 +220,23 @@ def _width(runs: Runs) -> Widths:
 def _read_item(runs: Runs, width: Widths, item: _Item) -> FleetReading:
     found = FleetReading(runs, width)
     groups: dict[tuple[Key, int, int], _Group] = {}
-    for paths in item:
+    waiting: dict[tuple[Key, int, int], list[list[_Steps]]] = {}
+    held = 0
+    for number, paths in enumerate(item, 1):
         by_rank: dict[tuple[Key, int], list[_Steps]] = {}
         for part in _steps_in(paths, found, runs):
             by_rank.setdefault((part.key, part.metadata.coords.rank), []).append(part)
         for (key, rank), parts in by_rank.items():
             place = parts[-1].metadata.coords
             found.files.setdefault(key, {})[rank] = tuple(dict.fromkeys(part.path for part in parts))
-            usable = _add_rank(found.series.setdefault(key, Series()), parts, width.get(key[:2], 1))
-            groups.setdefault((key, place.pp, place.tp), _Group()).add(usable)
+            waiting.setdefault((key, place.pp, place.tp), []).append(parts)
+            held += sum(len(part.steps) for part in parts)
+        if held >= _STEPS_AT_ONCE or number == len(item):
+            for where, ranks in waiting.items():
+                series = found.series.setdefault(where[0], Series())
+                usable = _add_ranks(series, ranks, width.get(where[0][:2], 1))
+                groups.setdefault(where, _Group()).add(usable)
+            waiting, held = {}, 0
     for (key, pp, tp), group in groups.items():
         size, series = key.sizes.dp * key.sizes.cp, found.series[key]
         for least, kept in ((size, series.synchronising), (1, series.at_most)):
@@ -310,47 +322,68 @@ def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> str | None:
     return None
 
 
-def _latest(every: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], int]:
-    """Calls in order, and how many were dropped because a later one is the same call of the same step again (a job
-    that went on from a checkpoint)."""
-    numbers = _numbers(every)
-    if (np.diff(numbers) > 0).all():
-        return every, 0
-    order = np.lexsort((every["start_ns"], numbers))
-    last = np.append(np.diff(numbers[order]) != 0, True)
-    kept = every[order[last]]
-    return kept, len(every) - len(kept)
+def _latest(calls: npt.NDArray[Any], whose: Integers) -> tuple[npt.NDArray[Any], Integers]:
+    """Of all ranks the calls in order, and whose they are, without those that a later one is the same call of the same
+    step again (a job that went on from a checkpoint)."""
+    numbers = _numbers(calls)
+    if ((np.diff(numbers) > 0) | (np.diff(whose) > 0)).all():
+        return calls, whose
+    order = np.lexsort((calls["start_ns"], numbers, whose))
+    numbers, whose = numbers[order], whose[order]
+    last = np.append((np.diff(numbers) != 0) | (np.diff(whose) != 0), True)
+    return calls[order[last]], whose[last]
 
 
-def _add_rank(series: Series, parts: Sequence[_Steps], width: int) -> npt.NDArray[Any]:
-    """Add one rank to its series; returns its calls that count."""
-    calls, again = _latest(np.concatenate([part.steps for part in parts]))
-    metadata, last = parts[-1].metadata, calls[-1]
+def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) -> npt.NDArray[Any]:
+    """Add ranks of one stage to their series; returns their calls that count."""
+    read = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
+    every = np.concatenate([part.steps for parts in ranks for part in parts])
+    calls, whose = _latest(every, np.repeat(np.arange(len(ranks)), read))
+    metadata = [parts[-1].metadata for parts in ranks]
+    count = np.bincount(whose)
+    ends = np.cumsum(count)
+    first, last = calls[ends - count], calls[ends - 1]
     compute = _compute(calls)
-    stood = stood_still(calls, compute)
+    stood = np.zeros(len(calls), dtype=np.bool_)
+    long = np.maximum(calls["duration"], compute) > STUCK_SECONDS * 1e6
+    for rank in sorted({*whose[long].tolist(), *np.flatnonzero(last["flags"] & format.FAILED).tolist()}):
+        some = slice(ends[rank] - count[rank], ends[rank])
+        stood[some] = stood_still(calls[some], compute[some])
+        series.stood += told_by(calls[some], compute[some], stood[some], metadata[rank].coords)
     # A step that the GPU did not finish in time was written without times.
     timed = (calls["flags"] & (format.FAILED | format.CAPTURED) == 0) & (calls["duration"] > 0) & ~stood
     usable: npt.NDArray[Any] = calls[timed]
-    series.stood += told_by(calls, compute, stood, metadata.coords)
-    compute = compute[timed]
-    first, medians, counts = bucketed(usable["step"], compute / 1e3, width)
-    series.ranks.append(
-        RankSeries(
-            coords=metadata.coords,
-            host=metadata.host,
-            first=first,
-            compute=medians.astype(np.float32),
-            counts=counts.astype(np.int32),
-            mean_ms=float(compute.mean()) / 1e3 if len(compute) else np.nan,
-            left_out=int(len(calls) - len(usable) - stood.sum()),
-            again=again,
-            first_step=int(calls[0]["step"]),
-            last_step=int(last["step"]),
-            ended=int(last["start_ns"]) + 1000 * int(last["duration"]),
-            device_clock=bool((usable["flags"] & format.DEVICE_CLOCK).any()),
+    compute, whose = compute[timed], whose[timed]
+
+    def of_ranks(weights: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        return np.bincount(whose, weights, minlength=len(ranks))
+
+    with np.errstate(invalid="ignore"):
+        mean_ms = (of_ranks(compute) / of_ranks() / 1e3).tolist()
+    left_out = (count - of_ranks() - np.add.reduceat(stood, ends - count, dtype=np.int64)).tolist()
+    again, first_step, last_step = (read - count).tolist(), first["step"].tolist(), last["step"].tolist()
+    ended = (last["start_ns"] + 1000 * last["duration"].astype(np.int64)).tolist()
+    on_device = of_ranks(usable["flags"] & format.DEVICE_CLOCK > 0).tolist()
+    begins, bounds, medians, counts = _bucketed(whose, usable["step"], compute / 1e3, width, len(ranks))
+    for rank, own in enumerate(metadata):
+        buckets = slice(bounds[rank], bounds[rank + 1])
+        series.ranks.append(
+            RankSeries(
+                coords=own.coords,
+                host=own.host,
+                first=begins[rank],
+                compute=medians[buckets].astype(np.float32),
+                counts=counts[buckets].astype(np.int32),
+                mean_ms=mean_ms[rank],
+                left_out=left_out[rank],
+                again=again[rank],
+                first_step=first_step[rank],
+                last_step=last_step[rank],
+                ended=ended[rank],
+                device_clock=on_device[rank] > 0,
+            )
         )
-    )
-    series.count(metadata.coords.pp, compute)
+    series.count(metadata[0].coords.pp, compute)
     longest = usable["duration"] / 1e3
     series.steps, series.longest = _merge(series.steps, series.longest, _numbers(usable), longest, np.maximum)
     return usable
@@ -369,38 +402,45 @@ def percentile(histogram: Integers, fraction: float) -> float:
 
 def bucketed(steps: Integers, values: Floats, width: int) -> tuple[int, Floats, Integers]:
     """Number of the first bucket (step // width), and the median and the number of the steps of each; steps ascend."""
-    if not len(steps):
-        return 0, np.empty(0), np.empty(0, dtype=np.int64)
+    begins, _, medians, counts = _bucketed(np.zeros(len(steps), dtype=np.int64), steps, values, width, 1)
+    return begins[0], medians, counts
+
+
+def _bucketed(
+    rows: Integers, steps: Integers, values: Floats, width: int, count: int
+) -> tuple[list[int], list[int], Floats, Integers]:
+    """Of every row of steps, which ascend in it: the number of its first bucket; where its buckets begin and end among
+    those of all rows; and the median and the number of the steps of each bucket."""
+    number = np.bincount(rows, minlength=count)
+    ends = np.cumsum(number)
     bucket = steps // width
-    first = int(bucket[0])
-    size = int(bucket[-1]) - first + 1
-    if size > 4 * MOST_BUCKETS:  # far more than the sampled ranks have: what is beyond is one bucket
-        bucket, size = np.minimum(bucket, first + 4 * MOST_BUCKETS - 1), 4 * MOST_BUCKETS
-    counts = np.bincount(bucket - first, minlength=size)
-    medians = np.full(size, np.nan)
+    first, size = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    known = number > 0
+    first[known] = bucket[(ends - number)[known]]
+    # Far more than the sampled ranks have: what is beyond is one bucket.
+    place = np.minimum(bucket - first[rows], 4 * MOST_BUCKETS - 1)
+    size[known] = place[(ends - 1)[known]] + 1
+    bounds = np.concatenate(([0], np.cumsum(size)))
+    place += bounds[rows]
+    counts = np.bincount(place, minlength=bounds[-1])
+    medians = np.full(len(counts), np.nan)
     there = counts > 0
     ends = np.cumsum(counts)[there]
     begins = ends - counts[there]
-    ordered = values[np.lexsort((values, bucket))]
+    ordered = values[np.lexsort((values, place))]
     medians[there] = (ordered[(begins + ends - 1) // 2] + ordered[(begins + ends) // 2]) / 2
-    return first, medians, counts
+    return first.tolist(), bounds.tolist(), medians, counts
 
 
 def _merge(
     numbers: Integers, values: Floats, others: Integers, other_values: Floats, combine: np.ufunc
 ) -> tuple[Integers, Floats]:
-    """Both series by number, combined where both have one."""
-    if not len(numbers):
-        return others.astype(np.int64), other_values.astype(np.float64)
-    if np.array_equal(numbers, others):
-        return numbers, combine(values, other_values)
-    every = np.union1d(numbers, others)
-    merged = np.full(len(every), np.nan)
-    merged[np.searchsorted(every, numbers)] = values
-    place = np.searchsorted(every, others)
-    old = merged[place]
-    merged[place] = np.where(np.isnan(old), other_values, combine(old, other_values))
-    return every, merged
+    """Values by number, ascending, combined with others of any order, where there are several."""
+    every = np.concatenate((numbers, others))
+    order = np.argsort(every, kind="stable")
+    every = every[order]
+    begins = np.flatnonzero(np.append(True, np.diff(every) > 0)) if len(every) else order
+    return every[begins], combine.reduceat(np.concatenate((values, other_values))[order], begins)
 
 
 def useful(paths: Sequence[Path], items: int) -> int:

@@ -23,21 +23,22 @@ calls of numpy over its nodes and over all steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from math import prod
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.parallel.schedules import SPLIT_SCHEDULES, PassId, PipelineSchedule, producer, stage_program, turns
+from megaprof.parallel.schedules import SPLIT_SCHEDULES, PassId, PipelineSchedule, stage_program, turns
 
 Milliseconds: TypeAlias = npt.NDArray[np.float64]
 
-#: Node ends that are held at once, of all steps: 8 MB. Steps beyond that are evaluated in turn.
-_MOST_HELD = 1 << 20
+#: Node ends that are held at once, of all steps: 32 MB. Steps beyond that are evaluated in turn.
+_MOST_HELD = 1 << 22
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,8 @@ class Replay:
     """The row of each pass, in the order of a flattened ``passes``."""
     _before: npt.NDArray[np.intp]
     """The rows that each pass waits for, [any number, pass]."""
+    _last: npt.NDArray[np.intp]
+    """The row of the last pass of each stage."""
     _transfers: npt.NDArray[np.intp]
     """The rows of the transfers."""
     _links: npt.NDArray[np.intp]
@@ -85,7 +88,7 @@ class Replay:
             ValueError: an array of another shape than the schedule has.
         """
         _, leading, tables = self._tables(passes, entry, link)
-        longest = [table[self._passes].max(axis=0) for table in tables]
+        longest = [table[self._last].max(axis=0) for table in tables]
         return np.concatenate(longest).reshape(leading)
 
     def ends(
@@ -148,140 +151,158 @@ def compiled(schedule: PipelineSchedule, rendezvous: bool, in_turn: bool = False
         raise ValueError("rendezvous=True: without overlapped p2p the interleaved schedule needs more than 2 stages")
     if programmed and schedule.name in SPLIT_SCHEDULES:
         raise ValueError(f"rendezvous=True: the exchanges of schedule={schedule.name!r} overlap")
-    plan = _Plan(schedule)
-    for stage in range(schedule.stages):
-        if programmed:
-            plan.add_program(stage, held=rendezvous)
-        else:
-            plan.add_order(stage)
-    rows, levels = _levelled(plan.inputs)
-    transfers = range(plan.first_transfer, len(plan.inputs))
-    own = slice(schedule.stages, plan.first_transfer)
+    nodes = _Nodes(schedule)
+    edges = nodes.in_programs(held=rendezvous) if programmed else nodes.in_order()
+    inputs, number = _neighbours(edges[1], edges[0], nodes.count)
+    inputs = np.where(inputs < nodes.count, inputs, inputs[:1])  # of a node with fewer the first one again
+    rows, levels = _levelled(number, _neighbours(*edges, nodes.count)[0])
+    passes = nodes.passes.ravel()
     return Replay(
         schedule,
         rendezvous,
         in_turn and not rendezvous,
-        levels,
-        rows[own],
-        rows[_padded(plan.inputs[own])],
-        rows[transfers],
-        np.array(plan.links, dtype=np.intp),
+        tuple((begin, begin + len(own), rows[inputs[: number[own].max(), own]]) for begin, own in levels),
+        rows[passes],
+        rows[inputs[: number[passes].max(), passes]],
+        rows[nodes.last],
+        rows[nodes.transfers],
+        nodes.links,
     )
 
 
-class _Plan:
+def rescheduled(own: Replay, chunks: int, microbatches: int) -> Replay:
+    """Returns the replay with so many model chunks per stage and microbatches, in the schedule that Megatron then
+    chooses. Raises ValueError where Megatron refuses it."""
+    schedule = own.schedule
+    if (chunks, microbatches) == (schedule.chunks, schedule.microbatches):
+        return own
+    same = chunks == schedule.chunks
+    # Megatron-LM overlaps the exchanges of the interleaved schedule unless told otherwise.
+    checked = PipelineSchedule.checked(
+        schedule.stages,
+        chunks,
+        microbatches,
+        name=schedule.name if same else "1f1b" if chunks == 1 else "interleaved",
+        group_size=schedule.group_size if same and chunks > 1 else None,
+        forward_only=schedule.forward_only,
+        combined=schedule.combined,
+    )
+    # All of them by position: so the search asks for it, too, and finds the same one.
+    return compiled(checked, *((own.rendezvous, own.in_turn) if same else (chunks == 1, False)))
+
+
+_Places = npt.NDArray[np.intp]
+_Edges = tuple[_Places, _Places]
+"""A node, and one that waits for it."""
+
+
+class _Nodes:
     """Nodes in the making: first where each stage enters the step, then all passes, then transfers."""
 
     def __init__(self, schedule: PipelineSchedule) -> None:
+        stages, kinds = schedule.stages, schedule.kinds
         self.schedule = schedule
-        each = [
-            PassId(kind, chunk, microbatch)
-            for chunk in range(schedule.chunks)
-            for kind in schedule.kinds
-            for microbatch in range(schedule.microbatches)
-        ]
-        self._place = {which: schedule.stages + place for place, which in enumerate(each)}
-        self._each = len(each)
-        self.first_transfer = schedule.stages * (1 + len(each))
-        self.inputs: list[tuple[int, ...]] = [()] * self.first_transfer
-        """The nodes that each node waits for."""
-        self.links: list[int] = []
-        """The link of each transfer."""
-        self._by_receiver: dict[int, int] = {}
-        # Where passes run as one, the node at whose end their results are there.
-        self._turn_ends = {
-            (stage, which): self.pass_node(stage, turn[-1])
-            for stage in range(schedule.stages)
-            for turn in turns(schedule, stage)
-            for which in turn[:-1]
-        }
+        shape = stages, schedule.chunks, len(kinds), schedule.microbatches
+        self.passes = stages + np.arange(prod(shape)).reshape(shape)
+        """[stage, chunk, kind, microbatch]: the node of each pass."""
+        self._kind = {kind: number for number, kind in enumerate(kinds)}
+        made, needed, links = [_NONE], [_NONE], [_NONE]
+        for stage, chunk, kind in np.ndindex(shape[:3]):
+            source = schedule.placement.producer(kinds[kind], stage, chunk)
+            if source is not None and source[0] != stage:
+                low, high = sorted((source[0], stage))
+                made.append(self.passes[source[0], source[1], kind])
+                needed.append(self.passes[stage, chunk, kind])
+                links.append(np.full(schedule.microbatches, low if high == low + 1 else high))
+        self._made, self._needed, self.links = map(np.concatenate, (made, needed, links))
+        """Of each transfer the pass that makes it, the pass that needs it, and its link."""
+        self._orders = [turns(schedule, stage) for stage in range(stages)]
+        self.last = np.array([self._node(stage, order[-1][-1]) for stage, order in enumerate(self._orders)])
+        """[stage]: the node of its last pass."""
+        first = stages + self.passes.size
+        self.transfers = first + np.arange(len(self.links))
+        self.count = first + len(self.links)
 
-    def pass_node(self, stage: int, which: PassId) -> int:
-        return self._place[which] + stage * self._each
+    def in_order(self) -> _Edges:
+        """Turns of a stage wait for the turn before and for the inputs of their passes."""
+        begins, ends = np.arange(self.count), np.arange(self.count)  # of the turn that a pass is of
+        sources, targets = [], []
+        for stage, each in enumerate(self._orders):
+            order = np.array([self._node(stage, which) for which in chain.from_iterable(each)])
+            sizes = np.array([len(turn) for turn in each])
+            last = np.cumsum(sizes) - 1
+            begins[order], ends[order] = np.repeat(order[last + 1 - sizes], sizes), np.repeat(order[last], sizes)
+            sources.append(np.concatenate(([stage], order[:-1])))
+            targets.append(order)
+        return (
+            np.concatenate((*sources, ends[self._made], self.transfers)),
+            np.concatenate((*targets, self.transfers, begins[self._needed])),
+        )
 
-    def add_order(self, stage: int) -> None:
-        """Turns of a stage that wait for the turn before and for the inputs of their passes."""
-        before = stage
-        for turn in turns(self.schedule, stage):
-            arrivals = []
-            for which in turn:
-                source = producer(self.schedule, stage, which)
-                if source is not None and source[0] != stage:
-                    made = self._turn_ends.get(source, self.pass_node(*source))
-                    arrivals.append(self._transfer(source[0], stage, self.pass_node(stage, which), (made,)))
-            for which in turn:
-                node = self.pass_node(stage, which)
-                self.inputs[node] = (before, *arrivals)
-                before, arrivals = node, []
-
-    def add_program(self, stage: int, *, held: bool) -> None:
-        """Passes and exchanges of a stage, each of which waits for what is before it; a transfer waits for that of
-        its sender, and, where that is ``held``, of its receiver."""
+    def in_programs(self, *, held: bool) -> _Edges:
+        """Passes and exchanges of a stage each wait for what is before it; a transfer waits for that of its sender,
+        and, where that is ``held``, of its receiver."""
         stages = self.schedule.stages
-        following, preceding = (stage + 1) % stages, (stage - 1) % stages
-        before: tuple[int, ...] = (stage,)
-        for step in stage_program(self.schedule, stage):
-            if isinstance(step, PassId):
-                node = self.pass_node(stage, step)
-                self.inputs[node] = before
-                before = (node,)
-                continue
-            sent = ((stage, following, step.send_next), (stage, preceding, step.send_prev))
-            received = ((preceding, stage, step.recv_prev), (following, stage, step.recv_next))
-            out, come = (
-                tuple(
-                    self._transfer(sender, receiver, self.pass_node(receiver, which), waits_for)
-                    for sender, receiver, which in transfers
-                    if which is not None
+        transfer = dict(zip(self._needed.tolist(), self.transfers.tolist(), strict=True))
+        edges: list[tuple[int, int]] = []
+        for stage in range(stages):
+            following, preceding = (stage + 1) % stages, (stage - 1) % stages
+            before = [stage]
+            for step in stage_program(self.schedule, stage):
+                if isinstance(step, PassId):
+                    node = self._node(stage, step)
+                    edges += [(each, node) for each in before]
+                    before = [node]
+                    continue
+                sent = (following, step.send_next), (preceding, step.send_prev)
+                received = (stage, step.recv_prev), (stage, step.recv_next)
+                out, come = (
+                    [transfer[self._node(receiver, which)] for receiver, which in some if which is not None]
+                    for some in (sent, received)
                 )
-                for transfers, waits_for in ((sent, before), (received, before if held else ()))
-            )
-            before = out + come if held else before + come
+                edges += [(each, other) for other in (out + come if held else out) for each in before]
+                before = out + come if held else before + come
+        sources, targets = np.array(edges).T
+        return sources, targets
 
-    def _transfer(self, sender: int, receiver: int, needed_by: int, waits_for: tuple[int, ...]) -> int:
-        """The transfer of a pass's input, which also waits for ``waits_for``."""
-        node = self._by_receiver.get(needed_by)
-        if node is None:
-            low, high = sorted((sender, receiver))
-            node = self._by_receiver[needed_by] = len(self.inputs)
-            self.links.append(low if high == low + 1 else high)
-            self.inputs.append(())
-        self.inputs[node] += waits_for
-        return node
+    def _node(self, stage: int, which: PassId) -> int:
+        own = self.schedule
+        place = (stage * own.chunks + which.chunk) * len(self._kind) + self._kind[which.kind]
+        return own.stages + place * own.microbatches + which.microbatch
 
 
-def _levelled(
-    inputs: Sequence[tuple[int, ...]],
-) -> tuple[npt.NDArray[np.intp], tuple[tuple[int, int, npt.NDArray[np.intp]], ...]]:
-    """The row of each node in a table that is sorted by level, and the levels but the first, as `Replay` has them."""
-    missing = [len(each) for each in inputs]
-    users: list[list[int]] = [[] for _ in inputs]
-    for node, each in enumerate(inputs):
-        for other in each:
-            users[other].append(node)
-    levels = [[node for node, count in enumerate(missing) if not count]]
-    while levels[-1]:
-        levels.append([])
-        for user in chain.from_iterable(users[node] for node in levels[-2]):
-            missing[user] -= 1
-            if not missing[user]:
-                levels[-1].append(user)
-    order = list(chain.from_iterable(levels))
-    if len(order) != len(inputs):
+_NONE = np.empty(0, dtype=np.intp)
+
+
+def _neighbours(nodes: _Places, others: _Places, count: int) -> tuple[_Places, _Places]:
+    """[most, node]: the other ends of the edges of each of ``count`` nodes, then ``count``; and [node]: how many."""
+    order = np.argsort(nodes, kind="stable")
+    number = np.bincount(nodes, minlength=count)
+    table = np.full((number.max(), count), count)
+    table[np.arange(len(nodes)) - np.repeat(np.cumsum(number) - number, number), nodes[order]] = others[order]
+    return table, number
+
+
+def _levelled(inputs: _Places, users: _Places) -> tuple[_Places, list[tuple[int, _Places]]]:
+    """The row of each node in a table that is sorted by level; and of each level but the first its first row, and its
+    nodes. ``inputs`` [node]: how many it waits for; ``users`` as `_neighbours` has them."""
+    count = len(inputs)
+    missing, which = np.append(inputs, count), np.empty(count + 1, dtype=np.intp)
+    levels = [np.flatnonzero(inputs == 0)]
+    while len(levels[-1]):
+        each = users[:, levels[-1]].ravel()
+        np.subtract.at(missing, each[each < count], 1)
+        each = each[missing[each] == 0]
+        places = np.arange(len(each))
+        which[each] = places
+        levels.append(each[which[each] == places])  # once, however many inputs came last
+    order = np.concatenate(levels)
+    if len(order) != count:
         raise RuntimeError("the stages of a schedule wait for each other; please report this")
-    rows = np.empty(len(order), dtype=np.intp)
-    rows[order] = np.arange(len(order))
-    found, begin = [], len(levels[0])
-    for level in levels[1:-1]:
-        found.append((begin, begin + len(level), rows[_padded([inputs[node] for node in level])]))
-        begin += len(level)
-    return rows, tuple(found)
-
-
-def _padded(inputs: Sequence[tuple[int, ...]]) -> npt.NDArray[np.intp]:
-    """[most inputs, node]; a node with fewer has its first one again."""
-    most = max(map(len, inputs))
-    return np.array([each + each[:1] * (most - len(each)) for each in inputs], dtype=np.intp).T.copy()
+    rows = np.empty(count, dtype=np.intp)
+    rows[order] = np.arange(count)
+    begins = np.cumsum([len(level) for level in levels])
+    return rows, list(zip(begins.tolist(), levels[1:-1], strict=False))
 
 
 def _checked(name: str, value: npt.ArrayLike, shape: tuple[int, ...]) -> Milliseconds:

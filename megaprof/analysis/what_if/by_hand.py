@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megaprof.analysis.diagnosis.examine import Price
+from megaprof.analysis.simulation.replay import rescheduled
 from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.what_if.candidates import Known, relaid
-from megaprof.analysis.what_if.changes import Change, Prediction, captured, rescheduled
+from megaprof.analysis.what_if.changes import Change, Prediction, captured
 from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.packing import PLANS, Packed, plan
 from megaprof.formats.phrases import counted

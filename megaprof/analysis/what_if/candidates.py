@@ -8,9 +8,9 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Captured, Change, Kind, Priced, described, priced, rescheduled
+from megaprof.analysis.what_if.changes import Captured, Change, Kind, Priced, described, priced
 from megaprof.analysis.what_if.contents import Costs, Held, fitted, split
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import Layout, format_layout, layers_per_stage, to_flags

@@ -20,10 +20,9 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.examine import Examined, Price
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
-from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.simulation.simulate import Simulation, played
 from megaprof.analysis.table.table import Floats
-from megaprof.parallel.schedules import PipelineSchedule
 
 #: Pipelines of a step that can be its longest, whatever is changed: the so many that take longest now.
 _LONGEST = 4
@@ -121,27 +120,6 @@ class Change:
     """How many times the tokens its microbatches have."""
     p2p_ms: float = 0.0
     """By how many milliseconds every exchange takes longer."""
-
-
-def rescheduled(own: Replay, chunks: int, microbatches: int) -> Replay:
-    """Returns the replay with so many model chunks per stage and microbatches, in the schedule that Megatron then
-    chooses. Raises ValueError where Megatron refuses it."""
-    before = own.schedule
-    if (chunks, microbatches) == (before.chunks, before.microbatches):
-        return own
-    same = chunks == before.chunks
-    # Megatron-LM overlaps the exchanges of the interleaved schedule unless told otherwise.
-    checked = PipelineSchedule.checked(
-        before.stages,
-        chunks,
-        microbatches,
-        name=before.name if same else "1f1b" if chunks == 1 else "interleaved",
-        group_size=before.group_size if same and chunks > 1 else None,
-        forward_only=before.forward_only,
-        combined=before.combined,
-    )
-    # All of them by position: so the search asks for it, too, and finds the same one.
-    return compiled(checked, *((own.rendezvous, own.in_turn) if same else (chunks == 1, False)))
 
 
 @dataclass(frozen=True)

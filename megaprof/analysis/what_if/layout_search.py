@@ -16,7 +16,8 @@ from megaprof.analysis.what_if.layouts import Layout, default_layout, to_flags
 from megaprof.parallel.schedules import PipelineSchedule
 
 _PASSES_PER_SEARCH = 12_000_000
-_PASSES_AT_ONCE = 500_000  # 4 MB
+_PASSES_AT_ONCE = 2_000_000  # 16 MB
+_PIECES_AT_ONCE = 1_000_000  # of those that a cut may make
 _FEWEST, _MOST = 100, 2000  # replays a search
 
 Excess = Callable[[Layout], float]
@@ -201,12 +202,12 @@ def search(
 def _starts(problem: _Problem, layers: int, mtp_layers: int) -> Iterator[_Counts]:
     """Layouts worth a replay before the local search."""
     pp, vpp, m = problem.pp, problem.vpp, problem.microbatches
-    prefix = [sum(problem.work[:index]) for index in range(len(problem.work) + 1)]
+    prefix = np.array([sum(problem.work[:index]) for index in range(len(problem.work) + 1)])
     pieces = pp * vpp
-    yield _smallest_maximum(len(problem.work), pieces, lambda begin, end: prefix[end] - prefix[begin])
+    yield _smallest_maximum(pieces, lambda begin, end: prefix[end] - prefix[begin], len(problem.work))
     if vpp == 1:
         yield _smallest_maximum(
-            len(problem.work), pieces, lambda begin, end: m * (prefix[end] - prefix[begin]) + prefix[begin]
+            pieces, lambda begin, end: m * (prefix[end] - prefix[begin]) + prefix[begin], len(problem.work)
         )
     plain = [
         default_layout(pp, vpp, layers, mtp_layers, account_for_embedding=embedding, account_for_loss=loss)
@@ -227,37 +228,42 @@ def _starts(problem: _Problem, layers: int, mtp_layers: int) -> Iterator[_Counts
     yield from sorted(found, key=lambda counts: (heaviest(counts), counts))[:8]
 
 
-def _smallest_maximum(units: int, pieces: int, cost: Callable[[int, int], float]) -> _Counts:
+_Places = npt.NDArray[np.intp]
+_PieceCost = Callable[[_Places, _Places], Milliseconds]
+
+
+def _smallest_maximum(pieces: int, cost: _PieceCost, units: int) -> _Counts:
     """Cut ``units`` into non-empty ``pieces`` so that the largest ``cost(begin, end)`` is smallest, and of such cuts
-    the one with the smallest sum of squares. Exact, by dynamic programming; the cost must grow with the piece."""
-    largest = _best_cuts(units, pieces, cost, max)[0]
+    the one with the smallest sum of squares. Exact, by dynamic programming."""
+    largest = _best_cuts(units, pieces, cost, np.maximum)[0]
     limit = largest * (1 + 1e-12)
-    squares = _best_cuts(units, pieces, lambda b, e: inf if (c := cost(b, e)) > limit else c * c, lambda a, b: a + b)[1]
+
+    def squared(begin: _Places, end: _Places) -> Milliseconds:
+        each = cost(begin, end)
+        return np.where(each > limit, inf, each * each)
+
+    squares = _best_cuts(units, pieces, squared, np.add)[1]
     return tuple(end - begin for begin, end in zip((0, *squares), (*squares, units), strict=True))
 
 
-def _best_cuts(
-    units: int, pieces: int, cost: Callable[[int, int], float], join: Callable[[float, float], float]
-) -> tuple[float, list[int]]:
-    best = [0.0] + [inf] * units
-    choices: list[list[int]] = []
-    for piece in range(pieces):
-        values, choice = [inf] * (units + 1), [0] * (units + 1)
-        for end in range(piece + 1, units - (pieces - piece - 1) + 1):
-            for begin in range(end - 1, piece - 1, -1):
-                added = cost(begin, end)
-                if added > values[end]:  # and more so for every earlier begin
-                    break
-                joined = join(best[begin], added)
-                if joined < values[end]:
-                    values[end], choice[end] = joined, begin
+def _best_cuts(units: int, pieces: int, cost: _PieceCost, join: np.ufunc) -> tuple[float, list[int]]:
+    # Of cuts that are as good the shortest last piece counts, so begins descend.
+    begins, ends = np.arange(units)[::-1, None], np.arange(units + 1)
+    best = np.where(ends == 0, 0.0, inf)
+    choices = []
+    for _ in range(pieces):
+        values, choice = np.empty(units + 1), np.empty(units + 1, dtype=np.intp)
+        for some in np.array_split(ends, 1 + units * units // _PIECES_AT_ONCE):
+            joined = np.where(begins < some, join(best[begins], cost(begins, some)), inf)
+            shortest = joined.argmin(axis=0)
+            values[some], choice[some] = joined[shortest, np.arange(len(some))], begins[shortest, 0]
         best = values
         choices.append(choice)
     cuts, end = [], units
     for choice in reversed(choices[1:]):
-        end = choice[end]
+        end = int(choice[end])
         cuts.append(end)
-    return best[units], cuts[::-1]
+    return float(best[units]), cuts[::-1]
 
 
 def _stage_work(problem: _Problem, counts: _Counts) -> list[float]:

@@ -63,6 +63,21 @@ def test_a_job_without_a_table_has_a_reason(change, reason: str, tmp_path: Path)
     assert str(table).startswith(reason)
 
 
+def test_what_microbatches_consist_of_is_told_by_the_first_stage(tmp_path: Path) -> None:
+    """Which reads its input. A later one may be given the same with padding."""
+    tokens = {0: (4, 9, 6, 8)}
+    calls = []
+    for call in calls_of(Scenario("plain", gpu=False, microbatches=4), tmp_path):
+        own = tokens.get(call.stage, (9, 9, 9, 9))
+        told = {"tokens": own, "lengths": tuple((each,) for each in own), "lengths_from": "shapes"}
+        calls.append(replace(call, metadata=replace(call.metadata, **told)))
+    (table,) = tables_of_calls(calls).values()
+    assert isinstance(table, Table)
+    assert table.work is not None
+    assert table.work[0, 0, :, 0].tolist() == [4, 9, 6, 8]
+    assert [table.sequences[0, 0, number] for number in range(4)] == [(4,), (9,), (6,), (8,)]
+
+
 def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
     """A stage that has twice the work: what the step would be without it is what a replay of the truth says."""
     schedule = PipelineSchedule.checked(4, 2, 8, combined=True)
