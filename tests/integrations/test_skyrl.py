@@ -231,6 +231,8 @@ def test_roles_of_the_workers(patched: bool, wheel: Callable[[str], Path], tmp_p
         for pp in (0, 1)
     ]
     for name, trace in found.items():
+        # The second stage is given an input that it does not read, padding and all.
+        assert trace["megaprof"]["lengths"] == [[length if name.endswith("pp0") else 16] for length in LENGTHS]
         assert labels(trace).count("forward") == WORKLOAD.microbatches
         assert labels(trace).count("backward") == (WORKLOAD.microbatches if name.startswith("train_actor") else 0)
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaprof.analysis.diagnosis import recorded
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.files import beside, tables_in
-from megaprof.analysis.diagnosis.recorded import tables_of_timelines
-from megaprof.analysis.diagnosis.table import Table, Unfit
-from megaprof.analysis.diagnosis.traced import tables_of_calls
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.table import recorded
+from megaprof.analysis.table.files import beside, tables_in
+from megaprof.analysis.table.recorded import tables_of_timelines
+from megaprof.analysis.table.table import Table, Unfit
+from megaprof.analysis.table.traced import tables_of_calls
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in
@@ -61,6 +61,21 @@ def test_a_job_without_a_table_has_a_reason(change, reason: str, tmp_path: Path)
     (table,) = tables_of_calls(calls).values()
     assert isinstance(table, Unfit)
     assert str(table).startswith(reason)
+
+
+def test_what_microbatches_consist_of_is_told_by_the_first_stage(tmp_path: Path) -> None:
+    """Which reads its input. A later one may be given the same with padding."""
+    tokens = {0: (4, 9, 6, 8)}
+    calls = []
+    for call in calls_of(Scenario("plain", gpu=False, microbatches=4), tmp_path):
+        own = tokens.get(call.stage, (9, 9, 9, 9))
+        told = {"tokens": own, "lengths": tuple((each,) for each in own), "lengths_from": "shapes"}
+        calls.append(replace(call, metadata=replace(call.metadata, **told)))
+    (table,) = tables_of_calls(calls).values()
+    assert isinstance(table, Table)
+    assert table.work is not None
+    assert table.work[0, 0, :, 0].tolist() == [4, 9, 6, 8]
+    assert [table.sequences[0, 0, number] for number in range(4)] == [(4,), (9,), (6,), (8,)]
 
 
 def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:

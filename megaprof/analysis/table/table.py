@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep
-from megaprof.analysis.diagnosis.policy import QUARTILE
 from megaprof.analysis.trace.groups import INSIDE
 from megaprof.formats.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 
 Floats = npt.NDArray[np.float64]
 
-
+#: What a pass costs when nothing disturbs it: this quantile, because disturbances only add.
+QUARTILE = 0.25
 #: Bits that tell the calls of one step apart: a step's number is above them.
 CALLS = 16
 
@@ -197,8 +197,10 @@ def tabulate(
         table = np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed[group] = table.min(axis=3)[whole]
-    # Ranks that wait for each other may have data of their own: the most of it is waited for.
-    work = np.fmax.reduce(stacked("work"), axis=(2, 3))[whole]
+    # Ranks that wait for each other may have data of their own: the most of it is waited for. The first stage that
+    # knows tells: a later one is given an input that it does not read, in SkyRL with padding that the first is without.
+    by_stage = np.fmax.reduce(stacked("work"), axis=3)[whole]
+    work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([r.experts for r in order]).reshape(positions)
     names = _names(order, positions)
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
