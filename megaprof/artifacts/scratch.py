@@ -51,7 +51,7 @@ class Scratch:
                 raise
 
     def place(self, final: Path) -> Path | None:
-        """Where the raw file of ``final`` is to be written; None: beside it, as there is no room here."""
+        """Returns where the raw file of ``final`` is to be written; None: beside it, as there is no room here."""
         directory = self._directory
         if directory is None or os.getpid() != self._pid:  # a forked child has none
             return None

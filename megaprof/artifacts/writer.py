@@ -89,8 +89,8 @@ class Writer:
         return bool(self._tasks)
 
     def raw_path(self, final: Path) -> Path:
-        """Where the raw file of ``final`` is to be written: in local scratch, where there is one with room, else hidden
-        beside ``final``. Raises OSError where the directory cannot be made."""
+        """Returns where the raw file of ``final`` is to be written: in local scratch, where there is one with room,
+        else hidden beside ``final``. Raises OSError where the directory cannot be made."""
         placed = None if self._scratch is None else self._scratch.place(final)
         return raw_path(final) if placed is None else placed
 

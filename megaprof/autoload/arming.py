@@ -221,7 +221,8 @@ def _asked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moved() -> bool:
-    """Whether an in-process restart gave this rank another place, so that its hooks are those of an earlier attempt."""
+    """Returns whether an in-process restart gave this rank another place, so that its hooks are those of an earlier
+    attempt."""
     with Suppressed(Exception):  # groups that are half there: they are looked at again with the next call
         from megaprof.capture.this_rank import moved
 

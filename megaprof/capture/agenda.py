@@ -148,8 +148,8 @@ class Wish:
     """Wanted steps in which another window was open, oldest first: each takes the next free call instead."""
 
     def wants(self, step: CountedStep) -> bool:
-        """Whether ``step`` is to be captured. A host may run one iteration twice (Megatron's rerun machinery); its
-        first run is the one that is kept."""
+        """Returns whether ``step`` is to be captured. A host may run one iteration twice (Megatron's rerun machinery);
+        its first run is the one that is kept."""
         return self.plan is not None and self.handled != step.number and self.plan.captures(step.number, step.index)
 
     def owes(self, step: CountedStep) -> int | None:
@@ -207,8 +207,8 @@ class Agenda:
         return None
 
     def goes_on(self, window: PlannedWindow, begun: Begun) -> bool:
-        """Whether ``window``, which is open, stays open when ``begun`` begins. A wanted step that follows goes into a
-        merged window: it is its last one then."""
+        """Returns whether ``window``, which is open, stays open when ``begun`` begins. A wanted step that follows goes
+        into a merged window: it is its last one then."""
         if window.target == ANNOTATED:
             return True
         last, step = window.last, begun.host_step if window.target == TRAIN_OVERALL else begun.step
@@ -231,7 +231,7 @@ class Agenda:
         return joins
 
     def is_complete(self, window: PlannedWindow) -> bool:
-        """Whether ``window`` ends with its last step so far, and no wanted step goes into it any more."""
+        """Returns whether ``window`` ends with its last step so far, and no wanted step goes into it any more."""
         last, wish = window.last, self.wish(window.last)
         if not window.merges or wish.plan is None:
             return True
@@ -302,12 +302,12 @@ class Agenda:
         return True
 
     def comes(self, step: CountedStep) -> bool:
-        """Whether the step behind ``step`` is to be captured."""
+        """Returns whether the step behind ``step`` is to be captured."""
         plan = self.wish(step).plan
         return plan is not None and plan.captures(step.number + 1, step.index + 1)
 
     def wish(self, step: CountedStep) -> Wish:
-        """What is wanted of the target and role of ``step``."""
+        """Returns what is wanted of the target and role of ``step``."""
         return self._wish(step.target, step.role)
 
     def plan_of(self, target: str, role: str | None) -> Plan | None:
@@ -321,7 +321,7 @@ class Agenda:
         return config.plan(target, role)
 
     def _follows(self, step: CountedStep, before: CountedStep) -> bool:
-        """Whether ``step`` goes into the same merged window as ``before``."""
+        """Returns whether ``step`` goes into the same merged window as ``before``."""
         plan = self.wish(before).plan
         if plan is None or not (isinstance(plan, Schedule) or step.number == before.number + 1):
             return False
@@ -343,7 +343,7 @@ class Agenda:
         wish.ran += 1
 
     def _captures_host_steps(self, role: str | None) -> bool:
-        """Whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
+        """Returns whether a step of the host's that begins with a call of ``role`` may be captured on this rank."""
         return self._wish(TRAIN_OVERALL, role).plan is not None
 
     def _wish(self, target: str, role: str | None) -> Wish:

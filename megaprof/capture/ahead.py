@@ -38,8 +38,8 @@ class Pace:
         return tuple(each for each in steps if (each.target, each.role, each.number - 1) in before)
 
     def ends(self) -> bool:
-        """Whether the call that ends took most of the time since the one before it began: the gap behind it is short
-        then, if it is like the gap before it."""
+        """Returns whether the call that ends took most of the time since the one before it began: the gap behind it is
+        short then, if it is like the gap before it."""
         return self._between <= 2 * (time.perf_counter_ns() - self._began)
 
 

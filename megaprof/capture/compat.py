@@ -69,7 +69,7 @@ def check_daemon(config: ProfileConfig, env: Mapping[str, str]) -> None:
 
 
 def _dynolog_listens(directory: str | None) -> bool:
-    """Whether dynolog's socket exists on this host: abstract, or in ``directory``."""
+    """Returns whether dynolog's socket exists on this host: abstract, or in ``directory``."""
     if directory:
         return os.path.exists(os.path.join(directory, "dynolog"))
     try:
@@ -87,7 +87,7 @@ class Offloading:
         self._manual = False
 
     def refusal(self, chunks: tuple[Any, ...], held: tuple[str, ...] | None = None) -> str | None:
-        """Why no such window may open, None where it may.
+        """Returns why no such window may open, None where it may.
 
         ``chunks``: the model of the call that begins; models of earlier calls count as well. ``held``: the options with
         which this window's profiler holds tensors, by default those of the configuration.

@@ -49,7 +49,7 @@ class Demand:
         return TRAIN_ACTOR if self.target == TRAIN_OVERALL else self.target
 
     def due(self, upcoming: int, *, own: bool, begins: bool) -> bool:
-        """Whether a window opens with the call that begins.
+        """Returns whether a window opens with the call that begins.
 
         ``upcoming``: the number of the counted call that begins (``own``), or else of the next one. ``begins``: a step
         of the host's begins with this call; a window of train_overall opens only then.
@@ -67,7 +67,7 @@ class Demand:
         return not self.over
 
     def comes(self, target: str, role: str | None, index: int) -> bool:
-        """Whether the call of this target and role with this number is to be captured."""
+        """Returns whether the call of this target and role with this number is to be captured."""
         counted = (target, role) == (self.counted, self.role)
         return counted and not (self.over or self.cancelled) and self.first <= index < self.first + self.steps
 

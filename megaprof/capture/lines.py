@@ -133,7 +133,7 @@ class Lines:
 
 
 def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:
-    """What was asked for and has not come, a sentence each, without a full stop."""
+    """Yields what was asked for and has not come, a sentence each, without a full stop."""
     ran = {role for _, role in agenda.wishes if role is not None}
     for target in config.target:
         wishes = {role: wish for (of, role), wish in agenda.wishes.items() if of == target and wish.seen}

@@ -51,6 +51,6 @@ def leave_block(owner: object) -> object:
 
 
 def in_task() -> bool:
-    """Whether an event loop runs the caller: other tasks may then run before a block ends."""
+    """Returns whether an event loop runs the caller: other tasks may then run before a block ends."""
     events = sys.modules.get("asyncio.events")
     return events is not None and events._get_running_loop() is not None

@@ -116,7 +116,7 @@ class Session:
         return self.off is not None
 
     def owns(self, models: tuple[Any, ...] | None) -> bool:
-        """Whether the session is for these very model chunks, or for any model where ``models`` is None."""
+        """Returns whether the session is for these very model chunks, or for any model where ``models`` is None."""
         if models is None or self.models is None:
             return models is self.models is None
         return len(models) == len(self.models) and all(
@@ -308,7 +308,8 @@ class Session:
         return self.agenda.begins(Call(target, role, *self._numbers.of(target)))
 
     def _needed_next(self, steps: Sequence[CountedStep]) -> Sequence[Recorder]:
-        """What records the next call, if that is the step behind one of ``steps`` and to be captured; else nothing."""
+        """Returns what records the next call, if that is the step behind one of ``steps`` and to be captured; else
+        nothing."""
         demand = self.demand
         for step in self._pace.begins(steps):
             if self.agenda.comes(step):
@@ -374,13 +375,13 @@ class Session:
             logger.error("megaprof: %s is not captured: %s", step, refusal)
 
     def _refusal_of(self, facts: CallFacts, planned: PlannedWindow) -> str | None:
-        """Why no window may open for ``planned``, None where it may."""
+        """Returns why no window may open for ``planned``, None where it may."""
         if planned.target != TRAIN_OVERALL and not planned.merges:
             return None
         return self._offloading.refusal(facts.chunks, None if planned.demand is None else planned.demand.holding)
 
     def _record(self, facts: CallFacts, step: CountedStep) -> RecordedCall | None:
-        """What is recorded of the call, in the open window and in the timeline; None: nothing."""
+        """Returns what is recorded of the call, in the open window and in the timeline; None: nothing."""
         window, timeline = self._process.window, self.timeline
         tape = Tape(facts.chunks, facts.forward_only, None if timeline is None else timeline.clock)
         call = RecordedCall(facts, _NOTHING, tape)

@@ -74,7 +74,7 @@ class ThisRank:
         )
 
     def records(self, config: ProfileConfig) -> bool:
-        """Whether anything is to be done on this rank."""
+        """Returns whether anything is to be done on this rank."""
         return self.windowed or self.timed or config.listens
 
     @property
@@ -91,8 +91,8 @@ class ThisRank:
 
 
 def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tuple[RankCoords, WorldLayout | None]:
-    """Where this rank stands, and every other. A model's own process groups count where Megatron's global ones do not
-    exist."""
+    """Returns where this rank stands, and every other. A model's own process groups count where Megatron's global
+    ones do not exist."""
     chunks = None if models is None else len(models)
     if pipeline:
         if not has_groups():
@@ -109,8 +109,8 @@ def _place(models: tuple[Any, ...] | None, groups: Any, *, pipeline: bool) -> tu
 
 
 def moved(before: RankCoords) -> bool:
-    """Whether Megatron's global process groups give this process another place than ``before``, as they do after an
-    in-process restart."""
+    """Returns whether Megatron's global process groups give this process another place than ``before``, as they do
+    after an in-process restart."""
     return has_groups() and coords_from_parallel_state(before.sizes.vpp) != before
 
 

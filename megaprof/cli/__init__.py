@@ -112,7 +112,7 @@ def say(line: str, file: TextIO | None = None) -> None:
 
 
 def in_a_line(fault: Exception) -> str | None:
-    """What a command says of a fault that is its user's to mend; None of one that is ours."""
+    """Returns what a command says of a fault that is its user's to mend; None of one that is ours."""
     text = None
     if isinstance(fault, (CommandError, TooMuch)):
         text = str(fault)
@@ -137,7 +137,7 @@ def parser_of(command: str) -> Parser:
 
 
 def _overview() -> Parser:
-    """What ``megaprof --help`` shows: every command, with none of their modules imported."""
+    """Returns what ``megaprof --help`` shows: every command, with none of their modules imported."""
     parser = Parser("megaprof", "Profiling for Megatron-Core training.")
     parser.epilog = "megaprof COMMAND --help says more, with examples. megaprof demo is a first look, without a GPU."
     parser.add_argument("--version", action="version", version=f"megaprof {__version__}")

@@ -15,8 +15,8 @@ _LONG_ENOUGH_SECONDS = 2.0
 
 
 def is_here() -> bool:
-    """Whether a browser can be opened that the user sees. ``$BROWSER`` counts on every machine: editors that work on a
-    remote machine set it to a program that opens the page on the user's own."""
+    """Returns whether a browser can be opened that the user sees. ``$BROWSER`` counts on every machine: editors that
+    work on a remote machine set it to a program that opens the page on the user's own."""
     if os.environ.get("BROWSER"):
         return True
     if os.environ.get("SSH_CONNECTION") or os.environ.get("SSH_TTY"):

@@ -1,4 +1,4 @@
-"""``megaprof export DIR --parquet OUT``: timelines as a Parquet dataset, one row per rank and step."""
+"""``megaprof export DIR --parquet FILE``: timelines as one Parquet file, one row per rank and step."""
 
 from __future__ import annotations
 
@@ -16,32 +16,26 @@ _MOST_WARNINGS = 20
 #: What a step takes on each stage.
 _QUERY = (
     "SELECT run, pp, count(DISTINCT step) AS steps, median(forward_us + backward_us + combined_us) / 1e3 AS compute_ms "
-    "FROM read_parquet('{}', hive_partitioning = true) WHERE NOT captured AND NOT failed GROUP BY run, pp ORDER BY ALL"
+    "FROM read_parquet('{}') WHERE NOT captured AND NOT failed GROUP BY run, pp ORDER BY ALL"
 )
 EXAMPLES = (
-    "megaprof export traces --parquet history --run llama-70b",
-    "megaprof export traces --parquet history --json | jq .rows",
+    "megaprof export traces --parquet llama-70b.parquet --run llama-70b",
+    "megaprof export traces --parquet steps.parquet --json | jq .rows",
 )
 
 
 @dataclass(frozen=True)
-class Answer:
+class ExportAnswer:
     """What was exported: what ``--json`` prints."""
 
     version: int
-    """Of this shape: 1."""
+    """Of this shape: 2."""
     out: str
-    """The directory of the dataset, as it was given."""
-    runs: tuple[str, ...]
-    """The names of the runs that were written."""
+    """The file, as it was given."""
     files: int
     """Timelines that were read."""
     rows: int
     """Rows that were written, one for each rank and step."""
-    partitions: int
-    """Partitions that were written."""
-    kept: int
-    """Partitions of an earlier export that hold more than the timelines still do, and stay."""
     bytes: int
     """Bytes that were written."""
     cut: int
@@ -54,10 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", metavar="DIR", type=place, help="directory of timelines, or one timeline")
     parser.add_argument(
         "--parquet",
-        metavar="OUT",
+        metavar="FILE",
         type=Path,
         required=True,
-        help="directory of the dataset, partitioned by run, stage and hour; an earlier one is added to",
+        help="the file to write, which must not exist",
     )
     parser.add_argument("--run", metavar="NAME", help="name of the run (default: what the job's control file says)")
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of text")
@@ -74,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--run {arguments.run!r} is no name")
     if not arguments.dir.exists():
         raise CommandError(f"{arguments.dir} does not exist")
-    _allow_many_files()
     try:
         with progress("exporting") as advance, writing("--parquet", out, arguments.dir):
             exported = export(arguments.dir, out, run=arguments.run, progress=advance)
@@ -83,18 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
     if arguments.json:
-        print(json.dumps(asdict(Answer(**{**vars(exported), "version": 1, "out": str(out)}))))
+        print(json.dumps(asdict(ExportAnswer(2, str(out), bytes=out.stat().st_size, **vars(exported)))))
         return 0
-    say(
-        f"{out}: {counted(exported.rows, 'row')} from {counted(exported.files, 'file')}, "
-        f"{counted(exported.partitions, 'partition')}, "
-        f"{exported.bytes / 1e6:.1f} MB; run {', '.join(exported.runs)}"
-    )
-    files = str(out.absolute() / "*/*/*/*.parquet").replace("'", "''")
-    say(f"A query to begin with, for DuckDB: {_QUERY.format(files)}")
-    if exported.kept:
-        kept = counted(exported.kept, "partition")
-        say(f"{kept} kept unchanged: more rows are there than the timelines still hold")
+    rows, files = counted(exported.rows, "row"), counted(exported.files, "file")
+    say(f"{out}: {rows} from {files}, {out.stat().st_size / 1e6:.1f} MB")
+    quoted = str(out.absolute()).replace("'", "''")
+    say(f"A query to begin with, for DuckDB: {_QUERY.format(quoted)}")
     if exported.cut:
         cut = counted(exported.cut, "file")
         say(f"{cut} cut off inside a record, as happens in a job that still runs or was killed")
@@ -103,12 +90,3 @@ def run(arguments: argparse.Namespace) -> int:
     if len(exported.warnings) > _MOST_WARNINGS:
         say(f"! and {len(exported.warnings) - _MOST_WARNINGS:,} more like it")
     return 0
-
-
-def _allow_many_files() -> None:
-    """A stage has a file open for each hour; the soft limit of most systems, 1,024, is six weeks."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -60,8 +60,8 @@ def writing(option: str, path: Path, source: Path | None = None) -> Iterator[Non
 
 
 def _of_output(name: object, path: Path) -> bool:
-    """Whether a fault at the file ``name`` keeps ``path`` from being written: it is that, something in it, what becomes
-    it, or a directory above."""
+    """Returns whether a fault at the file ``name`` keeps ``path`` from being written: it is that, something in it, what
+    becomes it, or a directory above."""
     if not isinstance(name, str) or not os.path.dirname(name):
         return True  # the system names none while it writes, and a name alone is one beside the output
     own, other = Path(os.path.realpath(path)), Path(os.path.realpath(name))

@@ -25,7 +25,7 @@ EXAMPLES = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class MergeAnswer:
     """What was merged: what ``--json`` prints."""
 
     version: int
@@ -145,8 +145,8 @@ def say_merged(merged: Merged, command: str) -> None:
         say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more}")
 
 
-def _answer(merged: Merged, size: int) -> Answer:
-    return Answer(
+def _answer(merged: Merged, size: int) -> MergeAnswer:
+    return MergeAnswer(
         version=1,
         file=str(merged.out),
         bytes=size,

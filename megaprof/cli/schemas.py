@@ -21,11 +21,11 @@ import msgspec
 from megaprof.analysis.collectives.hang import Hang
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Document
-from megaprof.cli.export import Answer as Exported
-from megaprof.cli.jobs.trigger import Answer as Captured
+from megaprof.cli.export import ExportAnswer
+from megaprof.cli.jobs.trigger import TriggerAnswer
 from megaprof.cli.jobs.watch import Look
-from megaprof.cli.merge import Answer as Merged
-from megaprof.cli.what_if import Answer as Changed
+from megaprof.cli.merge import MergeAnswer
+from megaprof.cli.what_if import WhatIfAnswer
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.topology import ParallelSizes
@@ -40,15 +40,15 @@ def schemas() -> dict[str, dict[str, Any]]:
         name: {"$schema": _DIALECT, "title": f"megaprof {name} --json", **_complete(shape)}
         for name, shape in {
             "diff": Diff,
-            "export": Exported,
+            "export": ExportAnswer,
             "hang": Hang,
-            "merge": Merged,
+            "merge": MergeAnswer,
             "report": Document,
             "status": _status(),
-            "trigger": Captured,
+            "trigger": TriggerAnswer,
             "tune": Tuning,
             "watch": Look,
-            "what-if": Changed,
+            "what-if": WhatIfAnswer,
         }.items()
     }
 
@@ -151,7 +151,7 @@ def _shape(name: str, *parts: tuple[Any, str], **own: tuple[Any, str]) -> Any:
 
 @cache
 def _about(of: Any) -> dict[str, str]:
-    """What the line below each field of a class says, in JSON's words; what a class inherits, too."""
+    """Returns what the line below each field of a class says, in JSON's words; what a class inherits, too."""
     inherited = {name: about for base in reversed(of.__mro__[1:]) for name, about in _about(base).items()}
     return inherited | _said(of)
 
@@ -192,7 +192,7 @@ def _complete(shape: Any) -> dict[str, Any]:
 
 
 def _dataclasses(shape: Any) -> Iterator[Any]:
-    """Those that a type consists of."""
+    """Yields the dataclasses that a type consists of."""
     if is_dataclass(shape) or (isinstance(shape, type) and issubclass(shape, msgspec.Struct)):
         yield shape
     inner = get_type_hints(shape).values() if hasattr(shape, "__annotations__") else get_args(shape)

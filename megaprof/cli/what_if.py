@@ -40,13 +40,15 @@ _HELP = {
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhatIfAnswer:
     """What a chosen change of a target would do. What was not chosen stays as it was captured."""
 
     target: str
     """What ran, such as ``train_actor``."""
     role: str | None
     """The model's role, where it has one."""
+    what: str
+    """The change in words."""
     measured_ms: float
     """The measured step in milliseconds."""
     microbatches: int
@@ -59,6 +61,8 @@ class Answer:
     """The slowest stage's compute over the average stage's, likewise; null where nothing is computed."""
     host_options: tuple[str, ...] | None
     """The flags as the host that trained takes them; null where it takes the flags themselves."""
+    caveats: tuple[str, ...]
+    """What the prediction rests on, and what it needs of memory, in sentences."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,8 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def predicted(report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None) -> Answer:
+def predicted(
+    report: Report, choices: Mapping[str, str], target: str | None = None, role: str | None = None
+) -> WhatIfAnswer:
     """What `by_hand.chosen` says of a report's target. Raises CommandError, and UsageError for what has no answer."""
+    from megaprof.analysis.report.text.what_if import beside, name_of
     from megaprof.analysis.what_if.by_hand import chosen
     from megaprof.analysis.what_if.layouts import options_of
 
@@ -98,14 +105,16 @@ def predicted(report: Report, choices: Mapping[str, str], target: str | None = N
         found = chosen(known, choices)
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
-    return Answer(
+    return WhatIfAnswer(
         *own.key,
+        what=name_of(found.prediction, own.what_if),
         measured_ms=known.measured_ms,
         microbatches=found.setting.microbatches,
         prediction=found.prediction,
         bubble=found.bubble,
         imbalance=found.imbalance,
         host_options=options_of(own.measured.framework, own.measured.role, found.prediction.flags),
+        caveats=tuple(beside(found.prediction, own.what_if)),
     )
 
 
@@ -122,25 +131,25 @@ def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetRep
         if known is not None:
             return each, known
     own = wanted[0][0]
-    why = own.withheld or next(iter(own.what_if.warnings), own.what_if.advice) or "nothing was captured"
+    advice = own.advice.text if own.advice else "nothing was captured"
+    why = own.withheld or next(iter(own.what_if.warnings), advice)
     raise CommandError(f"nothing can be changed here: {why}")
 
 
-def in_words(found: Answer) -> list[str]:
+def in_words(found: WhatIfAnswer) -> list[str]:
     """The same as lines."""
-    from megaprof.analysis.stages.words import number, percent, sentence, speedup, title, within
+    from megaprof.analysis.stages.words import number, percent, speedup, title, within
 
     own = found.prediction
     surely = "" if own.tells else ": within the uncertainty"
     lines = [
-        f"{title(found.target, found.role)}: {own.what}",
+        f"{title(found.target, found.role)}: {found.what}",
         f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: "
         f"{speedup(own.speedup, own.reach)} times as fast{surely}",
         f"bubble: {percent(found.bubble)}"
         + ("" if found.imbalance is None else f", imbalance {found.imbalance:.2f}, {found.microbatches} microbatches"),
         f"flags: {shlex.join(own.flags)}" if own.flags else "",
         f"the host's options: {shlex.join(found.host_options)}" if found.host_options else "",
-        sentence(f"assumes that {own.assumes}") if own.assumes else "",
-        *(sentence(each) if each else "" for each in (own.memory, own.activations)),
+        *found.caveats,
     ]
     return [line for line in lines if line]

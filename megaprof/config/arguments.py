@@ -61,7 +61,7 @@ def add_profile_args(parser: _Parser) -> _Parser:
 
 
 def _told(option: Field[Any]) -> str:
-    """What an option does, with its default where that is not nothing."""
+    """Returns the help of an option, with its default where it has one."""
     default, text = option.default, str(option.metadata["help"])
     if isinstance(default, bool) or default in (None, ()):
         return text
@@ -114,7 +114,7 @@ class _HostOptions:
         self._defaults: Mapping[str, Any] = _MEGATRON_DEFAULTS if known is None else known
 
     def owns(self, name: str) -> bool:
-        """Whether the host defines the option, too."""
+        """Returns whether the host defines the option, too."""
         return name in self._defaults
 
     def default(self, name: str) -> Any:
@@ -122,11 +122,11 @@ class _HostOptions:
         return self._defaults.get(name)
 
     def value(self, name: str) -> Any:
-        """What the namespace has, typed or not."""
+        """Returns the value that the namespace has, whether the user typed it or not."""
         return getattr(self._args, name, None)
 
     def typed(self, name: str) -> Any:
-        """What the user asked for: None where it is the host's default, which nobody can tell from the same typed."""
+        """Returns the value that the user typed; None if it equals the host's default: the two cannot be told apart."""
         value = self.value(name)
         return None if name in self._defaults and value in (self._defaults[name], []) else value
 

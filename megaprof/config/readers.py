@@ -95,7 +95,7 @@ def words(known: tuple[str, ...]) -> Callable[[str, Any], tuple[str, ...]]:
 
 
 def tools(name: str, value: Any) -> tuple[str, ...]:
-    """One or more of the tools that are known now."""
+    """Returns one or more of the tools that are known now."""
     return words(known_tools())(name, value)  # third parties register theirs
 
 

@@ -35,11 +35,11 @@ class StepList:
         return any(step in steps for steps in self.ranges)
 
     def continues(self, step: int, index: int) -> bool:
-        """Whether the step behind ``step`` is captured, too, and so goes into the same file with merged steps."""
+        """Returns whether the step behind ``step`` is captured, too: merged steps put both into one file."""
         return self.captures(step + 1, index + 1)
 
     def windows(self, *, merged: bool) -> int:
-        """How many windows the whole run has; ``merged``: steps that follow each other are one window."""
+        """Returns how many windows the whole run has; ``merged``: steps that follow each other are one window."""
         steps: set[int] = set().union(*self.ranges)
         return sum(step - 1 not in steps for step in steps) if merged else len(steps)
 
@@ -77,11 +77,12 @@ class Schedule:
         return position % self.cycle >= self.wait + self.warmup
 
     def continues(self, step: int, index: int) -> bool:
-        """Whether the call behind ``index`` is captured in the same cycle, and goes into the same file if merged."""
+        """Returns whether the call behind ``index`` is captured in the same cycle, and goes into the same file if
+        merged."""
         return self.captures(step, index) and (index - self.skip_first + 1) % self.cycle != 0
 
     def windows(self, *, merged: bool) -> int | None:
-        """How many windows the whole run has, None where it has no end; ``merged``: one window a cycle."""
+        """Returns how many windows the whole run has, None where it has no end; ``merged``: one window a cycle."""
         return None if self.repeat == 0 else self.repeat * (1 if merged else self.active)
 
 

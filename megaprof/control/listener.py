@@ -21,7 +21,7 @@ from megaprof.artifacts.writer import Writer
 from megaprof.control import directory as places
 from megaprof.control.captures import Captures
 from megaprof.control.job import RunningJob
-from megaprof.control.standstills import Standstill
+from megaprof.control.standstills import StandstillWriter
 from megaprof.control.status import Meter, Reporter
 from megaprof.formats.files import Directory, Owner, Unsafe
 from megaprof.formats.job import records
@@ -90,7 +90,7 @@ class Listener:
         self._own = RunRecord.new(coords, layout, session.config.target, session.role, self._every)
         self._run: RunRecord | None = None
         self._ousted = False
-        self._standstill = Standstill(coords)
+        self._standstill = StandstillWriter(coords)
         self._captures = Captures(session, writer, self._directory, self._meter, leads=self._leads)
         self._followers: list[Callable[[Listener], None]] = []
         self._at_end: list[Callable[[], None]] = []

@@ -21,7 +21,7 @@ from megaprof.runtime.logs import logger
 _MOST, _SHAPES = 200, 4
 
 
-class Standstill:
+class StandstillWriter:
     """One rank's part, on its background thread."""
 
     def __init__(self, coords: RankCoords) -> None:
@@ -75,7 +75,7 @@ class Standstill:
 
 
 def _kept(called: Iterable[Entry]) -> list[Entry]:
-    """What has not ended, and of each group the last collective, in the order of the calls."""
+    """Returns what has not ended, and of each group the last collective, in the order of the calls."""
     last: dict[str, int] = {}
     pending = []
     own = list(called)

@@ -89,7 +89,7 @@ def unpack_arrivals(payload: bytes) -> tuple[Arrivals, ...]:
 
 
 def pack_groups(groups: Mapping[str, GroupConfig]) -> bytes:
-    """What the groups of a file are, by torch's name."""
+    """Returns what the groups of a file are, by torch's name."""
     return msgspec.json.encode(groups)
 
 

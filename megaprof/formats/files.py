@@ -93,7 +93,8 @@ class Directory:
         return Directory(os.dup(self._descriptor), self._top, *self._names)
 
     def stat(self, name: str | None = None) -> os.stat_result:
-        """Who owns it and who may write to it; or the same of the file `name` in it, or of the link of that name."""
+        """Returns who owns it and who may write to it; or the same of the file `name` in it, or of the link of that
+        name."""
         if name is None:
             return os.fstat(self._descriptor)
         return os.stat(name, dir_fd=self._descriptor, follow_symlinks=False)
@@ -109,8 +110,8 @@ class Directory:
         os.fchmod(self._descriptor, mode)
 
     def owner(self) -> Owner:
-        """Who owns what we create here, from a file that is created and removed. Raises `Unsafe` where the directory
-        is another user's, and closed to us."""
+        """Returns who owns what we create here, from a file that is created and removed. Raises `Unsafe` where the
+        directory is another user's, and closed to us."""
         name = f".{secrets.token_hex(8)}"
         try:
             descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o644, dir_fd=self._descriptor)
@@ -155,12 +156,12 @@ class Directory:
             return self.open_file(name, flags, mode)
 
     def names(self, most: int) -> list[str]:
-        """What is in it, in no order, at most so many. A network file system asks its server for it again."""
+        """Returns what is in it, in no order, at most so many. A network file system asks its server for it again."""
         with os.scandir(self._descriptor) as entries:
             return [entry.name for entry in islice(entries, most)]
 
     def unlink(self, name: str) -> bool:
-        """Whether there was such a file, and it could be removed. Never raises."""
+        """Returns whether there was such a file, and it could be removed. Never raises."""
         try:
             os.unlink(name, dir_fd=self._descriptor)
         except OSError:
@@ -173,7 +174,7 @@ class Directory:
             os.rmdir(name, dir_fd=self._descriptor)
 
     def exists(self, name: str) -> bool:
-        """Whether anything of that name is there, a link for instance."""
+        """Returns whether anything of that name is there, a link for instance."""
         try:
             self.stat(name)
         except FileNotFoundError:

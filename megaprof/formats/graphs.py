@@ -38,7 +38,7 @@ def written(nodes: Mapping[int, tuple[str, ...]]) -> str:
 
 
 def read_names(text: bytes) -> GraphNames:
-    """What `written` wrote. Raises ValueError for anything else."""
+    """Returns what `written` wrote. Raises ValueError for anything else."""
     try:
         found = msgspec.json.decode(text, type=GraphNames)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as fault:

@@ -46,12 +46,12 @@ def allow(most: int | None) -> None:
 
 
 def allowed() -> int | None:
-    """What `allow` was told."""
+    """Returns what `allow` was told."""
     return _allowed
 
 
 def most_bytes() -> int:
-    """How many bytes of one input may be in memory now."""
+    """Returns how many bytes of one input may be in memory now."""
     return _allowed if _allowed is not None else max(SMALL, int(_SHARE * memory_left()))
 
 

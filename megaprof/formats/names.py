@@ -83,7 +83,7 @@ def shard_of(rank: int, world: int) -> str:
 
 
 def is_shard(name: str) -> bool:
-    """Whether a directory is called as `shard` calls one."""
+    """Returns whether a directory is called as `shard` calls one."""
     return _SHARD.fullmatch(name) is not None
 
 
@@ -97,7 +97,7 @@ def artifact_path(
     *,
     repeat: int = 1,
 ) -> Path:
-    """Where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
+    """Returns where an artifact goes: `artifact_name` in the rank's `shard` of ``directory``. Nothing is created."""
     return Path(directory, shard(coords), artifact_name(target, role, step, coords, suffix, repeat=repeat))
 
 
@@ -124,7 +124,7 @@ def repeats(final: Path) -> Iterator[Path]:
 
 
 def raw_path(final: Path) -> Path:
-    """Where the raw file of ``final`` lies until it is finished: hidden, beside it, and this process's own.
+    """Returns where the raw file of ``final`` lies until it is finished: hidden, beside it, and this process's own.
 
     Its directory exists afterwards, also when somebody removed it in the middle of the run. Raises OSError where it
     cannot be created.
@@ -144,7 +144,7 @@ def plain_path(final: Path) -> Path:
 
 
 def kineto_temporary(raw: Path) -> Path:
-    """What Kineto leaves behind when it could not finish ``raw``: on a full disk, all that had filled it."""
+    """Returns what Kineto leaves behind when it could not finish ``raw``: on a full disk, all that had filled it."""
     return raw.with_name(raw.name + ".tmp")
 
 

@@ -11,7 +11,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def of_several(run: int, runs: int, command: str) -> str:
-    """That the files of several runs lie in a directory, which ``command`` reads, and how to see another one."""
+    """Returns a sentence: the files of several runs lie in a directory, which ``command`` reads, and how to see
+    another."""
     newest = run == runs
     which = "the newest" if newest else f"number {run}, where 1 is the oldest"
     other = f"{command} --run {run - 1 if newest else runs}"

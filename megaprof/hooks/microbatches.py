@@ -85,7 +85,7 @@ def _argument(function: Callable[..., Any], name: str) -> Callable[[tuple[Any, .
 
 
 def _place(function: Callable[..., Any], name: str) -> int:
-    """Which positional argument ``name`` is; one that no call can have when it is none."""
+    """Returns which positional argument ``name`` is; one that no call can have when it is none."""
     parameters = list(inspect.signature(function).parameters)
     return parameters.index(name) if name in parameters else sys.maxsize
 

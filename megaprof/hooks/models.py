@@ -80,7 +80,8 @@ def _seen(dispatcher: Dispatcher, original: Callable[..., Any]) -> Callable[...,
 def _told(
     input_ids: Any = None, *, attention_mask: Any = None, position_ids: Any = None, **others: Any
 ) -> tuple[Any, ...] | None:
-    """What `recorders.work` reads lengths from. A few operations on the model's own device, which nobody waits for."""
+    """Returns what `recorders.work` reads lengths from. A few operations on the model's own device, which nobody waits
+    for."""
     import torch
 
     shape = getattr(input_ids, "shape", None)
@@ -99,7 +100,7 @@ def _told(
 
 @functools.lru_cache(maxsize=64)
 def _places(function: Callable[..., Any]) -> tuple[tuple[int, str], tuple[int, str]]:
-    """Which positional arguments of a bound method they are; ones that no call can have where they are none."""
+    """Returns which positional arguments of a bound method they are; ones that no call can have where they are none."""
     names = [*inspect.signature(function).parameters]
     own = names[1:] if names[:1] == ["self"] else names
     packed, tokens = (own.index(name) if name in own else sys.maxsize for name in (_PACKED, _TOKENS))

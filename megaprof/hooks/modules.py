@@ -204,7 +204,7 @@ def compiled_in(chunk: Any) -> set[int]:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether torch.compile compiles this module, or its ``forward``."""
+    """Returns whether torch.compile compiles this module, or its ``forward``."""
     own = getattr(module, "__dict__", {})
     return (
         own.get("_compiled_call_impl") is not None  # module.compile()
@@ -214,7 +214,7 @@ def is_compiled(module: Any) -> bool:
 
 
 def _reason(chunk: Any, name: str) -> str:
-    """Why a module of ``chunk`` that is shadowed may have no range in the end."""
+    """Returns why a module of ``chunk`` that is shadowed may have no range in the end."""
     config = getattr(innermost(chunk), "config", None)
     read = ranges.parse(name)
     label = read.label if isinstance(read, ranges.RangeName) else ""

@@ -58,7 +58,7 @@ def _name(label: str, transfers: tuple[str, ...], call: RecordedCall) -> str:
 
 
 def _ran(call: RecordedCall, kind: str) -> int:
-    """How many forwards or backwards have run."""
+    """Returns how many forwards or backwards have run."""
     return call.forwards if kind == "forward" else call.backwards
 
 
@@ -100,7 +100,7 @@ class _RangedWait:
         label = str(codes.name(code)).removeprefix(ranges.PREFIX)
 
         def name_of(call: RecordedCall) -> str:
-            """What was sent is known when it is, what is received when it is waited for."""
+            """What was sent is known when it is sent, what is received when it is waited for."""
             return _name(label, (transfer,), call) if sent is None else ranges.exchange_range(label, sent)
 
         self.wait = ranged(handle.wait, dispatcher, always(code), fast=(code,), name_of=name_of)

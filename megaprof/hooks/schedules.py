@@ -65,7 +65,7 @@ def _without_window(dispatcher: Dispatcher, original: Callable[..., Any]) -> Cal
 
 
 def _captures() -> bool:
-    """Whether ``create_cudagraphs`` would capture anything now."""
+    """Returns whether ``create_cudagraphs`` would capture anything now."""
     from megatron.core.transformer import cuda_graphs
 
     record = getattr(cuda_graphs, "_CudagraphGlobalRecord", None)
@@ -112,15 +112,16 @@ def _facts(label: str | None, graph_wrapper: Any, kwargs: dict[str, Any]) -> Cal
 
 
 def _sub_samples(label: str | None, chunks: tuple[Any, ...]) -> bool:
-    """Whether forwards are of sub-samples, of which each rank has as many as the data of the step make (hybrid context
-    parallelism, 0.16 to 0.19): the number of microbatches says nothing about them."""
+    """Returns whether forwards are of sub-samples, of which each rank has as many as the data of the step make (hybrid
+    context parallelism, 0.16 to 0.19): the number of microbatches says nothing about them."""
     return label == "no_pipelining" and bool(
         getattr(getattr(innermost(chunks[0]), "config", None), "hybrid_context_parallel", False)
     )
 
 
 def _graph_phase(wrapper: Any, stage: str) -> str | None:
-    """What ``FullCudaGraphWrapper`` is about to do: warm up (None: the schedule really runs), capture or replay."""
+    """Returns what ``FullCudaGraphWrapper`` is about to do: warm up (None: the schedule really runs), capture or
+    replay."""
     if wrapper.cuda_graph[stage] is not None:
         return "replay"
     return "capture" if wrapper.curr_iter(stage) == wrapper.cuda_graph_warmup_steps else None

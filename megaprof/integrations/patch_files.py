@@ -84,7 +84,7 @@ class Patch:
     """The files that are changed."""
 
     def states(self, root: Path) -> dict[str, str]:
-        """By path: the state of each file below ``root``."""
+        """Returns the state of each file below ``root``, by path."""
         return {file.path: file.state(root) for file in self.files}
 
     def apply(self, root: Path) -> list[str]:
@@ -117,7 +117,7 @@ class Patch:
 
 
 def directory() -> Path:
-    """Where the patches are: inside an installed package, or beside it in a checkout."""
+    """Returns the directory of the patches: inside an installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "patches"
     return installed if installed.is_dir() else package.parent / "patches"

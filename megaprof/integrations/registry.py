@@ -43,7 +43,7 @@ def arguments() -> Any | None:
 
 
 def config() -> ProfileConfig | None:
-    """What a host's own settings ask of megaprof by its name, or None. Raises ValueError for what is not valid."""
+    """Returns the configuration that a host's own settings ask for, or None. Raises ValueError for a wrong setting."""
     return next((found for host in HOSTS if (found := host.config()) is not None), None)
 
 
@@ -58,7 +58,7 @@ def iteration() -> int | None:
 
 
 def writers() -> Writers:
-    """Where the host that is loaded sends scalars on this rank."""
+    """Returns the writers to which the host that is loaded sends scalars on this rank."""
     found = [host.writers() for host in HOSTS]
     return Writers(
         tensorboard=next((w.tensorboard for w in found if w.tensorboard is not None), None),

@@ -80,8 +80,8 @@ def _forward_backward(arguments: Mapping[str, Any]) -> Facts:
 
 
 def _plain(role: str) -> Callable[[Mapping[str, Any]], Facts]:
-    """What a worker without Megatron (``strategy=fsdp``) knows of its batch, as above. A forward pass with a loss is
-    the evaluation of an SFT run."""
+    """Returns what a worker without Megatron (``strategy=fsdp``) knows of its batch, as above. A forward pass with a
+    loss is the evaluation of an SFT run."""
 
     def read(arguments: Mapping[str, Any]) -> Facts:
         number = (getattr(arguments["data"], "metadata", None) or {}).get("global_step")
@@ -107,7 +107,7 @@ def _number(batch: Any, step: int) -> Facts:
 
 
 def _worker(model: Any) -> Facts:
-    """What the worker around ``model`` knows, from the frame of its method, which has the batch as ``data``."""
+    """Returns what the worker around ``model`` knows, from the frame of its method, which has the batch as ``data``."""
     for frame in callers():
         if {"self", "data"} <= {*frame.f_code.co_varnames}:
             worker, data = frame.f_locals.get("self"), frame.f_locals.get("data")

@@ -53,7 +53,7 @@ _SENT = "megaprof_step"
 
 
 def config_from(config: Any) -> ProfileConfig:
-    """What verl's whole configuration asks of its profiler, as a ProfileConfig.
+    """Returns what verl's whole configuration asks of its profiler, as a ProfileConfig.
 
     ``config``: the hydra tree, or mappings and objects in its shape. Off without a tool, steps or an enabled role.
     What verl has no setting for is read from the ``MEGAPROF_*`` environment. Raises ValueError, naming setting, value
@@ -150,7 +150,7 @@ def _torch(enabled: Mapping[str, Any], section: str) -> dict[str, Any]:
 
 
 def _ranks(path: str, profiler: Any) -> str | None:
-    """What --profile-role-select takes; None: enabled, and the list of ranks is empty, which is verl's default."""
+    """Returns a value for --profile-role-select; None where verl's list of ranks is empty, which is its default."""
     ranks = profiler.get("ranks", ()) if isinstance(profiler, Mapping) else getattr(profiler, "ranks", ())
     if not _get(profiler, "enable", False) or ranks is None:
         return "none"
@@ -215,7 +215,8 @@ class _Asked:
 
 
 def _config() -> ProfileConfig | None:
-    """What verl's own settings ask for, None where they do not name megaprof. Raises ValueError like `config_from`."""
+    """Returns what verl's own settings ask for, None where they do not name megaprof. Raises ValueError like
+    `config_from`."""
     if isinstance(_Asked.config, ValueError):
         raise _Asked.config
     return _Asked.config
@@ -280,7 +281,7 @@ def _sent_with(data: Any) -> int | None:
 
 
 def _carried(data: Any, name: str) -> Any:
-    """What came with a batch beside its tensors, None where it did not."""
+    """Returns what came with a batch beside its tensors, None where it did not."""
     for carried in (getattr(data, "meta_info", None), getattr(data, "extra_info", None), data):
         get = getattr(carried, "get", None)
         value = None if get is None else get(name, None)
@@ -305,7 +306,7 @@ def _infer(arguments: Mapping[str, Any]) -> Facts:
 
 
 def _sft() -> bool:
-    """Whether this is a process of the SFT trainer that torchrun starts."""
+    """Returns whether this is a process of the SFT trainer that torchrun starts."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     return _SFT_TRAINER in sys.modules or getattr(main, "name", None) == _SFT_TRAINER
 

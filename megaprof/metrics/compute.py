@@ -105,7 +105,8 @@ class Summary:
 
 
 def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
-    """Of the ranks in `statuses`: a straggler is found only where a stage has several of them there."""
+    """Returns the figures of the ranks in `statuses`: a straggler is found only where a stage has several of them
+    there."""
     of_stage: dict[int, list[RankStatus]] = {}
     for status in statuses:
         of_stage.setdefault(status.coords["pp"], []).append(status)
@@ -203,7 +204,7 @@ def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
 
 
 def _usual(members: Sequence[RankStatus]) -> float | None:
-    """What a stage computes: the median of its ranks that are not slow, as the report has it."""
+    """Returns what a stage computes: the median of its ranks that are not slow, as the report has it."""
     slow = _slow(members)
     return _median([status.compute_ms for status in members if status.rank not in slow])
 

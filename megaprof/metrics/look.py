@@ -54,7 +54,7 @@ class View:
 
 
 def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool = True) -> View:
-    """What there is to see of ``job``; ``patient``: once every rank has had the time to say something.
+    """Returns what there is to see of ``job``; ``patient``: once every rank has had the time to say something.
     ``hang_after``: seconds without a move after which a rank hangs."""
     silence = job.silence()
     statuses = job.statuses()
@@ -67,8 +67,9 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
 
 
 def last_stand(directory: Path) -> Standstill | None:
-    """Where the job of a save directory stands still, or stood in the middle of a step when it was killed; None where
-    there is no job, and where it runs, or ended as jobs do. May take a few seconds, as `RunningJob.silence` does."""
+    """Returns where the job of a save directory stands still, or stood in the middle of a step when it was killed;
+    None where there is no job, and where it runs, or ended as jobs do. May take a few seconds, as
+    `RunningJob.silence` does."""
     try:
         job = find_job(directory)
     except NoJob:
@@ -87,7 +88,7 @@ def last_stand(directory: Path) -> Standstill | None:
 def _standstill(
     statuses: Mapping[int, RankStatus], blame: Blame, outcome: Literal["lasts", "unfinished"]
 ) -> Standstill | None:
-    """None where no rank is in a step."""
+    """Returns None where no rank is in a step."""
     steps = [status.place.step for status in statuses.values() if status.place is not None]
     if not steps:
         return None
@@ -105,7 +106,7 @@ def _standing(status: RankStatus) -> Standing:
 
 
 def verdict(view: View) -> str | None:
-    """What is wrong with the whole job, in a sentence; None where nothing is, or only single ranks are silent."""
+    """Returns what is wrong with the whole job, in a sentence; None where at most single ranks are silent."""
     blame = view.blame
     if view.state == "ended":
         return None
@@ -120,14 +121,14 @@ def verdict(view: View) -> str | None:
 
 
 def slower(slow: SlowRanks) -> str:
-    """Which ranks are slower than their peers, in a sentence."""
+    """Returns which ranks are slower than their peers, in a sentence."""
     several = len(slow.ranks) > 1
     who = f"Rank{'s' * several} {few(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
 
 
 def waited_for(view: View) -> Iterator[str]:
-    """Of whom nothing is heard, and whom the others wait for: a clause each."""
+    """Yields the ranks that say nothing, and those that the others wait for: a clause each."""
     culprits = view.blame.culprits
     unheard = [culprit.rank for culprit in culprits if culprit.status is None]
     silent = [culprit for culprit in culprits if culprit.silent and culprit.status is not None]
@@ -145,7 +146,7 @@ def waited_for(view: View) -> Iterator[str]:
 
 
 def gone(culprit: Culprit) -> bool:
-    """Whether its process is known not to exist any more."""
+    """Returns whether its process is known not to exist any more."""
     status = culprit.status
     return status is not None and dead(status.host, status.pid)
 

@@ -45,7 +45,7 @@ def scalars(summary: Summary, role: str | None = None) -> dict[str, float]:
 
 
 def host_sinks(role: str | None = None) -> Iterator[tuple[str, Sink]]:
-    """What the process has now; looked up each time, since hosts make theirs when they please."""
+    """Yields what the process has now; looked up each time, since hosts make theirs when they please."""
     host = registry.writers()
     if host.tensorboard is not None:
         yield "TensorBoard", lambda summary: _to_tensorboard(host.tensorboard, summary, role)
@@ -78,7 +78,7 @@ class Prometheus:
             file.write(generate_latest(registry))
 
     def collect(self) -> Iterable[Any]:
-        """What `prometheus_client` asks for."""
+        """Returns what `prometheus_client` asks for."""
         from prometheus_client.core import GaugeMetricFamily
 
         summary = self._summary
@@ -119,7 +119,7 @@ def check_prometheus(path: str | None) -> None:
 
 
 def _labels(summary: Summary, role: str | None) -> dict[str, str]:
-    """What the figures are of."""
+    """Returns what the figures are of."""
     return {name: value for name, value in (("role", role), ("target", summary.target)) if value is not None}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def describe_chunk(chunk: Any) -> dict[str, Any]:
-    """What a model chunk consists of, read off the model: null where the model does not say.
+    """Returns what a model chunk consists of, read off the model: null where the model does not say.
 
     GPTModel, HybridModel and their kin share ``pre_process`` (owns the embedding), ``post_process`` (owns the output
     layer and the loss), ``decoder.layers`` and ``mtp``; T5 has ``encoder.layers``, too, and BERT has them alone.
@@ -56,5 +56,5 @@ def _kind(layer: Any) -> str:
 
 
 def _is_nothing(module: Any) -> bool:
-    """Whether ``module`` stands where a layer has no such part."""
+    """Returns whether ``module`` stands where a layer has no such part."""
     return type(module).__name__ == "IdentityOp"

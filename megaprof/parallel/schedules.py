@@ -216,8 +216,8 @@ class PipelineSchedule(NamedTuple):
         return self
 
     def warmup(self, stage: int) -> int:
-        """How many forwards ``stage`` runs before its first backward follows one (``get_pp_rank_microbatches``); not of
-        `SPLIT_SCHEDULES`."""
+        """Returns how many forwards ``stage`` runs before its first backward follows one
+        (``get_pp_rank_microbatches``); not of `SPLIT_SCHEDULES`."""
         total = self.chunks * self.microbatches
         if self.forward_only:
             return total
@@ -331,8 +331,8 @@ def _interleaved_program(schedule: PipelineSchedule, stage: int) -> list[PassId 
         return None if place is None else phase._replace(chunk=place[1])
 
     def received(order: tuple[PassId, ...], index: int) -> PassId | None:
-        """What arrives in the exchange after phase ``index`` of ``order``: the next phase's input, or, on the stage
-        that takes over from the far end of the pipeline, what that end has computed stages - 1 phases ago."""
+        """Returns what arrives in the exchange after phase ``index`` of ``order``: the next phase's input, or, on the
+        stage that takes over from the far end of the pipeline, what that end has computed stages - 1 phases ago."""
         forward = order is forwards
         if not (first if forward else last):
             return order[index + 1] if index + 1 < total else None

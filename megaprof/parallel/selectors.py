@@ -55,7 +55,7 @@ class Selector:
         return ",".join(f"{axis}={join_spans(spans, '|')}" for axis, spans in self.axes)
 
     def selects(self, coords: Place) -> bool:
-        """Whether the rank with these coordinates is captured. O(1), local."""
+        """Returns whether the rank with these coordinates is captured. O(1), local."""
         if self.rank_spans is not None:
             return _holds(self.rank_spans, coords.rank)
         return all(_holds(spans, getattr(coords, axis)) for axis, spans in self.axes)

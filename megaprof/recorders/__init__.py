@@ -39,7 +39,7 @@ class Window:
     """The how-manieth window it is with these names, from 1 on: a finished file is never replaced."""
 
     def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
-        """Where the file of this window with ``suffix`` goes. Nothing is created."""
+        """Returns where the file of this window with ``suffix`` goes. Nothing is created."""
         return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
 
 

@@ -84,18 +84,19 @@ def describe(
 
 
 def _each(count: int, known: dict[int, Any]) -> tuple[Any, ...] | None:
-    """By microbatch; None where nothing is known of any."""
+    """Returns what is known, by microbatch; None where nothing is known of any."""
     return tuple(map(known.get, range(count))) if known and count else None
 
 
 def _expert_tokens(passes: Iterable[Any]) -> tuple[int, ...] | None:
-    """Of each local expert, all passes together; None without any, and where layers have different numbers of them."""
+    """Returns the tokens of each local expert, all passes together; None without any, and where layers have
+    different numbers of them."""
     each = [tuple(map(int, counts.tolist())) for counts in passes]
     return tuple(map(sum, zip(*each, strict=True))) if each and len({*map(len, each)}) == 1 else None
 
 
 def _device(chunks: Iterable[Any]) -> str | None:
-    """Where the model's first parameter is; None where there is none."""
+    """Returns where the model's first parameter is; None where there is none."""
     parameters = getattr(next(iter(chunks), None), "parameters", None)
     first = None if parameters is None else next(iter(parameters()), None)
     return getattr(getattr(first, "device", None), "type", None)
@@ -103,7 +104,7 @@ def _device(chunks: Iterable[Any]) -> str | None:
 
 @functools.cache
 def _shared_machine() -> tuple[int | None, int | None]:
-    """How many ranks run on this host, and on how many physical cores."""
+    """Returns how many ranks run on this host, and on how many physical cores."""
     return local_ranks(), physical_cores()
 
 

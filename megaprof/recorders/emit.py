@@ -54,13 +54,13 @@ def pop() -> None:
 
 
 def reaches_nobody() -> bool:
-    """Whether NVTX has no tool attached as far as the nvtx package sees: nvtx 0.2.12 and later do not see an older
-    Nsight Systems, and drop every range."""
+    """Returns whether NVTX has no tool attached as far as the nvtx package sees: nvtx 0.2.12 and later do not see an
+    older Nsight Systems, and drop every range."""
     return nvtx is None or type(nvtx.get_domain(DOMAIN)).__name__ == "DummyDomain"
 
 
 def nvtx_version() -> str:
-    """Of the nvtx package."""
+    """Returns the version of the nvtx package."""
     try:
         return importlib.metadata.version("nvtx")
     except importlib.metadata.PackageNotFoundError:

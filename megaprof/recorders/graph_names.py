@@ -42,7 +42,7 @@ class GraphNames:
         return not self._off
 
     def text(self) -> str | None:
-        """What is known of all graphs so far, as JSON; None: nothing."""
+        """Returns what is known of all graphs so far, as JSON; None: nothing."""
         if self._text is None and self._nodes:
             self._text = graphs.written(self._nodes)
         return self._text

@@ -112,7 +112,7 @@ def controller_options(config: ProfileConfig, *, output: str | None = None) -> d
 
 
 def refused(names: Iterable[str]) -> list[str] | None:
-    """Which of these options the nsys of this machine does not know; None where there is none to be asked."""
+    """Returns which of these options the nsys of this machine does not know; None where there is none to be asked."""
     known = _known()
     return None if known is None else [name for name in names if len(name) > 1 and name not in known]
 

@@ -43,7 +43,8 @@ def read_work(given: Iterable[Sequence[Any]], context: int, fetch: Fetch | None)
 
 
 def _of_shape(shape: Sequence[int], context: int) -> Work | None:
-    """Of an input ``[sequences, length]``: each attends to all of itself, whatever a mask then takes away."""
+    """Returns the lengths of an input ``[sequences, length]``: each attends to all of itself, whatever a mask then
+    takes away."""
     if len(shape) != 2 or not all(shape):
         return None
     count, length = int(shape[0]), int(shape[1]) * context
@@ -51,7 +52,8 @@ def _of_shape(shape: Sequence[int], context: int) -> Work | None:
 
 
 def _packed(boundaries: Any, padded: Any, version: int | None, fetch: Fetch | None) -> Work | None:
-    """Of ``cu_seqlens``: where sequences begin, and where the last one ends; ``padded``: the same with padding."""
+    """Returns the lengths by ``cu_seqlens``: where sequences begin, and where the last one ends; ``padded``: the
+    same with padding."""
     if version is not None and boundaries._version != version:
         return None  # it has been written to
     ends = _numbers(boundaries, fetch)
@@ -62,7 +64,8 @@ def _packed(boundaries: Any, padded: Any, version: int | None, fetch: Fetch | No
 
 
 def _told(source: str, told: Any, tokens: int, fetch: Fetch | None) -> Work | None:
-    """Of lengths by a mask, or of the places where positions begin anew, in order and filled up with ``tokens``."""
+    """Returns the lengths by a mask, or of the places where positions begin anew, in order and filled up with
+    ``tokens``."""
     numbers = _numbers(told, fetch)
     if numbers is None:
         return None

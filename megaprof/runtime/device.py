@@ -18,8 +18,8 @@ _LOOK_SECONDS = 0.1
 
 
 def capturing() -> bool:
-    """Whether this thread's current stream is being captured into a CUDA graph. Then the device must not be waited for:
-    that would end the capture with an error of the host's."""
+    """Returns whether this thread's current stream is being captured into a CUDA graph. Then the device must not be
+    waited for: that would end the capture with an error of the host's."""
     cuda = _cuda()
     return cuda is not None and bool(cuda.is_current_stream_capturing())
 
@@ -41,8 +41,8 @@ class DeviceWait:
             threading.Thread(target=self._synchronize, args=(device,), name="megaprof-device", daemon=True).start()
 
     def wait(self, seconds: float, ending: Callable[[], bool] = lambda: False) -> str | None:
-        """None as soon as the device is idle; after ``seconds`` at most, why it is not. From the moment at which
-        ``ending()`` says that the process has to end, after `GRACE_SECONDS` at most."""
+        """Returns None as soon as the device is idle, or, after ``seconds`` at most, why it is not. From the moment
+        at which ``ending()`` says that the process has to end, after `GRACE_SECONDS` at most."""
         late = None if self._cuda is None else self._late(seconds, ending)
         if late is not None:
             logger.warning("megaprof: a window closes without what the device has yet to do: %s", late)

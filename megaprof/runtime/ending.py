@@ -70,7 +70,8 @@ class Termination:
         self.settle()
 
     def _held_by(self, frame: FrameType | None) -> bool:
-        """Whether ``frame`` runs inside a held block. One whose end the host interrupted holds nothing any more."""
+        """Returns whether ``frame`` runs inside a held block. One whose end the host interrupted holds nothing any
+        more."""
         while frame is not None and frame is not self._holding:
             frame = frame.f_back
         return frame is not None

@@ -144,7 +144,8 @@ class HostMemoryGuard:
             logger.warning("megaprof: host memory cannot be watched on this machine", exc_info=True)
 
     def _over(self, bounds: tuple[Bound, ...], resident: int, needed: int, others: int) -> str | None:
-        """Why the window must close now, or None. ``needed``: what closing it takes, ``others``: the same of theirs."""
+        """Returns why the window must close now, or None. ``needed``: what closing it takes, ``others``: the same of
+        theirs."""
         size = self._limit.size
         if size is not None and resident + needed > size:
             return _reason("this process", resident, needed, 0, size, size)

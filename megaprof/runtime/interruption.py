@@ -47,8 +47,8 @@ class Suppressed(contextlib.suppress):
 
 
 def _was_handed(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether ``frame`` got ``interrupted``, which called it, as an argument: nobody but Python does that, for signal
-    handlers and for trace functions."""
+    """Returns whether ``frame`` got ``interrupted``, which called it, as an argument: nobody but Python does that, for
+    signal handlers and for trace functions."""
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     for name in code.co_varnames[:count]:

@@ -20,7 +20,7 @@ class Patches:
         self._applied: list[tuple[Any, str, Any, Any]] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is replaced."""
+        """Returns whether anything is replaced."""
         return bool(self._applied)
 
     def apply(self, owner: Any, name: str, wrap: Wrap) -> bool:

@@ -104,7 +104,8 @@ class _Streams(threading.local):
 
 
 def is_cuda(device: object) -> bool:
-    """Whether ``device``, as torch's functions take it, is one of CUDA's; a bare index is one of the accelerator's."""
+    """Returns whether ``device``, as torch's functions take it, is one of CUDA's; a bare index is one of the
+    accelerator's."""
     if isinstance(device, torch.device):
         return device.type == "cuda"
     if isinstance(device, int):

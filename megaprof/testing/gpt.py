@@ -331,7 +331,7 @@ class BuiltGPT:
 
 
 def _packed(lengths: tuple[int, ...] = ()) -> dict[str, Any]:
-    """What a model is told of packed sequences."""
+    """Returns what a model is told of packed sequences."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if not lengths:

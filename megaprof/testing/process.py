@@ -120,7 +120,7 @@ def _typed(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
 
 
 def _devices() -> list[Patch]:
-    """What makes tensors, in every thread: a ``TorchFunctionMode`` holds for one."""
+    """Returns what makes tensors, in every thread: a ``TorchFunctionMode`` holds for one."""
     constructors = [str(getattr(each, "__name__", "")) for each in _device_constructors()]
     names = [name for name in constructors if callable(getattr(torch, name, None))]
     makers: list[tuple[Any, str]] = [(torch, name) for name in (*names, *_LIKE)]

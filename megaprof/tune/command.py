@@ -71,7 +71,7 @@ def _has(words: Iterable[str], option: str) -> bool:
 
 
 def _without(words: Sequence[str], names: set[str]) -> list[str]:
-    """Without options of these names, and without their values."""
+    """Yields the words without options of these names, and without their values."""
     kept: list[str] = []
     dropped = None
     for word in words:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.tune import trial as runs
@@ -41,7 +42,7 @@ def measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> 
         framework=target.measured.framework,
         role=target.measured.role,
         verdict=target.findings[0].text,
-        says=target.what_if.advice or "; ".join(target.what_if.warnings) or None,
+        says=target.advice.text if target.advice else "; ".join(target.what_if.warnings) or None,
     )
     asked = None if trial.proposal is None else trial.proposal.layout
     if None not in (asked, layout) and asked != layout:
@@ -95,7 +96,8 @@ def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:
     fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
     for each in sorted(fitting, key=lambda one: -one.low):
         predicted = _predicted(each, step.mean)
-        yield Proposal(each.what, each.layout or "", each.flags, predicted, number, each.needed, each.more_steps)
+        name = name_of(each, target.what_if)
+        yield Proposal(name, each.layout or "", each.flags, predicted, number, each.needed, each.more_steps)
 
 
 def _predicted(each: Prediction, measured_ms: float) -> Interval:

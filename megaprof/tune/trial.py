@@ -53,7 +53,7 @@ class Ended:
 
 
 def config_of(directory: Path) -> ProfileConfig:
-    """What a trial records. Raises ValueError."""
+    """Returns what a trial records. Raises ValueError."""
     return ProfileConfig(target=(TARGET,), tool=("timeline",), dir=str(directory))
 
 
@@ -96,7 +96,7 @@ def _watched(
 
 
 def _steps(directory: Path) -> int:
-    """How many steps every rank has made."""
+    """Returns how many steps every rank has made."""
     try:
         job = find_job(directory)
     except NoJob:
@@ -139,7 +139,7 @@ def _marked(mark: bytes) -> list[int]:
 
 
 def _explained(ended: Ended, log: Path) -> Ended:
-    """With the reason that the command printed."""
+    """Returns the trial's end with the reason that the command printed."""
     if ended.outcome == "enough":
         return ended
     lines = [line.strip() for line in _tail(log).splitlines() if line.strip() and _OURS not in line]

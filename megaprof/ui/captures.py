@@ -26,7 +26,7 @@ from megaprof.formats.remote import TooMuch, Unreachable
 from megaprof.metrics.look import last_stand
 from megaprof.ui.places import Place
 
-#: Captures that are kept, and how large they may be together, in bytes.
+#: KeptCaptures that are kept, and how large they may be together, in bytes.
 MOST_KEPT, MOST_BYTES = 16, 512 << 20
 #: Verdicts that are kept.
 MOST_BRIEFS = 4096
@@ -108,7 +108,7 @@ def _brief(target: Any, standstill: Standstill | None) -> Brief:
     )
 
 
-class Captures:
+class KeptCaptures:
     """The captures that were asked for last."""
 
     def __init__(self) -> None:

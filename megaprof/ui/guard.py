@@ -81,7 +81,7 @@ class Guard:
             await self._app(scope, receive, sending)
 
     def _foreign(self, scope: Scope) -> str | None:
-        """Why the request does not come from a page of ours; None where it does."""
+        """Returns why the request does not come from a page of ours; None where it does."""
         hosts, origins = (_values(scope, name) for name in (b"host", b"origin"))
         if len(hosts) != 1 or _name_of(hosts[0]) not in NAMES:
             return "this server answers only as 127.0.0.1 or localhost"
@@ -95,7 +95,7 @@ class Guard:
         return None
 
     def _enters(self, scope: Scope) -> bool:
-        """Whether this is the address with the token."""
+        """Returns whether this is the address with the token."""
         if scope["method"] != "GET" or scope["path"] != "/":
             return False
         try:

@@ -40,7 +40,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Row:
+class StageRow:
     """One stage of a tried layout."""
 
     stage: int
@@ -89,18 +89,18 @@ class Answer:
         return len(self.now.setting.pieces) // self.known.stages
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StageRow]:
         """Every stage."""
         pieces, simulated = self.now.setting.pieces, self.now.simulation
         longest = max(simulated.stage_ms) or 1.0
         return [
-            Row(
+            StageRow(
                 stage,
                 tuple(self._piece(place) for place in range(stage, len(pieces), self.known.stages)),
                 computed,
                 100 * computed / longest,
                 simulated.bubble_fraction[stage],
-                self.now.in_flight[stage],
+                (self.now.prediction.in_flight or ())[stage],
             )
             for stage, computed in enumerate(simulated.stage_ms)
         ]

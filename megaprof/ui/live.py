@@ -267,7 +267,8 @@ def _told(target: str, outcome: Outcome) -> Told:
 
 
 def state_of(directory: Path) -> str | None:
-    """Whether the job there ``runs`` or ``hangs``, at one quick look; None where it gave no sign of life lately."""
+    """Returns whether the job there ``runs`` or ``hangs``, at one quick look; None where it gave no sign of life
+    lately."""
     try:
         job = find_job(directory)
     except NoJob:

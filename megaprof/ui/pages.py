@@ -59,7 +59,7 @@ def data_of(drawn: Sequence[Mapping[str, Any] | None]) -> Markup:
 
 
 def links_of(place: Place) -> tuple[tuple[str, str], ...]:
-    """Where one gets from a capture."""
+    """Returns the links that lead from a capture."""
     links = [("/", "All captures"), (f"/capture/{place.id}/what-if", "What if"), (f"/compare?a={place.id}", "Compare")]
     return (*links, *([(f"/live/{place.id}", "Live")] if place.job else []))
 
@@ -77,7 +77,7 @@ class Bar:
 
 
 def bars(target: Any) -> list[Bar]:
-    """Of a `TargetDiff`: what every stage computes and waits; none where nothing is known."""
+    """Returns what every stage of a `TargetDiff` computes and waits; nothing where nothing is known."""
 
     def parts(stage: Any, which: str) -> tuple[float, float] | None:
         compute, bubble = (getattr(stage.changes[name], which) for name in ("compute_ms", "bubble_ms"))
@@ -135,14 +135,14 @@ class Track:
     """From the first to the last point."""
 
     def shown(self, value: float) -> str:
-        """With the unit; of a number without one two places."""
+        """Returns a value with its unit; a number without one gets two places."""
         if not self.unit:
             return f"{value:.2f}"
         return f"{words.number(value) if value else 0} {self.unit}"
 
 
 def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: float = 0.0) -> Track | None:
-    """None with fewer than two values."""
+    """Returns None with fewer than two values."""
     known = [value for point in points if (value := getattr(point, field)) is not None]
     if len(known) < 2 or max(known) <= bottom:
         return None
@@ -163,7 +163,7 @@ def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: flo
 
 
 def now_shown(now: Now) -> str:
-    """What a live page shows of one look."""
+    """Returns what a live page shows of one look."""
     tracks = [
         track("step time", "ms", now.history, "step_ms"),
         track("imbalance", "", now.history, "imbalance", bottom=1.0),

@@ -147,7 +147,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _has_run(control: Path) -> bool:
-    """Whether there is a run, or one of a role."""
+    """Returns whether there is a run, or one of a role."""
     if (control / RUN).is_file():
         return True
     return any(entry.is_dir(follow_symlinks=False) and Path(entry.path, RUN).is_file() for entry in _entries(control))

@@ -35,7 +35,7 @@ from megaprof.control.directory import parts_with_a_run
 from megaprof.formats.files import Unsafe
 from megaprof.formats.job.requests import Refused
 from megaprof.ui import pages
-from megaprof.ui.captures import Capture, Captures, Unreadable
+from megaprof.ui.captures import Capture, KeptCaptures, Unreadable
 from megaprof.ui.guard import Guard
 from megaprof.ui.hand import answer, host_options
 from megaprof.ui.live import Busy, Jobs, Watcher, state_of
@@ -58,7 +58,7 @@ class Pages:
 
     def __init__(self, directory: Path, allow_trigger: bool) -> None:
         self._directory, self._allow_trigger = directory, allow_trigger
-        self._captures, self._jobs = Captures(), Jobs()
+        self._captures, self._jobs = KeptCaptures(), Jobs()
         self._listing: Listing | None = None
         self._listed = 0.0
         self._looking: asyncio.Task[Listing] | None = None
@@ -235,7 +235,7 @@ class Pages:
         return await self._jobs.watcher(place.path, _role(request, roles))
 
     async def _list(self) -> Listing:
-        """What lies there, a moment ago at most; where looking takes long, what lay there before."""
+        """Returns what lies there, a moment ago at most; where looking takes long, what lay there before."""
         if self._listing is not None and monotonic() - self._listed <= _LISTED:
             return self._listing
         if self._looking is None or self._looking.done():
@@ -360,7 +360,7 @@ def _chosen(request: Request, report: Report) -> tuple[int, TargetReport | None]
 
 
 def _roles(directory: Path) -> list[str]:
-    """Of a job whose roles each have a part of their own."""
+    """Returns the roles of a job that each have a part of their own."""
     try:
         found = parts_with_a_run(directory)
     except Unsafe:

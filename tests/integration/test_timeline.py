@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaprof.analysis.diagnosis.files import tables_in
-from megaprof.analysis.diagnosis.table import Table
+from megaprof.analysis.table.files import tables_in
+from megaprof.analysis.table.table import Table
 from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Timeline, read_timeline

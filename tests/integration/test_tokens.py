@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.analysis.diagnosis.files import tables_in
-from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.table.files import tables_in
+from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import timeline as format
 from megaprof.formats.work import unpack_work

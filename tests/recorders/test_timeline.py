@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.analysis.diagnosis.files import tables_in
-from megaprof.analysis.diagnosis.table import Table
+from megaprof.analysis.table.files import tables_in
+from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
 from megaprof.install import Handle

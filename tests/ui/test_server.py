@@ -18,7 +18,7 @@ from megaprof.analysis.report.report import analyze
 from megaprof.formats.names import artifact_name, shard
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import captures, server
-from megaprof.ui.captures import Captures
+from megaprof.ui.captures import KeptCaptures
 from tests.analysis.synthetic import chunk, pipeline, plain_stage
 from tests.ui.pages import HOSTILE, Reader, address, browsing, make, page
 
@@ -252,12 +252,12 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
 def test_one_page_never_waits_for_anothers_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
 
-    def never(self: Captures, path: Path, links: Any, standstill: Any) -> Future[bytes]:
+    def never(self: KeptCaptures, path: Path, links: Any, standstill: Any) -> Future[bytes]:
         asked.append(path)
         return Future()
 
     pipeline(tmp_path / "slow", [1, 1])
-    monkeypatch.setattr(Captures, "_submit", never)
+    monkeypatch.setattr(KeptCaptures, "_submit", never)
     with browsing(tmp_path) as client:
         slow = address(tmp_path, "slow")
         for _ in range(2):
@@ -269,13 +269,13 @@ def test_one_page_never_waits_for_anothers_files(tmp_path: Path, monkeypatch: py
 
 def test_what_was_read_is_kept_until_its_files_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     submitted: list[Path] = []
-    submit = Captures._submit
+    submit = KeptCaptures._submit
 
-    def counting(self: Captures, path: Path, links: Any, standstill: Any) -> Future[bytes]:
+    def counting(self: KeptCaptures, path: Path, links: Any, standstill: Any) -> Future[bytes]:
         submitted.append(path)
         return submit(self, path, links, standstill)
 
-    monkeypatch.setattr(Captures, "_submit", counting)
+    monkeypatch.setattr(KeptCaptures, "_submit", counting)
     monkeypatch.setattr(captures, "MOST_KEPT", 2)
     monkeypatch.setattr(server, "_LISTED", 0.0)
     for name in ("a", "b", "c"):

@@ -77,7 +77,7 @@ class Alignment:
         return clock.offset_ns if clock else 0
 
     def sentences(self) -> list[str]:
-        """How far the clocks were off, a line per host."""
+        """Returns how far the clocks were off, a line per host."""
         lines: dict[str, None] = {}
         for rank, clock in sorted(self.clocks.items()):
             if clock.messages:

@@ -159,7 +159,7 @@ def _ranks(written: str) -> tuple[int, ...]:
 
 
 def _enqueued(file: Flight) -> dict[str, int]:
-    """By group, the number of the last operation that was called.
+    """Returns the number of the last operation that was called, by group.
 
     torch counts groups in the order in which the process made them, which is that of their names, as long as those are
     numbers: `pg_status` has the former and `pg_config` the latter.

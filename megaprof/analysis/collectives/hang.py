@@ -191,15 +191,16 @@ class _Job:
         }
 
     def came(self, rank: int, operation: Operation) -> bool:
-        """Whether ``rank`` has called this collective of its group."""
+        """Returns whether ``rank`` has called this collective of its group."""
         return self._called.get((rank, operation.group), 0) >= operation.number
 
     def ended(self, rank: int, operation: Operation) -> bool:
-        """Whether this collective has ended on ``rank``."""
+        """Returns whether this collective has ended on ``rank``."""
         return self.came(rank, operation) and rank not in self.calls[operation.group, operation.number]
 
     def waits(self) -> dict[int, dict[int, Operation]]:
-        """By rank that waits and rank that it waits for, the first operation in which it does so."""
+        """Returns the first operation in which a rank waits for another, by the rank that waits and the one that it
+        waits for."""
         sides = Counter(
             (rank, operation.peer, operation.group, operation.name)
             for rank, dump in self.dumps.items()
@@ -224,7 +225,8 @@ class _Job:
         return dict(waits or sends)
 
     def together(self) -> dict[int, Operation]:
-        """By rank, the first operation that does not end on it, where it is the first on all ranks that take part."""
+        """Returns the first operation that does not end on a rank, by rank, where it is the first on all ranks that
+        take part."""
         behind = self.behind()
         return {
             rank: dump.pending[0]
@@ -233,7 +235,7 @@ class _Job:
         }
 
     def behind(self) -> dict[int, set[int]]:
-        """By rank, the other ranks of the first operation that does not end on it which called it, too, and have
+        """Returns, by rank, the other ranks that called the first operation that does not end on it, and have
         something to end before it."""
         behind = {}
         for rank, dump in self.dumps.items():
@@ -309,7 +311,7 @@ _OTHER_SIDE = {"send": "recv", "recv": "send"}
 
 
 def _answers(one: Operation, rank: int, other: Operation, its_rank: int) -> bool:
-    """Whether both are the same collective, or the two sides of an exchange."""
+    """Returns whether both are the same collective, or the two sides of an exchange."""
     if one.group != other.group:
         return False
     if other.peer is None:
@@ -318,7 +320,7 @@ def _answers(one: Operation, rank: int, other: Operation, its_rank: int) -> bool
 
 
 def _form(operation: Operation) -> tuple[object, ...]:
-    """What must be the same on all ranks of a collective."""
+    """Returns what must be the same on all ranks of a collective."""
     if operation.name not in _EVEN:
         return (operation.name,)
     return operation.name, tuple(math.prod(shape) for shape in operation.sizes), operation.dtypes

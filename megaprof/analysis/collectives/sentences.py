@@ -12,7 +12,7 @@ from megaprof.parallel.selectors import Selector
 
 
 def sentences(hang: Hang) -> Iterator[str]:
-    """Who keeps the job waiting, and in what; then what must be known about the dumps."""
+    """Yields who keeps the job waiting, and in what; then what must be known about the dumps."""
     for culprit in hang.culprits:
         yield _culprit(culprit)
     for awaited in hang.unended:

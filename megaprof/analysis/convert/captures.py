@@ -146,7 +146,7 @@ def _taken(places: Iterable[Place], there: set[int], ranks: Selector | None) -> 
 
 
 def _named(source: Source) -> list[tuple[StepName, Place]]:
-    """What the name of a trace says; nothing for a file that may hold several."""
+    """Returns what the name of a trace says; nothing for a file that may hold several."""
     name = None if isinstance(source, NsysFile) else parse_artifact_name(source.name)
     return [(StepName(name.target, name.role or "", name.step), name.place)] if name else []
 

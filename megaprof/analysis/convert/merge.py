@@ -386,7 +386,7 @@ def _time(event: Any) -> int | None:
 
 
 def is_merged(path: Path) -> bool:
-    """Whether the file is a merged timeline of megaprof's."""
+    """Returns whether the file is a merged timeline of megaprof's."""
     try:
         with open_input(path) as raw:
             zipped = raw.read(2) == b"\x1f\x8b"

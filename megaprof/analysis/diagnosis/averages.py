@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import (
@@ -21,7 +20,7 @@ from megaprof.analysis.stages.stages import (
     TargetStages,
     imbalance,
 )
-from megaprof.analysis.trace.calls import unseen
+from megaprof.analysis.table.table import Floats, Table
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 
 
@@ -40,7 +39,7 @@ def averages(measured: TargetStages, table: Table, slow: Collection[int] = ()) -
         stages=stages,
         slow_ranks=tuple(_of_slow(measured, table, slow)),
         imbalance=None if measured.unjudgeable else imbalance(stages, measured.sizes),
-        warnings=(*(cold if table.cold else []), *_warnings(measured, list(_told(table)))),
+        warnings=(*(cold if table.cold else []), *measured.warnings),
     )
 
 
@@ -54,30 +53,16 @@ def _of_slow(measured: TargetStages, table: Table, slow: Collection[int]) -> Ite
         yield from (_stage(replace(each, ranks=(rank,)), measured, table) for each in measured.stages if each.pp == pp)
 
 
-def _told(table: Table) -> Mapping[str, Floats]:
-    """Groups whose communication is known: combined passes compute beside it on purpose."""
+def known_groups(table: Table) -> Mapping[str, Floats]:
+    """Returns the communication inside passes, by group, as far as timelines know it: combined passes compute beside it
+    on purpose."""
     return {} if table.schedule.combined else table.ran
-
-
-def _warnings(measured: TargetStages, told: Sequence[str]) -> Iterator[str]:
-    inside = parallel_of(INSIDE, measured.sizes)
-    others = [axis for axis in inside if axis not in told]
-    for warning in measured.warnings:
-        if warning != unseen(inside) or not told:
-            yield warning
-        elif others:
-            yield unseen(others)
-    if told:
-        yield (
-            f"exposed {', '.join(told)} is all of the time in which torch's collectives ran, with waiting for slower "
-            "peers, also where something computed beside them; what is exchanged in other ways is in compute"
-        )
 
 
 def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
     replica, peer = (int(found[0]) for found in np.nonzero(table.ranks[:, stage.pp] == stage.ranks[0]))
     place = replica, stage.pp, min(peer, table.compute.shape[3] - 1)
-    ran = {group: each[(slice(None), *place)] for group, each in _told(table).items()}
+    ran = {group: each[(slice(None), *place)] for group, each in known_groups(table).items()}
     passes = table.passes[:, replica, stage.pp]
     whole = passes.sum(axis=(1, 2, 3))
     inside = np.minimum(sum(ran.values(), np.zeros_like(whole)), whole)
@@ -112,7 +97,7 @@ def _stage(stage: Stage, measured: TargetStages, table: Table) -> Stage:
 def _parted(axis: str, table: Table, place: tuple[int, int, int]) -> Collectives:
     """``place``: replica, stage and peer."""
     own = (slice(None), *place)
-    waited, ran = (None if axis not in each else each[axis][own] for each in (table.for_peers, _told(table)))
+    waited, ran = (None if axis not in each else each[axis][own] for each in (table.for_peers, known_groups(table)))
     if waited is None:
         return Collectives(None, None, "of no step it is known when all ranks came to its collectives")
     if ran is None:

@@ -12,10 +12,10 @@ from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
 from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
 from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
-from megaprof.analysis.diagnosis.table import GARBAGE, WAIT, Floats
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.table.table import GARBAGE, WAIT, Floats
 
 
 @dataclass(frozen=True)

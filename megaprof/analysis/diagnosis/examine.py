@@ -11,10 +11,10 @@ import numpy as np
 from megaprof.analysis.diagnosis.model import Model, blocks, drawn_steps, fit
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.state import State, measured
-from megaprof.analysis.diagnosis.table import Floats, Table, Unfit
 from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
 from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.parallel.schedules import PassId, phase_order
 
 #: Averages of drawn steps that an interval is made of.

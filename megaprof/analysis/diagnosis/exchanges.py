@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.table.table import Floats, Table
 from megaprof.parallel.schedules import PassId, SendReceive, phase_order, producer, stage_program
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.table import Table
+from megaprof.analysis.table.table import Table
 
 
 @dataclass(frozen=True)

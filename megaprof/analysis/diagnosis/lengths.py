@@ -14,7 +14,7 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
-from megaprof.analysis.diagnosis.table import Floats
+from megaprof.analysis.table.table import Floats
 
 #: More than half of a spread is most of it.
 MOST = 0.5

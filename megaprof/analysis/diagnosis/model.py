@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import of_both
-from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL, QUARTILE
-from megaprof.analysis.diagnosis.table import Floats, Table
+from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
 from megaprof.analysis.stages.samples import MAD
+from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.policy import QUARTILE
-from megaprof.analysis.diagnosis.table import Floats
+from megaprof.analysis.table.table import QUARTILE, Floats
 
 BOTH, FORWARD, BACKWARD, AGAIN = "both", "slow_forward", "slow_backward", "recomputation"
 

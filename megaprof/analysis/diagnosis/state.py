@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.exchanges import links
-from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.table.table import Floats, Table
 
 #: Steps that models of exchanges are compared in.
 _COMPARED = 8

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.analysis.diagnosis.policy import LEAST
-from megaprof.analysis.diagnosis.table import WAIT, Table
 from megaprof.analysis.diagnosis.view import View
+from megaprof.analysis.table.table import WAIT, Table
 
 Change = Callable[[View], View]
 

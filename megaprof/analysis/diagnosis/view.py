@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.model import Content, Model
-from megaprof.analysis.diagnosis.policy import QUARTILE
 from megaprof.analysis.diagnosis.state import State
-from megaprof.analysis.diagnosis.table import Floats, Table
 from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
 
 @dataclass(frozen=True)

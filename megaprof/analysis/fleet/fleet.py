@@ -237,7 +237,7 @@ def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], Ran
 
 
 def _matrix(ranks: Sequence[RankSeries], buckets: Buckets) -> Floats:
-    """What every rank computes, [rank, bucket], NaN where it has no steps."""
+    """Returns what every rank computes, [rank, bucket], NaN where it has no steps."""
     matrix = np.full((len(ranks), len(buckets.first)), np.nan)
     for row, rank in zip(matrix, ranks, strict=True):
         begin = rank.first - buckets.begin

@@ -20,6 +20,7 @@ from megaprof.analysis.fleet.standstills import StoodStill, stood_still, told_by
 from megaprof.analysis.fleet.trends import Floats, Integers
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.analysis.trace.runs import Runs, runs_in
+from megaprof.analysis.trace.traces import Skipped
 from megaprof.formats import timeline as format
 from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.metadata import Metadata
@@ -140,6 +141,8 @@ class FleetReading:
     """All files that hold steps."""
     cut: list[Path] = field(default_factory=list)
     """Files that end inside a record."""
+    skipped: list[Skipped] = field(default_factory=list)
+    """Files that cannot be read."""
     warnings: list[str] = field(default_factory=list)
     """What is wrong with single files."""
 
@@ -151,6 +154,7 @@ class FleetReading:
             self.files.setdefault(key, {}).update(by_rank)
         self.read += other.read
         self.cut += other.cut
+        self.skipped += other.skipped
         self.warnings += (each for each in other.warnings if each not in self.warnings)
 
     def warnings_of_files(self) -> list[str]:
@@ -283,7 +287,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
         try:
             timeline = format.read_timeline(path, events=False)
         except format.UnreadableTimeline as fault:
-            found.warnings.append(f"{path.name} was skipped: {fault.reason}")
+            found.skipped.append(Skipped(path.name, fault.reason))
             continue
         if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue

@@ -40,8 +40,9 @@ class Buckets:
 
 
 def relative_shifts(values: Floats, buckets: Buckets, floor_ms: float = 0.0) -> list[tuple[Shift, ...]]:
-    """When each row of ``values`` [row, bucket] changed its level, beside what changed all rows alike. With one row,
-    when that changed. ``floor_ms``: added to all of them, for times that matter only beside something longer."""
+    """Returns when each row of ``values`` [row, bucket] changed its level, beside what changed all rows alike. With
+    one row, when that changed. ``floor_ms``: added to all of them, for times that matter only beside something
+    longer."""
     raised = values + floor_ms
     baseline = np.array([_quickest(row) for row in raised])
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -35,8 +35,9 @@ class StoodStill(NamedTuple):
 
 
 def stood_still(calls: npt.NDArray[Any], compute: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Which of a rank's ``calls``, in order, stood still, by the rule of `standstill.stands_still`; ``compute``:
-    microseconds of the passes of each. A step with an open window does not tell: the profiler makes it longer."""
+    """Returns which of a rank's ``calls``, in order, stood still, by the rule of `standstill.stands_still`;
+    ``compute``: microseconds of the passes of each. A step with an open window does not tell: the profiler makes it
+    longer."""
     longest = np.maximum(calls["duration"].astype(np.int64), compute)
     if longest.max(initial=0) <= STUCK_SECONDS * 1e6:
         return np.zeros(len(calls), dtype=np.bool_)
@@ -73,7 +74,7 @@ def told_by(
 def standstills(
     found: Iterable[StoodStill], last_step: int, place: Callable[[int, int], RangeName | None]
 ) -> tuple[Standstill, ...]:
-    """What the ranks tell together, by step. ``place(rank, step)``: the longest pass of a rank in a step."""
+    """Returns what the ranks tell together, by step. ``place(rank, step)``: the longest pass of a rank in a step."""
     by_step: dict[int, list[StoodStill]] = {}
     for each in found:
         by_step.setdefault(each.step, []).append(each)

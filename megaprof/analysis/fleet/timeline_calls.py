@@ -90,7 +90,7 @@ def _calls(key: Key, files: Iterable[Path]) -> dict[int, tuple[int, int]]:
 
 
 def _read(files: Iterable[Path], *, events: bool) -> Iterator[format.Timeline]:
-    """Those that can be read."""
+    """Yields the timelines that can be read."""
     for path in files:
         with suppress(format.UnreadableTimeline):
             yield format.read_timeline(path, events=events)
@@ -153,7 +153,8 @@ def _trace(path: Path, metadata: Metadata, step: Any, events: format.Events | No
 
 
 def _allocations(memory: format.Memory, start: int) -> Allocations:
-    """As of a step that begins at ``start`` with what it ends with, and has its peak in between."""
+    """Returns the allocations of a step that begins at ``start`` with as much as it ends with, and has its peak
+    between."""
     found = np.array([memory.allocated, memory.peak])
     return Allocations(np.array([start, start + 1]), found, memory.capacity or None)
 

@@ -124,7 +124,8 @@ def levels(values: Floats, steps: Integers, noise: float = 0.0) -> list[Level]:
 
 
 def lasting(found: Sequence[Level], seconds: Floats) -> list[Level]:
-    """Without the levels that a series leaves again within `LASTING_SECONDS`. ``seconds``: that every bucket took."""
+    """Returns the levels without those that a series leaves again within `LASTING_SECONDS`. ``seconds``: that every
+    bucket took."""
     kept = list(found[:1])
     for level in found[1:]:
         if np.nansum(seconds[level.first : level.last + 1]) >= LASTING_SECONDS and differ(kept[-1], level):
@@ -144,7 +145,7 @@ def shifts(found: Sequence[Level], first_steps: Integers, last_steps: Integers) 
 
 
 def differ(before: Level, after: Level) -> bool:
-    """Whether two levels differ by more than the thresholds of this module."""
+    """Returns whether two levels differ by more than the thresholds of this module."""
     low, high = sorted((before.value, after.value))
     error = math.hypot(before.error, after.error)
     # On logarithms: what disturbs a time multiplies it. Nothing exceeds a time that is not above zero.
@@ -171,9 +172,9 @@ def single_steps(steps: Integers, times: Floats) -> SingleSteps:
 
 
 def drift(values: Floats) -> float | None:
-    """By which fraction a series grows from its beginning, the first tenth left aside, to its end: Theil-Sen slope
-    over its median level. None where that may be chance, or one jump: a Mann-Kendall test tells it on the whole, by
-    `SIGMAS`, and on both halves."""
+    """Returns the fraction by which a series grows from its beginning, the first tenth left aside, to its end:
+    Theil-Sen slope over its median level. None where that may be chance, or one jump: a Mann-Kendall test tells it
+    on the whole, by `SIGMAS`, and on both halves."""
     known = np.flatnonzero(np.isfinite(values))
     known = known[len(known) // 10 :]
     n = len(known)
@@ -262,7 +263,8 @@ def _merged(x: Floats, cumulated: Integers, found: list[tuple[int, int]], noise:
 
 
 def _edge(x: Floats, a: int, k: int, b: int) -> int:
-    """Where the level before ``k`` ends and the one behind it begins, by the least absolute deviation from both."""
+    """Returns where the level before ``k`` ends and the one behind it begins, by the least absolute deviation from
+    both."""
     before, after = np.abs(x[a:b] - np.median(x[a:k])), np.abs(x[a:b] - np.median(x[k:b]))
     costs = np.concatenate(([0.0], np.cumsum(before))) + after.sum() - np.concatenate(([0.0], np.cumsum(after)))
     inner = costs[LASTING_BUCKETS : len(costs) - LASTING_BUCKETS]

@@ -173,8 +173,8 @@ def _facts(recording: Recording, axes: _Axes) -> RankFacts:
 
 
 def _holds(group: Group, rank: int) -> bool:
-    """Whether a group is one and the same in all recordings, this rank's among them: by its ranks, or else by the name
-    that torch gave it. Descriptions are of many groups."""
+    """Returns whether a group is one and the same in all recordings, this rank's among them: by its ranks, or else by
+    the name that torch gave it. Descriptions are of many groups."""
     if group.ranks is None:
         return group.description is None and group.name != UNKNOWN
     return rank in group.ranks

@@ -152,7 +152,7 @@ def _count(exchanges: int, stage: int, stages: int) -> int | None:
 
 
 def _between(stage: int, stages: int, microbatches: int) -> list[tuple[str, ...]]:
-    """Which passes lie before, between and behind the exchanges of a step."""
+    """Returns which passes lie before, between and behind the exchanges of a step."""
     between: list[list[str]] = [[]]
     for step in stage_program(PipelineSchedule.checked(stages, 1, microbatches), stage):
         if isinstance(step, PassId):

@@ -9,7 +9,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.lengths import Lengths
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.document import TargetReport
-from megaprof.analysis.report.text import sentences
+from megaprof.analysis.report.text.what_if import name_of, worth_showing
 from megaprof.analysis.stages.samples import Spread, mean_of
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import number, percent
@@ -174,7 +174,7 @@ def _whisker(kind: str, spread: Spread | None, longest: float) -> Whisker | None
 
 
 @dataclass(frozen=True)
-class Change:
+class StepBar:
     """One row of what-if: a step as it is, or as it would be."""
 
     kind: str
@@ -189,7 +189,7 @@ class Change:
     """What was predicted; None for a step as it is."""
 
 
-def changes(found: WhatIf) -> list[Change]:
+def changes(found: WhatIf) -> list[StepBar]:
     """The measured step, its replay, and the predictions; none where nothing was replayed."""
     if found.measured_ms is None or found.replay_ms is None or found.replay_error is None:
         return []
@@ -198,10 +198,10 @@ def changes(found: WhatIf) -> list[Change]:
         ("before", "as captured", found.measured_ms, None),
         ("before", f"replayed, {off}", found.replay_ms, None),
     ]
-    for each in sentences.worth_showing(found):
-        rows.append(("best" if each == found.best else "after", each.what, each.step_ms, each))
+    for each in worth_showing(found):
+        rows.append(("best" if each == found.best else "after", name_of(each, found), each.step_ms, each))
     longest = max(ms for _, _, ms, _ in rows)
-    return [Change(kind, what, ms, 100 * ms / longest, each) for kind, what, ms, each in rows]
+    return [StepBar(kind, what, ms, 100 * ms / longest, each) for kind, what, ms, each in rows]
 
 
 @dataclass(frozen=True)

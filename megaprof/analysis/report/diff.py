@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text.sentences import BASIS
+from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
@@ -230,7 +231,7 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
         if each.layout == layout:
             measured = old.step_ms / new.step_ms
             return Kept(
-                what=each.what,
+                what=name_of(each, before.what_if),
                 layout=layout,
                 predicted_ms=each.step_ms,
                 measured_ms=new.step_ms,

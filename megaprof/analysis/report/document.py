@@ -19,6 +19,7 @@ from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
 from megaprof.analysis.report.text import causes, sentences
+from megaprof.analysis.report.text import what_if as text
 from megaprof.analysis.stages.stages import OF_REPLICAS, Stage, TargetStages
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.by_hand import ByHand
@@ -94,9 +95,9 @@ class TargetReport(TargetStages):
             fleet=fleet,
             findings=(
                 *causes.findings(measured, diagnosis, withheld, asked, captured=captured),
-                *sentences.of_packing(what_if, measured.framework, measured.sizes.cp),
+                *text.of_packing(what_if, measured.framework, measured.sizes.cp),
             ),
-            advice=sentences.of_what_if(what_if, measured.framework),
+            advice=text.advised(what_if, measured.framework),
             capture=causes.to_tell(measured, diagnosis, what_if, asked) if captured else None,
             ends=() if fleet is None else sentences.ends(fleet),
             changes=() if fleet is None else sentences.changes(fleet, job),

@@ -56,7 +56,7 @@ def called(rank: RankFacts) -> str:
 
 
 def _show_exposed(foreign: Foreign, console: Console) -> None:
-    """Of the rank that loses most by it: one is enough to see which communication it is."""
+    """Prints the communication of the rank that loses most by it: one is enough to see which it is."""
     worst = max(foreign.ranks, key=lambda rank: rank.exposed_ms, default=None)
     if worst is None or not worst.exposed:
         return

@@ -26,7 +26,7 @@ from markupsafe import Markup
 from megaprof.analysis.report import charts
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import StepTimeline, boxes
-from megaprof.analysis.report.text import causes, sentences
+from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.stages import words
 from megaprof.version import __version__
 
@@ -74,7 +74,7 @@ def environment(*packages: str) -> Environment:
         lstrip_blocks=True,
         finalize=_printable,
     )
-    made.globals |= {"causes": causes, "charts": charts, "sentences": sentences, "words": words}
+    made.globals |= {"causes": causes, "charts": charts, "changes": what_if, "sentences": sentences, "words": words}
     made.globals |= {"shell": shlex.join, "light": light}
     return made
 

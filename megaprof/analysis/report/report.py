@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 
-from megaprof.analysis.diagnosis.averages import averages
+from megaprof.analysis.diagnosis.averages import averages, known_groups
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
-from megaprof.analysis.diagnosis.files import tables
-from megaprof.analysis.diagnosis.table import Table, Unfit
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
 from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
 from megaprof.analysis.report.document import Report, TargetReport
+from megaprof.analysis.report.text import sentences
 from megaprof.analysis.stages.stages import TargetStages, measure
+from megaprof.analysis.table.files import tables
+from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.pool import NoCluster as NoCluster
@@ -26,7 +28,7 @@ from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
-from megaprof.analysis.trace.traces import UnreadableTrace
+from megaprof.analysis.trace.traces import Skipped, UnreadableTrace
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import what_if, withheld
 from megaprof.formats.phrases import listed
@@ -39,8 +41,6 @@ _MOST_OTHERS = 64
 _TO_HAVE_ONE = "a training command that `megaprof run` starts writes some, and `megaprof demo` makes some here"
 #: Steps of a timeline that are read for what its stages hold, and of which the last one is drawn.
 _DRAWN = 2
-#: Refusals for one reason that each have a line.
-_FEW = 3
 
 
 class NothingToReport(Exception):
@@ -81,8 +81,9 @@ def analyze(
     calls = [call for reading in of_run for call in reading.calls]
     read = tuple(reading.path for reading in of_run if reading.calls)
     warnings = [warning for reading in of_run for warning in reading.warnings]
+    skipped = [reading.skipped for reading in readings if reading.skipped is not None]
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
-    warnings += fleet.warnings_of_files()
+    warnings = [*sentences.of_skipped([*skipped, *fleet.skipped]), *warnings, *fleet.warnings_of_files()]
     fleets = survey(fleet)
     found = {key: _diagnosed(table) for key, table in tables(calls, fleet, workers).items()}
     traced = {_key(call) for call in calls}
@@ -100,7 +101,7 @@ def analyze(
         traces=read,
         timelines=tuple(fleet.read),
         targets=targets,
-        warnings=together(warnings),
+        warnings=tuple(dict.fromkeys(warnings)),
         run=runs.chosen + 1,
         runs=runs.count,
         drawn=tuple(_drawn(calls, targets)),
@@ -125,13 +126,13 @@ def _files(path: Path) -> tuple[list[Source], list[Path]]:
 
 def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int]) -> Report | None:
     """What recordings without ranges of ours tell; None where there are none."""
-    recordings, warnings = [], []
+    recordings, skipped = [], []
     others = _others(path) if path.is_dir() else []
     for source in dict.fromkeys((*traces, *others)):
         try:
             recordings += read_recording(source)
         except UnreadableTrace as fault:
-            warnings.append(f"{fault.path.name} was skipped: {fault.reason}")
+            skipped.append(Skipped(fault.path.name, fault.reason))
     if not recordings:
         return None
     files = dict.fromkeys(recording.path for recording in recordings)
@@ -140,24 +141,9 @@ def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int]) -> 
         source=str(path),
         traces=tuple(files),
         targets=(),
-        warnings=together(warnings),
+        warnings=tuple(sentences.of_skipped(skipped)),
         foreign=facts_of(recordings, dict(sizes)),
     )
-
-
-def together(warnings: Iterable[str]) -> tuple[str, ...]:
-    """Many refusals of one kind become one line with their number."""
-    by_reason: dict[str, list[str]] = {}
-    for warning in dict.fromkeys(warnings):
-        name, skipped, reason = warning.partition(" was skipped: ")
-        by_reason.setdefault(reason if skipped else warning, []).append(name if skipped else "")
-    lines = []
-    for reason, names in by_reason.items():
-        if len(names) > _FEW and all(names):
-            lines.append(f"{len(names)} files were skipped ({', '.join(names[:2])}, ...): {reason}")
-        else:
-            lines += (f"{name} was skipped: {reason}" if name else reason for name in names)
-    return tuple(lines)
 
 
 _Diagnosed = tuple[Examined, Diagnosis] | Unfit
@@ -216,6 +202,9 @@ def _target(
     key = Key(measured.target, measured.role, measured.sizes)
     fleet = next((fleet for fleet in fleets if fleet.key == key), None)
     found = diagnosed.get(key, Unfit("no step was recorded whole"))
+    if key not in traced:
+        known = () if isinstance(found, Unfit) else known_groups(found[0].table)
+        measured = replace(measured, warnings=(*measured.warnings, *sentences.of_timelines(measured.sizes, known)))
     if isinstance(found, Unfit):
         why = measured.unjudgeable or str(found)
         return TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None

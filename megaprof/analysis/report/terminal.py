@@ -23,7 +23,7 @@ from megaprof.analysis.report.printing import (
     table,
     text,
 )
-from megaprof.analysis.report.text import causes, sentences
+from megaprof.analysis.report.text import causes, sentences, what_if
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.stages.words import (
@@ -130,8 +130,8 @@ def _show_verdict(target: TargetReport, console: Console) -> None:
         show_finding(console, each, quiet=True)
     if target.advice is not None:
         show_finding(console, target.advice)
-        if found.best and found.best.activations:
-            console.print(text(sentence(found.best.activations)))
+        if found.best and (held := what_if.activations(found.best, found)):
+            console.print(text(sentence(held)))
     if target.capture is not None:
         show_finding(console, target.capture)
 
@@ -150,24 +150,19 @@ def _show_what_if(found: WhatIf, console: Console) -> None:
             f"({off})"
         )
     )
-    if shown := sentences.worth_showing(found):
+    if shown := what_if.worth_showing(found):
         predicted = table(left=["predicted"])
         number_columns(predicted, "step, ms", "speedup")
         for each in shown:
-            predicted.add_row(text(each.what), within(each.step_ms, each.reach_ms), speedup(each.speedup, each.reach))
+            name = text(what_if.name_of(each, found))
+            predicted.add_row(name, within(each.step_ms, each.reach_ms), speedup(each.speedup, each.reach))
         console.print(predicted)
-        for caveat in sentences.caveats(shown):
+        for caveat in what_if.caveats(found):
             console.print(text(caveat, "dim"))
-    if (withheld := sentences.left_out(found)) is not None:
+    if (withheld := what_if.left_out(found)) is not None:
         console.print(text(withheld, "dim"))
     if found.costs:
-        costs = ", ".join(
-            f"{kind} {number(cost.forward_ms + cost.backward_ms)} ms" for kind, cost in found.costs.by_kind.items()
-        )
-        assumptions = "".join(f"; {each}" for each in found.costs.assumptions)
-        console.print(
-            text(f"Costs of an undisturbed microbatch, from {found.costs.source}: {costs}{assumptions}", "dim")
-        )
+        console.print(text(what_if.of_costs(found.costs), "dim"))
     show_warnings(console, found.warnings)
 
 

@@ -82,7 +82,7 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
 
 
 def comparable(step: list[Call]) -> Clocks:
-    """Whether all calls of one step ran on one host's clock, and touch each other in time as one step's do."""
+    """Returns whether all calls of one step ran on one host's clock, and touch each other in time as one step's do."""
     if len(step) == 1:
         return Clocks(one_clock=True)
     hosts = {call.metadata.host for call in step}
@@ -107,7 +107,7 @@ def comparable(step: list[Call]) -> Clocks:
 
 
 def _no_clock(step: list[Call]) -> str:
-    """Why the calls of one step have no clock in common."""
+    """Returns why the calls of one step have no clock in common."""
     unnamed = {call.stage for call in step if call.metadata.host is None}
     if unnamed:
         return f"no host is named for {stages_in_words(unnamed)}, so nothing says whether the stages share a clock"
@@ -117,7 +117,7 @@ def _no_clock(step: list[Call]) -> str:
 
 
 def shifted(call: Call, offset: Mapping[int, int]) -> tuple[int, int]:
-    """When it ran, on the clock that ``offset`` puts each rank on."""
+    """Returns when a call ran, on the clock that ``offset`` puts each rank on."""
     begin, end = call.extent
     by = offset.get(call.rank, 0)
     return begin + by, end + by
@@ -183,7 +183,7 @@ def check_same_job(calls: list[Call], findings: Findings) -> None:
 
 
 def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
-    """Without the steps in which kernels of a rank were not recorded, if there are others."""
+    """Returns the calls without the steps in which kernels of a rank were not recorded, if there are others."""
     unseen = {call.key: call for call in calls if call.unseen is not None}
     others = [call for call in calls if call.key not in unseen]
     if unseen and others:
@@ -198,7 +198,7 @@ def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
-    """Without the steps that begin with the opening of a tool, if there are others."""
+    """Returns the calls without the steps that begin with the opening of a tool, if there are others."""
     nsys = {call.key for call in calls if call.after_opening}
     torch = {key: apart for key, own in grouped(calls, lambda call: call.key).items() if (apart := opened_apart(own))}
     others = [call for call in calls if call.key not in nsys and call.key not in torch]
@@ -215,8 +215,8 @@ def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
 
 
 def opened_apart(step: Sequence[Call]) -> str | None:
-    """Why the stages of one step waited for each other more than they would have: the torch profiler, started before
-    it, delayed some ranks more than others; None where it did not."""
+    """Returns why the stages of one step waited for each other more than they would have: the torch profiler, started
+    before it, delayed some ranks more than others; None where it did not."""
     delays = [call.opening_ns for call in step if call.opening_ns is not None]
     longest = max(end - begin for begin, end in (call.extent for call in step))
     if step[0].metadata.sizes.pp == 1 or len(delays) < 2 or max(delays) - min(delays) <= OPENED * longest:

@@ -55,7 +55,8 @@ class Step:
     """The exchanges of each rank, split into waiting and transferring."""
 
     def bubble(self, call: Call) -> Bubble | None:
-        """None where there is none to measure: the step is incomplete, of different runs, or more than a pipeline."""
+        """Returns None where there is no bubble to measure: the step is incomplete, of different runs, or more than
+        a pipeline."""
         if call.metadata.sizes.pp == 1:
             return Bubble(0, 0, 0, 0)  # nobody to wait for
         if self.ms is None or not self.waits or call.label == WHOLE_STEP:
@@ -142,7 +143,8 @@ def lay_out(step: Sequence[Call], findings: Findings) -> Step:
 
 
 def _edges(call: Call) -> tuple[int, int]:
-    """When the pipeline was filled (its first backward began) and when it began to drain (its last forward ended)."""
+    """Returns when the pipeline was filled (its first backward began) and when it began to drain (its last forward
+    ended)."""
     forwards = [p for p in call.phases if p.kind in (ranges.FORWARD, ranges.COMBINED)]
     backwards = [p for p in call.phases if p.kind in (ranges.BACKWARD, ranges.COMBINED)]
     first = backwards or forwards
@@ -151,8 +153,8 @@ def _edges(call: Call) -> tuple[int, int]:
 
 
 def _waited(call: Call, step: Sequence[Call], offset: Mapping[int, int] | None) -> Intervals:
-    """Where gradient finalisation waited for a rank that had not come to it yet, on the clock of ``call``. ``offset``
-    puts ranks on one clock; None where nothing does.
+    """Returns where gradient finalisation waited for a rank that had not come to it yet, on the clock of ``call``.
+    ``offset`` puts ranks on one clock; None where nothing does.
 
     A collective cannot end before all its ranks have begun it: one that was open when the last of them came was
     waiting until then. Who takes part is not in a CPU trace: the ranks of the same stage, and for tied embeddings the

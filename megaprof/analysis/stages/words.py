@@ -65,7 +65,7 @@ def _digits(error: float) -> int:
 
 
 def milliseconds(ms: float) -> str:
-    """With the unit: ``61.5 ms``, ``12.3 s``."""
+    """Returns milliseconds with their unit: ``61.5 ms``, ``12.3 s``."""
     return f"{ms / 1000:.1f} s" if ms >= 10_000 else f"{number(ms)} ms"
 
 
@@ -129,7 +129,7 @@ def layers(chunks: Iterable[ModelChunk | None]) -> str:
 
 
 def without_ranges(modules: Iterable[WithoutRange]) -> list[str]:
-    """Which modules have no range, a clause for each reason: ``no range for mlp, router (layers 1-4): ...``"""
+    """Returns which modules have no range, a clause for each reason: ``no range for mlp, router (layers 1-4): ...``"""
     reasons: dict[str, dict[str, set[int]]] = {}
     for each in modules:
         of = reasons.setdefault(each.reason, {}).setdefault(each.module, set())
@@ -153,5 +153,5 @@ def title(target: str, role: str | None) -> str:
 
 
 def sentence(text: str) -> str:
-    """With a capital letter and a full stop."""
+    """Returns ``text`` with a capital letter and a full stop."""
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", ":")) else ".")

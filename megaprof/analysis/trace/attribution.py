@@ -76,7 +76,7 @@ def attribute(
     passes: Sequence[TracedRange],
     exchanges: Sequence[TracedRange],
 ) -> Attribution | None:
-    """What the GPU did for the call ``outer``, in which lie the others, sorted by start; None when nothing."""
+    """Returns what the GPU did for the call ``outer``, in which lie the others, sorted by start; None when nothing."""
     own = gpu.known & (gpu.launched >= outer.start) & (gpu.launched <= outer.end)
     if not own.any():
         return None
@@ -141,8 +141,8 @@ def _by_elimination(
     passes: Sequence[TracedRange],
     exchanges: Sequence[TracedRange],
 ) -> tuple[npt.NDArray[np.int8], list[tuple[_Rows, list[str]]]]:
-    """What each activity is for, where it was launched being known; and for communication of which even that does not
-    tell the group, the axes that it may be of.
+    """Returns what each activity is for, where it was launched being known; and for communication of which even that
+    does not tell the group, the axes that it may be of.
 
     In an exchange between stages it is the pipeline's. Elsewhere it is of the only axis that there can be: ranks that
     send to each other outside an exchange are in an all-to-all, of experts or of context parallelism, and the
@@ -207,7 +207,7 @@ def _per_owner(
 
 
 def unfed(gpu: Activities, idle: Intervals) -> Intervals:
-    """Those of the GPU's idle times at whose beginning nothing that had been launched was left to run."""
+    """Returns those of the GPU's idle times at whose beginning nothing that had been launched was left to run."""
     launched = np.searchsorted(np.sort(gpu.launched), idle[:, 0], side="right")
     begun = np.searchsorted(gpu.spans[:, 0], idle[:, 0], side="left")
     return idle[launched <= begun]

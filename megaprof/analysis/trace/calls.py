@@ -7,7 +7,7 @@ several of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, TypeVar
@@ -357,19 +357,11 @@ def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str,
     inside = parallel_of(INSIDE, sizes)
     if inside:
         split.update(dict.fromkeys((*inside, "unknown")))
-        reasons.append(
-            unseen(inside)
-            if trace.timeline is not None
-            else f"exposed {', '.join(inside)} are in compute: the file has ranges, but no collectives"
-        )
+        if trace.timeline is None:
+            reasons.append(f"exposed {', '.join(inside)} are in compute: the file has ranges, but no collectives")
     if sizes.dp > 1:
         reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
     return split, reasons
-
-
-def unseen(groups: Sequence[str]) -> str:
-    """What must be known about groups whose communication a timeline does not have."""
-    return f"exposed {', '.join(groups)} are in compute: a timeline does not look inside a microbatch"
 
 
 def _even(passes: list[TracedRange], collectives: list[Collective]) -> bool:

@@ -272,7 +272,7 @@ class _Text:
         return True
 
     def ended(self, otherwise: str = "") -> _Damaged:
-        """What is wrong here: the text ends, or else ``otherwise``."""
+        """Returns what is wrong here: the text ends, or else ``otherwise``."""
         return _Damaged(
             otherwise if otherwise and self.peek() is not None else "it is truncated: its JSON ends too early"
         )

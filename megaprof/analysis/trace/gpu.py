@@ -180,8 +180,8 @@ class Gathered:
         linked: npt.NDArray[np.bool_],
         sizes: object,
     ) -> npt.NDArray[np.int8]:
-        """What names no group itself is of the group of the operator that launched it: RCCL's kernels, and the copies
-        that a collective consists of where a copy engine makes it. A group of one rank copies for itself alone.
+        """Returns what names no group itself is of the group of the operator that launched it: RCCL's kernels, and the
+        copies that a collective consists of where a copy engine makes it. A group of one rank copies for itself alone.
 
         ``linked``: an older Kineto writes the correlation as the external id where there was no operator.
         """
@@ -284,7 +284,7 @@ class GatheredMemory:
 
     @property
     def rows(self) -> int:
-        """How many were kept."""
+        """Returns how many were kept."""
         return sum(map(len, self._found.values()))
 
     def add(self, events: Iterable[Event]) -> None:
@@ -297,7 +297,7 @@ class GatheredMemory:
                 self._found.setdefault(device, []).append((round(event.ts * 1000), allocated))
 
     def allocations(self, base: int, document: Document[Any]) -> Allocations | None:
-        """Of the device that most was allocated on; None where there is none."""
+        """Returns the allocations of the device that most was allocated on; None where there is none."""
         if not self._found:
             return None
         device = max(self._found, key=lambda each: max(allocated for _, allocated in self._found[each]))
@@ -306,7 +306,7 @@ class GatheredMemory:
 
 
 def memory_of(found: Allocations | None, start: int, end: int) -> Peak | None:
-    """What a call from ``start`` to ``end`` had allocated; None where nothing is known of it."""
+    """Returns what a call from ``start`` to ``end`` had allocated; None where nothing is known of it."""
     if found is None:
         return None
     first, last = np.searchsorted(found.times, (start, end))

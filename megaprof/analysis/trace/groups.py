@@ -98,12 +98,12 @@ def use_of(description: str | None, sizes: object) -> int:
 
 
 def is_parallel(description: str, sizes: object) -> bool:
-    """Whether the group with this description is of more than one rank, as far as its axes tell."""
+    """Returns whether the group with this description is of more than one rank, as far as its axes tell."""
     return bool(parallel_of(_axes(description) or AXES, sizes))
 
 
 def parallel_of(axes: tuple[str, ...], sizes: object) -> list[str]:
-    """Those with more than one rank."""
+    """Returns the axes with more than one rank."""
     return [axis for axis in axes if (getattr(sizes, axis, 1) or 1) > 1]
 
 

@@ -75,7 +75,7 @@ def difference(left: Intervals, right: Intervals) -> Intervals:
 
 
 def leaves(threads: npt.NDArray[np.int64], spans: Intervals) -> npt.NDArray[np.bool_]:
-    """Which of properly nested intervals contain no other interval of the same thread; shape ``[len(spans)]``.
+    """Returns which of properly nested intervals contain no other interval of the same thread; shape ``[len(spans)]``.
 
     Neighbours may overlap by `_ROUNDING` without one counting as inside the other: Kineto's microseconds are rounded.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys, read_nsys
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
-from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
+from megaprof.analysis.trace.traces import Skipped, Trace, UnreadableTrace, find_traces, read_trace
 from megaprof.formats.inputs import memory_left
 
 #: Bytes of files below which one process is quicker than several.
@@ -31,7 +31,9 @@ class Reading:
     calls: tuple[Call, ...]
     """Its schedule calls."""
     warnings: tuple[str, ...]
-    """What must be known about it, and why there are no calls."""
+    """What must be known about it."""
+    skipped: Skipped | None = None
+    """Why there are no calls; None where there are."""
 
 
 def sources_in(place: Path) -> list[Source]:
@@ -52,12 +54,12 @@ def read(source: Source) -> Reading:
     try:
         traces = traces_in(source)
     except UnreadableTrace as fault:
-        return Reading(path, (), (f"{path.name} was skipped: {fault.reason}",))
+        return Reading(path, (), (), Skipped(path.name, fault.reason))
     calls = tuple(call for trace in traces for call in calls_of(trace))
     warnings = tuple(warning for trace in traces for warning in trace.warnings)
     if not calls:
-        skipped = f"{path.name} was skipped: it holds no range of a whole step (megaprof/... step=...)"
-        return Reading(path, (), (*warnings, skipped))
+        reason = "it holds no range of a whole step (megaprof/... step=...)"
+        return Reading(path, (), warnings, Skipped(path.name, reason))
     return Reading(path, calls, warnings)
 
 

@@ -41,8 +41,8 @@ class Replays:
 
 
 def replayed(gpu: Activities, names: GraphNames, passes: npt.NDArray[np.int64]) -> Replays:
-    """What the graphs went through that were launched outside of the host's own ``passes``: a disjoint set of times. A
-    layer's graph is launched in a pass, which is known then."""
+    """Returns what the graphs went through that were launched outside of the host's own ``passes``: a disjoint set of
+    times. A layer's graph is launched in a pass, which is known then."""
     which = _runs(gpu.node, names)
     place = np.searchsorted(passes[:, 0], gpu.launched, side="right") - 1
     outside = np.ones(len(place), dtype=np.bool_)

@@ -70,7 +70,7 @@ class Runs:
         return len(self.begins)
 
     def has(self, start_ns: int) -> bool:
-        """Whether a file whose first step began then belongs to the chosen run."""
+        """Returns whether a file whose first step began then belongs to the chosen run."""
         return _number(self.begins, start_ns) == self.chosen
 
 
@@ -133,7 +133,7 @@ class _Run:
             self._chunks[line] = piece.chunks
 
     def is_contradicted_by(self, piece: Piece) -> bool:
-        """Whether a piece of a process that was not seen before is of another run."""
+        """Returns whether a piece of a process that was not seen before is of another run."""
         line = piece.line
         if piece.sizes is not None and self._sizes.get(line[:2], piece.sizes) != piece.sizes:
             return True

@@ -55,7 +55,7 @@ class Tables:
         return self._columns[table]
 
     def has(self, table: str, *columns: str) -> bool:
-        """Whether there is such a plain table, with these columns."""
+        """Returns whether there is such a plain table, with these columns."""
         return bool(there := self.columns(table)) and there.issuperset(columns)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:

@@ -62,6 +62,16 @@ class UnreadableTrace(Exception):
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A file that was not used."""
+
+    file: str
+    """Its name."""
+    reason: str
+    """Why, a clause."""
+
+
+@dataclass(frozen=True)
 class TracedRange:
     """One of megaprof's ranges, as a trace holds it."""
 

@@ -21,7 +21,7 @@ LOST = "another tool may hold CUPTI, or Kineto lost them"
 
 
 def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, lost: str = LOST) -> str | None:
-    """Why a trace without a kernel says nothing of its step; None where it ran on a CPU.
+    """Returns why a trace without a kernel says nothing of its step; None where it ran on a CPU.
 
     ``launches``: how many calls in the trace launched one. ``gpu_there``: whether the tool saw a GPU. ``lost``: what
     may have become of its kernels. Older files do not say where the model was; but they count the cores of a machine
@@ -40,8 +40,8 @@ def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, lost:
 
 
 def without_some(launches: Launches | None, start: int, end: int) -> str | None:
-    """Why the kernels in a trace are too few for the step between two moments; None where they are not, and where the
-    tool does not tell its launches."""
+    """Returns why the kernels in a trace are too few for the step between two moments; None where they are not, and
+    where the tool does not tell its launches."""
     if launches is None:
         return None
     launched, lost = (

@@ -17,9 +17,8 @@ from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.simulation.replay import rescheduled
 from megaprof.analysis.simulation.simulate import Simulation
 from megaprof.analysis.what_if.candidates import Known, relaid
-from megaprof.analysis.what_if.changes import Change, Prediction, captured, described
-from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, format_layout, parse_layout
-from megaprof.analysis.what_if.memory import in_flight_layers
+from megaprof.analysis.what_if.changes import Change, Prediction, captured
+from megaprof.analysis.what_if.layouts import Layout, check_layout, default_layout, parse_layout
 from megaprof.analysis.what_if.packing import PLANS, Packed, plan
 from megaprof.formats.phrases import counted
 
@@ -57,8 +56,6 @@ class Tried:
     """The step, how uncertain that is, flags and memory."""
     simulation: Simulation
     """The pipeline of the captured step that takes about as long as the average one."""
-    in_flight: tuple[int, ...]
-    """Of every stage the most layers times microbatches whose activations it holds at once."""
 
     @property
     def bubble(self) -> float:
@@ -93,25 +90,25 @@ class ByHand(Known):
 def tried(known: ByHand, wanted: Setting) -> Tried:
     """Predict ``wanted``. Raises ValueError where Megatron refuses it, or where it is more than can be answered at
     once."""
-    asked, what = known, ""
+    asked = known
     if wanted.packing is not None:
         known, laid = _repacked(known, wanted)
-        wanted, what = replace(wanted, microbatches=known.microbatches), laid.what
+        wanted = replace(wanted, microbatches=known.microbatches)
     run = known.run
     chunks, count = _checked(known, wanted)
     larger = known.microbatches / count if wanted.same_tokens else 1.0
     change = Change(rescheduled(run.replay, chunks, count), larger, wanted.p2p_ms - run.p2p_ms)
-    what = ", ".join(filter(None, (_named(asked, wanted, chunks), what)))
-    found = relaid(known, "by_hand", what or "as captured", wanted.pieces, change)
+    found = relaid(known, "by_hand", wanted.pieces, change).prediction
     if wanted.packing is not None:
-        both = laid if (wanted.pieces, change) == (known.pieces, run.as_is) else _sum(asked, laid, found.prediction)
-        found = described(found, **{name: getattr(both, name) for name in ("step_ms", "speedup", "low", "high")})
-    if larger != 1.0:
-        found = described(found, assumes="a microbatch's time is in proportion to its tokens")
-    if larger > 1.0 and not run.replay.schedule.forward_only:
-        found = described(found, memory=f"every microbatch holds {larger:.3g} times the activations")
-    needs = in_flight_layers(wanted.pieces, change.replay.schedule)
-    return Tried(wanted, found.prediction, run.simulated(known.costs.of(wanted.pieces)[None], change), tuple(needs))
+        both = laid if (wanted.pieces, change) == (known.pieces, run.as_is) else _sum(asked, laid, found)
+        found = replace(found, step_ms=both.step_ms, speedup=both.speedup, low=both.low, high=both.high)
+    found = replace(
+        found,
+        microbatches=None if count == asked.microbatches else count,
+        p2p_ms=None if wanted.p2p_ms == asked.captured.p2p_ms else wanted.p2p_ms,
+        packing=wanted.packing,
+    )
+    return Tried(wanted, found, run.simulated(known.costs.of(wanted.pieces)[None], change))
 
 
 def chosen(known: ByHand, choices: Mapping[str, str]) -> Tried:
@@ -208,7 +205,7 @@ def _sum(known: ByHand, laid: Prediction, beside: Prediction) -> Prediction:
     squares."""
     gain = known.measured_ms - beside.step_ms
     below, above = (math.hypot(*(each.reach_ms[end] - each.step_ms for each in (laid, beside))) for end in (0, 1))
-    return Prediction.of("by_hand", beside.what, known.measured_ms, Price(gain, gain - above, gain + below))
+    return Prediction.of("by_hand", known.measured_ms, Price(gain, gain - above, gain + below))
 
 
 def _checked(known: ByHand, wanted: Setting) -> tuple[int, int]:
@@ -223,19 +220,6 @@ def _checked(known: ByHand, wanted: Setting) -> tuple[int, int]:
     if not 0 <= wanted.p2p_ms <= _MOST_P2P_MS:
         raise ValueError(f"p2p_ms={wanted.p2p_ms:g} must be a number of milliseconds from 0 on")
     return chunks, count
-
-
-def _named(known: ByHand, wanted: Setting, chunks: int) -> str:
-    captured, said = known.captured, []
-    if wanted.pieces != captured.pieces:
-        said.append(format_layout(wanted.pieces))
-    if chunks * known.stages != len(captured.pieces):
-        said.append(f"{counted(chunks, 'model chunk')} per stage")
-    if wanted.microbatches != captured.microbatches:
-        said.append(counted(wanted.microbatches, "microbatch"))
-    if wanted.p2p_ms != captured.p2p_ms:
-        said.append(f"transfers of {wanted.p2p_ms:.3g} ms")
-    return ", ".join(said)
 
 
 def moved(pieces: Layout, source: int, target: int, letter: str = "t") -> Layout:

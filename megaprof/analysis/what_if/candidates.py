@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.simulation.replay import Replay, rescheduled
-from megaprof.analysis.stages import words
-from megaprof.analysis.what_if.changes import Captured, Change, Priced, described, priced
+from megaprof.analysis.table.table import Floats
+from megaprof.analysis.what_if.changes import Captured, Change, Kind, Priced, described, priced
 from megaprof.analysis.what_if.contents import Costs, Held, fitted, split
 from megaprof.analysis.what_if.layout_search import search
 from megaprof.analysis.what_if.layouts import Layout, format_layout, layers_per_stage, to_flags
 from megaprof.analysis.what_if.memory import Memory, in_flight_layers
+from megaprof.parallel.schedules import PipelineSchedule
 
 _MOST_LAYOUTS = 3
 #: Layouts that are priced, of those with the shortest undisturbed step.
 _PRICED = 6
-#: Of more stages only the two whose activations change most are told.
-_MOST_STAGES = 4
 _CHUNK_COUNTS = (1, 2, 3, 4)
 #: No layout is more certain than this, as a fraction of the step: runs of one layout in turns with others differ by as
 #: much (`make bench-whatif`: 1 to 3 %), and one run does not show it.
@@ -88,38 +86,38 @@ class Known:
         return split(drawn, self.held, np.random.default_rng(0))
 
 
-def relaid(
-    known: Known, kind: str, what: str, pieces: Layout, change: Change | None = None, beside: float = 0.0
-) -> Priced:
+def relaid(known: Known, kind: Kind, pieces: Layout, change: Change | None = None) -> Priced:
     """The run with other ``pieces``, or with its own."""
     change = change or known.run.as_is
     other = len(pieces) != len(known.pieces)
     apart = float(np.hypot(known.shared, OTHER_CHUNKS * other)) if pieces != known.pieces else 0.0
     own, sure, free = (each.of(pieces) for each in (known.costs, known.sure, known.free))
-    found = priced(known.run, kind, what, own, sure, free, change, float(np.hypot(apart, RERUN)))
-    needs = in_flight_layers(pieces, change.replay.schedule)
-    told = dict[str, object](
+    found = priced(known.run, kind, own, sure, free, change, float(np.hypot(apart, RERUN)))
+    schedule, captured = change.replay.schedule, known.run.replay.schedule
+    needs = in_flight_layers(pieces, schedule)
+    fit = None if known.memory is None or change.larger != 1.0 else known.memory.fit(pieces, needs)
+    return described(
+        found,
         layout=format_layout(pieces),
+        layers=tuple(layers_per_stage(pieces, known.stages)),
+        chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
+        microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
+        **_larger(change.larger, schedule),
         flags=_said_aloud(known, pieces),
-        activations=_activations(needs, known.in_flight),
+        in_flight=tuple(needs),
+        fits=None if fit is None else fit.fits,
+        needed=None if fit is None else fit.needed,
     )
-    if known.memory is None or change.larger != 1.0:
-        return described(found, **told, memory=_memory(needs, known.in_flight))
-    fit = known.memory.fit(pieces, needs)
-    told["needed"] = fit.needed
-    if not fit.fits:
-        return described(found, **told, memory=f"does not fit: {fit}", fits=False)
-    told["activations"] = str(fit) if told["activations"] is None else f"{told['activations']}; {fit}"
-    return described(found, **told, fits=True)
+
+
+def _larger(tokens: float, schedule: PipelineSchedule) -> dict[str, float]:
+    return {"tokens": tokens, "activations": 1.0 if schedule.forward_only else tokens}
 
 
 def layouts(known: Known) -> list[Priced]:
     """The quickest layouts other than the captured one, whether they gain anything or not; of those that do not fit
     into the measured memory only the quickest."""
-    predictions = [
-        relaid(known, "layout", _in_words(pieces, known.stages), pieces)
-        for pieces in _quickest(known, known.run.replay, _PRICED)
-    ]
+    predictions = [relaid(known, "layout", pieces) for pieces in _quickest(known, known.run.replay, _PRICED)]
     return sorted(predictions, key=lambda each: each.prediction.step_ms)[:_MOST_LAYOUTS]
 
 
@@ -158,10 +156,6 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
     return others[:most]
 
 
-def _in_words(pieces: Layout, stages: int) -> str:
-    return f"{'+'.join(map(str, layers_per_stage(pieces, stages)))} layers"
-
-
 def chunk_counts(known: Known) -> Iterator[Priced]:
     """Other numbers of model chunks per stage, in the quickest layout of each; where that does not fit into the
     measured memory in the quickest that does, too."""
@@ -173,11 +167,8 @@ def chunk_counts(known: Known) -> Iterator[Priced]:
             change = Change(rescheduled(known.run.replay, chunks, known.microbatches))
         except ValueError:
             continue  # Megatron refuses this number of microbatches with so many chunks
-        overlapped = "" if chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"
         for pieces in _quickest(known, change.replay, 1 if known.memory is None else 2):
-            what = f"{words.counted(chunks, 'model chunk')} per stage, {_in_words(pieces, known.stages)}"
-            found = relaid(known, "chunks", what, pieces, change)
-            yield described(found, assumes=f"a chunk costs what its layers cost{overlapped}")
+            yield relaid(known, "chunks", pieces, change)
 
 
 def balanced(run: Captured) -> Priced:
@@ -187,29 +178,23 @@ def balanced(run: Captured) -> Priced:
         return np.broadcast_to(content.mean(axis=(-3, -2), keepdims=True), content.shape)
 
     drawn = even(run.drawn)
-    what = "the measured work spread evenly over the stages"
-    found = priced(run, "balanced", what, even(run.content[0]), drawn, drawn, beside=RERUN)
-    return described(found, assumes="layers can be divided")
+    return priced(run, "balanced", even(run.content[0]), drawn, drawn, beside=RERUN)
 
 
 def microbatch_counts(run: Captured) -> Iterator[Priced]:
     """Twice and half as many microbatches, of the same tokens in all."""
     own = run.replay.schedule
     many = own.microbatches
-    assumes = "a microbatch's time is in proportion to its tokens"
-    for count, size in ((2 * many, "half"), (many // 2, "twice")):
+    for count in (2 * many, many // 2):
         if count < 1 or (count < many and many % 2):
             continue
         try:
-            replay = rescheduled(run.replay, own.chunks, count)
+            change = Change(rescheduled(run.replay, own.chunks, count), many / count)
         except ValueError:
             continue  # Megatron refuses this number of microbatches
-        what = f"{words.counted(count, 'microbatch')} of {size} the size"
-        change = Change(replay, many / count)
         free = np.concatenate([run.drawn] * _WAYS)
-        found = priced(run, "microbatches", what, run.content[0], run.drawn, free, change, RERUN)
-        memory = "every microbatch holds twice the activations" if count < many else None
-        yield described(found, memory=None if own.forward_only else memory, assumes=assumes)
+        found = priced(run, "microbatches", run.content[0], run.drawn, free, change, RERUN)
+        yield described(found, microbatches=count, **_larger(change.larger, own))
 
 
 def _said_aloud(known: Known, pieces: Layout) -> tuple[str, ...]:
@@ -222,28 +207,3 @@ def _said_aloud(known: Known, pieces: Layout) -> tuple[str, ...]:
     if any(flag.startswith(("--decoder", "--account", "--pipeline")) for flag in flags):
         return flags
     return ("--decoder-first-pipeline-num-layers", str(layers_per_stage(pieces, stages)[0]), *flags)
-
-
-def _activations(needs: Sequence[int], held: Sequence[int]) -> str | None:
-    """Of the stages whose activations change most, first those that need more."""
-    changed = sorted((s for s in range(len(needs)) if needs[s] != held[s]), key=lambda s: held[s] - needs[s])
-    if not changed:
-        return None
-    shown = changed if len(changed) <= _MOST_STAGES else [changed[0], changed[-1]]
-    each = [
-        f"stage {stage} {words.percent(needs[stage] / held[stage] - 1, sign=True)} ({held[stage]} -> {needs[stage]})"
-        for stage in shown
-        if held[stage]
-    ]
-    more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
-    return f"activations at their peak, in layers x microbatches in flight: {', '.join(each)}{more}"
-
-
-def _memory(needs: Sequence[int], held: Sequence[int]) -> str | None:
-    stage = max(range(len(needs)), key=lambda each: needs[each])
-    if needs[stage] <= max(held):
-        return None
-    return (
-        f"more layers x in-flight microbatches on stage {stage} than any stage held "
-        f"({needs[stage]} against {max(held)})"
-    )

@@ -9,8 +9,10 @@ which contents can be divided (`contents`). What steps differ by, and what the r
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,24 +20,24 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.examine import Examined, Price
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
-from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.simulation.replay import Replay
 from megaprof.analysis.simulation.simulate import Simulation, played
+from megaprof.analysis.table.table import Floats
 
 #: Pipelines of a step that can be its longest, whatever is changed: the so many that take longest now.
 _LONGEST = 4
 #: The quantiles of `policy.LEVEL`.
 _ENDS = 0.05, 0.95
 
+Kind = Literal["layout", "chunks", "balanced", "microbatches", "no_straggler", "packing", "even_packing", "by_hand"]
+
 
 @dataclass(frozen=True)
 class Prediction:
     """One change of the run and what it would take."""
 
-    kind: str
-    """``layout``, ``balanced``, ``no_straggler``, ``microbatches`` or ``chunks``."""
-    what: str
-    """The change in words."""
+    kind: Kind
+    """What is changed."""
     step_ms: float
     """The predicted step in milliseconds."""
     speedup: float
@@ -45,15 +47,30 @@ class Prediction:
     high: float
     """Its upper end."""
     layout: str | None = None
-    """As Megatron's ``--pipeline-model-parallel-layout`` writes it; None where the layout stays."""
+    """The layout as Megatron's ``--pipeline-model-parallel-layout`` writes it; None where a change has none of its own.
+    """
+    layers: tuple[int, ...] = ()
+    """Decoder layers that each stage holds in ``layout``; empty without one."""
+    chunks: int | None = None
+    """Model chunks per stage, where these are more or fewer; else None."""
+    microbatches: int | None = None
+    """Microbatches of a step, where these are more or fewer; else None."""
+    tokens: float = 1.0
+    """How many times the tokens of a captured microbatch each one has."""
+    p2p_ms: float | None = None
+    """Milliseconds of a transfer between stages, where these take another time; else None."""
+    packing: str | None = None
+    """How the same sequences lie in microbatches, one of `packing.PLANS`; None: as they were captured."""
+    ranks: tuple[int, ...] = ()
+    """The slow ranks that are as quick as their peers."""
+    loaded: tuple[int, ...] = ()
+    """Those of ``ranks`` that are slow because their experts get more tokens than others'."""
     flags: tuple[str, ...] = ()
     """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it."""
-    memory: str | None = None
-    """Why some stage may need more activation memory than any was measured to hold, or None."""
-    assumes: str | None = None
-    """What else it rests on, or None."""
-    activations: str | None = None
-    """What it does to the activations that stages hold, in words; None where nothing changes."""
+    in_flight: tuple[int, ...] | None = None
+    """The most layers times microbatches whose activations each stage holds at once; None where that stays."""
+    activations: float = 1.0
+    """How many times the activations of a captured microbatch each one holds until its backward pass."""
     fits: bool | None = None
     """Whether the devices have the memory for it; None where none was measured."""
     needed: tuple[int, ...] | None = None
@@ -63,16 +80,23 @@ class Prediction:
     where no number of steps would."""
 
     @classmethod
-    def of(cls, kind: str, what: str, measured_ms: float, gain: Price, more_steps: int = 0) -> Prediction:
-        """A step of ``measured_ms`` that is shorter by ``gain``."""
+    def of(cls, kind: Kind, measured_ms: float, gain: Price, more_steps: int = 0) -> Prediction:
+        """Returns the prediction of a step of ``measured_ms`` that gets shorter by ``gain``."""
         steps = [max(measured_ms - ms, 0.01 * measured_ms) for ms in (gain.ms, gain.low, gain.high)]
         speedup, low, high = (measured_ms / ms for ms in steps)
-        return cls(kind, what, steps[0], speedup, low, high, more_steps=more_steps)
+        return cls(kind, steps[0], speedup, low, high, more_steps=more_steps)
 
     @property
     def tells(self) -> bool:
         """Whether it says that the step gets quicker, or that it gets slower: its interval does not hold both."""
         return not self.low <= 1.0 <= self.high
+
+    def exceeds(self, held: Sequence[int] | None) -> bool:
+        """Whether some stage holds more activations at once than the most that any ``held``, and nothing that was
+        measured says that they fit."""
+        if self.fits or not held or not self.in_flight:
+            return False
+        return max(self.in_flight) * self.activations > max(held)
 
     @property
     def reach(self) -> tuple[float, float]:
@@ -282,8 +306,7 @@ class Priced:
 
 def priced(
     run: Captured,
-    kind: str,
-    what: str,
+    kind: Kind,
     content: Floats,
     sure: Floats,
     free: Floats,
@@ -308,7 +331,7 @@ def priced(
     below, above = (float(each) for each in np.quantile(open_gains, _ENDS))
     low, high = mean - math.hypot(min(below, 0.0), other), mean + math.hypot(max(above, 0.0), other)
     more = _more(n, mean, low, noise, LEAST * measured_ms)
-    prediction = Prediction.of(kind, what, measured_ms, Price(mean, low, high), more)
+    prediction = Prediction.of(kind, measured_ms, Price(mean, low, high), more)
     return Priced(prediction, mean + open_gains)
 
 

@@ -10,14 +10,15 @@ of layers that the chunks do not tell apart differ by up to twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import BOTH, looks
-from megaprof.analysis.diagnosis.table import Floats
+from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.layout_search import FREE, Cost, CostModel
 from megaprof.analysis.what_if.layouts import Layout
 
@@ -27,8 +28,7 @@ _LETTERS = {"E": EMBEDDING, "m": MTP, "L": LOSS}
 _LAYERS = {"dense", "encoder", "layer", "moe"}
 #: Kinds of layers that hybrid models consist of, with their letters (``hybrid_layer_allocation.Symbols``).
 _HYBRID = {"MambaLayer": "M", "attention": "*", "mlp": "-", "moe": "E"}
-LAYER_RANGES = "layer ranges"
-STAGE_TIMES = "the stages' times"
+Assumption = Literal["kinds_alike", "ends_hidden", "mtp_like_layer"]
 #: Kinds whose costs nothing tells differ by up to this factor.
 _KINDS_DIFFER = 2.0
 
@@ -114,10 +114,12 @@ class CostFit:
     """Of the model's decoder layers, in order."""
     residual: float
     """The largest deviation from a chunk's measured time, as a fraction of it."""
-    source: str
-    """What the costs were taken from."""
-    assumptions: tuple[str, ...]
-    """What the times could not say."""
+    from_ranges: bool
+    """Whether ranges of single layers say them; else only the times of whole chunks do."""
+    assumptions: tuple[Assumption, ...]
+    """What the times could not say: ``kinds_alike``, all kinds of layers are taken to cost the same; ``ends_hidden``,
+    layers, embedding and loss are not told apart, because no chunk holds layers alone; ``mtp_like_layer``, an MTP layer
+    is taken to cost as much as a decoder layer."""
 
     def model(self, p2p_ms: float = 0.0) -> CostModel:
         """The costs as `layout_search.search` takes them."""
@@ -132,21 +134,20 @@ def fitted(costs: Costs) -> CostFit:
     by_kind = {name: Cost(*ms) for name, ms in zip(held.names, parts, strict=True)}
     off = float(np.abs(1.0 - 1.0 / costs.factor).max())
     told = set(held.names) <= set(held.measured)
-    return CostFit(by_kind, held.kinds, off, LAYER_RANGES if told else STAGE_TIMES, tuple(_assumptions(costs)))
+    return CostFit(by_kind, held.kinds, off, told, tuple(_assumptions(costs)))
 
 
-def _assumptions(costs: Costs) -> list[str]:
-    held, found = costs.held, []
+def _assumptions(costs: Costs) -> Iterator[Assumption]:
+    held = costs.held
     counts = held.counts().reshape(-1, len(held.names))
     layers = len(set(held.kinds))
     unknown = [name for name in held.names if name not in held.measured]
     if len(set(held.kinds) - set(held.measured)) > 1 and not _told_apart(held):
-        found.append(f"{' and '.join(dict.fromkeys(held.kinds))} layers take the same time")
+        yield "kinds_alike"
     if not _only_layers(counts, layers).any() and any(name in unknown for name in (EMBEDDING, LOSS)):
-        found.append("no chunk holds layers alone, so layers, embedding and loss are not told apart")
+        yield "ends_hidden"
     if MTP in unknown:
-        found.append("an MTP layer takes as long as a decoder layer")
-    return found
+        yield "mtp_like_layer"
 
 
 def split(content: Floats, held: Held, random: np.random.Generator | None = None) -> Costs:

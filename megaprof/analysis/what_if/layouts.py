@@ -107,7 +107,7 @@ def check_layout(pieces: Sequence[str], pp: int, layers: int, mtp_layers: int = 
 
 
 def layers_per_stage(pieces: Sequence[str], pp: int) -> tuple[int, ...]:
-    """How many decoder layers each stage holds, over its chunks."""
+    """Returns how many decoder layers each stage holds, over its chunks."""
     return tuple(sum(piece.count("t") for piece in pieces[stage::pp]) for stage in range(pp))
 
 

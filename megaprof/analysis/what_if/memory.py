@@ -16,45 +16,25 @@ from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.layouts import Layout, layers_per_stage
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
-_GIB = 1 << 30
-
 
 @dataclass(frozen=True)
-class Fit:
+class MemoryFit:
     """What a layout needs."""
 
     needed: tuple[int, ...]
     """Bytes that each stage would have allocated at its peak."""
-    measured: tuple[int, ...]
-    """Bytes that it was measured to have."""
     allowed: tuple[int, ...]
     """Bytes that it may have."""
-    limited: bool
-    """Whether some may have less than their devices do."""
-
-    @property
-    def stage(self) -> int:
-        """The one that is closest to what it may have, or furthest above it."""
-        return max(range(len(self.needed)), key=lambda stage: self.needed[stage] / self.allowed[stage])
 
     @property
     def fits(self) -> bool:
         """Whether none has more than it may."""
-        return self.needed[self.stage] <= self.allowed[self.stage]
+        return self.excess == 0.0
 
     @property
     def excess(self) -> float:
         """By how many times its bytes they need more than that, all stages together."""
         return sum(max(n / a - 1.0, 0.0) for n, a in zip(self.needed, self.allowed, strict=True))
-
-    def __str__(self) -> str:
-        would = "about" if self.fits else "would need about"
-        needed, allowed, measured = (each[self.stage] / _GIB for each in (self.needed, self.allowed, self.measured))
-        of = "that it may have" if self.limited else "of its device"
-        return (
-            f"stage {self.stage}: {would} {needed:.1f} of the {allowed:.1f} GiB {of} at its peak, by scaling the "
-            f"measured {measured:.1f} GiB"
-        )
 
 
 @dataclass(frozen=True)
@@ -71,10 +51,8 @@ class Memory:
     """Bytes that each had allocated at the most, on any of its ranks."""
     allowed: tuple[int, ...]
     """Bytes that it may have: what its smallest device has, or less."""
-    limited: bool = False
-    """Whether that is less, for some."""
 
-    def fit(self, pieces: Layout, needs: Sequence[int]) -> Fit:
+    def fit(self, pieces: Layout, needs: Sequence[int]) -> MemoryFit:
         """Of a layout that has ``needs`` layers times microbatches in flight."""
         per_layer = min(least / count for least, count in zip(self.least, self.layers, strict=True))
         activations = min((m - s) / h for m, s, h in zip(self.most, self.least, self.held, strict=True))
@@ -82,7 +60,7 @@ class Memory:
         for stage, count in enumerate(layers_per_stage(pieces, len(self.layers))):
             more = (count - self.layers[stage]) * per_layer + (needs[stage] - self.held[stage]) * activations
             needed.append(max(0, round(self.most[stage] + more)))
-        return Fit(tuple(needed), self.most, self.allowed, self.limited)
+        return MemoryFit(tuple(needed), self.allowed)
 
 
 def peaks(calls: Mapping[int, Sequence[Call]], stages: int) -> tuple[int, ...] | None:
@@ -108,14 +86,12 @@ def measured(
     devices = [[each.capacity for each in own if each.capacity is not None] for own in known]
     if not all(own + bound for own in devices):
         return None
-    allowed = tuple(min(own + bound) for own in devices)
     return Memory(
         tuple(layers),
         tuple(held),
         tuple(min(each.least for each in own) for own in known),
         most,
-        allowed,
-        limited=allowed != tuple(min(own, default=0) for own in devices),
+        tuple(min(own + bound) for own in devices),
     )
 
 

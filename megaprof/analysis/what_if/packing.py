@@ -16,12 +16,10 @@ import numpy as np
 from megaprof.analysis.diagnosis.examine import Examined, Price
 from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
 from megaprof.analysis.diagnosis.policy import LEVEL, REPLAYED
-from megaprof.analysis.diagnosis.table import Floats
 from megaprof.analysis.simulation.replay import Replay, rescheduled
+from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.formats.phrases import counted
 
-KIND = "packing"
 #: Packings that a person may ask for by name.
 BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS = (
     "balanced",
@@ -32,15 +30,6 @@ BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS =
     "alternating",
     "fewer",
 )
-_IN_WORDS = {
-    BALANCED: "the same sequences in microbatches that take equally long",
-    BY_TOKENS: "the same sequences in microbatches with equally many tokens",
-    POOLED: "the sequences of all replicas dealt anew, so that all take equally long",
-    LONG_FIRST: "the same microbatches, long ones first",
-    LONG_LAST: "the same microbatches, long ones last",
-    ALTERNATING: "the same microbatches, long and short ones in turns",
-}
-_EVEN = "all microbatches and replicas take as long, as if sequences could be divided"
 #: Runs of one plan in turns with others differ by as much, as a fraction of the step.
 _RERUN = 0.02
 
@@ -127,12 +116,14 @@ def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | No
     laid = [step for step in steps if step is not None and all(len(replica) == count for replica in step)]
     if len(laid) < len(steps):
         return None
-    fewer = f"the same sequences in {counted(count, 'microbatch')}"
     try:
         replay = rescheduled(known.run.replay, known.run.replay.schedule.chunks, count)
     except ValueError:
         return None
-    return replace(_predicted(known, _IN_WORDS.get(name, fewer), _work(known, laid), replay), steps=tuple(laid))
+    found = _predicted(known, _work(known, laid), replay)
+    other = None if count == known.run.table.schedule.microbatches else count
+    named = replace(found.prediction, packing=name, microbatches=other)
+    return replace(found, prediction=named, steps=tuple(laid))
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
@@ -156,11 +147,10 @@ def even(known: Packed) -> Prediction:
     if work is None:
         raise ValueError("the work of the microbatches is not known")
     mean = np.broadcast_to(work.mean(axis=(1, 2), keepdims=True), work.shape)
-    found = _predicted(known, _EVEN, mean, known.run.replay).prediction
-    return replace(found, kind="even_packing", assumes="sequences can be divided")
+    return replace(_predicted(known, mean, known.run.replay).prediction, kind="even_packing")
 
 
-def _predicted(known: Packed, what: str, work: Floats, replay: Replay) -> Laid:
+def _predicted(known: Packed, work: Floats, replay: Replay) -> Laid:
     """``work`` [t, d, m, 3] of other microbatches."""
     run, found, state = known.run, known.found, known.run.view.state
     n = len(state.passes)
@@ -191,7 +181,7 @@ def _predicted(known: Packed, what: str, work: Floats, replay: Replay) -> Laid:
     of_steps = float(gains.std(ddof=1)) / math.sqrt(n) if n > 1 else 0.5 * abs(mean)
     noise = LEVEL * math.hypot(of_steps, float(np.sqrt(np.mean(of_cost**2))))
     error = math.hypot(noise, (run.missed + _RERUN) * run.step_ms, LEVEL * REPLAYED * mean)
-    prediction = Prediction.of(KIND, what, run.step_ms, Price(mean, mean - error, mean + error))
+    prediction = Prediction.of("packing", run.step_ms, Price(mean, mean - error, mean + error))
     return Laid(prediction, passes(found.cost, every), replay)
 
 

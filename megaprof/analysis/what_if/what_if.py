@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -17,16 +18,16 @@ from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.experts import load_of_rank
 from megaprof.analysis.diagnosis.policy import LEAST
-from megaprof.analysis.diagnosis.table import WAIT, Table
 from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.table.table import WAIT, Table
 from megaprof.analysis.trace.calls import RECOMPUTE, Call, ModuleKey, grouped
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
 from megaprof.analysis.what_if.changes import Prediction, Priced, apart, captured
-from megaprof.analysis.what_if.contents import EMBEDDING, LAYER_RANGES, LOSS, MTP, CostFit, Held, fitted
+from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, Held, fitted
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
 from megaprof.analysis.what_if.memory import in_flight_layers, peaks
 from megaprof.analysis.what_if.memory import measured as measured_memory
@@ -38,6 +39,7 @@ _MOST_LAYERS = 10_000
 #: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
+Advice = Literal["change", "mend", "no_other", "none_fits", "open", "unsure", "none_better"]
 _ONE_STAGE = "no layout is predicted: a single stage has no other one"
 _NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
 
@@ -66,16 +68,23 @@ class WhatIf:
     """The captured layout, as Megatron writes it."""
     allocated: tuple[int, ...] | None = None
     """Bytes that each stage had allocated at its peak; None where that was not measured."""
+    allowed: tuple[int, ...] | None = None
+    """Bytes that each stage may have allocated; None where that is not known."""
+    in_flight: tuple[int, ...] | None = None
+    """The most layers times microbatches whose activations each stage holds at once, all 0 in a forward-only pass; None
+    where the files do not say what the stages hold."""
     costs: CostFit | None = None
     """What each kind of layer costs."""
     candidates: tuple[Prediction, ...] = ()
     """The predictions."""
     best: Prediction | None = None
     """The candidate to change to: the lower end of what it gains is above 2 %. None when there is no such."""
-    advice: str | None = None
-    """That as a sentence."""
-    mended: tuple[int, ...] = ()
-    """The slow ranks that ``best`` has as quick as their peers; empty where it is something else."""
+    quickest: Prediction | None = None
+    """The quickest other layout with as many chunks, whether it surely gains or not; None where none was compared."""
+    advice: Advice | None = None
+    """What to do: ``change`` to ``best``; ``mend`` the ranks of the only candidate. Or why nothing is to be changed:
+    ``no_other`` layout exists; ``none_fits``, ``quickest`` needs more memory than there is; ``open``, ``more_steps``
+    would tell; ``unsure``, no number of steps would; ``none_better``. None where nothing was predicted."""
     packings: tuple[Prediction, ...] = ()
     """The same sequences in other microbatches, the quickest first, and behind them what no packing can beat; empty
     where microbatches do not differ, or their sequences were not captured."""
@@ -141,21 +150,23 @@ def what_if(
     if table.schedule.stages == 1:
         return replace(replayed, warnings=(_ONE_STAGE,)), known
     compared = layouts(known)
-    best = _best(compared)
+    best = _best(compared, known.in_flight)
     advised = None if best is None else best.prediction
     alike = () if best is None else _alike(best, compared)
-    costs = fitted(known.costs)
     quicker = [each.prediction for each in compared if each.prediction.speedup > 1.0]
     more = quicker[0].more_steps if best is None and quicker else 0
     found = replace(
         replayed,
         warnings=(*([] if shared is None else [shared]), *told),
         layout=format_layout(held.pieces),
-        costs=costs,
+        costs=fitted(known.costs),
         candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
         best=advised,
         host_options=options_of(calls[0].metadata.framework, calls[0].role, advised.flags) if advised else None,
-        advice=_advice([each.prediction for each in compared], advised, alike, costs.source, run, more),
+        quickest=compared[0].prediction if compared else None,
+        advice=_advice(compared[0].prediction if compared else None, advised, more),
+        in_flight=tuple(known.in_flight),
+        allowed=None if memory is None else memory.allowed,
         alike=alike,
         more_steps=more,
     )
@@ -191,7 +202,6 @@ def _mended(replayed: WhatIf, run: Examined, causes: Sequence[Cause]) -> WhatIf:
     """The run with its slow ranks as quick as their peers, and nothing else; as even experts make them, where these are
     why they are slow."""
     ranks = {rank for cause in causes for rank in cause.ranks}
-    which = f"{words.ranks(sorted(ranks))} as quick as {'its' if len(ranks) == 1 else 'their'} peers"
     slow = [term for term in terms(run.table, run.view, run.step_ms) if term.kind == "slow_rank"]
     loaded = {rank for cause in causes if cause.reason == "expert_load" for rank in cause.ranks}
     without, gain = run, np.zeros(len(run.table.steps))
@@ -200,19 +210,9 @@ def _mended(replayed: WhatIf, run: Examined, causes: Sequence[Cause]) -> WhatIf:
         gain += without.gain(term) * (1.0 if load is None else load.evened)
         without = without.mended(term)
     price, _ = run.price(own[0], gain)
-    fixed = Prediction.of("no_straggler", which, run.step_ms, price)
-    waits = "layouts are not compared while the pipeline waits for a slow rank"
-    what = [f"even the tokens of the experts on {words.ranks(sorted(loaded))}"] if loaded else []
-    what += [f"fix {words.ranks(sorted(ranks - loaded))}"] if ranks - loaded else []
-    advice = f"{' and '.join(what)}: {_gains(fixed, run.step_ms)}; {waits}"
-    surely = _surely(fixed)
-    return replace(
-        replayed,
-        candidates=(fixed,),
-        best=fixed if surely else None,
-        advice=advice,
-        mended=tuple(sorted(ranks)) if surely else (),
-    )
+    fixed = Prediction.of("no_straggler", run.step_ms, price)
+    fixed = replace(fixed, ranks=tuple(sorted(ranks)), loaded=tuple(sorted(loaded)))
+    return replace(replayed, candidates=(fixed,), best=fixed if _surely(fixed) else None, advice="mend")
 
 
 def _held(table: Table, calls: Mapping[int, Sequence[Call]]) -> Held:
@@ -286,14 +286,14 @@ def _shared_cores(calls: Sequence[Call]) -> str | None:
     return None
 
 
-def _best(compared: Sequence[Priced]) -> Priced | None:
+def _best(compared: Sequence[Priced], held: Sequence[int]) -> Priced | None:
     """The quickest layout that surely gains enough; of those that cannot be told apart from it, one that fits into the
     memory that the stages were measured to use."""
     gaining = [each for each in compared if _surely(each.prediction) and each.prediction.fits is not False]
     if not gaining:
         return None
     first = gaining[0]
-    return next((each for each in gaining if each.prediction.memory is None and not apart(first, each)), first)
+    return next((each for each in gaining if not each.prediction.exceeds(held) and not apart(first, each)), first)
 
 
 def _surely(each: Prediction) -> bool:
@@ -302,42 +302,20 @@ def _surely(each: Prediction) -> bool:
 
 def _alike(best: Priced, compared: Sequence[Priced]) -> tuple[str, ...]:
     return tuple(
-        each.prediction.what
+        each.prediction.layout or ""
         for each in compared
         if each is not best and each.prediction.fits is not False and not apart(best, each)
     )
 
 
-def _advice(
-    compared: Sequence[Prediction],
-    best: Prediction | None,
-    alike: Sequence[str],
-    source: str,
-    run: Examined,
-    more: int,
-) -> str:
-    """``compared``: layouts with the captured number of chunks, the shortest first; ``source`` of their costs."""
+def _advice(first: Prediction | None, best: Prediction | None, more: int) -> Advice:
+    """``first``: the quickest of the layouts with the captured number of chunks; ``more``: steps that would tell."""
     if best is not None:
-        tell = "more steps" if source == LAYER_RANGES else "a capture with --profile-ranges layer"
-        as_good = f"; {' and '.join(alike)} cannot be told apart from it, but {tell} would tell" if alike else ""
-        return f"{best.what}: {_gains(best, run.step_ms)}{as_good}"
-    if not compared:
-        return "no other layout of these layers exists with as many stages and chunks"
-    first = compared[0]
+        return "change"
+    if first is None:
+        return "no_other"
     if first.fits is False and _surely(first):
-        return f"no layout that fits is better: {first.what} would be {_times(first)}, and {first.memory}"
+        return "none_fits"
     if more:
-        tell = f"{len(run.table.steps) + more} steps would tell"
-        return f"whether {first.what} would be quicker is not sure: {_times(first)}; {tell}"
-    if first.high > 1.0 + LEAST:
-        return f"no other layout is surely better: {first.what} would be {_times(first)}"
-    least = f"no other split of the layers gains {LEAST:.0%}"
-    return f"with the same number of model chunks {least}: {first.what} would be {_times(first)}"
-
-
-def _gains(each: Prediction, measured_ms: float) -> str:
-    return f"{_times(each)}, {words.number(each.step_ms)} ms a step instead of {words.number(measured_ms)} ms"
-
-
-def _times(each: Prediction) -> str:
-    return f"{words.speedup(each.speedup, each.reach)} times as fast"
+        return "open"
+    return "unsure" if first.high > 1.0 + LEAST else "none_better"

@@ -106,7 +106,7 @@ def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **option
 
 
 def _in_brief(target: TargetReport) -> str:
-    """As in the table that the report on many targets begins with."""
+    """Returns a target's line as in the table that the report on many targets begins with."""
     said = target.in_brief().text
     imbalance = "" if target.imbalance is None else f"; imbalance {target.imbalance:.2f}"
     step = target.step_time_ms
@@ -129,7 +129,7 @@ def _report(directory: str, run: int | None) -> Report:
 
 
 def _stamp(path: Path) -> object:
-    """What changes when a file is written; None where that is not known. Raises TooMuch."""
+    """Returns what changes when a file is written; None where that is not known. Raises TooMuch."""
     if isinstance(path, RemotePath):
         return None
     try:

@@ -91,7 +91,7 @@ def _contents(value: Any) -> str:
 
 
 def _without(value: Any, details: Collection[str], path: str) -> Any:
-    """With what stands in the place of details, and of long lists of numbers."""
+    """Returns a document with what stands in the place of details, and of long lists of numbers."""
     if isinstance(value, dict):
         return {
             name: _LeftOut(each, _below(path, name))
@@ -107,7 +107,8 @@ def _without(value: Any, details: Collection[str], path: str) -> Any:
 
 
 def _cut(value: Any, path: str, most: int) -> Any:
-    """As much of it as ``most`` characters hold; numbers, and what stands in the place of something, stay whole."""
+    """Returns as much of it as ``most`` characters hold; numbers, and what stands in the place of something, stay
+    whole."""
     if len(written(value)) <= most or isinstance(value, _LeftOut):
         return value
     if isinstance(value, str):

@@ -27,7 +27,7 @@ def page(name: str) -> str:
 
 
 def help_of(command: str) -> str:
-    """What ``megaprof COMMAND --help`` prints. Raises KeyError."""
+    """Returns what ``megaprof COMMAND --help`` prints. Raises KeyError."""
     if command not in COMMANDS:
         raise KeyError(f"there is no command {command}; there are {', '.join(COMMANDS)}")
     return parser_of(command).format_help()

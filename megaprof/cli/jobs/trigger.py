@@ -33,7 +33,7 @@ EXAMPLES = (
 
 
 @dataclass(frozen=True)
-class Answer:
+class TriggerAnswer:
     """The result of a request, as ``--json`` prints it."""
 
     version: int
@@ -96,7 +96,7 @@ class Asking:
         """Seconds from one look at the answers to the next."""
         return max(_LOOK_SECONDS, len(self.requester.ranks) / 5000)
 
-    def look(self) -> Answer | None:
+    def look(self) -> TriggerAnswer | None:
         """Looks once at what the ranks say; the first look asks. Returns the answer when there is one."""
         try:
             outcome = self.requester.advance()
@@ -105,12 +105,12 @@ class Asking:
             return self._answer(f"refused: {refusal}" if answered else str(refusal))
         return None if outcome is None else self._answer(outcome.reason, outcome)
 
-    def _answer(self, reason: str | None, outcome: Outcome | None = None) -> Answer:
+    def _answer(self, reason: str | None, outcome: Outcome | None = None) -> TriggerAnswer:
         """Returns the answer; ``outcome`` is None if nothing was captured."""
         files = tuple(str(self.directory / file) for file in outcome.files) if outcome else ()
         captured, steps = (outcome.ranks, outcome.steps) if outcome else (0, ())
         request, ranks = self.requester.request, self.requester.ranks
-        return Answer(1, request.id, request.target, request.role, ranks, captured, steps, files, reason)
+        return TriggerAnswer(1, request.id, request.target, request.role, ranks, captured, steps, files, reason)
 
 
 def wanted(

@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wanted(report: Report) -> int:
-    """How many more steps the report asks for, to tell what is a cause and which layout is quicker; 0 for none."""
+    """Returns how many more steps would tell what is a cause, or which layout is quicker; 0 if none would."""
     from megaprof.analysis.report.text.causes import more_steps
 
     own = [target for target in report.targets if target.measured.target == TRAIN_ACTOR]
@@ -232,7 +232,8 @@ def _new_directory(out: Path | None) -> Path:
 
 
 def profile_flags(out: Path, steps: int, fault: str | None) -> list[str]:
-    """What a user would type behind their pretrain command. The first step, which warms up, is captured only alone."""
+    """Returns what a user would type behind their pretrain command. The first step, which warms up, is captured only
+    alone."""
     captured = _captured(steps)
     return [
         "--profile-target",

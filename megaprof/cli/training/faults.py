@@ -24,7 +24,7 @@ _LOOK_SECONDS = 0.1
 
 
 def least(fault: str | None, ep: int) -> dict[str, int]:
-    """By the name of an option, the size that a fault needs to be seen: the default of a demo with it."""
+    """Returns the size that a fault needs to be seen, by the name of its option: the default of a demo with it."""
     return {SLOW_RANK: {"dp": 2 * ep}, SLOW_LINK: {"pp": 3}}.get(fault or "", {})
 
 
@@ -49,7 +49,7 @@ def check(fault: str, workload: GPTWorkload, *, live: bool, steps: int | None) -
 
 
 def told(fault: str, workload: GPTWorkload, begin: int) -> str:
-    """What goes wrong, in a sentence."""
+    """Returns what goes wrong, in a sentence."""
     rank, stage = workload.world_size - 1, workload.pp - 1
     since = f"from step {begin} on" if begin else "in every step"
     if fault == SLOW_RANK:

@@ -148,7 +148,7 @@ def _say_how_to_report(out: Path, ending: _Ending) -> None:
 
 
 def _program() -> list[str]:
-    """How this command was called, for a shell that stands in another directory."""
+    """Returns how this command was called, for a shell that stands in another directory."""
     called = Path(sys.argv[0])
     if called.name != "megaprof":
         return [sys.executable, "-m", "megaprof"]

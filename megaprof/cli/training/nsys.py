@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
-    """What is asked for. Raises ValueError."""
+    """Returns what is asked for. Raises ValueError."""
     if args.ray == "all" and args.output is not None:
         raise ValueError("--output is one name, and --ray prints two environments: give --ray worker or controller")
     controller = worker = {}
@@ -85,7 +85,7 @@ def _text(config: ProfileConfig, args: argparse.Namespace) -> str:
 
 
 def _accepted(options: dict[str, str]) -> dict[str, str]:
-    """Those that the nsys of this machine knows; the others are said."""
+    """Returns the options that the nsys of this machine knows, and names the others."""
     unknown = nsys.refused(options)
     if unknown is None:
         _note("there is no nsys on PATH here, so nobody knows whether it takes all of these options")

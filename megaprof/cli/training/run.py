@@ -82,7 +82,7 @@ def resolve(command: list[str]) -> tuple[str, list[str]]:
 
 
 def _interpreter_options() -> list[str]:
-    """What stood before ``-m megaprof``, or before the script ``megaprof``, on this interpreter's command line."""
+    """Returns the options of this interpreter: what stood before ``-m megaprof``, or before the script."""
     ours = len(sys.argv) - 1
     before = sys.orig_argv[1 : len(sys.orig_argv) - ours]
     return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]

@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _begun(args: argparse.Namespace) -> Tuning:
-    """What was found before with the same command, or nothing yet."""
+    """Returns what was found before with the same command, or nothing yet."""
     for name in ("trials", "steps", "time_limit"):
         value = getattr(args, name)
         if value is not None and not value > 0:

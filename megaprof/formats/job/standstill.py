@@ -49,5 +49,5 @@ class Standstill:
 
 
 def stands_still(seconds: float, step_ms: float | None, *, first: bool, least: float = STUCK_SECONDS) -> bool:
-    """Whether ``seconds`` without a move are more than the usual step of ``step_ms`` milliseconds explains."""
+    """Returns whether ``seconds`` without a move are more than the usual step of ``step_ms`` milliseconds explains."""
     return seconds > max(least, FIRST_STEP_SECONDS if first else 0.0, STUCK_STEPS * (step_ms or 0.0) / 1e3)

@@ -105,7 +105,7 @@ class DeviceClock:
             self.mark = Marker(self._pool, self._new, current_stream, self._device, *addresses)
 
     def _mark(self) -> Any:
-        """What `recorders.tape.Marker` does, in Python."""
+        """Returns what `recorders.tape.Marker` does, in Python."""
         if self._cuda.is_current_stream_capturing():
             return None
         try:
@@ -144,8 +144,8 @@ class DeviceClock:
         return round(1000 * float(first.elapsed_time(event)))
 
     def numbers(self, tensor: Any) -> list[Any]:
-        """What a tensor holds whose step is finished: copied on a stream of our own, which nobody else waits for.
-        Inside `reading`."""
+        """Returns what a tensor holds whose step is finished: copied on a stream of our own, which nobody else waits
+        for. Inside `reading`."""
         if self._copies is None:
             self._copies = self._cuda.Stream()
         with self._cuda.stream(self._copies):

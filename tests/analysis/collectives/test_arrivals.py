@@ -14,11 +14,11 @@ import pytest
 from megaprof.analysis.collectives.arrivals import Group, OfStep, waited_ms
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.recorded import tables_of_timelines
-from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.fleet.reading import read_fleet
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.table.recorded import tables_of_timelines
+from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.formats.arrivals import Arrivals, kept, pack_arrivals, pack_groups
 from megaprof.formats.flight import GroupConfig

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megaprof.analysis.diagnosis import recorded
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.files import beside, tables_in
-from megaprof.analysis.diagnosis.recorded import tables_of_timelines
-from megaprof.analysis.diagnosis.table import Table, Unfit
-from megaprof.analysis.diagnosis.traced import tables_of_calls
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.simulation.replay import Replay, compiled
+from megaprof.analysis.table import recorded
+from megaprof.analysis.table.files import beside, tables_in
+from megaprof.analysis.table.recorded import tables_of_timelines
+from megaprof.analysis.table.table import Table, Unfit
+from megaprof.analysis.table.traced import tables_of_calls
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.foreign.facts import Foreign
-from megaprof.analysis.report.report import NothingToReport, analyze, together
+from megaprof.analysis.report.report import NothingToReport, analyze
+from megaprof.analysis.report.text.sentences import of_skipped
+from megaprof.analysis.trace.traces import Skipped
 from megaprof.cli import main
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
@@ -293,10 +295,6 @@ def test_ours_beside_foreign_ones_stay_a_stage_report(job: Job, tmp_path: Path) 
 
 
 def test_refusals_of_one_kind_are_one_line() -> None:
-    lines = [f"{name} was skipped: it is empty" for name in "abcd"]
-    assert together([*lines, "x was skipped: y", "other"]) == (
-        "4 files were skipped (a, b, ...): it is empty",
-        "x was skipped: y",
-        "other",
-    )
-    assert together(lines[:3]) == tuple(lines[:3])
+    files = [Skipped(name, "it was skipped: it is empty") for name in "abcd"]
+    assert len([*of_skipped([*files, Skipped("x", "y"), *files])]) == 2
+    assert len([*of_skipped(files[:3])]) == 3

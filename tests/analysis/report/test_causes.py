@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.diagnosis import policy
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import causes
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.table import recorded
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
@@ -126,9 +126,9 @@ def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:
     (_, hopeless) = causes.findings(MEASURED, diagnosis(perhaps=(many,)), None)
     assert "4002" not in hopeless.text
     (_, of_long_run) = causes.findings(
-        MEASURED, replace(diagnosis(perhaps=(few,)), steps=policy.STEPS), None, captured=False
+        MEASURED, replace(diagnosis(perhaps=(few,)), steps=recorded.STEPS), None, captured=False
     )
-    assert str(policy.STEPS + 6) not in of_long_run.text, "no report looks into so many steps"
+    assert str(recorded.STEPS + 6) not in of_long_run.text, "no report looks into so many steps"
     # One command for all that is open: what a run is started with, or what a running job is asked with.
     open_ = diagnosis(perhaps=(few, replace(few, more_steps=3), many))
     for predicted, job, command in (

@@ -15,7 +15,7 @@ import pytest
 from megaprof.analysis.report.drawn import StepTimeline, timelines
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.report.text.sentences import of_what_if
+from megaprof.analysis.report.text.what_if import advised
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
@@ -202,25 +202,25 @@ def test_a_report_without_timelines_is_still_a_page(tmp_path):
 def test_what_if_shows_before_and_after(tmp_path):
     pipeline(tmp_path, [6, 2])
     report = analyze(tmp_path)
-    best = Prediction(
-        "layout", "4+4 <layers>", 500.0, 1.4, 1.3, 1.5, flags=("--pipeline-model-parallel-layout", "Et*4|t*4L")
-    )
+    flags = ("--pipeline-model-parallel-layout", "Et*4|t*4L", "<flag>")
+    best = Prediction("layout", 500.0, 1.4, 1.3, 1.5, layers=(4, 4), flags=flags)
     found = WhatIf(
         replay_ms=710.0,
         measured_ms=720.0,
         replay_error=Spread.of([-0.014]),
         layout="Et*6|t*2L",
-        candidates=(best, replace(best, what="not worth it", speedup=1.001)),
+        candidates=(best, replace(best, layers=(7, 1), speedup=1.001)),
         best=best,
-        advice="4+4 layers: 500 ms a step",
+        advice="change",
     )
-    target = replace(report.targets[0], what_if=found, advice=of_what_if(found))
+    target = replace(report.targets[0], what_if=found, advice=advised(found))
     text = page(replace(report, targets=(target,)), {})
-    assert text.count("--pipeline-model-parallel-layout &#39;Et*4|t*4L&#39;") == 2  # above, and in the table
-    assert "4+4 &lt;layers&gt;" in text
+    flags = "--pipeline-model-parallel-layout &#39;Et*4|t*4L&#39; &#39;&lt;flag&gt;&#39;"
+    assert text.count(flags) == 2  # above, and in the table
+    assert "<td class=left>4+4 layers" in text
     assert "off by -1.4%" in text
     assert "-31%" in text
-    assert "not worth it" not in text
+    assert "7+1 layers" not in text
 
 
 def test_64_stages_of_512_microbatches_stay_small(tmp_path):

@@ -14,6 +14,7 @@ from rich.console import Console
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.report.terminal import show
+from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.stages.samples import mean_of
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
@@ -165,8 +166,8 @@ def test_no_prediction_is_shown_whose_gain_is_noise(tmp_path):
     report = analyze(tmp_path)
     found = report.targets[0].what_if
     gaining = [each for each in found.candidates if each.speedup >= 1.01]
-    clear = {each.what for each in gaining if each.low > 1.02}
-    noise = {each.what for each in gaining} - clear
+    clear = {name_of(each, found) for each in gaining if each.low > 1.02}
+    noise = {name_of(each, found) for each in gaining} - clear
     assert "6+5 layers" in noise  # in the JSON
     for text in (printed(report), page(report, {})):
         assert "left out: what " in " ".join(text.split())

@@ -3,47 +3,57 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
-from megaprof.analysis.report.text import sentences
+import pytest
+
+from megaprof.analysis.report.text import what_if
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.analysis.what_if.what_if import Advice, WhatIf
+
+BEST = Prediction("layout", 500.0, 1.4, 1.35, 1.45, layers=(4, 4))
 
 
 def test_what_predictions_rest_on_is_said_once_below_the_table() -> None:
-    more = "more layers x in-flight microbatches on stage 0 than any stage held (22 against 16)"
-    two, four = (
-        Prediction("chunks", f"{n} model chunks", 9.0, 1.1, 1.0, 1.2, assumes="a chunk costs it") for n in (2, 4)
-    )
-    assert sentences.caveats(
-        [replace(two, memory=more), four, Prediction("layout", "4+4 layers", 9.0, 1.1, 1.0, 1.2)]
-    ) == [
-        "2 model chunks / 4 model chunks: assumes that a chunk costs it.",
-        f"2 model chunks: {more}.",
-    ]
+    two, four = (Prediction("chunks", 9.0, 1.2, 1.1, 1.3, chunks=n, layers=(4, 4)) for n in (2, 4))
+    found = WhatIf(candidates=(replace(two, in_flight=(22, 8)), four, BEST), in_flight=(16, 8))
+    both, more = what_if.caveats(found)
+    assert both.startswith("2 model chunks per stage, 4+4 layers / 4 model chunks per stage, 4+4 layers: assumes that ")
+    assert more.startswith("2 model chunks per stage, 4+4 layers: ")
+    assert "(22 against 16)" in more
+    assert "fits" not in (what_if.memory(replace(two, in_flight=(22, 8), fits=True), found) or "")
 
 
 def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> None:
-    flags = ("--pipeline-model-parallel-layout", "Et*4|t*4L")
-    best = Prediction("layout", "4+4 layers", 500.0, 1.4, 1.3, 1.5, flags=flags)
-    said = sentences.of_what_if(WhatIf(best=best, advice="4+4 layers: 500 ms a step"))
+    best = replace(BEST, flags=("--pipeline-model-parallel-layout", "Et*4|t*4L"))
+    said = what_if.advised(WhatIf(best=best, advice="change", measured_ms=700.0))
     assert said is not None
-    assert (said.text, said.command) == (
-        "4+4 layers: 500 ms a step.",
-        "--pipeline-model-parallel-layout 'Et*4|t*4L'",
-    )
+    assert said.text.startswith("4+4 layers: 1.4")
+    assert said.command == "--pipeline-model-parallel-layout 'Et*4|t*4L'"
     assert said.plain == f"{said.text} `{said.command}`"
-    assert sentences.of_what_if(WhatIf()) is None
+    assert what_if.advised(WhatIf()) is None
+
+
+@pytest.mark.parametrize("advice", get_args(Advice))
+def test_every_advice_has_a_sentence_of_its_own(advice: Advice) -> None:
+    first = replace(BEST, needed=(9 << 30, 5 << 30), fits=False, ranks=(3,))
+    found = WhatIf(candidates=(first,), quickest=first, advice=advice, allowed=(8 << 30,) * 2, allocated=(7 << 30,) * 2)
+    said = what_if.advised(replace(found, best=first) if advice == "change" else found)
+    others = [what_if.advised(replace(found, advice=each)) for each in get_args(Advice) if each != advice]
+    assert said is not None
+    assert said not in others
+    assert "None" not in said.text
+    assert ("8.0 GiB" in said.text) == (advice == "none_fits")
 
 
 def test_predictions_that_are_noise_are_left_out_and_counted() -> None:
-    best = Prediction("layout", "4+4 layers", 500.0, 1.4, 1.35, 1.45)
-    within = Prediction("chunks", "2 model chunks", 650.0, 1.08, 0.88, 1.28)  # no number of steps would tell
-    noise = Prediction("layout", "5+3 layers", 600.0, 1.17, 0.6, 3.5, more_steps=9)
-    clear = Prediction("balanced", "spread evenly", 350.0, 2.0, 1.6, 2.4)
-    found = WhatIf(candidates=(best, within, noise, clear), best=best)
-    assert sentences.worth_showing(found) == [best, clear]
-    assert sentences.left_out(found) == "2 predictions are left out: what they gain is within the uncertainty."
-    assert sentences.left_out(replace(found, best=noise, candidates=(best, noise, clear))) is None
-    noisy = WhatIf(candidates=(noise, replace(noise, what="6+2 layers")))
-    assert sentences.worth_showing(noisy) == []
-    assert (sentences.left_out(noisy) or "").startswith("2 predictions are left out: what they gain ")
+    within = Prediction("chunks", 650.0, 1.08, 0.88, 1.28, chunks=2)  # no number of steps would tell
+    noise = Prediction("layout", 600.0, 1.17, 0.6, 3.5, layers=(5, 3), more_steps=9)
+    clear = Prediction("balanced", 350.0, 2.0, 1.6, 2.4)
+    best, found = BEST, WhatIf(candidates=(BEST, within, noise, clear), best=BEST)
+    assert what_if.worth_showing(found) == [best, clear]
+    assert what_if.left_out(found) == "2 predictions are left out: what they gain is within the uncertainty."
+    assert what_if.left_out(replace(found, best=noise, candidates=(best, noise, clear))) is None
+    noisy = WhatIf(candidates=(noise, replace(noise, layers=(6, 2))))
+    assert what_if.worth_showing(noisy) == []
+    assert (what_if.left_out(noisy) or "").startswith("2 predictions are left out: what they gain ")

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.analysis.diagnosis.files import tables_in
 from megaprof.analysis.stages.stages import LONGEST, OF_REPLICAS, ONE_CLOCK, measure
+from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megaprof.analysis.diagnosis.files import tables_in
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
+from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.trace.runs import NoSuchRun, Piece, Runs, runs_of
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes, WorldLayout

@@ -9,9 +9,9 @@ from pathlib import Path
 from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.diagnose import diagnose as diagnosed
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.files import tables_in
-from megaprof.analysis.diagnosis.table import Unfit
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.table.files import tables_in
+from megaprof.analysis.table.table import Unfit
 from megaprof.analysis.what_if.what_if import WhatIf
 
 

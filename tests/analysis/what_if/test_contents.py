@@ -108,7 +108,7 @@ def test_other_layouts_of_two_stages_take_what_was_predicted(layers, cause, tmp_
     for number, each in enumerate(layouts):
         after = tuple(piece.count("t") for piece in parse_layout(each.layout, 2))
         taken = of(replace(scenario, layers=after, seed=1), tmp_path / str(number))
-        assert each.low <= before.measured_ms / taken.measured_ms <= each.high, each.what
+        assert each.low <= before.measured_ms / taken.measured_ms <= each.high, each
 
 
 def two_stages(directory: Path, *, ranged: bool) -> WhatIf:
@@ -131,7 +131,7 @@ def two_stages(directory: Path, *, ranged: bool) -> WhatIf:
 
 def test_ranges_in_a_trace_make_layouts_surer(tmp_path: Path) -> None:
     alone, told = (
-        next(each for each in two_stages(tmp_path / str(ranged), ranged=ranged).candidates if each.what == "5+3 layers")
+        next(each for each in two_stages(tmp_path / str(ranged), ranged=ranged).candidates if each.layers == (5, 3))
         for ranged in (False, True)
     )
     assert alone.low is not None

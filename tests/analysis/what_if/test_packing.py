@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.table import Table
 from megaprof.analysis.simulation.replay import compiled
+from megaprof.analysis.table.table import Table
 from megaprof.analysis.what_if import packing
 from megaprof.analysis.what_if.by_hand import ByHand, chosen
 from megaprof.analysis.what_if.changes import captured
@@ -99,11 +99,11 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
         assert was == now, "the same sequences"
     told = plans(known)
     assert told[-1].kind == "even_packing"
-    assert told[0].what == packing._IN_WORDS[packing.POOLED]
+    assert told[0].packing == packing.POOLED
     assert told[0].low > 1.05
     assert told[-1].speedup >= told[0].speedup * 0.99, "no packing beats even ones"
     advised, _ = what_if(run, diagnose(run), ())
-    assert [each.what for each in advised.packings] == [each.what for each in told]
+    assert [each.packing for each in advised.packings] == [each.packing for each in told]
     assert advised.most_tokens == known.most
 
 
@@ -150,7 +150,7 @@ def test_one_stage_has_packings_and_no_other_layout(tmp_path: Path) -> None:
     best = found.packings[0]
     assert best.low > 1.02
     by_hand = chosen(known, {"packing": packing.POOLED}).prediction
-    assert (by_hand.what, by_hand.speedup) == (best.what, pytest.approx(best.speedup))
+    assert (by_hand.packing, by_hand.speedup) == (best.packing, pytest.approx(best.speedup))
     for refused in ({"layout": "2,2"}, {"chunks": "2"}):
         with pytest.raises(ValueError, match=r"pp=1|stage"):
             chosen(known, refused)

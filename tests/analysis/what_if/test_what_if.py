@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
+from megaprof.analysis.report.text.what_if import assumptions
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.what_if.layout_search import Cost, CostModel
 from megaprof.analysis.what_if.layouts import check_layout, default_layout, parse_layout
@@ -111,8 +112,7 @@ def test_the_suggested_layout_is_the_best_one_and_takes_what_was_predicted(scena
         return
     assert what_if.best.step_ms == pytest.approx(truth(scenario, pieces), rel=0.03)
     assert what_if.best.speedup == pytest.approx(what_if.measured_ms / what_if.best.step_ms)
-    assert what_if.advice is not None
-    assert "times as fast" in what_if.advice
+    assert what_if.advice == "change"
 
 
 def test_costs_are_those_that_the_traces_were_made_from():
@@ -173,13 +173,11 @@ def test_what_the_replay_misses_is_uncertain(tmp_path):
 def test_a_layout_that_needs_more_activations_than_any_stage_held_is_flagged():
     what_if = found(Scenario("memory", layers=(2, 6), **CPU))
     best = next(each for each in what_if.candidates if each.layout == "Et*4|t*4L")
-    assert best.memory == "more layers x in-flight microbatches on stage 0 than any stage held (8 against 6)"
-    assert best.activations == (
-        "activations at their peak, in layers x microbatches in flight: stage 0 +100% (4 -> 8), stage 1 -33% (6 -> 4)"
-    )
+    assert (what_if.in_flight, best.in_flight, best.exceeds(what_if.in_flight)) == ((4, 6), (8, 4), True)
     other = found(Scenario("memory", layers=(6, 2), **CPU))
-    assert next(each for each in other.candidates if each.layout == "Et*4|t*4L").memory is None
-    assert found(Scenario("log-probs", layers=(2, 6), target="train_log_probs", **CPU)).best.memory is None
+    assert not next(each for each in other.candidates if each.layout == "Et*4|t*4L").exceeds(other.in_flight)
+    forwards = found(Scenario("log-probs", layers=(2, 6), target="train_log_probs", **CPU))
+    assert (forwards.in_flight, forwards.best.in_flight) == ((0, 0), (0, 0))
 
 
 def with_memory(directory, *, layer, activations, beside, capacity):
@@ -209,25 +207,22 @@ def test_a_layout_that_would_not_fit_into_the_measured_memory_is_not_advised(tmp
     # Peaks: 2 * 2 + 12 + 4 * 0.5 = 18 GiB on stage 0, 6 * 2 + 2 + 6 * 0.5 = 17 on stage 1, where a layer takes least.
     with_memory(tmp_path, layer=2.0, activations=0.5, beside=(12.0, 2.0), capacity=capacity)
     what_if = analyze(tmp_path).targets[0].what_if
-    by_what = {each.what: each for each in what_if.candidates}
-    even = by_what["4+4 layers"]
-    needs = "about 24.7 of the {} GiB of its device at its peak, by scaling the measured 18.0 GiB"
+    of = {each.layers: each for each in what_if.candidates if each.kind == "layout"}
+    even = of[4, 4]
     if capacity is None:  # nothing is guessed
-        assert (even.fits, what_if.best) == (None, even)
-        assert even.memory.startswith("more layers x in-flight microbatches on stage 0")
-        assert "GiB" not in even.activations
-    elif capacity == 40:
-        assert (even.fits, even.memory, what_if.best) == (True, None, even)
-        assert even.activations.endswith(f"; stage 0: {needs.format('40.0')}")
+        assert (even.fits, even.needed, what_if.allowed, what_if.best) == (None, None, None, even)
+        assert even.exceeds(what_if.in_flight)
     else:
-        assert (even.fits, even.memory) == (False, f"does not fit: stage 0: would need {needs.format(f'{capacity}.0')}")
+        assert even.needed[0] / 2**30 == pytest.approx(24.7, abs=0.05)
+        assert [each / 2**30 for each in (*what_if.allocated, *what_if.allowed)] == [18, 17, capacity, capacity]
+        assert even.fits == (capacity == 40)
+    if capacity == 40:
+        assert what_if.best == even
     if capacity == 22:
-        assert what_if.best == by_what["3+5 layers"]
-        assert (what_if.best.fits, what_if.best.memory) == (True, None)
+        assert what_if.best == of[3, 5]
+        assert what_if.best.fits
     if capacity == 20:
-        assert what_if.best is None
-        assert what_if.advice.startswith("no layout that fits is better: 4+4 layers would be 1.")
-        assert what_if.advice.endswith(even.memory)
+        assert (what_if.best, what_if.advice, what_if.quickest) == (None, "none_fits", even)
 
 
 def test_activations_in_flight_follow_the_schedule():
@@ -244,12 +239,11 @@ def test_a_straggler_among_peers_is_replayed_without_it():
     (without,) = [each for each in what_if.candidates if each.kind == "no_straggler"]
     healthy = found(replace(scenario, slow={}))
     assert without.step_ms == pytest.approx(healthy.measured_ms, rel=0.02)
-    assert without.what == "rank 3 as quick as its peers"
+    assert without.ranks == (3,)
     # Everything else waits for it: layouts of such a pipeline say nothing.
     assert what_if.candidates == (without,)
     assert what_if.best == without
-    assert what_if.advice is not None
-    assert what_if.advice.startswith("fix rank 3: ")
+    assert what_if.advice == "mend"
     assert not [each for each in healthy.candidates if each.kind == "no_straggler"]
 
 
@@ -277,16 +271,16 @@ def test_what_lies_outside_passes_is_replayed_too(scenario):
 
 def test_other_microbatches_and_chunks_say_what_they_assume():
     what_if = found(Scenario("others", layers=(4, 4), microbatches=8, **CPU))
-    by_what = {each.what: each for each in what_if.candidates}
-    more, fewer = by_what["16 microbatches of half the size"], by_what["4 microbatches of twice the size"]
+    more, fewer = (each for each in what_if.candidates if each.kind == "microbatches")
+    assert [(each.microbatches, each.tokens, each.activations) for each in (more, fewer)] == [(16, 0.5, 0.5), (4, 2, 2)]
     forward, backward = [[10.0], [10.0]], [[20.0], [20.0]]
     assert more.step_ms == pytest.approx(simulate(forward, backward, 16).step_ms, rel=0.03)
     assert fewer.step_ms == pytest.approx(simulate([[40.0], [40.0]], [[80.0], [80.0]], 4).step_ms, rel=0.03)
-    assert "twice the activations" in fewer.memory
-    chunks = by_what["2 model chunks per stage, 4+4 layers"]
+    chunks = next(each for each in what_if.candidates if each.chunks == 2)
+    assert chunks.layers == (4, 4)
     assert chunks.step_ms == pytest.approx(simulate([[10.0] * 2] * 2, [[20.0] * 2] * 2, 8).step_ms, rel=0.03)
     assert chunks.layout == "E" + "t*2|" * 3 + "t*2L"
-    assert all(each.assumes for each in (more, fewer, chunks))
+    assert all(any(assumptions(each)) for each in (more, fewer, chunks))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def compare(work: Path, cpu: bool, built: tuple[int, ...], even: tuple[int, ...]
     again = run_ranks(one_stage, 2, str(work / "even"), cpu, even, vpp, timeout=300)
     (target,) = analyze(work / "built").targets
     measured = max(map(statistics.median, again))
-    other = next((each for each in target.what_if.candidates if each.what == "4+4 layers"), None)
+    other = next((each for each in target.what_if.candidates if each.layers == (4, 4)), None)
     traces = [read_trace(path) for path in find_traces(work / "built")]
     passes = [phase for trace in traces for phase in trace.ranges if phase.name.label in ("forward", "backward")]
     step, error = target.measured.step_time_ms, target.what_if.replay_error

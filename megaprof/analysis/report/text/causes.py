@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
-from megaprof.analysis.diagnosis.policy import LEAST, STEPS
-from megaprof.analysis.diagnosis.table import WAIT
+from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.report.text.sentences import Finding, trigger
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.stages.words import stages as stages_in_words
+from megaprof.analysis.table.recorded import STEPS
+from megaprof.analysis.table.table import WAIT
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.phrases import listed

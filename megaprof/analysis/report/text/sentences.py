@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.stages.stages import Basis, TargetStages
-from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, sentence, spans, speedup, steps
-from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.packing import switch_of
-from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, spans, steps
+from megaprof.analysis.trace.groups import INSIDE, parallel_of
+from megaprof.analysis.trace.traces import Skipped
 from megaprof.formats.job.standstill import Standing, Standstill
+from megaprof.parallel.topology import ParallelSizes
 
 #: A report on more targets begins with a table of them.
 FEW_TARGETS = 3
 _MOST = 8
-#: Standstills, and ranks of one that were waited for, that each have words of their own.
+#: Standstills, ranks of one that were waited for, and files skipped for one reason, that each have words of their own.
 _FEW = 3
-#: Predictions that gain less than this are in the JSON only.
-_WORTH_SHOWING = 1.01
 #: What recordings without our ranges lack, and how to have it next time.
 _TO_SEE = "record with --profile-target train_actor --profile-select per-stage"
 FOREIGN = (
@@ -37,8 +34,6 @@ FOREIGN_STAGES = (
     "pipeline group, whose order is that of 1F1B; work before the first exchange of a step and behind the last one "
     f"does not count, and no layout can be predicted. To see more, {_TO_SEE}"
 )
-#: What a layout's letters mean, for those that have no shorter name.
-LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
 FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 #: How a step was timed.
 BASIS: dict[Basis, str] = {
@@ -72,65 +67,28 @@ class Finding:
         return self.text if self.command is None else f"{self.text} `{self.command}`"
 
 
-def of_what_if(found: WhatIf, framework: str | None = None) -> Finding | None:
-    """Which rank to mend, which layout to change to, with its flags and in the options of ``framework``, or that none
-    is better."""
-    if found.advice is None:
-        return None
-    if found.best is None or found.best.kind == "no_straggler":
-        return Finding("layout" if found.best is None else "straggler", "open", sentence(found.advice))
-    told = None if found.host_options is None else f"{framework}: {shlex.join(found.host_options)}"
-    return Finding("layout", "fine", sentence(found.advice), shlex.join(found.best.flags), told)
+def of_skipped(found: Iterable[Skipped]) -> Iterator[str]:
+    """Yields why files were not used, clauses: one for many files with one reason."""
+    by_reason: dict[str, list[str]] = {}
+    for each in dict.fromkeys(found):
+        by_reason.setdefault(each.reason, []).append(each.file)
+    for reason, files in by_reason.items():
+        if len(files) > _FEW:
+            yield f"{len(files)} files were skipped ({', '.join(files[:2])}, ...): {reason}"
+        else:
+            yield from (f"{file} was skipped: {reason}" for file in files)
 
 
-def of_packing(found: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
-    """What the same sequences would gain in other microbatches, and how ``framework`` is told; ``context``: over how
-    many ranks a sequence is divided."""
-    if not found.packings or found.measured_ms is None:
-        return
-    first, even = found.packings[0], found.packings[-1]
-    if first is even or first.low <= 1.0 + LEAST:
-        text = f"no other packing of the same sequences surely gains {percent(LEAST)}"
-        yield Finding("packing", "open", sentence(f"{text}; perfectly even microbatches would be {_fast(even)}"))
-        return
-    text = f"{first.what}: {_fast(first)}, {number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
-    if even.speedup > first.speedup:
-        text += f"; perfectly even microbatches would be {_fast(even)}"
-    own = switch_of(framework, -(-(found.most_tokens or 0) // context))
-    yield Finding("packing", "fine", sentence(text), None, None if own is None else f"{framework}: {shlex.join(own)}")
-
-
-def _fast(each: Prediction) -> str:
-    return f"{speedup(each.speedup, each.reach)} times as fast"
-
-
-def worth_showing(found: WhatIf) -> list[Prediction]:
-    """The predictions that surely gain something; all are in the JSON."""
-    return [each for each in _gaining(found) if each == found.best or each.low > 1.0 + LEAST]
-
-
-def left_out(found: WhatIf) -> str | None:
-    """How many predictions are not shown because what they gain is not sure; None where there are none."""
-    count = len(_gaining(found)) - len(worth_showing(found))
-    if not count:
-        return None
-    which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
-    return f"{which} left out: what {gain} is within the uncertainty."
-
-
-def _gaining(found: WhatIf) -> list[Prediction]:
-    return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
-
-
-def caveats(shown: Sequence[Prediction]) -> list[str]:
-    """What predictions rest on and what they need, each said once, with those that it is about."""
-    about: dict[str, list[str]] = {}
-    for each in shown:
-        for caveat in (f"assumes that {each.assumes}" if each.assumes else None, each.memory):
-            if caveat is not None:
-                about.setdefault(caveat, []).append(each.what)
-    letters = any("|" in word for each in shown for word in (each.what, *each.flags))
-    return [*(f"{' / '.join(whats)}: {caveat}." for caveat, whats in about.items()), *([LETTERS] if letters else [])]
+def of_timelines(sizes: ParallelSizes, known: Collection[str] = ()) -> Iterator[str]:
+    """Yields what must be known about communication inside microbatches where only timelines tell of it, clauses.
+    ``known``: the groups whose collectives they have."""
+    if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in known]:
+        yield f"exposed {', '.join(others)} are in compute: a timeline does not look inside a microbatch"
+    if known:
+        yield (
+            f"exposed {', '.join(known)} is all of the time in which torch's collectives ran, with waiting for slower "
+            "peers, also where something computed beside them; what is exchanged in other ways is in compute"
+        )
 
 
 def facts(measured: TargetStages) -> list[str]:

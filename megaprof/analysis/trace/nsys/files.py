@@ -67,7 +67,7 @@ class NsysFile:
 
 
 def is_nsys(path: Path) -> bool:
-    """Whether a file's name is one of nsys's."""
+    """Returns whether a file's name is one of nsys's."""
     return path.name.endswith((SQLITE, REPORT))
 
 
@@ -122,7 +122,7 @@ def processes(file: NsysFile) -> list[Process]:
 
 
 def _steps(tables: Tables, base: int) -> dict[int, list[tuple[int, int]]]:
-    """By process, in order of time."""
+    """Returns the steps of each process, in order of time."""
     found: dict[int, list[tuple[int, int]]] = {}
     if not tables.has("NVTX_EVENTS", "start", "end", "eventType", "text", "textId", "globalTid"):
         return found
@@ -238,7 +238,7 @@ class _Reader:
             yield _Row(name, self._base + start, self._base + end, thread >> 24 & PROCESS, is_open)
 
     def _last(self) -> int:
-        """When the last range ended."""
+        """Returns when the last range ended."""
         query = "SELECT MAX(end) FROM NVTX_EVENTS WHERE typeof(end) = 'integer'"
         return next((last for (last,) in self._tables.rows(query) if is_time(last)), 0)
 
@@ -268,7 +268,7 @@ class _Reader:
             )
 
     def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[str, ...]]]:
-        """What each window is, its outermost ranges, and what must be known about it."""
+        """Yields what each window is, its outermost ranges, and what must be known about it."""
         reach, last = -LONGEST, None
         found: list[tuple[Path | None, Metadata, list[_Row]]] = []
         for row in rows:
@@ -335,7 +335,7 @@ class _Reader:
         return None
 
     def _derived(self, top: _Row, step: int, rows: list[_Row], alone: bool) -> Metadata | None:
-        """What the ranges alone say; None where they have no coordinates."""
+        """Returns what the ranges alone say; None where they have no coordinates."""
         place = {axis: top.name.fields.get(axis) for axis in AXES}
         inside = _within(rows, top.start, top.end)
         passes = [r.name for r in inside if r.name.label in ranges.PASSES]
@@ -366,13 +366,13 @@ class _Reader:
 
 
 def _within(rows: Sequence[_Row], start: int, end: int) -> list[_Row]:
-    """Those of some rows, in order of their start, that lie in a stretch of time."""
+    """Returns the rows that lie in a stretch of time, in order of their start."""
     first, behind = bisect_left(rows, start, key=_start), bisect_right(rows, end, key=_start)
     return [row for row in rows[first:behind] if row.end <= end]
 
 
 def _chunk(chunk: int, inside: Sequence[_Row]) -> ModelChunk:
-    """What a model chunk consists of, as far as module ranges in its first forward say it."""
+    """Returns what a model chunk consists of, as far as module ranges in its first forward say it."""
     forwards = (r for r in inside if r.name.label == ranges.FORWARD and r.name.fields.get("chunk") == chunk)
     first = next(forwards, None)
     modules = [r.name for r in _within(inside, first.start, first.end) if r.name.module] if first else []
@@ -402,7 +402,7 @@ def _cut(rows: Sequence[_Row]) -> set[int]:
 
 
 def _epoch(tables: Tables) -> int:
-    """When the session began, in nanoseconds since the epoch."""
+    """Returns when the session began, in nanoseconds since the epoch."""
     if tables.has("TARGET_INFO_SESSION_START_TIME", "utcEpochNs"):
         for (start,) in tables.rows("SELECT utcEpochNs FROM TARGET_INFO_SESSION_START_TIME LIMIT 1"):
             if is_time(start):

@@ -26,7 +26,7 @@ _PEER_TO_PEER = 10
 
 
 def is_time(value: object) -> bool:
-    """Whether a value of a file is one, in nanoseconds."""
+    """Returns whether a value of a file is one, in nanoseconds."""
     return isinstance(value, int) and -LONGEST < value < LONGEST
 
 
@@ -63,7 +63,7 @@ class ProcessGpu:
         return cls(found, tuple(names[number] for number in which.tolist()))
 
     def between(self, begin: int, end: int) -> Activities | None:
-        """What was launched from ``begin`` to ``end``; None where no kernel was."""
+        """Returns what was launched from ``begin`` to ``end``; None where no kernel was."""
         rows = (self.all.launched >= begin) & (self.all.launched < end)
         if not (rows & self.all.kernel).any():
             return None

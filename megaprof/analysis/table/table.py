@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep
-from megaprof.analysis.diagnosis.policy import QUARTILE
 from megaprof.analysis.trace.groups import INSIDE
 from megaprof.formats.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 
 Floats = npt.NDArray[np.float64]
 
-
 GARBAGE, WAIT = "garbage_collection", "processor_wait"
+#: What a pass costs when nothing disturbs it: this quantile, because disturbances only add.
+QUARTILE = 0.25
 #: Bits that tell the calls of one step apart: a step's number is above them.
 CALLS = 16
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.recorded import tables_of_timelines
-from megaprof.analysis.diagnosis.table import Floats, Table, Unfit
-from megaprof.analysis.diagnosis.traced import tables_of_calls
 from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
+from megaprof.analysis.table.recorded import tables_of_timelines
+from megaprof.analysis.table.table import Floats, Table, Unfit
+from megaprof.analysis.table.traced import tables_of_calls
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.pool import Workers
 from megaprof.analysis.trace.reading import read_all, sources_in

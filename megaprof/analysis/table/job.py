@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from megaprof.analysis.diagnosis.table import RankSteps, Table, Unfit, tabulate
 from megaprof.analysis.fleet.reading import Key
+from megaprof.analysis.table.table import RankSteps, Table, Unfit, tabulate
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
 from megaprof.parallel.topology import RankCoords

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
-from megaprof.analysis.diagnosis import queueing
-from megaprof.analysis.diagnosis.combined import forward_share
-from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
-from megaprof.analysis.diagnosis.policy import STEPS
-from megaprof.analysis.diagnosis.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.stages.stages import WARM_UP
+from megaprof.analysis.table import queueing
+from megaprof.analysis.table.combined import forward_share
+from megaprof.analysis.table.job import layers_of, place_of, schedule_of, table_of
+from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most
 from megaprof.analysis.trace.pool import each as in_processes
@@ -32,6 +31,8 @@ from megaprof.formats.metadata import Metadata
 from megaprof.formats.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
 
+#: Steps that are looked into, evenly spread over the run: what a report has time for.
+STEPS = 48
 _LEFT_OUT = format.FAILED | format.CAPTURED
 _PASSES = {codes.FORWARD: 0, codes.BACKWARD: 1}
 #: Passes in a table at most, so that it fits into memory and time: first steps are left out, down to so many, ...

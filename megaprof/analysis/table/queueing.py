@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.policy import QUARTILE
-from megaprof.analysis.diagnosis.table import Floats
+from megaprof.analysis.table.table import QUARTILE, Floats
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import Timeline, Waited
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megaprof.analysis.diagnosis import queueing
-from megaprof.analysis.diagnosis.combined import forward_share, parts
-from megaprof.analysis.diagnosis.job import layers_of, place_of, schedule_of, table_of
-from megaprof.analysis.diagnosis.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.fleet.reading import Key
 from megaprof.analysis.stages.consistency import Findings, opened_apart
 from megaprof.analysis.stages.stages import counted
+from megaprof.analysis.table import queueing
+from megaprof.analysis.table.combined import forward_share, parts
+from megaprof.analysis.table.job import layers_of, place_of, schedule_of, table_of
+from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call, grouped
 from megaprof.analysis.trace.intervals import covered, intersection, intervals
 from megaprof.formats import ranges

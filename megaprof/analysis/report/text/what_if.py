@@ -1,0 +1,263 @@
+"""What would be faster, in sentences: changes of a run, what they rest on, and which one to make."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+
+from megaprof.analysis.diagnosis.policy import LEAST
+from megaprof.analysis.report.text.sentences import Finding
+from megaprof.analysis.stages.words import counted, number, percent, ranks, sentence, speedup
+from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.contents import Assumption, CostFit
+from megaprof.analysis.what_if.packing import switch_of
+from megaprof.analysis.what_if.what_if import WhatIf
+
+#: What a layout's letters mean, for those that have no shorter name.
+LETTERS = "In a layout, E is the embedding, t a layer, t*6 six of them, m MTP, L the loss, and | begins the next chunk."
+#: Predictions that gain less than this are in the JSON only.
+_WORTH_SHOWING = 1.01
+#: Of more stages only the two whose activations change most are named.
+_MOST_STAGES = 4
+_GIB = 1 << 30
+_TIMES = {0.5: "half", 2.0: "twice"}
+_PACKINGS = {
+    "balanced": "the same sequences in microbatches that take equally long",
+    "tokens": "the same sequences in microbatches with equally many tokens",
+    "pooled": "the sequences of all replicas dealt anew, so that all take equally long",
+    "long-first": "the same microbatches, long ones first",
+    "long-last": "the same microbatches, long ones last",
+    "alternating": "the same microbatches, long and short ones in turns",
+}
+_ASSUMED: dict[Assumption, str] = {
+    "kinds_alike": "all kinds of layers take the same time",
+    "ends_hidden": "no chunk holds layers alone, so layers, embedding and loss are not told apart",
+    "mtp_like_layer": "an MTP layer takes as long as a decoder layer",
+}
+
+
+def name_of(change: Prediction, found: WhatIf) -> str:
+    """Returns a change of the run in a few words: ``5+3 layers``."""
+    return _NAMES[change.kind](change, found)
+
+
+def _layers(change: Prediction, found: WhatIf) -> str:
+    return f"{'+'.join(map(str, change.layers))} layers"
+
+
+def _chunks(change: Prediction, found: WhatIf) -> str:
+    return f"{counted(change.chunks or 1, 'model chunk')} per stage, {_layers(change, found)}"
+
+
+def _microbatches(change: Prediction, found: WhatIf) -> str:
+    return f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size"
+
+
+def _mended(change: Prediction, found: WhatIf) -> str:
+    return f"{ranks(change.ranks)} as quick as {'its' if len(change.ranks) == 1 else 'their'} peers"
+
+
+def _packing(change: Prediction, found: WhatIf) -> str:
+    fewer = "the same sequences" + (f" in {counted(change.microbatches, 'microbatch')}" if change.microbatches else "")
+    return _PACKINGS.get(change.packing or "", fewer)
+
+
+def _by_hand(change: Prediction, found: WhatIf) -> str:
+    other = change.packing in _PACKINGS or change.packing is None  # else its words tell the microbatches
+    parts = (
+        change.layout if change.layout != found.layout else None,
+        f"{counted(change.chunks, 'model chunk')} per stage" if change.chunks else None,
+        counted(change.microbatches, "microbatch") if change.microbatches and other else None,
+        f"transfers of {change.p2p_ms:.3g} ms" if change.p2p_ms is not None else None,
+        _packing(change, found) if change.packing else None,
+    )
+    return ", ".join(filter(None, parts)) or "as captured"
+
+
+_NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {
+    "layout": _layers,
+    "chunks": _chunks,
+    "balanced": lambda change, found: "the measured work spread evenly over the stages",
+    "microbatches": _microbatches,
+    "no_straggler": _mended,
+    "packing": _packing,
+    "even_packing": lambda change, found: "all microbatches and replicas take equally long",
+    "by_hand": _by_hand,
+}
+
+
+def _times(factor: float) -> str:
+    return _TIMES.get(factor, f"{factor:.3g} times")
+
+
+def assumptions(change: Prediction) -> Iterator[str]:
+    """Yields what a prediction takes for granted, clauses."""
+    if change.kind == "balanced":
+        yield "layers can be divided"
+    if change.kind == "even_packing":
+        yield "sequences can be divided"
+    if change.tokens != 1.0:
+        yield "a microbatch's time is in proportion to its tokens"
+    if change.chunks is not None:
+        overlapped = "" if change.chunks == 1 else ", and exchanges overlap with compute, as Megatron-LM has them"
+        yield f"a chunk costs what its layers cost{overlapped}"
+
+
+def memory(change: Prediction, found: WhatIf) -> str | None:
+    """Returns why a change may need more memory than there is, a clause; None where nothing says so."""
+    if change.fits is False:
+        return f"does not fit: {_needed(change, found)}"
+    if change.activations > 1.0:
+        return f"every microbatch holds {_times(change.activations)} the activations"
+    needs, held = change.in_flight or (), found.in_flight or ()
+    if not change.exceeds(held):
+        return None
+    return (
+        f"more layers x in-flight microbatches on stage {needs.index(max(needs))} than any stage held "
+        f"({max(needs)} against {max(held)})"
+    )
+
+
+def activations(change: Prediction, found: WhatIf) -> str | None:
+    """Returns how much each stage holds with a change, a clause; None where that stays and was not measured."""
+    held = _held(change.in_flight or (), found.in_flight or ())
+    return "; ".join(filter(None, (held, _needed(change, found) if change.fits else None))) or None
+
+
+def _held(needs: Sequence[int], held: Sequence[int]) -> str | None:
+    """Returns the stages whose activations change most, first those that need more."""
+    changed = sorted((s for s in range(len(needs)) if needs[s] != held[s]), key=lambda s: held[s] - needs[s])
+    if not changed:
+        return None
+    shown = changed if len(changed) <= _MOST_STAGES else [changed[0], changed[-1]]
+    each = [
+        f"stage {stage} {percent(needs[stage] / held[stage] - 1, sign=True)} ({held[stage]} -> {needs[stage]})"
+        for stage in shown
+        if held[stage]
+    ]
+    more = f", and {len(changed) - len(shown)} other stages by less" if len(shown) < len(changed) else ""
+    return f"activations at their peak, in layers x microbatches in flight: {', '.join(each)}{more}"
+
+
+def _needed(change: Prediction, found: WhatIf) -> str | None:
+    """Returns what the stage needs that is closest to what it may have, or furthest above it."""
+    if change.needed is None or found.allowed is None or found.allocated is None:
+        return None
+    (_, stage) = max((n / a, stage) for stage, (n, a) in enumerate(zip(change.needed, found.allowed, strict=True)))
+    needed, allowed, measured = (each[stage] / _GIB for each in (change.needed, found.allowed, found.allocated))
+    would = "about" if change.fits else "would need about"
+    return (
+        f"stage {stage}: {would} {needed:.1f} of the {allowed:.1f} GiB that it may have at its peak, by scaling the "
+        f"measured {measured:.1f} GiB"
+    )
+
+
+def advised(found: WhatIf, framework: str | None = None) -> Finding | None:
+    """Returns which rank to mend, or which layout to change to, with its flags and in the options of ``framework``, or
+    that none is better; None where nothing was predicted."""
+    if found.advice is None:
+        return None
+    text = sentence(_advice(found))
+    if found.advice == "mend":
+        return Finding("straggler" if found.best else "layout", "open", text)
+    if found.best is None:
+        return Finding("layout", "open", text)
+    told = None if found.host_options is None else f"{framework}: {shlex.join(found.host_options)}"
+    return Finding("layout", "fine", text, shlex.join(found.best.flags), told)
+
+
+def _advice(found: WhatIf) -> str:
+    first = found.best or found.quickest or next(iter(found.candidates), None)
+    if found.advice == "no_other" or first is None:
+        return "no other layout of these layers exists with as many stages and chunks"
+    name, times = name_of(first, found), fast(first)
+    instead = f"{times}, {number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
+    if found.advice == "mend":
+        others = sorted(set(first.ranks) - set(first.loaded))
+        what = [f"even the tokens of the experts on {ranks(first.loaded)}"] if first.loaded else []
+        what += [f"fix {ranks(others)}"] if others else []
+        waits = "layouts are not compared while the pipeline waits for a slow rank"
+        return f"{' and '.join(what)}: {instead}; {waits}"
+    if found.advice == "change":
+        names = {each.layout: name_of(each, found) for each in found.candidates}
+        alike = " and ".join(names.get(layout, layout) for layout in found.alike)
+        ranged = found.costs is not None and found.costs.from_ranges
+        tell = "more steps" if ranged else "a capture with --profile-ranges layer"
+        as_good = f"; {alike} cannot be told apart from it, but {tell} would tell" if alike else ""
+        return f"{name}: {instead}{as_good}"
+    if found.advice == "open":
+        wanted = found.more_steps + (found.replay_error.count if found.replay_error else 0)
+        return f"whether {name} would be quicker is not sure: {times}; {wanted} steps would tell"
+    would = f"{name} would be {times}"
+    if found.advice == "none_fits":
+        return f"no layout that fits is better: {would}, and {memory(first, found)}"
+    if found.advice == "unsure":
+        return f"no other layout is surely better: {would}"
+    least = f"no other split of the layers gains {percent(LEAST)}"
+    return f"with the same number of model chunks {least}: {would}"
+
+
+def of_packing(found: WhatIf, framework: str | None = None, context: int = 1) -> Iterator[Finding]:
+    """Yields what the same sequences would gain in other microbatches, and how ``framework`` is told. ``context``: over
+    how many ranks a sequence is divided."""
+    if not found.packings or found.measured_ms is None:
+        return
+    first, even = found.packings[0], found.packings[-1]
+    if first is even or first.low <= 1.0 + LEAST:
+        text = f"no other packing of the same sequences surely gains {percent(LEAST)}"
+        yield Finding("packing", "open", sentence(f"{text}; perfectly even microbatches would be {fast(even)}"))
+        return
+    text = f"{fast(first)}, {number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
+    if even.speedup > first.speedup:
+        text += f"; perfectly even microbatches would be {fast(even)}"
+    own = switch_of(framework, -(-(found.most_tokens or 0) // context))
+    told = None if own is None else f"{framework}: {shlex.join(own)}"
+    yield Finding("packing", "fine", sentence(f"{name_of(first, found)}: {text}"), None, told)
+
+
+def fast(change: Prediction) -> str:
+    """``1.13 (1.08 to 1.18) times as fast``."""
+    return f"{speedup(change.speedup, change.reach)} times as fast"
+
+
+def worth_showing(found: WhatIf) -> list[Prediction]:
+    """Returns the predictions that surely gain something; all are in the JSON."""
+    return [each for each in _gaining(found) if each == found.best or each.low > 1.0 + LEAST]
+
+
+def left_out(found: WhatIf) -> str | None:
+    """Returns how many predictions are not shown because what they gain is not sure; None where there are none."""
+    count = len(_gaining(found)) - len(worth_showing(found))
+    if not count:
+        return None
+    which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
+    return f"{which} left out: what {gain} is within the uncertainty."
+
+
+def _gaining(found: WhatIf) -> list[Prediction]:
+    return [each for each in found.candidates if each.speedup >= _WORTH_SHOWING or each == found.best]
+
+
+def caveats(found: WhatIf) -> list[str]:
+    """Returns what the predictions that are shown rest on and need, each said once, with those that it is about."""
+    about: dict[str, list[str]] = {}
+    for each in (shown := worth_showing(found)):
+        for caveat in (*(f"assumes that {clause}" for clause in assumptions(each)), memory(each, found)):
+            if caveat is not None:
+                about.setdefault(caveat, []).append(name_of(each, found))
+    letters = any("|" in flag for each in shown for flag in each.flags)
+    return [*(f"{' / '.join(names)}: {caveat}." for caveat, names in about.items()), *([LETTERS] if letters else [])]
+
+
+def beside(change: Prediction, found: WhatIf) -> list[str]:
+    """Returns what a change that a person chose rests on, needs, and does to the activations, in sentences."""
+    clauses = [*(f"assumes that {each}" for each in assumptions(change)), memory(change, found)]
+    return [sentence(each) for each in (*clauses, activations(change, found)) if each is not None]
+
+
+def of_costs(fit: CostFit) -> str:
+    """Returns what each kind of layer costs, in a line."""
+    source = "layer ranges" if fit.from_ranges else "the stages' times"
+    costs = (f"{kind} {number(cost.forward_ms + cost.backward_ms)} ms" for kind, cost in fit.by_kind.items())
+    text = f"Costs of an undisturbed microbatch, from {source}: {', '.join(costs)}"
+    return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])
