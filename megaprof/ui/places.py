@@ -37,7 +37,7 @@ class Place:
     path: Path
     """Where it lies."""
     name: str
-    """The same from the directory that is served, for people."""
+    """The same for people: from the directory that is served, or the name of that one."""
     files: dict[str, int] = field(default_factory=dict)
     """How many files of each kind lie in it, and in its directories of many ranks."""
     targets: set[str] = field(default_factory=set)
@@ -57,7 +57,7 @@ class Place:
     @cached_property
     def id(self) -> str:
         """What it is called in addresses."""
-        return hashlib.sha256(os.fsencode(self.name)).hexdigest()[:16]
+        return hashlib.sha256(os.fsencode(self.path)).hexdigest()[:16]
 
     @cached_property
     def identity(self) -> str:
@@ -115,7 +115,9 @@ def look_below(top: Path) -> Listing:
     left, waiting = MOST_ENTRIES, [(top, top)]
     while waiting and left > 0:
         folder, owner = waiting.pop()
-        place = places.setdefault(owner, Place(owner, "." if owner == top else str(owner.relative_to(top))))
+        place = places.setdefault(
+            owner, Place(owner, str(owner.relative_to(top)) if owner != top else top.name or str(top))
+        )
         for entry in _entries(folder):
             if (left := left - 1) <= 0:
                 break

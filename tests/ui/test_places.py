@@ -36,7 +36,7 @@ def test_files_of_many_ranks_are_one_place(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / artifact_name("train_actor", None, 3, coords, ".pt.trace.json.gz")).touch()
     (place,) = look_below(tmp_path).places
-    assert (place.name, place.files) == (".", {"trace": 3})
+    assert (place.name, place.files) == (tmp_path.name, {"trace": 3})
 
 
 def test_a_place_is_another_one_when_a_file_is(tmp_path: Path) -> None:
