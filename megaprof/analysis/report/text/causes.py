@@ -170,11 +170,11 @@ def _finding(
 
 def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> Finding:
     """What may be a cause, and how many steps would tell."""
-    text = (
-        f"Perhaps {name_of(cause)}{_when(cause)}: {milliseconds(max(cause.price.ms, 0.0))} "
-        f"({percent(max(cause.price.ms, 0.0) / diagnosis.step_ms)} of the step)"
-        f"{_interval(cause.price.low, cause.price.high)}."
-    )
+    at, whole = cause.price, diagnosis.step_ms
+    costs = f"{milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}"
+    if at.ms <= 0.0:
+        costs = f"it may cost up to {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
+    text = f"Perhaps {name_of(cause)}{_when(cause)}: {costs}."
     wanted = diagnosis.steps + cause.more_steps
     if cause.more_steps > MANY_STEPS or (not captured and wanted > STEPS):
         return Finding("perhaps", "open", f"{text} The steps differ too much to tell with a few more of them.")
