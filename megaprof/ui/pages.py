@@ -162,13 +162,13 @@ def track(name: str, unit: str, points: Sequence[Point], field: str, bottom: flo
     return Track(name, unit, lines, top, bottom, known[-1], span)
 
 
-def now_shown(now: Now) -> str:
-    """Returns what a live page shows of one look."""
+def now_shown(now: Now, place: Place) -> str:
+    """Returns what a live page shows of one look at the job of ``place``; when it has ended, its report's verdict."""
     tracks = [
         track("step time", "ms", now.history, "step_ms"),
         track("imbalance", "", now.history, "imbalance", bottom=1.0),
     ]
-    return render("now.html", now=now, tracks=[each for each in tracks if each is not None])
+    return render("now.html", now=now, place=place, tracks=[each for each in tracks if each is not None])
 
 
 def _date(seconds: float) -> str:

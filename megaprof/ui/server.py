@@ -190,7 +190,7 @@ class Pages:
             "live.html",
             place=place,
             now=now,
-            shown=Markup(pages.now_shown(now)),
+            shown=Markup(pages.now_shown(now, place)),
             roles=roles,
             role=_role(request, roles),
             allowed=self._allow_trigger,
@@ -208,7 +208,7 @@ class Pages:
                     if now is None:
                         yield ": nothing new\n\n"
                         continue
-                    shown = await run_in_threadpool(pages.now_shown, now)
+                    shown = await run_in_threadpool(pages.now_shown, now, place)
                     yield f"data: {json.dumps({'html': shown, 'state': now.state})}\n\n"
 
         return StreamingResponse(stream(), media_type="text/event-stream")

@@ -25,6 +25,7 @@ from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import live
 from megaprof.ui.live import Now, Point
 from megaprof.ui.pages import now_shown, track
+from megaprof.ui.places import Place
 from tests.cli.jobs.test_status import Job
 from tests.control import places
 from tests.control.control_jobs import running
@@ -272,7 +273,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     summary = summarise(run, statuses.values())
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None, None)
     history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
-    shown = now_shown(Now(1, 100.0, "runs", None, view, summary, history=history))
+    shown = now_shown(Now(1, 100.0, "runs", None, view, summary, history=history), Place(tmp_path, "job"))
     text = Reader(shown).text
     assert "16384 ranks" in text
     assert "777" in text
@@ -288,7 +289,9 @@ def test_a_slow_rank_is_red_as_long_as_its_job_runs(tmp_path: Path, state: str, 
     summary, slow = summarise(run, statuses.values()), slow_ranks(statuses.values())
     view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None, slow)
     said = slower(slow) if slow is not None and state == "runs" else None
-    assert f'class="verdict {colour}"' in now_shown(Now(1, 100.0, state, None, view, summary, said))
+    shown = now_shown(Now(1, 100.0, state, None, view, summary, said), Place(tmp_path, "job", {"timeline": 4}))
+    assert f'class="verdict {colour}"' in shown
+    assert ("data-brief" in shown) == (state == "ended"), "what became of the job is in its report"
 
 
 def test_a_curve_breaks_where_the_job_began_again() -> None:

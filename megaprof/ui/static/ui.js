@@ -15,7 +15,7 @@
     if (again) again.focus({ preventScroll: true });
   }
 
-  // -- the list of captures
+  // -- verdicts, in the list of captures and of a job that has ended
   async function briefs() {
     for (const cell of document.querySelectorAll("[data-brief]")) {
       try {
@@ -118,13 +118,15 @@
     // So that a tab in the background tells it, too.
     const tell = (state) => { document.title = ({ hangs: "Hangs: ", died: "Died: " }[state] || "") + title; };
     if (first) tell(first.dataset.state);
-    let source = null, again = null;
+    let source = null, again = null, shown = null;
     function follow() {
       source = new EventSource(now.dataset.events);
       source.onopen = () => { connection.textContent = "The page follows the job by itself."; };
       source.onmessage = (event) => {
         const { html, state } = JSON.parse(event.data);
-        swap(now, html);
+        if (html === shown) return; // a job that has ended stays as it is
+        swap(now, shown = html);
+        briefs();
         tell(state);
       };
       source.onerror = () => {
