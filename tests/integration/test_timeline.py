@@ -182,6 +182,7 @@ def share_a_core(directory: str) -> None:
             beside.wait()
 
 
+@pytest.mark.slow
 def test_a_rank_that_shares_its_core_is_known_to_wait(tmp_path: Path) -> None:
     run_ranks(share_a_core, 2, str(tmp_path), timeout=240)
     read = timelines(tmp_path)

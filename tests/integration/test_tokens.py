@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
@@ -87,6 +88,7 @@ def route(directories: Mapping[str, str]) -> None:
                     gpt.train_step()
 
 
+@pytest.mark.slow
 def test_the_tokens_of_every_expert_are_counted_and_name_a_slow_rank(tmp_path: Path) -> None:
     runs = {str(tmp_path / kind): kind for kind in ("biased", "even", "machine")}
     run_ranks(route, EXPERTS.world_size, runs, timeout=180)

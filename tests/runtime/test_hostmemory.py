@@ -340,6 +340,7 @@ def train_until_full(directory: str) -> dict[str, Any]:
     return {"active": active, "losses": len(losses), "hoarded": len(hoard)}
 
 
+@pytest.mark.slow
 def test_a_real_process_that_grows_past_its_limit(tmp_path: Path) -> None:
     from megaprof.testing import run_ranks
 

@@ -300,6 +300,7 @@ def test_new_captures_appear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert "new" in page(client, "/").text
 
 
+@pytest.mark.slow
 def test_a_run_of_16384_ranks_is_one_row(tmp_path: Path) -> None:
     layout = WorldLayout(ParallelSizes.of(16384, pp=16))
     for rank in range(16384):

@@ -118,7 +118,7 @@ def test_a_file_that_ends_in_a_record_is_normal_and_told_once(tmp_path: Path) ->
     assert {r.last_step for series in reading.series.values() for r in series.ranks} == {28}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 5000), change=st.binary(max_size=30), cut=st.integers(0, 60))
 def test_a_damaged_file_is_told_and_raises_nothing(tmp_path: Path, position: int, change: bytes, cut: int) -> None:
     paths = write(tmp_path)

@@ -448,6 +448,7 @@ def test_a_report_on_64_stages_fits_and_says_what_is_slow(tmp_path: Path) -> Non
     assert ("layers", 40) in [(cause["kind"], cause["stage"]) for cause in target["diagnosis"]["causes"]]
 
 
+@pytest.mark.slow
 def test_the_status_of_16384_ranks_fits_and_each_rank_can_be_asked_for(job: Job) -> None:
     layout = WorldLayout(ParallelSizes.of(16384, tp=8, pp=16))
     one = look_at(job_status.find(job.directory)).statuses[0]
