@@ -30,6 +30,12 @@ def result(out: Path) -> Any:
     return json.loads((out / "report.json").read_text())
 
 
+def skip_where_too_few_cores(trials: list[Any]) -> None:
+    """Nothing is proposed where ranks are slow because other programs have their cores, and it is said."""
+    if len(trials) == 1 and "too few processor cores" in (trials[0]["says"] or ""):
+        pytest.skip(trials[0]["says"])
+
+
 @pytest.mark.slow
 def test_a_job_gets_faster_and_what_it_saved_stays(tmp_path: Path) -> None:
     out, saved = tmp_path / "tuned", tmp_path / "checkpoints"
@@ -41,9 +47,10 @@ def test_a_job_gets_faster_and_what_it_saved_stays(tmp_path: Path) -> None:
     found = json.loads(ended.stdout)
     check("tune", found)
     assert found == result(out)
+    assert found["trials"][0]["layout"] == "Et*7|tL"
+    skip_where_too_few_cores(found["trials"])
     first, second = found["trials"]
     assert (first["outcome"], second["outcome"]) == ("measured", "measured")
-    assert first["layout"] == "Et*7|tL"
     assert second["layout"] == second["proposal"]["layout"]
     steps = [each["step_ms"]["value"] for each in (first, second)]
     best = found["trials"][found["result"]["trial"] - 1]
@@ -77,6 +84,7 @@ def test_a_trial_that_fails_leaves_the_others(tmp_path: Path) -> None:
     found = result(tmp_path / "b")["trials"]
     assert found[0]["outcome"] == "measured"
     assert found[0]["layout"] == "Et*7|tL"
+    skip_where_too_few_cores(found)
     assert found[1]["outcome"] is None
     assert found[1]["proposal"]["flags"][-1] in then.stdout
 

@@ -112,7 +112,12 @@ def what_if(
     table, state = run.table, run.view.state
     errors = (state.step_ms(run.replay) - table.length) / table.length
     steps, by_stage = captured(run), grouped(calls, lambda call: call.stage)
+    try:
+        held, unknown = _held(table, by_stage), None
+    except _Unknown as reason:
+        held, unknown = None, reason
     replayed = WhatIf(
+        layout=None if held is None else format_layout(held.pieces),
         replay_ms=run.replayed_ms,
         replay_error=Spread.of(errors.tolist()),
         measured_ms=run.step_ms,
@@ -139,10 +144,8 @@ def what_if(
     if run.missed > LEAST:
         told.append(f"the replay is {run.missed:.1%} off the measured step, and every prediction as uncertain")
     others = [each.prediction for each in (balanced(steps), *microbatch_counts(steps))]
-    try:
-        held = _held(table, by_stage)
-    except _Unknown as reason:
-        warnings = (f"no other layout is predicted: {reason}", *told)
+    if held is None:
+        warnings = (f"no other layout is predicted: {unknown}", *told)
         return replace(replayed, candidates=tuple(others), warnings=warnings), None
     memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
     shared = _shared_cores(calls)
@@ -158,7 +161,6 @@ def what_if(
     found = replace(
         replayed,
         warnings=(*([] if shared is None else [shared]), *told),
-        layout=format_layout(held.pieces),
         costs=fitted(known.costs),
         candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
         best=advised,

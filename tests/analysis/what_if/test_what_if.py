@@ -244,6 +244,8 @@ def test_a_straggler_among_peers_is_replayed_without_it():
     assert what_if.candidates == (without,)
     assert what_if.best == without
     assert what_if.advice == "mend"
+    assert healthy.layout is not None
+    assert what_if.layout == healthy.layout, "what it had is known where no other one is predicted"
     assert not [each for each in healthy.candidates if each.kind == "no_straggler"]
 
 
