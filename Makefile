@@ -25,6 +25,7 @@ DEMO := $(if $(wildcard .venv/ready),.venv,.venv/demo)
 
 demo: $(DEMO)/ready
 	$(DEMO)/bin/megaprof demo $(ARGS)
+	@echo "For the commands above, put megaprof on the path:  . $(DEMO)/bin/activate"
 
 # Minutes; what takes longer is in test-slow, and what needs a host's packages in test-hosts.
 test: .venv/ready
@@ -55,13 +56,13 @@ test-ui: .venv/ui/ready
 # The hosts' own code: wheels are downloaded; MEGATRON_LM_CHECKOUT and SLIME_CHECKOUT name the checkouts. What is missing
 # is skipped, and says so.
 #
-# Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, verl on it, and models that
-# need triton), on that.
+# Twice: on the megatron-core of MEGATRON_CORE, and, of what needs a newer one (Megatron-Bridge, verl on it, and the model
+# that needs triton), on that.
 test-hosts: .venv/hosts/ready .venv/hosts-0.19.2/ready
 	.venv/hosts/bin/python $(RUN) -m hosts $(ARGS) tests/integrations tests/trainers \
 	    --ignore=tests/trainers/on_ray || [ $$? = 5 ]
 	.venv/hosts-0.19.2/bin/python $(RUN) $(ARGS) tests/integrations/test_megatron_bridge.py \
-	    tests/hooks/test_real_models.py tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
+	    "tests/hooks/test_real_models.py::test_the_report_says_what_was_built[hybrid]" tests/trainers/test_megatron_bridge_pretrain.py tests/trainers/test_verl_sft.py || [ $$? = 5 ]
 
 # Whole trainers that start a Ray of their own: minutes each, and several GB of memory. By hand: CI has no room for them.
 SLIME := tests/trainers/on_ray/test_slime_train.py
@@ -82,7 +83,7 @@ docs: .venv/docs/ready
 
 # docs/schemas and docs/json.md, from the dataclasses.
 schemas: .venv/ready
-	$(BIN)/python -m megaprof.cli.schemas docs
+	$(BIN)/python -m tests.schemas docs
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -103,6 +104,7 @@ dist: .venv/ready
 	$(BIN)/python -m build --outdir dist .
 
 .venv/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
+	@echo "Setting up .venv: about 2 GB of packages, some minutes the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python $(INSTALL) "$(TORCH)" "$(MEGATRON_CORE)" --editable ".[dev]"
 	touch $@
@@ -112,6 +114,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 LEAN := .venv/demo/bin/python $(INSTALL)
 
 .venv/demo/ready: setup.cfg setup.py megaprof/recorders/_tape.c Makefile
+	@echo "Setting up .venv/demo: 850 MB of packages, some minutes the first time"
 	$(PYTHON) -m venv .venv/demo
 	$(LEAN) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) "$(TORCH)"
 	$(LEAN) "$(MEGATRON_CORE)" "$(TORCH)" --editable ".[ui]"

@@ -12,8 +12,8 @@ from setuptools.command.sdist import sdist
 
 
 class BuildWithFiles(build_py):
-    """The patches for hosts, and the pages that `megaprof mcp` shows, are beside the package in the repository, and
-    inside it once installed."""
+    """The patches for hosts, and the pages and schemas that `megaprof mcp` shows, are beside the package in the
+    repository, and inside it once installed."""
 
     def run(self):
         super().run()
@@ -24,6 +24,7 @@ class BuildWithFiles(build_py):
         (package / "docs").mkdir(exist_ok=True)
         for page in sorted(Path("docs").glob("*.md")):
             shutil.copy(page, package / "docs")
+        shutil.copytree("docs/schemas", package / "docs" / "schemas", dirs_exist_ok=True)
 
 
 class SameSources(sdist):

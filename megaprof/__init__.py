@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from megaprof.autoload.controller import start, step, stop
     from megaprof.capture.annotations import annotate
     from megaprof.capture.compat import check_offload
-    from megaprof.capture.evaluation import evaluation
-    from megaprof.capture.roles import role
+    from megaprof.capture.roles import evaluation, role
     from megaprof.config.arguments import add_profile_args, config_from_args
     from megaprof.config.options import ProfileConfig
     from megaprof.install import Handle, install_hooks, kernel_summary
@@ -40,7 +39,7 @@ _HOME = {
     "annotate": "megaprof.capture.annotations",
     "check_offload": "megaprof.capture.compat",
     "config_from_args": "megaprof.config.arguments",
-    "evaluation": "megaprof.capture.evaluation",
+    "evaluation": "megaprof.capture.roles",
     "install_hooks": "megaprof.install",
     "kernel_summary": "megaprof.install",
     "role": "megaprof.capture.roles",

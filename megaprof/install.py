@@ -91,14 +91,6 @@ class Handle:
         self.remove()
 
 
-for _what, _task in (
-    ("step", profiler.step_ended),
-    ("capture", profiler.capture_ended),
-    ("attempt", profiler.attempt_failed),
-):
-    contract.when_over[_what].append(_task)
-
-
 def install_hooks(
     model: Any = None,
     config: ProfileConfig | argparse.Namespace | None = None,

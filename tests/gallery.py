@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megaprof.analysis.report.drawn import timelines
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -60,7 +59,7 @@ def build(out: Path, ranks: int) -> None:
             directory = Path(scratch, name)
             job(directory)
             report = analyze(directory)
-            text = page(report, timelines(report)).replace(scratch, "/data")  # commands name the directory
+            text = page(report, report.steps()).replace(scratch, "/data")  # commands name the directory
         (out / f"{name}.html").write_text(text, encoding="utf-8")
 
 

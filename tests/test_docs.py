@@ -235,6 +235,7 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
         assert value.__doc__
 
 
+@pytest.mark.slow
 def test_importing_megaprof_is_light() -> None:
     """No torch, no Megatron, no CUDA, no thread, nothing heavy; and the hooks load no torch and no report library."""
     code = (

@@ -432,7 +432,7 @@ def test_a_new_model_at_a_freed_address_gets_hooks_of_its_own(tmp_path: Path, mo
         "hooks.megatron.patch_p2p",
         "hooks.megatron.patch_schedules",
         "install.registry.adapt",
-        "capture.profiler.at_exit",
+        "capture.profiler.AtExit.arm",
         "install.listen",
     ],
 )

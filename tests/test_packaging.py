@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -163,17 +163,6 @@ def check(ran: subprocess.CompletedProcess[str], code: int, says: str) -> None:
     assert ran.returncode == code, ran.stderr
     assert says in ran.stdout
     assert len(ran.stderr.splitlines()) == (0 if code == 0 else 1), ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "says"), READERS, ids=lambda value: value[0] if value and isinstance(value, list) else ""
-)
-def test_reading_needs_no_trainer(
-    arguments: Sequence[str], code: int, says: str, traces: Path, without_torch: dict[str, str]
-) -> None:
-    line = [sys.executable, "-m", "megaprof", *arguments]
-    ran = subprocess.run(line, env=without_torch, cwd=traces, capture_output=True, text=True, timeout=120, check=False)
-    check(ran, code, says)
 
 
 # -- the wheel --------------------------------------------------------------------------------------------------------

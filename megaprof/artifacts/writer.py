@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.artifacts.files import Incomplete, carry, publish, remove_leftovers, rename
 from megaprof.artifacts.finish import FinishHook
+from megaprof.artifacts.publish import Incomplete, carry, publish, remove_leftovers, rename
 from megaprof.artifacts.remote import Remote
 from megaprof.artifacts.scratch import Scratch
 from megaprof.formats.names import busy_path, kineto_temporary, plain_path, raw_path
@@ -49,7 +47,7 @@ class Writer:
     (``x.pt.trace.json``) at once, so nothing is lost and nobody waits. A file appears under its final name by a
     rename, complete, or not at all. Whatever fails is logged and keeps what there is; nothing here raises.
 
-    A child of ``os.fork`` starts with nothing: its parent's files are its parent's.
+    A child of ``os.fork`` starts with nothing: its parent's files are its parent's (`forget`).
 
     ``remote``: where finished files are uploaded to, None: they stay. ``hook``: the user's command for finished files.
     ``waiting_files`` and ``waiting_bytes``: how many raw files, and how many bytes of them, may wait.
@@ -69,7 +67,12 @@ class Writer:
         self._scratch = scratch
         self._limits = (waiting_files, waiting_bytes)
         self._start_afresh()
-        _writers.add(self)
+
+    def forget(self) -> None:
+        """In a forked child: nothing of the parent's is this process's to finish, and a lock that its writer held at
+        the moment of the fork would stay locked for ever."""
+        self._start_afresh()
+        self._closed = True
 
     def _start_afresh(self) -> None:
         self._tasks: deque[_Task] = deque()  # the first one is being done
@@ -314,19 +317,6 @@ class Writer:
         files, self._written = self._written, []
         if files and self._hook is not None:
             self._hook.run(files)
-
-
-_writers: weakref.WeakSet[Writer] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    for writer in list(_writers):
-        writer._start_afresh()
-        writer._closed = True  # nothing of the parent's is this process's to finish
-
-
-# A lock that the parent's writer held at the moment of the fork would stay locked for ever in the child.
-os.register_at_fork(after_in_child=_in_child)
 
 
 def _remove(path: Path) -> None:

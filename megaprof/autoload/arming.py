@@ -18,19 +18,17 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megaprof.runtime import unmet
+from megaprof.runtime.armed import armed
 from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
 if TYPE_CHECKING:
     from megaprof.config.options import ProfileConfig
-    from megaprof.parallel.topology import RankCoords
 
 
 PATH = str(Path(__file__).resolve().parent / "path")
@@ -40,10 +38,6 @@ _RAY = "ray._private.worker"
 #: Packages that have a module to watch: all else passes the finder at the cost of one look-up.
 _HOSTS = frozenset({"megatron", "skyrl", "slime", "swift", "verl"})
 _ROOTS = _HOSTS | {"ray"}
-
-_settled: ProfileConfig | None = None
-_armed = 0.0  # when, in seconds since the epoch
-_here: RankCoords | None = None  # where this rank stood among Megatron's groups when its hooks went in
 
 
 def environment(config: ProfileConfig, env: Mapping[str, str]) -> dict[str, str]:
@@ -69,10 +63,10 @@ def arm(config: ProfileConfig | None = None) -> None:
     Idempotent; the first configuration counts. Imports nothing but the standard library: a cluster has many processes
     that never see megatron-core.
     """
-    global _settled, _armed
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    _settled, _armed = config, time.time()
+    armed.config, armed.since = config, time.time()
+    armed.install, armed.finish_job, armed.awaits_batch = install, _finish_job, True
     sys.meta_path.insert(0, _Finder())
     for name in [name for name in sys.modules if name.partition(".")[0] in _ROOTS]:
         _loaded(name)
@@ -132,15 +126,9 @@ def _loaded(name: str) -> None:
         elif name == _SCHEDULES:
             _watch(sys.modules[name])
         elif _watched(name):
-            from megaprof.hooks.batch import when_asked
-            from megaprof.integrations import contract
             from megaprof.integrations.registry import adapt
             from megaprof.runtime.patching import Patches
 
-            if install not in contract.when_settled:
-                contract.when_settled.append(install)
-                contract.when_over["job"].append(_finish_job)
-                when_asked.append(partial(install, pipeline=False))
             adapt(Patches(), name)
     except Exception as fault:
         logger.error("megaprof: %s cannot be hooked: %s: %s", name, type(fault).__name__, fault)
@@ -152,10 +140,10 @@ def _finish_job() -> None:
     from megaprof.integrations import registry
 
     try:
-        config = _settled or registry.config()
+        config = armed.config or registry.config()
     except ValueError:  # the workers say it
         return
-    wait(config, _armed)
+    wait(config, armed.since)
 
 
 def _watch(schedules: ModuleType) -> None:
@@ -176,7 +164,7 @@ def _keep_collectives() -> None:
     from megaprof.recorders import flight
 
     try:
-        config = _settled or ProfileConfig.from_env()
+        config = armed.config or ProfileConfig.from_env()
     except ValueError:  # said when the hooks go in
         return
     if config.collectives:
@@ -226,7 +214,7 @@ def _moved() -> bool:
     with Suppressed(Exception):  # groups that are half there: they are looked at again with the next call
         from megaprof.capture.this_rank import moved
 
-        return _here is not None and moved(_here)
+        return armed.place is not None and moved(armed.place)
     return False
 
 
@@ -237,12 +225,11 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
     groups exist all the same, its schedule is waited for. ``groups``: those that the schedule was given. False: too
     early, ask again. A configuration that this world cannot honour is a ValueError, as ever.
     """
-    global _here
     try:
         from megaprof.parallel.topology import NoGrid, coords_from_parallel_state, has_groups
 
         if pipeline and not has_groups() and groups is None:
-            unmet.asked_too_early()
+            armed.asked_too_early = True
             return False
         if not pipeline and has_groups():
             return False
@@ -251,11 +238,11 @@ def install(*, pipeline: bool = True, groups: Any = None) -> bool:
         from megaprof.install import install_hooks, install_without_pipeline
         from megaprof.integrations import registry
 
-        config = _settled or registry.config() or ProfileConfig.from_env()
+        config = armed.config or registry.config() or ProfileConfig.from_env()
         check_host_profilers(config, registry.arguments())
         if pipeline:
             install_hooks(None, config, groups=groups)
-            _here = coords_from_parallel_state() if has_groups() else None
+            armed.place = coords_from_parallel_state() if has_groups() else None
         else:
             install_without_pipeline(None, config)
     except NoGrid as reason:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.capture import roles
 from megaprof.capture.process import process
-from megaprof.capture.scope import enter_block, in_task, leave_block
+from megaprof.capture.roles import enter_block, in_task, leave_block
 from megaprof.config.per_role import checked_role
 from megaprof.formats.ranges import DOMAIN, annotation_range
 from megaprof.runtime.isolation import Contained, in_full
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from contextvars import Token
 
     from megaprof.capture.session import Session
-    from megaprof.recorders.emit import Range
+    from megaprof.recorders.ranges.emit import Range
 
 _COLORS = "an ARGB integer, one of NVTX's names (red, green, blue, ...), or matplotlib's where that is installed"
 
@@ -242,7 +242,7 @@ class _Work:
                 self._scope = roles.enter(self._role)
             if process.recording:
                 with Contained("opening an annotation's range", process.abandon):
-                    from megaprof.recorders.emit import Range
+                    from megaprof.recorders.ranges.emit import Range
 
                     name = annotation_range(self._message, roles.current().role)
                     self._opened = Range(name, self._look, overlapping=self._overlapping)

@@ -5,13 +5,14 @@ Rank 0 says the first one, and the lowest rank that captures says the others, so
 
 from __future__ import annotations
 
-import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from megaprof.capture.agenda import Agenda, Wish
-from megaprof.capture.spans import note
+from megaprof.capture.window_files import names_of
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList
 from megaprof.formats.names import artifact_name, shard
@@ -19,6 +20,7 @@ from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import Selector, join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
 from megaprof.recorders import Window
+from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 from megaprof.runtime.ray import in_ray_worker
 
@@ -102,14 +104,14 @@ class Lines:
     def window(self, window: Window, later: Callable[[Callable[[], None]], None]) -> None:
         """``window`` has closed; ``later(task)`` runs a task when its files are complete."""
         self._windows += 1
-        note(window)
+        _note(window)
         if self._speaks:
             later(lambda: self._say_window(window))
 
     def _say_window(self, window: Window) -> None:
         folder = Path(self._directory, shard(window.coords))
         stem = artifact_name(window.target, window.role, window.step, window.coords, ".", repeat=window.repeat)
-        files = sorted(name for name in os.listdir(folder) if name.startswith(stem)) if folder.is_dir() else []
+        files = names_of(str(folder), window)
         remote = self._directory != self._config.dir
         if not files and not remote:
             return  # why not stands in the log already
@@ -130,6 +132,22 @@ class Lines:
             logger.warning("megaprof ends: %s; %s", done, "; ".join(unmet))
         else:
             logger.info("megaprof ends: %s", done)
+
+
+def _note(window: Window) -> None:
+    """Add an event ``megaprof.capture`` to the host's own OpenTelemetry span that is open on this thread, with what the
+    names of the capture's files begin with: one leads to the other. Does nothing where nobody traces; nothing of
+    OpenTelemetry is imported."""
+    trace: Any = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return
+    stem = window.path("", ".").name.rstrip(".")
+    facts = {"target": window.target, "role": window.role, "step": window.step, "file": stem}
+    known = {f"megaprof.{name}": value for name, value in facts.items() if value is not None}
+    with Suppressed(Exception):  # the capture is whole, whatever becomes of the event
+        span = trace.get_current_span()
+        if span.is_recording():
+            span.add_event("megaprof.capture", known)
 
 
 def never_came(config: ProfileConfig, agenda: Agenda) -> Iterator[str]:

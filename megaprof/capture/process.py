@@ -1,16 +1,50 @@
-"""What a process has once, whatever asks for it: its sessions, and the one open window. Plain data, light to import."""
+"""What a process has once, whatever asks for it: its sessions, the one open window, and the names of those it had.
+
+Plain data, light to import.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.nsys import SESSION_VARIABLE
+from megaprof.runtime.device import DeviceWait
 from megaprof.runtime.isolation import in_full
 
 if TYPE_CHECKING:
+    from megaprof.capture.agenda import PlannedWindow
     from megaprof.capture.ahead import Prepared
-    from megaprof.capture.opened import OpenWindow
+    from megaprof.capture.window_files import Names
+    from megaprof.recorders import Recorder, Window
+    from megaprof.recorders.call import RecordedCall
+    from megaprof.recorders.ranges.emit import Range
+
+
+@dataclass(eq=False)
+class OpenWindow:
+    """What its session knows of a window while it is open."""
+
+    owner: object
+    """The session that opened it. What others do meanwhile is recorded in it."""
+    window: Window
+    """What the recorders were asked for."""
+    planned: PlannedWindow
+    """Which steps are in it, and how it ends."""
+    recorders: Sequence[Recorder]
+    """What records it."""
+    overall: Range | None = None
+    """The range of the running step of a window that outlives the call that opened it, or had none."""
+    call: RecordedCall | None = None
+    """The window's first call: what the metadata describe."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that opened it, which alone can close it."""
+    device: DeviceWait = field(default_factory=DeviceWait)
+    """For when it closes: what the device has not finished then is not in it."""
 
 
 class Process:
@@ -25,6 +59,12 @@ class Process:
         """What was prepared behind the call before, for this one."""
         self.capturers: list[Any] = []
         """The sessions that captured a window, that of the last window last. Those that were removed, too."""
+        self.repeats: dict[Names, int] = {}
+        """By the names of a window: how many of them its directory has."""
+        self.said: set[str] = set()
+        """Mistakes of the host's that stand in the log already."""
+        self.answers: dict[Path, Any] = {}
+        """By control directory: which session's `megaprof.control.listener.Listener` answers there."""
         self.memory_full: str | None = None
         """Why the open window must close before the next microbatch: set in the thread of the host memory guard."""
         self.urgent = False
@@ -57,6 +97,7 @@ class Process:
         """In a forked child: sessions and window are the parent's."""
         self.sessions.clear()
         self.capturers.clear()
+        self.answers.clear()
         self.window, self.prepared, self.memory_full, self.urgent = None, None, None, False
 
 

@@ -15,7 +15,7 @@ from megaprof.capture.process import process
 from megaprof.capture.session import Session
 from megaprof.runtime.background import Background
 from megaprof.runtime.device import capturing
-from megaprof.runtime.ending import TERM_SECONDS, Termination, at_exit, in_forked_child, not_at_exit
+from megaprof.runtime.ending import TERM_SECONDS, AtExit, Termination, in_forked_child
 from megaprof.runtime.isolation import in_full
 from megaprof.runtime.patching import Patches
 
@@ -35,6 +35,7 @@ class Profiler:
         """The thread of everything that is done beside the training."""
         self.termination = Termination(self._save, self._unsaved)
         """What holds a SIGTERM up while something is unsaved."""
+        self._exit = AtExit(self._finish_all)
         self._put_in: list[Callable[[Patches, Dispatcher], None]] = []
         self._forks_watched = False
 
@@ -52,7 +53,7 @@ class Profiler:
         if not process.sessions:
             process.sessions = []
             self.dispatcher = Dispatcher(process)
-            at_exit(self._at_exit)
+            self._exit.arm()
         self.dispatcher.add(session)
         patched = bool(self.patches)
         try:
@@ -69,7 +70,7 @@ class Profiler:
             self.dispatcher.remove(session)
             if not process.sessions:
                 self._put_back()
-                not_at_exit(self._at_exit)
+                self._exit.disarm()
 
     def _put_back(self) -> None:
         self.patches.restore()
@@ -133,7 +134,7 @@ class Profiler:
             seconds = min(max(0.0, deadline - time.monotonic()), session.config.flush_seconds)
             (session.close if last else session.save)(reason, seconds)
 
-    def _at_exit(self) -> None:
+    def _finish_all(self) -> None:
         """The process ends; a training thread that still runs gets the time to close its window."""
         ending = self.sessions
         for session in ending:
@@ -143,12 +144,14 @@ class Profiler:
 
     def _forget(self) -> None:
         """A forked child, such as a DataLoader's worker, has no hooks, no open window and no files to finish."""
-        not_at_exit(self._at_exit)
-        for session in self.sessions:
+        self._exit.disarm()
+        for session in (*process.capturers, *self.sessions):
             session.removed.set()
             session.recorders = ()
+            session.writer.forget()
         self._put_back()
         self.dispatcher.forget()
+        self.background.forget()
         in_forked_child(recording=process.window is not None)
         process.forget()
         self.termination.reset()

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.artifacts.neighbours import Neighbours
 from megaprof.artifacts.store import Store
-from megaprof.capture.agenda import Agenda, Begun, Call, CountedStep, HostNumbers, PlannedWindow
+from megaprof.capture.agenda import Agenda, Begun, Call, CountedStep, Demand, HostNumbers, PlannedWindow
 from megaprof.capture.ahead import Pace, Prepared
 from megaprof.capture.compat import Offloading
-from megaprof.capture.demand import Demand
 from megaprof.capture.lines import Lines
-from megaprof.capture.opened import OpenWindow
-from megaprof.capture.process import Process
-from megaprof.capture.repeats import Repeats, remove
-from megaprof.capture.scope import current
+from megaprof.capture.process import OpenWindow, Process
+from megaprof.capture.roles import current
 from megaprof.capture.this_rank import ThisRank, check_role
+from megaprof.capture.window_files import look, names_of, next_repeat, remove
 from megaprof.config.options import ProfileConfig
 from megaprof.config.windows import ANNOTATED, TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.formats import ranges
@@ -32,8 +30,8 @@ from megaprof.parallel.chunks import innermost
 from megaprof.recorders import Recorder, Window
 from megaprof.recorders.call import NO_CALL, CallFacts, RecordedCall
 from megaprof.recorders.describe import describe
-from megaprof.recorders.emit import Range
-from megaprof.recorders.graph_names import names
+from megaprof.recorders.ranges.emit import Range
+from megaprof.recorders.ranges.graph_names import names
 from megaprof.recorders.tape import Tape
 from megaprof.runtime.device import GRACE_SECONDS, capturing
 from megaprof.runtime.ending import Termination
@@ -97,7 +95,7 @@ class Session:
         self._framework = framework
         self._folder = os.path.join(store.local, shard(here.coords))
         self._lines = Lines(config, store.local, speaks=here.speaks)
-        self._repeat = Repeats(store.local, here.coords)
+        look(process.repeats, self._folder, here.coords.rank)
         self._timed = frozenset((*config.target, TRAIN_ACTOR) if TRAIN_OVERALL in config.target else config.target)
         self._roles = {role}
         self._losses: set[str] = set()
@@ -408,7 +406,7 @@ class Session:
         # A train_overall window holds the work of all roles, so it has the role of its session.
         role = self.role if step.target == TRAIN_OVERALL else step.role
         window = Window(step.target, role, step.number, self.coords, asked=planned.asked)
-        window = replace(window, repeat=self._repeat(window))
+        window = replace(window, repeat=next_repeat(self._process.repeats, self._folder, window))
         recorders = self.recorders if planned.demand is None else planned.demand.recorders
         self._process.window = opened = OpenWindow(self, window, planned, recorders)
         try:
@@ -458,6 +456,9 @@ class Session:
                 recorder.stop(window, metadata)
             self._last = window
             self._lines.window(window, self.writer.run)
+            if (demand := opened.planned.demand) is not None:
+                demand.saved += 1
+                self.writer.run(lambda: demand.written.append(names_of(self._folder, window)))
             self.writer.end_window()
             self._process.captured(self)
         except Exception as fault:

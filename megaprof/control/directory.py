@@ -66,7 +66,7 @@ def open_own(directory: Path, part: str | None, owner: Owner | None) -> tuple[Di
     try:
         owner = root.owner() if owner is None else owner
         root.check(owner)
-        if stat.S_IMODE(root.stat().st_mode) != _MODE:  # made by an earlier version, or by hand
+        if stat.S_IMODE(root.stat().st_mode) != _MODE:  # made by hand
             with suppress(OSError):
                 root.chmod(_MODE)
     except BaseException:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from megaprof.artifacts.writer import Writer
+from megaprof.capture.process import process
 from megaprof.control import directory as places
 from megaprof.control.captures import Captures
 from megaprof.control.job import RunningJob
@@ -52,12 +52,11 @@ def listen(
     """Returns a listener for `session`, not started yet; None if another session of this process already has one
     there."""
     listener = Listener(session, layout, writer, directory, every=every)
-    if any(other.path == listener.path and not other.closed for other in _listeners):
+    if listener.path in process.answers:
         logger.warning(
             "megaprof: another model of this process already answers in %s; give install_hooks a role", listener.path
         )
         return None
-    _listeners.add(listener)
     return listener
 
 
@@ -100,6 +99,7 @@ class Listener:
     def start(self, background: Background) -> None:
         """Looks every now and then on the thread of `background`."""
         self._background = background
+        process.answers[self.path] = self
         background.add(self.look, self._every)
 
     def follow(self, task: Callable[[Listener], None], at_end: Callable[[], None] = lambda: None) -> None:
@@ -204,7 +204,7 @@ class Listener:
         """Says in the status that the rank has ended. Its windows are closed and their files finished."""
         if self.closed:
             return
-        self.closed = True
+        self._ends()
         background, said = self._background, threading.Event()
         if background is None:
             self._say_goodbye()
@@ -222,6 +222,11 @@ class Listener:
         background.remove(self.look)
         said.wait(_END_SECONDS)
 
+    def _ends(self) -> None:
+        self.closed = True
+        if process.answers.get(self.path) is self:
+            del process.answers[self.path]
+
     def _say_goodbye(self) -> None:
         for task in self._at_end:
             task()
@@ -235,7 +240,7 @@ class Listener:
 
     def _refuse(self, reason: str) -> None:
         """Turns control off: others could write to the directory, so nothing is read or written there any more."""
-        self.closed = True
+        self._ends()
         if self._background is not None:
             self._background.remove(self.look)
         if self._captures.task is not None:
@@ -254,6 +259,3 @@ def _run_in(control: Directory) -> RunRecord | None:
     with suppress(Absent, BadRecord):
         return records.read(control, run_json.NAME, RunRecord)
     return None
-
-
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -89,12 +90,19 @@ class Requester:
             self._asked = True
 
     @property
+    def phase(self) -> Literal["waits", "starts", "records"]:
+        """Whether it waits for answers, for the first call to come, or for the files."""
+        if self.request.first is None:
+            return "waits"
+        return "records" if any(a.state == "recording" for a in self._answers.values()) else "starts"
+
+    @property
     def state(self) -> str:
         """What it waits for, for people."""
         if self.request.first is not None:
             begun = [a.calls for a in self._answers.values()]
-            recording = sum(a.state == "recording" for a in self._answers.values())
-            if recording:
+            if self.phase == "records":
+                recording = sum(a.state == "recording" for a in self._answers.values())
                 return f"recording on {recording} of {len(self._answers)}"
             left = max(self.request.first - max(begun, default=0), 0)
             seconds = min((a.seconds for a in self._answers.values() if a.seconds is not None), default=None)

@@ -76,6 +76,7 @@ class Reporter:
             position=position,
             device_position=self._device_position(),
             recent=recent,
+            waits=None if timeline is None else timeline.waits,
             capture=capture,
             ended=ended,
             off=session.disabled,

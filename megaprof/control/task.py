@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from megaprof.artifacts.writer import Artifact, Writer
+from megaprof.artifacts.writer import Writer
+from megaprof.capture.agenda import Demand
 from megaprof.capture.compat import held_by
-from megaprof.capture.demand import Demand
 from megaprof.config.windows import TRAIN_ACTOR, TRAIN_OVERALL
 from megaprof.control.requests import recorder_config
 from megaprof.control.status import Meter
 from megaprof.formats.job.requests import Refused, Request
 from megaprof.formats.job.status import FINAL, CaptureState, State
-from megaprof.formats.names import plain_path
+from megaprof.formats.names import shard
 from megaprof.formats.nsys import SESSION_VARIABLE
 from megaprof.formats.phrases import printable
 from megaprof.recorders import build_recorders
@@ -42,7 +42,6 @@ class CaptureTask:
         self._session = session
         self._directory = directory
         self._meter = meter
-        self._noted = _Noted(writer)
         self._demand: Demand | None = None
         self._until = time.monotonic() + request.timeout
         self._finished_by: float | None = None
@@ -68,7 +67,7 @@ class CaptureTask:
         if "nsys" in config.tool and SESSION_VARIABLE not in os.environ:
             raise Refused("this process does not run under nsys ('megaprof nsys' prints the command to start it with)")
         self._key = self._counted()
-        recorders = build_recorders(config, cast(Writer, self._noted))
+        recorders = build_recorders(config, writer)
         self._demand = Demand(
             self.request.target, self._key[1], -1, self.request.steps, recorders, holding=held_by(config)
         )
@@ -149,7 +148,7 @@ class CaptureTask:
         now = time.monotonic()
         if self._finished_by is None:
             self._finished_by = now + _FINISHING
-        if self._noted.waiting and now < self._finished_by:
+        if len(demand.written) < demand.saved and now < self._finished_by:
             self._say("recording")
         elif demand.reason is not None:
             self._say("failed" if demand.taken else "missed", demand.reason)
@@ -166,43 +165,13 @@ class CaptureTask:
         )
 
     def _say(self, state: State, reason: str | None = None) -> None:
+        demand, own = self._demand, shard(self._session.coords)
         self.state = CaptureState(
             self.request.id,
             state,
             calls=self._session.calls.get(self._key, 0),
             seconds=self._meter.seconds(self._key),
             reason=None if reason is None else printable(reason[:_LONGEST_REASON]),
-            steps=() if self._demand is None else tuple(self._demand.taken),
-            files=tuple(os.path.relpath(file, self._directory) for file in self._noted.files),
+            steps=() if demand is None else tuple(demand.taken),
+            files=() if demand is None else tuple(os.path.join(own, name) for each in demand.written for name in each),
         )
-
-
-class _Noted:
-    """A writer that remembers the files it was given."""
-
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
-        self._finals: list[Path] = []
-
-    def raw_path(self, final: Path) -> Path:
-        return self._writer.raw_path(final)
-
-    def submit(self, job: Artifact) -> None:
-        self._finals.append(job.final)
-        self._writer.submit(job)
-
-    def finish(self, job: Artifact) -> None:
-        self._finals.append(job.final)
-        self._writer.finish(job)
-
-    def run(self, task: Any) -> None:
-        self._writer.run(task)
-
-    @property
-    def waiting(self) -> bool:
-        return self._writer.pending and len(self.files) < len(self._finals)
-
-    @property
-    def files(self) -> list[Path]:
-        """The files that exist by now. A full disk, or a writer in a hurry, leaves a file uncompressed."""
-        return [path for final in self._finals for path in dict.fromkeys((final, plain_path(final))) if path.exists()]

@@ -1,1 +1,1 @@
-"""Everything that is written by one side and read by the other: names, ranges, codes, the timeline file."""
+"""Everything that is written by one side and read by the other: names, ranges, metadata, the timeline file."""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from megaprof.parallel.schedules import Placement
-from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
+from megaprof.parallel.topology import ParallelSizes, RankCoords
 
 #: No job has more ranks along an axis, microbatches, layers or chunks: a hostile file must not make us count for ever.
 MOST = 1 << 20
 #: No job comes to this step: steps are packed with other numbers into 64 bits.
 MOST_STEPS = 1 << 40
-_LARGEST = 1 << 53
+
+#: Sizes and counts of a job; numbers of anything else; numbers of steps.
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Number = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Step = Annotated[int, msgspec.Meta(ge=0, lt=MOST_STEPS)]
+Many = msgspec.Meta(max_length=MOST)
 
 
 @dataclass(frozen=True)
@@ -24,11 +28,11 @@ class ModelChunk:
 
     embedding: bool | None = None
     """Whether it holds the embedding."""
-    layers: int | None = None
+    layers: Count | None = None
     """Number of transformer layers, T5's encoder layers included."""
-    layer_numbers: tuple[int | None, ...] | None = None
+    layer_numbers: tuple[Count | None, ...] | None = None
     """Megatron's number of each layer, from 1 in the encoder and in the decoder."""
-    mtp: int | None = None
+    mtp: Count | None = None
     """Number of multi-token prediction layers."""
     loss: bool | None = None
     """Whether it holds the output layer and the loss."""
@@ -68,11 +72,11 @@ class Profiler:
     """The activities that ``--profile-activities`` asks for: ``cpu``, ``cuda``."""
     recorded: tuple[str, ...]
     """Those of them that this process could record."""
-    start_ns: int | None = None
+    start_ns: Number | None = None
     """How many nanoseconds the first step of the window began late, because the profiler was started before it."""
     prepared: bool = False
     """Whether it was prepared behind the call before, so that it only had to be switched on."""
-    waited_ns: int | None = None
+    waited_ns: Number | None = None
     """For how many nanoseconds of the window the training thread could have run and had no processor core; None where
     the system does not count that."""
 
@@ -85,13 +89,13 @@ class Metadata:
     """What was captured, for instance ``train_actor``."""
     coords: RankCoords
     """The rank, with the sizes of the run."""
-    steps: tuple[int, int]
+    steps: tuple[Step, Step]
     """First and last step, inclusive, in the host's own numbering where it has one."""
     version: str | None = None
     """Version of megaprof that wrote it."""
     run: str | None = None
     """The process that wrote it: host, process number, start time. A restarted job has other ones."""
-    asked_step: int | None = None
+    asked_step: Step | None = None
     """The step that was asked for, where another window was open in it and this later one was captured instead."""
     role: str | None = None
     """The model's role, where it has one."""
@@ -102,35 +106,35 @@ class Metadata:
     """``no_pipelining``, ``1f1b`` or ``interleaved``; None where no schedule ran."""
     forward_only: bool = False
     """True for log-prob and evaluation passes."""
-    microbatches: int | None = None
+    microbatches: Count | None = None
     """Microbatches of the step."""
-    microbatch_group_size: int | None = None
+    microbatch_group_size: Count | None = None
     """Microbatches that pass one chunk before the next one's turn; of the interleaved schedule only."""
-    seq_length: int | None = None
+    seq_length: Number | None = None
     """Tokens of a sequence, as the schedule was told."""
-    micro_batch_size: int | None = None
+    micro_batch_size: Number | None = None
     """Sequences of a microbatch, as the schedule was told."""
-    tokens: tuple[int | None, ...] | None = None
+    tokens: tuple[Number | None, ...] | None = None
     """Tokens that each microbatch of the window's first call really had, padding included; None where this rank's model
     is given none, and in timelines."""
-    lengths: tuple[tuple[int, ...] | None, ...] | None = None
+    lengths: Annotated[tuple[tuple[Number, ...] | None, ...], Many] | None = None
     """The sequences of each of them that attend to themselves alone, likewise."""
     lengths_from: str | None = None
-    """Where lengths are from, one of `megaprof.formats.work.SOURCES`."""
-    expert_tokens: tuple[int, ...] | None = None
+    """Where lengths are from, one of `megaprof.formats.steps.work.SOURCES`."""
+    expert_tokens: Annotated[tuple[Number, ...], Many] | None = None
     """Tokens that each of this rank's experts got in the window's first call, all MoE layers together; None without
     experts, and in timelines."""
-    chunks: tuple[ModelChunk, ...] = ()
+    chunks: Annotated[tuple[ModelChunk, ...], Many] = ()
     """This rank's model chunks, in their order."""
     p2p: dict[str, Any] | None = None
     """``batch_p2p_comm``, ``batch_p2p_sync`` and ``overlap_p2p_comm`` of the model's configuration."""
     host: str | None = None
     """Host name."""
-    pid: int | None = None
+    pid: Number | None = None
     """Process number on the host."""
-    local_ranks: int | None = None
+    local_ranks: Number | None = None
     """Ranks on this host, in a run without a GPU whose launcher says it; else None."""
-    cores: int | None = None
+    cores: Number | None = None
     """Physical cores that the process may run on, in a run without a GPU; else None."""
     device: str | None = None
     """Where the model's parameters are when the window closes: ``cuda``, ``cpu``, ...; None where that is not known."""
@@ -176,56 +180,11 @@ def read_metadata(data: bytes) -> Metadata:
     Unknown keys are left out. Raises ValueError, which says what cannot be.
     """
     try:
-        raw = msgspec.json.decode(data)
-        if not isinstance(raw, dict):
-            raise ValueError("it is no object")
-        coords = _coords(raw.get("coords"), raw.get("sizes"))
-        found = msgspec.convert({**raw, "coords": coords}, Metadata)
+        raw = msgspec.json.decode(data, type=dict[str, Any])
+        place = msgspec.convert(raw.get("coords"), dict[str, Any])
+        coords = RankCoords.from_dict({**place, "sizes": raw.get("sizes")})
+        if max(coords.rank, *vars(coords.sizes).values()) > MOST:
+            raise ValueError(f"coords: no job has more than {MOST} ranks")
+        return msgspec.convert({**raw, "coords": coords}, Metadata)
     except (RecursionError, OverflowError):
         raise ValueError("it is nested too deeply, or has too large a number") from None
-    for name, number, most in _numbers(found):
-        if number is not None and not 0 <= number <= most:
-            raise ValueError(f"{name}={number} is not a number from 0 to {most}")
-    return found
-
-
-def _coords(coords: object, sizes: object) -> RankCoords:
-    """Older files have no size, or null, for what is not parallel."""
-    if not isinstance(coords, Mapping) or not isinstance(sizes, Mapping):
-        raise ValueError("coords and sizes are no objects")
-    known = {key: value for key, value in sizes.items() if value is not None}
-    return RankCoords.from_dict(
-        {**coords, "sizes": {**dict.fromkeys((*AXES, "vpp"), 1), "etp": known.get("tp", 1), **known}}
-    )
-
-
-def _numbers(metadata: Metadata) -> Iterator[tuple[str, int | None, int]]:
-    """Every number that is not checked with the coordinates: its name, and the largest that it may be."""
-    yield "rank", metadata.coords.rank, MOST
-    for axis, size in vars(metadata.sizes).items():
-        yield f"sizes.{axis}", size, MOST
-    for step in metadata.steps:
-        yield "steps", step, MOST_STEPS - 1
-    yield "asked_step", metadata.asked_step, MOST_STEPS - 1
-    yield "microbatches", metadata.microbatches, MOST
-    yield "microbatch_group_size", metadata.microbatch_group_size, MOST
-    yield "chunks", len(metadata.chunks), MOST
-    if metadata.profiler is not None:
-        yield "profiler.start_ns", metadata.profiler.start_ns, _LARGEST
-        yield "profiler.waited_ns", metadata.profiler.waited_ns, _LARGEST
-    for tokens in metadata.tokens or ():
-        yield "tokens", tokens, _LARGEST
-    yield "lengths", len(metadata.lengths or ()), MOST
-    for own in metadata.lengths or ():
-        for length in own or ():
-            yield "lengths", length, MOST
-    yield "expert_tokens", len(metadata.expert_tokens or ()), MOST
-    for count in metadata.expert_tokens or ():
-        yield "expert_tokens", count, _LARGEST
-    for name in ("seq_length", "micro_batch_size", "pid", "local_ranks", "cores"):
-        yield name, getattr(metadata, name), _LARGEST
-    for chunk in metadata.chunks:
-        yield "layers", chunk.layers, MOST
-        yield "mtp", chunk.mtp, MOST
-        for number in chunk.layer_numbers or ():
-            yield "layer_numbers", number, MOST

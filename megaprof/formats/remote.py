@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib
 import os
 import shutil
@@ -14,7 +15,6 @@ from pathlib import Path, PosixPath
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
-_copies: dict[str, Path] = {}
 #: So many other files are looked at before the first of ours: home directories have more.
 MOST_OTHERS = 100_000
 
@@ -66,13 +66,17 @@ def local_copy(path: Path) -> Path:
     Unreachable."""
     if not isinstance(path, RemotePath):
         return path
-    if str(path) not in _copies:
-        folder = Path(tempfile.mkdtemp(prefix="megaprof-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        with path.opened() as source, open(folder / path.name, "wb") as copy:
-            shutil.copyfileobj(source, copy, 1 << 20)
-        _copies[str(path)] = folder / path.name
-    return _copies[str(path)]
+    return _copied(str(path))
+
+
+@functools.cache
+def _copied(address: str) -> Path:
+    path = RemotePath(address)
+    folder = Path(tempfile.mkdtemp(prefix="megaprof-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with path.opened() as source, open(folder / path.name, "wb") as copy:
+        shutil.copyfileobj(source, copy, 1 << 20)
+    return folder / path.name
 
 
 class TooMuch(Exception):

@@ -16,6 +16,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +133,7 @@ def metadata_record(metadata: dict[str, Any]) -> bytes:
 
 
 def shape_record(events: Sequence[int] | bytes) -> bytes:
-    """``events``: codes of `megaprof.formats.codes`, in the order of their starts; or the same as 64-bit integers."""
+    """``events``: codes of `megaprof.formats.steps.codes` in the order of their starts, or the same as 64-bit ones."""
     return _record(SHAPE, events if isinstance(events, bytes) else np.asarray(events, dtype="<i8").tobytes())
 
 
@@ -230,6 +231,8 @@ class Timeline:
     def holding(self, what: int) -> list[bytes]:
         """The same of every step for one of ``HOLDING``: what was told last of steps with its metadata."""
         told, holds = self.facts(what), dict[int, bytes]()
+        if not told:
+            return [b""] * len(self.steps)
         found = []
         for row, number in enumerate(self.steps["metadata"].tolist()):
             holds[number] = told.get(row, holds.get(number, b""))
@@ -345,10 +348,23 @@ class _Times(NamedTuple):
 def _end_of_run(data: bytes, position: int, stride: int) -> int:
     """Where the whole records end that begin as the one at ``position`` does, which is whole."""
     head, view, crc32 = data[position : position + _HEAD.size], memoryview(data), isal_zlib.crc32
+    count = (len(data) - position) // stride
+    run = view[position : position + count * stride]
+    heads = np.frombuffer(run, dtype=np.uint8).reshape(count, stride)[:, : _HEAD.size]
+    if crc32(run) == _run_of(count, stride) and (heads == heads[0]).all():
+        return position + count * stride
     for following in range(position + stride, len(data) - stride + 1, stride):
         if not data.startswith(head, following) or crc32(view[following : following + stride]) != _WHOLE:
             return following
-    return position + (len(data) - position) // stride * stride
+    return position + count * stride
+
+
+@lru_cache(maxsize=64)
+def _run_of(count: int, stride: int) -> int:
+    """The checksum of so many whole records of ``stride`` bytes each, whatever is in them: behind each of them it is
+    the same."""
+    record = bytes(stride - _CHECK.size)
+    return isal_zlib.crc32((record + _CHECK.pack(zlib.crc32(record))) * count)
 
 
 def _steps(data: bytes, begin: int, end: int, stride: int) -> npt.NDArray[Any]:

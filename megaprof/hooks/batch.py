@@ -21,8 +21,3 @@ class Batch:
     """The name of the object's own method that runs one microbatch forward; None: the model does, when it is called."""
     forward_only: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
     """Gets the call's arguments by name: true without a backward."""
-
-
-#: Called before the first batch of a process without hooks: whoever can install them registers here, and returns true
-#: when there is nothing more to ask.
-when_asked: list[Callable[[], bool]] = []

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.formats import codes
+from megaprof.formats.steps import codes
 from megaprof.recorders.call import CallFacts, RecordedCall
-from megaprof.recorders.emit import Range
+from megaprof.recorders.ranges.emit import Range
 from megaprof.recorders.tape import Hook
 from megaprof.runtime.isolation import contained, in_full
 
@@ -74,7 +74,7 @@ def ranged(
 ) -> Callable[..., Any]:
     """``original`` inside a range, and in the timeline, while a call is recorded; nothing but ``original`` otherwise.
 
-    ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.formats.codes`), once;
+    ``code_of(call, args, kwargs)`` says which event this call of it is (`megaprof.formats.steps.codes`), once;
     ``after(call, kwargs, result)`` returns what the caller gets. A fault of ours is contained; an exception of
     ``original``, or of a signal handler of the host's, passes unchanged. ``fast``: the same for
     `recorders.tape.Hook`, from the code on, for steps that are recorded while no window is open. ``name_of``: the

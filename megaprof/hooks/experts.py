@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.formats import codes, ranges
+from megaprof.formats import ranges
+from megaprof.formats.steps import codes
 from megaprof.hooks.modules import compiled_in, sites
 from megaprof.runtime.device import capturing
 from megaprof.runtime.isolation import Contained

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.formats import codes
+from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import always, ranged
 
 _FINALIZE = "finalize_model_grads_func"

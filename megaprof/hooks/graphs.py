@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.recorders.graph_names import names
+from megaprof.recorders.ranges.graph_names import names
 from megaprof.runtime.isolation import Contained
 from megaprof.runtime.patching import Patches
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.formats import codes
+from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import Code, ranged
 from megaprof.recorders.call import RecordedCall
 from megaprof.runtime.patching import Patches

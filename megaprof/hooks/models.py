@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.formats import codes
-from megaprof.formats.work import MASK, POSITIONS
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.work import MASK, POSITIONS
 from megaprof.hooks.modules import is_compiled
 from megaprof.parallel.chunks import innermost
 from megaprof.recorders.tape import Hook

@@ -23,8 +23,8 @@ from megaprof.capture.dispatcher import Dispatcher
 from megaprof.formats import ranges
 from megaprof.formats.metadata import WithoutRange
 from megaprof.parallel.chunks import innermost, language_model
-from megaprof.recorders.emit import Range
-from megaprof.recorders.graph_names import names
+from megaprof.recorders.ranges.emit import Range
+from megaprof.recorders.ranges.graph_names import names
 from megaprof.runtime.isolation import Contained
 
 COMPILED = "torch.compile compiles it, or a module around it"

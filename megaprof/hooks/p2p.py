@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.formats import codes, ranges
+from megaprof.formats import ranges
 from megaprof.formats.ranges import Place
+from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import always, ranged
 from megaprof.parallel.chunks import innermost
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PipelineSchedule, backward_order, forward_order

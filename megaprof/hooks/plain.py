@@ -12,13 +12,14 @@ from functools import partial
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.capture.evaluation import evaluating
 from megaprof.capture.profiler import profiler
-from megaprof.formats import codes
-from megaprof.hooks.batch import Batch, when_asked
+from megaprof.capture.roles import evaluating
+from megaprof.formats.steps import codes
+from megaprof.hooks.batch import Batch
 from megaprof.hooks.dispatch import ranged, stepped
 from megaprof.hooks.models import patch_plain_model
 from megaprof.recorders.call import CallFacts, RecordedCall
+from megaprof.runtime.armed import armed
 from megaprof.runtime.isolation import Contained
 
 
@@ -27,9 +28,8 @@ def batched(batch: Batch, original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def runs_batch(*args: Any, **kwargs: Any) -> Any:
-        for ask in list(when_asked):
-            if ask():
-                when_asked.remove(ask)
+        if armed.awaits_batch:
+            armed.awaits_batch = not armed.install(pipeline=False)
         dispatcher = profiler.dispatcher
         facts = partial(_facts, batch, signature)
         return stepped(original, dispatcher, facts, partial(_prepare, batch, dispatcher, args))(*args, **kwargs)

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from megaprof.capture.dispatcher import Dispatcher
-from megaprof.capture.evaluation import evaluating
+from megaprof.capture.roles import evaluating
 from megaprof.hooks.dispatch import stepped
 from megaprof.hooks.experts import patch_experts
 from megaprof.hooks.finalize import patch_finalize

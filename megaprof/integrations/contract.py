@@ -17,7 +17,9 @@ from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+from megaprof.capture.process import process
 from megaprof.hooks.batch import Batch
+from megaprof.runtime.armed import armed
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 from megaprof.runtime.patching import Patches
@@ -60,7 +62,7 @@ class Hook:
     """True: the function returns a context manager, and the facts hold inside that rather than inside the call."""
     ends: Literal["step", "job"] | None = None
     """What is over when the call is: a step of the host in this process, or the whole job, which this process runs.
-    Files are finished then, because what follows may end their processes without warning (see ``when_over``)."""
+    Files are finished then, because what follows may end their processes without warning (see ``over``)."""
     batch: Batch | None = None
     """The function runs the microbatches of a step by itself, without Megatron's schedule; None: it does not."""
 
@@ -97,33 +99,30 @@ class Host:
     """Where it sends its scalars, now."""
 
 
-#: Called when a host's own settings turned up that ask for megaprof: whoever can install the hooks registers here.
-when_settled: list[Callable[[], object]] = []
-#: Called at the end of a host's step in this process, when the host says that nothing more will be captured, at the
-#: end of a job in the process that runs it, and when the call that has just ended was a failed attempt, which the host
-#: makes once more: whoever has windows and files, or waits for those of others, registers here. They take the time that
-#: they need.
-when_over: dict[str, list[Callable[[], object]]] = {"step": [], "capture": [], "job": [], "attempt": []}
-
 _iteration: ContextVar[int | Callable[[], int | None] | None] = ContextVar("megaprof_iteration", default=None)
 _host_step: ContextVar[int | None] = ContextVar("megaprof_host_step", default=None)
 
 
 def settled() -> None:
-    """A host's settings are known now."""
-    for task in list(when_settled):
-        task()
+    """A host's own settings turned up that ask for megaprof."""
+    armed.install()
 
 
-def over(what: str) -> None:
-    """A ``step``, the ``capture``, a ``job`` or a failed ``attempt`` is over. What fails is logged, no more."""
-    for task in list(when_over[what]):
-        try:
-            task()
-        except Exception as fault:
-            if from_host(fault):
-                raise
-            logger.warning("megaprof: files could not be finished at the end of a %s: %r", what, fault)
+def over(what: Literal["step", "capture", "job", "attempt"]) -> None:
+    """Finishes windows and files, for as long as that takes, and logs what fails: a host's step in this process is
+    over, or the ``capture`` (nothing more will be captured), or the ``job``, in the process that runs it, or a failed
+    ``attempt`` (the call that has just ended, which the host makes once more)."""
+    try:
+        if what == "job":
+            armed.finish_job()
+        elif process.sessions:
+            from megaprof.capture.profiler import profiler  # brings torch
+
+            {"step": profiler.step_ended, "capture": profiler.capture_ended, "attempt": profiler.attempt_failed}[what]()
+    except Exception as fault:
+        if from_host(fault):
+            raise
+        logger.warning("megaprof: files could not be finished at the end of a %s: %r", what, fault)
 
 
 def iteration() -> int | None:
@@ -167,7 +166,7 @@ def inside(facts: Facts, message: str) -> Iterator[None]:
         if facts.host_step is not None:
             stack.callback(_host_step.reset, _host_step.set(facts.host_step))
         if facts.evaluation:
-            from megaprof.capture.evaluation import evaluation
+            from megaprof.capture.roles import evaluation
 
             stack.enter_context(evaluation())
         if facts.role is not None:

@@ -9,21 +9,25 @@ communicated inside a microbatch.
 - bubble fraction: 1 - (compute + gradient finalisation) / step, for the median stage: the part of a step in which a
   stage neither computes nor reduces gradients, so waiting for other stages together with exposed transfers.
 - straggler: the rank with the greatest ratio of its compute to the median of its peers, the other ranks of its stage.
-- slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, and that are about as slow
-  as the slowest of them; of ranks that communicate with each other inside a microbatch, one makes all slow.
+- slow ranks: those of one stage whose compute is more than `SLOW` times that of their peers, also without what they
+  wait for a processor core, and that are about as slow as the slowest of them; of ranks that communicate with each
+  other inside a microbatch, one makes all slow.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 
 #: A rank is slow from this factor over its peers on, and a stage from this one over the average stage.
 SLOW = 1.1
+#: A rank waits for a processor core from this part of the time on.
+WAITS = SLOW - 1
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,13 @@ def slow_ranks(statuses: Iterable[RankStatus]) -> SlowRanks | None:
     return max(found, key=lambda each: each.ratio, default=None)
 
 
+def waiting_ranks(statuses: Iterable[RankStatus]) -> dict[int, float]:
+    """The ranks whose training threads wait for a processor core, the one that waits longest first, and for which part
+    of the time."""
+    waits = {status.rank: status.waits for status in statuses if status.waits is not None and status.waits > WAITS}
+    return dict(sorted(waits.items(), key=lambda each: (-each[1], each[0])))
+
+
 def _straggler(stages: Iterable[Sequence[RankStatus]]) -> tuple[int | None, float | None]:
     ratios = [(ratio, rank) for members in stages for rank, ratio in _above_peers(members).items()]
     if not ratios:
@@ -191,16 +202,22 @@ def _straggler(stages: Iterable[Sequence[RankStatus]]) -> tuple[int | None, floa
     return rank, ratio
 
 
-def _above_peers(members: Sequence[RankStatus]) -> dict[int, float]:
+def _above_peers(
+    members: Sequence[RankStatus], compute: Callable[[RankStatus], float | None] = attrgetter("compute_ms")
+) -> dict[int, float]:
     """Each rank's compute over the median of the stage's other ranks, itself left out: of two ranks, the median of both
     would be half of the slow one. The lower median, since of four ranks two may wait for each other."""
-    timed = sorted((each.compute_ms, each.rank) for each in members if each.compute_ms)
+    timed = sorted((own, each.rank) for each in members if (own := compute(each)))
     if len(timed) < 2:
         return {}
     middle = (len(timed) - 2) // 2  # of the others, by their place among all
-    return {
-        rank: own / timed[middle + (place <= middle)][0] for place, (own, rank) in enumerate(timed) if own is not None
-    }
+    return {rank: own / timed[middle + (place <= middle)][0] for place, (own, rank) in enumerate(timed)}
+
+
+def _undisturbed(status: RankStatus) -> float | None:
+    """Compute without what the rank waits for a processor core, which is no slowness of its own."""
+    compute, step = status.compute_ms, status.step_ms
+    return None if compute is None or step is None else max(0.0, compute - (status.waits or 0.0) * step)
 
 
 def _usual(members: Sequence[RankStatus]) -> float | None:
@@ -211,7 +228,8 @@ def _usual(members: Sequence[RankStatus]) -> float | None:
 
 def _slow(members: Sequence[RankStatus]) -> dict[int, float]:
     """The ranks of a stage that are slow, and by which factor."""
-    return {rank: ratio for rank, ratio in _above_peers(members).items() if ratio > SLOW}
+    slow = {rank for rank, ratio in _above_peers(members, _undisturbed).items() if ratio > SLOW}
+    return {rank: ratio for rank, ratio in _above_peers(members).items() if ratio > SLOW and rank in slow}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from megaprof.formats.job.run import dead
 from megaprof.formats.job.standstill import STUCK_SECONDS, Standing, Standstill
 from megaprof.formats.job.status import RankStatus
 from megaprof.formats.phrases import ago, counted
-from megaprof.metrics.compute import SlowRanks, slow_ranks
+from megaprof.metrics.compute import SlowRanks, slow_ranks, waiting_ranks
 
 _CULPRITS = 4
 
@@ -33,8 +34,16 @@ class View:
     """Who keeps it waiting."""
     silence: str | None
     """Why nothing is to be expected of the whole job any more; None while it answers."""
-    slow: SlowRanks | None
-    """Ranks that are slower than their peers; None where none are."""
+
+    @cached_property
+    def slow(self) -> SlowRanks | None:
+        """Ranks that are slower than their peers; None where none are."""
+        return slow_ranks(self.statuses[rank] for rank in self.heard)
+
+    @cached_property
+    def waits(self) -> Mapping[int, float]:
+        """Ranks that wait for a processor core, the one that waits longest first, and for which part of the time."""
+        return waiting_ranks(self.statuses[rank] for rank in self.heard)
 
     @property
     def state(self) -> str:
@@ -62,8 +71,7 @@ def look_at(job: RunningJob, hang_after: float = STUCK_SECONDS, *, patient: bool
         time.sleep(min(job.run.interval, 0.5))
         statuses = job.statuses()
     now = job.now(statuses, silence)
-    heard = [status for status in statuses.values() if not status.late(now)]
-    return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence, slow_ranks(heard))
+    return View(job, statuses, now, find_culprits(job.run, statuses, now, hang_after), silence)
 
 
 def last_stand(directory: Path) -> Standstill | None:
@@ -117,7 +125,8 @@ def verdict(view: View) -> str | None:
     if blame.stuck:
         have = "has" if len(blame.stuck) == 1 else "have"
         return f"{len(blame.stuck)} of {counted(view.job.run.world, 'rank')} {have} not moved for long."
-    return None if view.slow is None else slower(view.slow)
+    told = [*([slower(view.slow)] if view.slow else []), *([_waits(view.waits)] if view.waits else [])]
+    return " ".join(told) or None
 
 
 def slower(slow: SlowRanks) -> str:
@@ -125,6 +134,14 @@ def slower(slow: SlowRanks) -> str:
     several = len(slow.ranks) > 1
     who = f"Rank{'s' * several} {few(sorted(slow.ranks))} (stage {slow.stage}) compute{'s' * (not several)}"
     return f"{who} {slow.ratio:.1f} times as long as {'their' if several else 'its'} peers."
+
+
+def _waits(found: Mapping[int, float]) -> str:
+    """Returns which ranks wait for a processor core, in a sentence."""
+    (first, most), several = next(iter(found.items())), len(found) > 1
+    longest = f"rank {first} " if several else ""
+    who = f"Rank{'s' * several} {few(sorted(found))} wait{'s' * (not several)}"
+    return f"{who} for a processor core, {longest}{most:.0%} of the time: something else runs on the cores."
 
 
 def waited_for(view: View) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Where a rank stands: its coordinates, its machine, which ranks are meant, what a model chunk consists of."""
+"""Where a rank stands and which ranks are meant; what a model chunk consists of; Megatron's schedules as data."""

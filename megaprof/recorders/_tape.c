@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-/* The layout of a code, as in megaprof.formats.codes; a test compares both. */
+/* The layout of a code, as in megaprof.formats.steps.codes; a test compares both. */
 #define FORWARD 1
 #define BACKWARD 2
 #define MODEL 15

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaprof.formats.metadata import Metadata, MicrobatchRanges, ModelChunk
 from megaprof.formats.names import host
-from megaprof.formats.work import SOURCES
+from megaprof.formats.steps.work import SOURCES
 from megaprof.parallel.chunks import describe_chunk, innermost
 from megaprof.parallel.machine import local_ranks, physical_cores
 from megaprof.recorders.work import read_work

@@ -13,7 +13,8 @@ from typing import Any
 from megaprof.artifacts.writer import Artifact, Writer
 from megaprof.config.options import ProfileConfig, flag
 from megaprof.formats.nsys import SESSION_VARIABLE, SUFFIX, WINDOW, sidecar
-from megaprof.recorders import Window, emit
+from megaprof.recorders import Window
+from megaprof.recorders.ranges import emit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 

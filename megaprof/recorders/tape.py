@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from megaprof.formats import codes
+from megaprof.formats.steps import codes
 
 _CONTAINERS = (list, tuple, dict)
 

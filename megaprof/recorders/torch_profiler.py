@@ -20,11 +20,12 @@ from megaprof.formats import graphs
 from megaprof.formats.metadata import Profiler
 from megaprof.formats.names import TRACE_SUFFIX, kineto_temporary
 from megaprof.formats.ranges import GARBAGE, operation_range
-from megaprof.recorders import Window, emit
+from megaprof.recorders import Window
 from megaprof.recorders.garbage import Collections
-from megaprof.recorders.graph_names import names
-from megaprof.recorders.host_ranges import add_ranges
 from megaprof.recorders.processor import Waits
+from megaprof.recorders.ranges import emit
+from megaprof.recorders.ranges.graph_names import names
+from megaprof.recorders.ranges.host_ranges import add_ranges
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 

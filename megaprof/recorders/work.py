@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from megaprof.formats import codes
-from megaprof.formats.work import MASK, PACKED, SHAPES, Work
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.work import MASK, PACKED, SHAPES, Work
 
 #: Of a microbatch whose positions tell where sequences begin: with more of them nothing is known, so that what is kept
 #: of it is small.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,15 +31,15 @@ class _Task:
 class Background:
     """Runs tasks on one daemon thread, which starts with the first of them and ends with the last.
 
-    A task that raises is dropped with one log line; the others, and training, go on. A child of ``os.fork`` has no
-    tasks. Methods may be called from any thread; ``wake`` costs the caller less than a microsecond.
+    A task that raises is dropped with one log line; the others, and training, go on. A child of ``os.fork`` has
+    none, see `forget`. Methods may be called from any thread; ``wake`` costs the caller less than a microsecond.
     """
 
     def __init__(self) -> None:
-        self._reset()
-        _all.add(self)
+        self.forget()
 
-    def _reset(self) -> None:
+    def forget(self) -> None:
+        """In a forked child: the thread and its tasks are the parent's, and so is whoever holds the lock."""
         self._tasks: list[_Task] = []
         self._lock = threading.Lock()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()
@@ -114,14 +112,3 @@ def _drain(wakes: queue.SimpleQueue[bool], wait: float) -> bool:
             woken = wakes.get_nowait() or woken
     except queue.Empty:
         return woken
-
-
-_all: weakref.WeakSet[Background] = weakref.WeakSet()
-
-
-def _in_child() -> None:
-    for background in list(_all):
-        background._reset()
-
-
-os.register_at_fork(after_in_child=_in_child)

@@ -153,19 +153,27 @@ class Termination:
             logger.exception("megaprof: finishing files on SIGTERM failed")
 
 
-def at_exit(finish: Callable[[], None]) -> None:
-    """Call ``finish`` when the process ends, by an exception too. Not by os._exit, SIGKILL or a crash."""
-    atexit.register(finish)
-    if multiprocessing.parent_process() is not None:
-        # A child that multiprocessing forked leaves by os._exit, past atexit, but runs these.
-        _finalizers[finish] = multiprocessing.util.Finalize(None, finish, exitpriority=0)
+class AtExit:
+    """Calls ``finish`` when the process ends, by an exception too. Not by os._exit, SIGKILL or a crash."""
 
+    def __init__(self, finish: Callable[[], None]) -> None:
+        """Not yet: see `arm`."""
+        self._finish = finish
+        self._finalizer: multiprocessing.util.Finalize | None = None
 
-def not_at_exit(finish: Callable[[], None]) -> None:
-    atexit.unregister(finish)
-    finalizer = _finalizers.pop(finish, None)
-    if finalizer is not None:
-        finalizer.cancel()
+    def arm(self) -> None:
+        """From now on."""
+        atexit.register(self._finish)
+        if multiprocessing.parent_process() is not None:
+            # A child that multiprocessing forked leaves by os._exit, past atexit, but runs these.
+            self._finalizer = multiprocessing.util.Finalize(None, self._finish, exitpriority=0)
+
+    def disarm(self) -> None:
+        """Not any more. Can be run twice."""
+        atexit.unregister(self._finish)
+        finalizer, self._finalizer = self._finalizer, None
+        if finalizer is not None:
+            finalizer.cancel()
 
 
 def in_forked_child(*, recording: bool) -> None:
@@ -175,6 +183,3 @@ def in_forked_child(*, recording: bool) -> None:
 
         # Not by stopping the profiler: CUPTI and Kineto's threads stayed in the parent.
         torch._C._autograd._enable_record_function(False)
-
-
-_finalizers: dict[Callable[[], None], multiprocessing.util.Finalize] = {}

@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from megaprof.runtime.armed import armed
 from megaprof.runtime.interruption import Suppressed
 from megaprof.runtime.logs import logger
 
@@ -28,28 +29,19 @@ _CAME = (
     "get_forward_backward_func() was called, but neither had megatron.core.parallel_state been initialised, nor was "
     "the schedule given process groups",
 )
-_marks: Path | None = None
-_asked = False
 
 
 def watch() -> None:
     """At the end of this process speak, or leave a mark for the one that will."""
-    global _marks
     from tempfile import mkdtemp  # not in every process that only waits for megatron-core
 
     pid, _, directory = os.environ.get(_FIRST, "").partition(":")
     if not directory:
         directory = mkdtemp(prefix="megaprof-")
         os.environ[_FIRST] = f"{os.getpid()}:{directory}"
-    _marks = Path(directory)
+    armed.marks = Path(directory)
     first = pid in ("", str(os.getpid()))  # of an earlier program, in whose place this one runs
     atexit.register(_speak if first else _leave, os.getpid())
-
-
-def asked_too_early() -> None:
-    """A schedule was asked for before Megatron-Core's process groups existed."""
-    global _asked
-    _asked = True
 
 
 def installed() -> None:
@@ -60,16 +52,16 @@ def installed() -> None:
 def _came() -> int:
     """The index into `_CAME`."""
     if "megatron.core.pipeline_parallel.schedules" in sys.modules:
-        return 4 if _asked else 3
+        return 4 if armed.asked_too_early else 3
     if "megatron.core" in sys.modules:
         return 2
     return int("torch" in sys.modules)
 
 
 def _mark(name: str) -> None:
-    if _marks is not None:
+    if armed.marks is not None:
         with Suppressed(OSError):  # on another machine, or the first process is gone
-            (_marks / name).touch()
+            (armed.marks / name).touch()
 
 
 def _leave(pid: int) -> None:
@@ -83,9 +75,9 @@ def _speak(pid: int) -> None:
     _leave(pid)
     from shutil import rmtree
 
-    marks = set() if _marks is None else {path.name for path in _marks.glob("*")}
-    if _marks is not None:
-        rmtree(_marks, ignore_errors=True)
+    marks = set() if armed.marks is None else {path.name for path in armed.marks.glob("*")}
+    if armed.marks is not None:
+        rmtree(armed.marks, ignore_errors=True)
     if _INSTALLED in marks or any(os.environ.get(name, "0") != "0" for name in _RANKS):
         return
     came = max((int(each) for each in marks if each.isdigit()), default=0)

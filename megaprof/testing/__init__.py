@@ -3,15 +3,13 @@
 Nothing here is a mock: the ranks are processes, the model is megatron-core's GPTModel, its schedules run over gloo.
 docs/testing.md has a whole test of an integration.
 
-`run_ranks` raises `RanksFailed` with every rank's traceback, signal or stack, and leaves no process
-behind. `cpu_megatron` alone is enough where a model of your own is to run, and `cpu_process` puts the whole process of
-a trainer on the CPU that is not yours to change.
+`run_ranks` raises `RanksFailed` with every rank's traceback, signal or stack, and leaves no process behind.
+`cpu_megatron` alone is enough where a model of your own is to run.
 """
 
 from megaprof.testing.cpu import Patch, cpu_megatron, cpu_patches
 from megaprof.testing.gpt import BuiltGPT, build
 from megaprof.testing.launcher import RankReport, RanksFailed, init_distributed, run_ranks
-from megaprof.testing.process import cpu_process
 from megaprof.testing.workload import GPTWorkload
 
 __all__ = [
@@ -23,7 +21,6 @@ __all__ = [
     "build",
     "cpu_megatron",
     "cpu_patches",
-    "cpu_process",
     "init_distributed",
     "run_ranks",
 ]

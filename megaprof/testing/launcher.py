@@ -13,6 +13,7 @@ import faulthandler
 import multiprocessing.spawn
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -326,6 +327,10 @@ def _rank_main(job_directory: str) -> None:
     if sys.platform == "linux":
         # A parent that was killed kills nothing itself: PR_SET_PDEATHSIG, see prctl(2).
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    reader = select.poll()
+    reader.register(sys.stdout, 0)
+    if reader.poll(0):  # of our stdout has gone: the parent was killed before we asked for that
+        os._exit(1)
     early.rename(job / f"{rank}.stack")
     try:
         _import_as_the_parent(pickle.loads((job / "preparation").read_bytes()))

@@ -30,7 +30,13 @@ def measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> 
     target = next((each for each in report.targets if each.measured.target == runs.TARGET), None)
     step = None if target is None else target.measured.step_time_ms
     if target is None or step is None:
-        why = "no training step was recorded whole" if target is None else target.withheld or "it has no step time"
+        why = (
+            "no training step was recorded whole"
+            if target is None
+            else target.withheld.text
+            if target.withheld
+            else "it has no step time"
+        )
         return replace(trial, outcome="failed", why=why)
     layout = target.what_if.layout
     found = replace(
@@ -42,7 +48,7 @@ def measured(trial: Trial, directory: Path, memory_limit: int | None = None) -> 
         framework=target.measured.framework,
         role=target.measured.role,
         verdict=target.findings[0].text,
-        says=target.advice.text if target.advice else "; ".join(target.what_if.warnings) or None,
+        says=target.advice.text if target.advice else "; ".join(each.text for each in target.what_if.warnings) or None,
     )
     asked = None if trial.proposal is None else trial.proposal.layout
     if None not in (asked, layout) and asked != layout:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megaprof.analysis.report.document import Report
-from megaprof.analysis.report.drawn import boxes, timelines
+from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import NothingToReport, analyze
 from megaprof.analysis.stages import words
@@ -64,7 +64,7 @@ class Capture:
     """What pages show of a directory."""
 
     report: Report
-    """The report, without the calls that are drawn."""
+    """The report, without what draws its steps."""
     page: str
     """The HTML report."""
     drawn: dict[_Key, dict[str, Any]]
@@ -81,11 +81,11 @@ def read(path: Path, links: tuple[tuple[str, str], ...], standstill: Standstill 
         raise Unreadable(str(fault)) from None
     except (OSError, MemoryError) as fault:
         raise Unreadable(f"{path} cannot be read: {fault}") from None
-    steps = timelines(report)
+    steps = report.steps()
     drawn = {key: boxes(step) for key, step in steps.items()}
     shown = page(report, steps, links)
     briefs = tuple(_brief(target, standstill) for target in report.targets)
-    return pickle.dumps(Capture(replace(report, drawn=()), shown, drawn, briefs))
+    return pickle.dumps(Capture(replace(report, drawn={}), shown, drawn, briefs))
 
 
 def _begin(most_bytes: int | None) -> None:

@@ -11,19 +11,22 @@ import functools
 import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.simulation.simulate import simulate
-from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name, shard
-from megaprof.parallel.topology import RankCoords, WorldLayout
-from tests.formats.steps import StepRecord, step_record
+from megaprof.formats.steps import codes
+from megaprof.parallel.topology import WorldLayout
+from tests.analysis.synthetic import chunk
+from tests.analysis.truth.files import code, described
+from tests.analysis.truth.programs import programs_of
+from tests.analysis.truth.simulation import simulate
+from tests.formats.step_records import StepRecord, step_record
 
 START_NS = 1_790_000_000_000_000_000
 #: Ranks per host, as on most machines with GPUs.
@@ -126,9 +129,7 @@ def write_timelines(
         start_ns
         + np.concatenate(([0], np.cumsum(job.longest(numbers) * job_noise * 1.05)[:-1])).astype(np.int64) * 1000
     )
-    described = functools.partial(
-        _metadata, layout=layout, microbatches=microbatches, target=target, role=role, layers=chunk_layers
-    )
+    clock = {"clock": "device" if device_clock else "host"}
     paths, made = [], set()
     for rank in range(layout.sizes.world) if ranks is None else sorted(ranks):
         coords = layout.coords(rank)
@@ -139,7 +140,8 @@ def write_timelines(
         if tails:
             factor *= np.where(own.random(steps) < tails, own.uniform(1.5, 3.0, steps), 1.0)
         body = job.records(rank, numbers[:shown], starts[:shown] + skew[rank // RANKS_PER_HOST], factor, job_noise)
-        head = format.metadata_record(described(coords=coords, step=first_step, device=device_clock))
+        metadata = _metadata(layout, rank, first_step, microbatches, chunk_layers, target=target, role=role)
+        head = format.metadata_record(metadata | {"forward_only": False, "timeline": clock})
         folder = directory / shard(coords)
         if folder not in made:
             folder.mkdir(parents=True, exist_ok=True)
@@ -287,8 +289,8 @@ class _Job:
         shape, starts, stops = events
         starts, stops = [*starts, round(ends[stage])], [*stops, end]
         totals = dict.fromkeys(codes.KINDS.values(), 0)
-        for code, begin, stop in zip(shape, starts, stops, strict=True):
-            if (kind := codes.KINDS.get(code & codes.KIND_MASK)) is not None:
+        for each, begin, stop in zip(shape, starts, stops, strict=True):
+            if (kind := codes.KINDS.get(each & codes.KIND_MASK)) is not None:
                 totals[kind] += stop - begin
         record = StepRecord(0, 0, 0, 0, 0, end, starts, stops, totals)
         encoded = step_record(record)
@@ -299,44 +301,20 @@ class _Job:
         self, factors: _Factors, variant: int
     ) -> tuple[list[tuple[list[int], list[int], list[int]]], list[float]]:
         """By stage: codes (the finalisation's last), starts and ends of the events before it; and when it begins."""
-        chunks, rng = self.layout.sizes.vpp, np.random.default_rng((self.seed, variant))
-
-        def times(per_stage: Sequence[float]) -> list[list[list[float]]]:
-            return [
-                [
-                    (ms * f / chunks * np.exp(rng.normal(0, self.noise, self.microbatches))).tolist()
-                    for _ in range(chunks)
-                ]
-                for ms, f in zip(per_stage, factors, strict=True)
-            ]
-
-        replayed = simulate(times(self.forward_ms), times(self.backward_ms), self.microbatches, p2p_ms=self.p2p_ms)
-        stages: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in factors]
-        now = [0] * len(factors)
-        exchanges = len(factors) > 1
-        last = len(factors) - 1
-        for event in replayed.events:
-            shape, starts, stops = stages[event.stage]
-            begin, end = round(event.start_ms * 1000), round(event.end_ms * 1000)
-            forward = event.phase == "forward"
-            first_chunk, last_chunk = event.chunk == 0, event.chunk == chunks - 1
-            begins = event.stage == 0 and first_chunk if forward else event.stage == last and last_chunk
-            finishes = event.stage == last and last_chunk if forward else event.stage == 0 and first_chunk
-            if exchanges and not begins:
-                shape.append(codes.exchange("recv_forward" if forward else "recv_backward"))
-                starts.append(now[event.stage])
-                stops.append(begin)
-            shape.append(codes.phase(codes.FORWARD if forward else codes.BACKWARD, event.microbatch, event.chunk))
-            starts.append(begin)
-            stops.append(end)
-            if exchanges and not finishes:
-                shape.append(codes.exchange("send_forward" if forward else "send_backward"))
-                starts.append(end)
-                stops.append(end)
-            now[event.stage] = end
-        for shape, _, _ in stages:
-            shape.append(codes.FINALIZE)
-        return stages, [float(end) for end in now]
+        sizes, rng = self.layout.sizes, np.random.default_rng((self.seed, variant))
+        own = np.array(factors)[:, None] * np.array([self.forward_ms, self.backward_ms]).T / sizes.vpp
+        work = own[:, None, :, None] * np.exp(rng.normal(0, self.noise, (sizes.pp, sizes.vpp, 2, self.microbatches)))
+        programs = programs_of(sizes.pp, sizes.vpp, self.microbatches, overlapped=sizes.vpp > 1)
+        still, link = np.zeros((sizes.pp, 1, 1)), np.full((sizes.pp, 1, 1), self.p2p_ms)
+        stages, ends = [], []
+        for done in simulate(programs, work[..., None, None], still, link, buffered=True):
+            starts, stops = (
+                [round(1000 * float(at[0, 0])) for at in own]
+                for own in zip(*((d.start, d.end) for d in done), strict=True)
+            )
+            stages.append(([*(code(each.what) for each in done), codes.FINALIZE], starts, stops))
+            ends.append(float(stops[-1]))
+        return stages, ends
 
 
 def _per_stage(layout: WorldLayout, ms: float | Sequence[float]) -> tuple[float, ...]:
@@ -347,52 +325,26 @@ def _per_stage(layout: WorldLayout, ms: float | Sequence[float]) -> tuple[float,
 
 
 def _metadata(
-    *,
-    layout: WorldLayout,
-    coords: RankCoords,
-    step: int,
-    microbatches: int,
-    target: str,
-    role: str | None,
-    layers: Sequence[int] | None,
-    device: bool,
+    layout: WorldLayout, rank: int, step: int, microbatches: int, layers: Sequence[int] | None, **others: Any
 ) -> dict[str, Any]:
-    sizes = layout.sizes
-    place = replace(coords).as_dict()
-    shown = place.pop("sizes")
+    coords, sizes = layout.coords(rank), layout.sizes
     held = (layers or (4,) * sizes.pp)[coords.pp]
     chunks = [
-        {
-            "embedding": coords.pp == 0 and chunk == 0,
-            "layers": held,
-            "layer_numbers": None,
-            "kinds": ["moe" if sizes.ep > 1 else "dense"] * held,
-            "mtp": 0,
-            "loss": coords.pp == sizes.pp - 1 and chunk == sizes.vpp - 1,
-        }
-        for chunk in range(sizes.vpp)
+        chunk(
+            held,
+            embedding=(coords.pp, number) == (0, 0),
+            loss=(coords.pp, number) == (sizes.pp - 1, sizes.vpp - 1),
+            kind="moe" if sizes.ep > 1 else "dense",
+        )
+        for number in range(sizes.vpp)
     ]
-    return {
-        "version": "0.0.0",
-        "target": target,
-        "role": role,
-        "steps": [step, step],
-        "coords": place,
-        "sizes": shown,
-        "schedule": "no_pipelining" if sizes.pp == 1 else "interleaved" if sizes.vpp > 1 else "1f1b",
-        "forward_only": False,
-        "microbatches": microbatches,
-        "microbatch_group_size": sizes.pp if sizes.vpp > 1 else None,
-        "seq_length": 4096,
-        "micro_batch_size": 1,
-        "chunks": chunks,
-        "p2p": {"batch_p2p_comm": False, "batch_p2p_sync": False, "overlap_p2p_comm": False},
-        "host": f"node-{coords.rank // RANKS_PER_HOST:04d}",
-        "pid": 1000 + coords.rank % RANKS_PER_HOST,
-        "megatron_core": None,
-        "torch": None,
-        "ranges": {"microbatch": True},
-        "truncated": False,
-        "truncated_reason": None,
-        "timeline": {"clock": "device" if device else "host"},
-    }
+    return described(
+        coords,
+        chunks,
+        steps=(step, step),
+        microbatches=microbatches,
+        overlapped=sizes.vpp > 1,
+        host=f"node-{rank // RANKS_PER_HOST:04d}",
+        device="cuda",
+        **others,
+    )

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megaprof.formats import codes
 from megaprof.formats import timeline as format
 from megaprof.formats.names import artifact_name
+from megaprof.formats.steps import codes
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from tests.formats.steps import StepRecord, step_record
+from tests.formats.step_records import StepRecord, step_record
 
 START_NS = 1_790_000_000_000_000_000
 _KINDS = {"forward": codes.FORWARD, "backward": codes.BACKWARD}

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megaprof.analysis.notes import Note
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 from tests.analysis.kineto import PID, annotated
 
 BASE = 1_790_000_000_000_000_000
+
+
+def kinds(notes: Iterable[Note]) -> set[str]:
+    return {note.kind for note in notes}
 
 
 def chunk(layers: int | None, *, embedding: bool = False, loss: bool = False, kind: str = "dense") -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.simulation.simulate import Simulation, simulate
@@ -47,7 +48,7 @@ def test_no_layout_is_advised_where_nobody_says_how_many_layers_there_are(tmp_pa
     for name in ("bytedance-ST", "primus-pp8", "megatronapp"):
         found = real(name, tmp_path / name).what_if
         assert found.best is None
-        assert found.warnings == ("no other layout is predicted: the traces of stage 0 do not say what it holds",)
+        assert [(each.kind, each.why) for each in found.warnings] == [("no_layout", Note("stage_unknown", stages=(0,)))]
 
 
 def passes(run: Simulation, stage: int, kind: str) -> list[tuple[float, float]]:

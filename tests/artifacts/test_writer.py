@@ -235,6 +235,7 @@ background.submit(Artifact(raw, final))
 background._idle.acquire()  # the fork comes at the worst moment: the lock is held
 child = os.fork()
 if child == 0:
+    background.forget()
     own = directory / "child.gz"
     raw_path(own).write_bytes(b"child")
     flushed = background.flush(0) and background.close(0)  # nothing is pending here

@@ -21,6 +21,7 @@ from megaprof.autoload import arming
 from megaprof.autoload.arming import PATH, environment
 from megaprof.capture.profiler import profiler
 from megaprof.integrations import registry
+from megaprof.runtime.armed import armed
 
 ROOT = Path(__file__).parents[2]
 #: What a program that never sees Megatron-Core says at its end.
@@ -99,9 +100,9 @@ def test_a_process_that_never_sees_megatron_core_loads_next_to_nothing(env: dict
         "megaprof",
         *autoload,
         "megaprof.runtime",
+        "megaprof.runtime.armed",
         "megaprof.runtime.interruption",
         "megaprof.runtime.logs",
-        "megaprof.runtime.unmet",
         "megaprof.version",
     ]
 
@@ -152,7 +153,7 @@ def test_a_world_that_the_configuration_does_not_fit_stops_before_the_first_step
 @pytest.mark.usefixtures("one_rank")
 def test_the_hosts_own_profiler_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "arguments", lambda: argparse.Namespace(profile=True, use_pytorch_profiler=True))
-    monkeypatch.setattr(arming, "_settled", ProfileConfig(target=("train_actor",), dir=str(tmp_path)))
+    monkeypatch.setattr(armed, "config", ProfileConfig(target=("train_actor",), dir=str(tmp_path)))
     with pytest.raises(ValueError, match="--profile and --profile-target are both set"):
         arming.install()
 
@@ -174,7 +175,7 @@ def test_the_first_call_brings_the_hooks_where_it_has_the_process_groups(
     monkeypatch.setattr("megaprof.parallel.topology.has_groups", lambda: False)
     monkeypatch.setattr("megaprof.capture.this_rank.has_groups", lambda: False)
     config = ProfileConfig(("train_actor",), str(tmp_path), steps="0", activities=("cpu",))
-    monkeypatch.setattr(arming, "_settled", config)
+    monkeypatch.setattr(armed, "config", config)
     asked = arming._asked(lambda: schedules.forward_backward_no_pipelining)
     run = asked()
     try:

@@ -9,10 +9,11 @@ from megatron.core.pipeline_parallel import schedules
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.autoload import arming
+from megaprof.capture.process import process
 from megaprof.capture.profiler import profiler
-from megaprof.control import listener
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.topology import coords_from_parallel_state
+from megaprof.runtime.armed import armed
 from tests.control import places
 from tests.parallel.test_topology import megatron
 
@@ -23,7 +24,7 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
 ) -> None:
     untouched = schedules.forward_backward_pipelining_without_interleaving
     config = ProfileConfig(("train_actor",), str(tmp_path), tool=("timeline",))
-    monkeypatch.setattr(arming, "_settled", config)
+    monkeypatch.setattr(armed, "config", config)
     ask = arming._asked(lambda: schedules.forward_backward_pipelining_without_interleaving)
     paths = places.Paths.of(tmp_path, None, 4)
     try:
@@ -35,7 +36,7 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
                 assert first is again, "nothing moved"
                 assert session.coords == coords_from_parallel_state()
                 assert session.timeline is not None
-                (own,) = (each for each in listener._listeners if not each.closed)
+                own = process.answers[tmp_path / "control"]
                 own.look()
             said = places.read(paths.status(rank), RankStatus)
             assert (said.rank, said.coords["pp"], said.ended) == (rank, rank // 2, False)
@@ -45,5 +46,5 @@ def test_the_second_attempt_has_its_own_place_and_nothing_of_the_first(
     finally:
         for session in profiler.sessions:
             profiler.leave(session)
-    assert all(each.closed for each in listener._listeners)
+    assert tmp_path / "control" not in process.answers
     assert schedules.forward_backward_pipelining_without_interleaving is untouched

@@ -24,9 +24,9 @@ import torch
 from megaprof import ProfileConfig, install, install_hooks
 from megaprof.capture.dispatcher import Dispatcher
 from megaprof.capture.process import Process
-from megaprof.formats import codes
+from megaprof.formats.steps import codes
 from megaprof.hooks.dispatch import always, ranged
-from megaprof.recorders.emit import Range
+from megaprof.recorders.ranges.emit import Range
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 WAYS = ("off", "armed", "ranges", "window")

@@ -2,9 +2,10 @@
 
     python -m tests.benchmarks.timeline [--microbatches 32] [--steps 3000] [--step-ms 100] [--busy] [--collectives 4]
 
-Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included; with ``--collectives``, TP=2 and
-so many collectives in each step, in both halves of a pair, whose arrivals are recorded, too: few, because what gloo
-takes for one is more than all that is measured, and scatters; torch's ring is full of others, which are read as well.
+Megatron-Core's own 1F1B schedule and exchanges over gloo at PP=2, autograd included; with ``--collectives``, so many
+of both stages end each step, in both halves of a pair, and their arrivals are recorded, too. What gloo takes for them
+is more than all that is measured, and scatters, so it is left out of all figures; torch's ring is full of others, which
+are read as well.
 In place of layers a stage sleeps, as a process does that waits for its GPU: so a step is 100 ms long on any machine,
 two ranks do not disturb each other, and hooks run in caches that have gone cold. In every other block of steps no
 session is told of calls. Which block of a pair comes first changes from pair to pair, so that a drift of the machine
@@ -78,9 +79,17 @@ class Wait(torch.autograd.Function):
         return gradient, None
 
 
+#: What all collectives took so far, by each clock.
+_met = np.zeros(4)
+
+
 def _meet(count: int, *_: Any, **others: Any) -> None:
+    """So many collectives, as gradients are reduced; what they take is left out."""
+    global _met
+    began = _clocks()
     for _ in range(count):
-        torch.distributed.all_reduce(torch.ones(1), group=parallel_state.get_tensor_model_parallel_group())
+        torch.distributed.all_reduce(torch.ones(1), group=parallel_state.get_model_parallel_group())
+    _met = _met + _clocks() - began
 
 
 class Stage(torch.nn.Module):
@@ -149,12 +158,12 @@ def _pairs(step: Callable[[], object], steps: int) -> Cost:
             profiler.dispatcher.sessions[:] = sessions if recorded else []
             profiler.background.wake()  # what is left over belongs to neither block
             step()
-            began = _clocks()
+            began = _clocks() - _met
             for number in range(BLOCK):
                 if recorded and number == BLOCK - 1:
                     profiler.background.wake()  # what is recorded in a block is written in it
                 step()
-            spent[recorded] = (_clocks() - began) / BLOCK
+            spent[recorded] = (_clocks() - began - _met) / BLOCK
         more.append(spent[True] - spent[False])
         without.append(float(spent[False][0]))
     profiler.dispatcher.sessions[:] = sessions
@@ -176,21 +185,16 @@ def job(microbatches: int, steps: int, seconds: float, directory: str, collectiv
     torch.set_num_threads(1)
     realtime = real_time()
     init_distributed()
-    stages = 1 if collectives else 2
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=2 // stages, pipeline_model_parallel_size=stages
-    )
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     config = TransformerConfig(
         num_layers=2,
         hidden_size=WIDTH,
         num_attention_heads=2,
-        tensor_model_parallel_size=2 // stages,
-        pipeline_model_parallel_size=stages,
+        pipeline_model_parallel_size=2,
         pipeline_dtype=torch.float32,
         batch_p2p_comm=False,
     )
-    # Of two stages the last one's fill and drain make it one microbatch more.
-    model = Stage(config, seconds / 3 / (microbatches + stages - 1))
+    model = Stage(config, seconds / 3 / (microbatches + 1))  # fill and drain make it one microbatch more
     batch = torch.randn(1, 1, WIDTH)
 
     def step() -> None:
@@ -249,7 +253,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--step-ms", type=float, default=100.0)
     parser.add_argument("--busy", action="store_true")
-    parser.add_argument("--collectives", type=int, default=0, help="in each step, of two tensor-parallel ranks")
+    parser.add_argument("--collectives", type=int, default=0, help="in each step, of both stages")
     args = parser.parse_args()
     quiet = {"KINETO_LOG_LEVEL": "6", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder, awake(), one_busy(args.busy):

@@ -193,7 +193,7 @@ def real(repeats: int, out: Path, splits: Sequence[Split], *, paced: bool) -> tu
         found = _what_if(first / name(0, _plus(split)))
         best = _suggestion(found)
         if best is None or best.layout is None:
-            missed.append(f"{_plus(split)}: {'; '.join(found.warnings) or found.advice}")
+            missed.append(f"{_plus(split)}: {'; '.join(each.text for each in found.warnings) or found.advice}")
         else:
             pairs[split] = best.layout
     turns = [each for split, layout in pairs.items() for each in (split, _split(layout, workload.pp))]
@@ -205,7 +205,7 @@ def real(repeats: int, out: Path, splits: Sequence[Split], *, paced: bool) -> tu
             label = f"{_plus(split)}, {number}"
             outcome = _outcome(label, found, layout, measured, scatter)
             if outcome is None:
-                missed.append(f"{label}: {'; '.join(found.warnings) or found.advice}")
+                missed.append(f"{label}: {'; '.join(each.text for each in found.warnings) or found.advice}")
             else:
                 outcomes.append(outcome)
     return outcomes, missed

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from megaprof import ProfileConfig
-from megaprof.capture.agenda import Call, PlannedWindow, plan
-from megaprof.capture.demand import Demand
+from megaprof.capture.agenda import Call, Demand, PlannedWindow, plan
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders.nsys_command import windows
 

@@ -233,7 +233,7 @@ def test_what_cannot_be_honoured_is_a_value_error_at_once(options: dict[str, Any
 
 @pytest.mark.parametrize("name", ["", "  ", "a;b", 3, None])
 def test_a_block_in_the_training_loop_never_raises_for_its_role(name: Any, caplog: Any) -> None:
-    roles._said.clear()
+    process.said.clear()
     for _ in range(3):
         with role("actor"), role(name):
             assert roles.current().role == "actor"
@@ -300,7 +300,7 @@ def test_annotating_loads_neither_torch_nor_megatron() -> None:
 
 def test_a_process_that_nsys_records_has_ranges_without_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A controller never calls a schedule, and opens no window."""
-    from megaprof.recorders import emit
+    from megaprof.recorders.ranges import emit
 
     @annotate(role="rollout", message="generate")
     def generate() -> str:

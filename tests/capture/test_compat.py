@@ -14,8 +14,8 @@ from torch import nn
 
 from megaprof import ProfileConfig, annotate, install_hooks
 from megaprof.capture import compat
+from megaprof.capture.agenda import Demand
 from megaprof.capture.compat import HOLDING, check_daemon, check_model, check_offload, held_by, offloads_manually
-from megaprof.capture.demand import Demand
 
 fsdp = pytest.importorskip("torch.distributed.fsdp", reason="this torch has no FSDP")
 

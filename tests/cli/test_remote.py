@@ -31,7 +31,7 @@ def memory() -> Iterator[Any]:
     yield filesystem
     filesystem.store.clear()
     filesystem.pseudo_dirs[:] = [""]
-    remote._copies.clear()
+    remote._copied.cache_clear()
 
 
 def upload(directory: Path, filesystem: Any, to: str) -> None:
@@ -97,9 +97,10 @@ def test_remote_files_of_nsys_are_copied_once(tmp_path: Path, memory: Any, monke
     monkeypatch.setattr(RemotePath, "opened", lambda self: (opened.append(self.name), open_one(self))[1])
     there = analyze("memory://bucket/job")
     assert without_places(there.to_json()) == without_places(analyze(directory).to_json())
-    copies = list(remote._copies.values())
-    assert sorted(path.name for path in copies) == sorted(path.name for path in directory.glob("*.sqlite"))
-    assert local_copy(place("memory://bucket/job") / copies[0].name) == copies[0]
+    names = sorted(path.name for path in directory.glob("*.sqlite"))
+    first, again = (local_copy(place("memory://bucket/job") / names[0]) for _ in range(2))
+    assert first == again
+    assert remote._copied.cache_info().misses == len(names)
     memory.pipe_file("/bucket/other/x.nsys-rep", b"x")
     with pytest.raises(Exception, match="nsys exports no remote file"):
         analyze("memory://bucket/other")
@@ -136,8 +137,8 @@ def test_a_connection_that_breaks_is_a_warning_about_one_file(
         return whole(self, path, *arguments, **options)
 
     monkeypatch.setattr(type(memory), "_open", broken)
-    (warning,) = [line for line in analyze("memory://bucket/job").warnings if "skipped" in line]
-    assert "it cannot be read: RuntimeError: the network is gone" in warning
+    (note,) = [each for each in analyze("memory://bucket/job").warnings if each.kind == "skipped"]
+    assert "it cannot be read: RuntimeError: the network is gone" in note.said
 
 
 def test_paths_stay_remote(memory: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
 
-from megaprof.cli import EXIT_CODES, main, schemas
+from megaprof.cli import EXIT_CODES, main
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from tests import schemas
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.synthetic import pipeline

@@ -24,6 +24,7 @@ def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
         while not find_culprits(found.run, found.statuses(), time.time()).still and time.monotonic() < deadline:
             time.sleep(0.5)
         status = as_a_user("status", job.directory)
+        hang = as_a_user("hang", job.directory)
         watch = as_a_user("watch", job.directory, "--once")
         found_as_data = as_a_user("status", job.directory, "--json")
         hanging = json.loads(as_a_user("report", job.directory, "--json", "-").stdout)["standstill"]
@@ -36,6 +37,8 @@ def test_status_names_the_rank_that_others_wait_for(tmp_path: Path) -> None:
     assert named.startswith("! rank 1 (stage 1, ")
     assert "has been in forward of microbatch 2, train_actor step 4, for" in named
     assert named.endswith("; 1 rank waits for it")
+    assert hang.returncode == 3, hang.stderr
+    assert "rank 1 (stage 1, " in hang.stdout
     first, second = status.stdout.splitlines()[-2:]
     assert "recv_backward" in first
     assert "forward of microbatch 2" in second

@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.capture.demand import Demand
+from megaprof.capture.agenda import Demand
 from megaprof.config import tools
 from megaprof.control.job import RunningJob
 from megaprof.control.listener import Listener
@@ -232,8 +232,7 @@ def test_the_longest_status_is_a_record(job: Job, monkeypatch: pytest.MonkeyPatc
     task = job.listener._captures.task
     assert task is not None
     name = f"ranks001024-002047/{'t' * 40}.{'r' * 40}.step000000.pp00-tp00-cp00-ep00-dp0000.rank16383.pt.trace.json.gz"
-    many = SimpleNamespace(waiting=False, files=[Path(job.handle.config.dir, name)] * 3 * MOST_STEPS)
-    monkeypatch.setattr(task, "_noted", many)
+    monkeypatch.setattr(task._demand, "written", [[name] * 3] * MOST_STEPS)
     task._say("failed", "原因\udcff\x1b" * 4000)
     monkeypatch.setattr(job.handle._session, "off", "\udcff" * 4000)
     job.listener.look()
@@ -418,6 +417,7 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
         recent=lambda *_: recent,
         calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
         seconds=lambda target, role: 1.0,
+        waits=0.123456789,
     )
     monkeypatch.setattr(job.handle._session, "timeline", timeline)
     job.listener.look()

@@ -54,11 +54,6 @@ def test_the_documented_keys_are_the_keys() -> None:
     assert "timeline" not in Metadata("evaluate", FULL.coords, (0, 0)).as_dict()
 
 
-def test_sizes_may_be_left_out_where_nothing_is_parallel() -> None:
-    plain = {**FULL.as_dict(), "sizes": {"tp": 2, "pp": 4, "vpp": None, "etp": None}}
-    assert read(plain).sizes == ParallelSizes(tp=2, pp=4)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -68,6 +63,7 @@ def test_sizes_may_be_left_out_where_nothing_is_parallel() -> None:
         {"coords": {**FULL.as_dict()["coords"], "tp": True}},
         {"coords": {**FULL.as_dict()["coords"], "rank": 1 << 40}},
         {"sizes": []},
+        {"sizes": {**FULL.as_dict()["sizes"], "vpp": None}},
         {"sizes": {"pp": 0}},
         {"sizes": {"tp": 2, "pp": 1 << 40}},
         {"steps": [1]},

@@ -17,8 +17,8 @@ from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import read_trace
 from megaprof.formats.graphs import KEY, GraphNames, read_names
 from megaprof.parallel.chunks import innermost
-from megaprof.recorders import emit
-from megaprof.recorders.graph_names import names
+from megaprof.recorders.ranges import emit
+from megaprof.recorders.ranges.graph_names import names
 from tests.hooks.cuda_graph_runtime import EXEC, Capture, Graph, Runtime, launches, made_up_runtime
 
 full_cuda_graph = pytest.importorskip("megatron.core.full_cuda_graph", reason="megatron-core 0.14 brought it")

@@ -20,17 +20,17 @@ from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats.ranges import DISPATCHER_STEPS, LAYER_PARTS, MODULES, module_backward, module_range, parse
 from megaprof.hooks.modules import sites
 from megaprof.parallel.chunks import describe_chunk
-from megaprof.recorders import emit
+from megaprof.recorders.ranges import emit
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 SMALL: dict[str, Any] = {"hidden": 32, "seq_length": 16, "layers": 4, "microbatches": 4}
 WORKLOADS = {
-    "pp1": GPTWorkload(**{**SMALL, "layers": 2}),
     "pp2-vpp2": GPTWorkload(pp=2, vpp=2, **SMALL),
     "tp2-ep2": GPTWorkload(tp=2, ep=2, **{**SMALL, "layers": 2}),
     "ep2-pp2": GPTWorkload(ep=2, pp=2, **SMALL),
 }
-EVERY = [n if n == "pp2-vpp2" else pytest.param(n, marks=pytest.mark.slow) for n in WORKLOADS]
+#: In the test's own process, and on ranks.
+EVERY = ["one rank", *(pytest.param(n, marks=pytest.mark.slow) for n in WORKLOADS)]
 
 
 def surface(chunks: list[Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -110,10 +110,14 @@ def parents(found: list[tuple[float, float, str]]) -> list[tuple[str, str | None
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_module_of_every_microbatch_forward_and_backward(name: str, tmp_path: Path) -> None:
-    workload = WORKLOADS[name]
+def test_every_module_of_every_microbatch_forward_and_backward(name: str, one_rank: Any, tmp_path: Path) -> None:
+    workload = WORKLOADS.get(name, one_rank.workload)
     moe = workload.experts is not None
-    for number, rank in enumerate(run_ranks(train, workload.world_size, workload, str(tmp_path), timeout=180)):
+    if name in WORKLOADS:
+        ranks = run_ranks(train, workload.world_size, workload, str(tmp_path), timeout=180)
+    else:
+        ranks = [{"layers": one_rank.layer_numbers, **compare(one_rank, str(tmp_path), "module")}]
+    for number, rank in enumerate(ranks):
         assert rank["ranged"] == rank["plain"]
         assert rank["changed"] == []
         found = parents(spans(tmp_path, number))

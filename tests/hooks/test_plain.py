@@ -15,10 +15,11 @@ from megaprof import ProfileConfig
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.autoload import arming, controller
 from megaprof.capture.profiler import profiler
-from megaprof.hooks.batch import Batch, when_asked
+from megaprof.hooks.batch import Batch
 from megaprof.install import install_without_pipeline
 from megaprof.integrations import contract, registry
 from megaprof.integrations.contract import Facts, Hook
+from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 
 MICROBATCHES = 3
@@ -142,15 +143,13 @@ def test_an_exception_of_the_hosts_passes(engine: Engine, tmp_path: Path) -> Non
 
 
 def test_the_first_batch_brings_the_hooks(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask() -> bool:
-        monkeypatch.setattr(arming, "_settled", config(tmp_path, "train_actor", steps="0"))
-        return arming.install(pipeline=False)
-
-    when_asked.append(ask)
+    monkeypatch.setattr(armed, "config", config(tmp_path, "train_actor", steps="0"))
+    monkeypatch.setattr(armed, "install", arming.install)
+    monkeypatch.setattr(armed, "awaits_batch", True)
     assert not arming.install()  # Megatron's groups are waited for
     try:
         engine.forward_backward_batch(data())
-        assert not when_asked
+        assert not armed.awaits_batch
     finally:
         for session in profiler.sessions:
             profiler.leave(session)

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megaprof.formats.ranges import LAYER_PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -70,6 +72,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_every_part_that_is_a_module_has_a_range() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     run = subprocess.run([sys.executable, "-c", MAKE], env=env, capture_output=True, text=True, timeout=300)

@@ -1,17 +1,25 @@
-"""The whole way on real megatron-core schedules: hooks, windows, recorder, files. One launch per parallel layout."""
+"""The whole way on real megatron-core schedules: hooks, windows, recorders, files. One launch per parallel layout."""
 
 from __future__ import annotations
 
+import functools
 import gzip
+import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megaprof.analysis.table.files import tables_in
+from megaprof.analysis.table.table import Table
+from megaprof.formats import timeline as format
 from megaprof.formats.ranges import COMBINED as COMBINED_PASS
 from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, parse
+from megaprof.formats.steps import codes
+from megaprof.formats.timeline import Timeline, read_timeline
 from megaprof.parallel.schedules import EXCHANGES, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
@@ -31,11 +39,33 @@ SCHEDULES = {"pp1": "no_pipelining", "pp2-vpp2": "interleaved", "pp2-vpp2-overla
 STEPS = 3
 
 
-def profile_flags(out: Path) -> list[str]:
-    """One training step and one log-prob pass on one rank of each stage."""
-    steps = f"train_actor={STEPS - 1};train_log_probs=0"
-    targets = ["--profile-target", "train_actor", "train_log_probs"]
-    return [*targets, "--profile-dir", str(out), "--profile-select", "per-stage", "--profile-steps", steps]
+#: What is captured beside the timeline.
+CAPTURED = (("train_actor", STEPS - 1, True), ("train_log_probs", 0, False))
+
+
+def profile_flags(out: Path, *more: str) -> list[str]:
+    """A trace of one training step and of one log-prob pass, and a timeline of everything."""
+    steps = ";".join([*(f"{target}={step}" for target, step, _ in CAPTURED), "evaluate=none"])
+    targets = ["--profile-target", "train_actor", "train_log_probs", "evaluate"]
+    tools = ["--profile-tool", "torch", "timeline"]
+    return [*targets, *tools, "--profile-dir", str(out), "--profile-steps", steps, *more]
+
+
+Job = tuple[list[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+    """What the ranks of a workload tell of themselves, and the directory of their files."""
+
+    @functools.cache
+    def ran(name: str) -> Job:
+        workload, out = WORKLOADS[name], tmp_path_factory.mktemp(name)
+        return run_ranks(
+            train, workload.world_size, workload, profile_flags(out, "--profile-all-ranks"), timeout=240
+        ), out
+
+    return ran
 
 
 def train(workload: GPTWorkload, flags: list[str]) -> dict[str, Any]:
@@ -79,6 +109,24 @@ def read(path: Path) -> dict[str, Any]:
     return trace
 
 
+def timelines(directory: Path) -> dict[int, Timeline]:
+    """By rank; every one is whole."""
+    found = [read_timeline(path) for path in sorted(directory.rglob("*" + format.SUFFIX))]
+    assert all(timeline.damage is None for timeline in found)
+    return {timeline.metadata[0].coords.rank: timeline for timeline in found}
+
+
+def events(timeline: Timeline, position: int) -> list[tuple[str, Any, int, int]]:
+    found = timeline.events(position)
+    assert found is not None
+    named = []
+    for code, start, end in zip(found.code.tolist(), found.start.tolist(), found.end.tolist(), strict=True):
+        name = codes.name(code)
+        assert name is not None
+        named.append((name.label, tuple(name.fields.values()), start, end))
+    return named
+
+
 def ours(trace: dict[str, Any]) -> list[Any]:
     names = [event["name"] for event in trace["traceEvents"] if event.get("ph") == "X"]
     return [name for name in map(parse, names) if name is not None]
@@ -99,18 +147,15 @@ def ran(trace: dict[str, Any]) -> list[tuple[PassId, ...]]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path) -> None:
+def test_traces_agree_with_the_ranks_true_coordinates(name: str, job: Callable[[str], Job]) -> None:
     workload = WORKLOADS[name]
-    flags = [*profile_flags(tmp_path), "--profile-all-ranks"]
-    flags = [flag for flag in flags if flag not in ("--profile-select", "per-stage")]
-    ranks = run_ranks(train, workload.world_size, workload, flags, timeout=180)
-
-    assert len(list(tmp_path.iterdir())) == 2 * workload.world_size
+    ranks, out = job(name)
+    assert len(list(out.rglob("*.pt.trace.json.gz"))) == 2 * workload.world_size
     for rank in ranks:
         c = rank["coords"]
         place = f"pp{c['pp']}-tp{c['tp']}-cp{c['cp']}-ep{c['ep']}-dp{c['dp']}.rank{c['rank']:05d}"
-        for target, step, backwards in (("train_actor", STEPS - 1, True), ("train_log_probs", 0, False)):
-            trace = read(tmp_path / f"{target}.step{step:06d}.{place}.pt.trace.json.gz")
+        for target, step, backwards in CAPTURED:
+            trace = read(out / f"{target}.step{step:06d}.{place}.pt.trace.json.gz")
             meta = trace["megaprof"]
             assert meta["coords"] == c
             assert (meta["target"], meta["steps"], meta["truncated"]) == (target, [step, step], False)
@@ -158,13 +203,50 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, tmp_path: Path)
         assert plain[1]["numbers"][0][0] != plain[1]["numbers"][0][1], "the model did not learn: nothing was compared"
 
 
-@pytest.mark.slow
-def test_one_rank_per_stage(tmp_path: Path) -> None:
-    workload = WORKLOADS["tp2-pp2"]
-    ranks = run_ranks(train, 4, workload, profile_flags(tmp_path), timeout=180)
-    expected = {rank["coords"]["rank"] for rank in ranks if rank["coords"]["tp"] == 0}
-    assert {int(path.name.split("rank")[1][:5]) for path in tmp_path.iterdir()} == expected
-    assert len(expected) == 2
+@pytest.mark.parametrize("name", EVERY)
+def test_every_phase_of_every_step_is_in_the_timeline(name: str, job: Callable[[str], Job]) -> None:
+    workload = WORKLOADS[name]
+    known, out = job(name)
+    read = timelines(out)
+    assert sorted(read) == list(range(workload.world_size))
+    for truth in known:
+        timeline = read[truth["coords"]["rank"]]
+        passes = [
+            (timeline.metadata[step["metadata"]].target, int(step["step"]), int(step["index"]))
+            for step in timeline.steps
+        ]
+        assert passes == [
+            *(("train_actor", step, 0) for step in range(STEPS)),
+            ("train_log_probs", 0, 0),
+            ("evaluate", 0, 0),
+            ("train_actor", STEPS, 0),
+        ]
+        assert {key: getattr(timeline.metadata[0].coords, key) for key in truth["coords"]} == truth["coords"]
+        assert [chunk.layers for chunk in timeline.metadata[0].chunks] == truth["layers"]
+        chunks = workload.vpp or 1
+        each = [(microbatch, chunk) for chunk in range(chunks) for microbatch in range(workload.microbatches)]
+        for position, (target, step, _) in enumerate(passes):
+            here = events(timeline, position)
+            forwards = [where for label, where, _, _ in here if label == "forward"]
+            backwards = [where for label, where, _, _ in here if label == "backward"]
+            assert sorted(forwards) == sorted(each)
+            assert sorted(backwards) == (sorted(each) if target == "train_actor" else [])
+            fixed = timeline.steps[position]
+            # Times of a step are kept in 16 bits: past 65 ms in units of 2 us, past 131 ms of 4 us.
+            starts = [0, *(start for _, _, start, _ in here)]
+            longest = max(*(end - start for _, _, start, end in here), *(b - a for a, b in itertools.pairwise(starts)))
+            resolution = 1 if longest < 1 << 15 else 1 << (longest.bit_length() - 15)
+            assert all(0 <= start <= end <= fixed["duration"] + resolution for _, _, start, end in here)
+            for kind in ("forward", "backward"):
+                lengths = [end - start for label, _, start, end in here if label == kind]
+                assert abs(int(fixed[kind]) - sum(lengths)) <= len(lengths) * (resolution - 1)
+            assert [label for label, *_ in here].count("finalize_grads") == (target == "train_actor")
+            if workload.pp > 1:
+                assert 0 < fixed["p2p"] < fixed["duration"]
+            assert 0 < fixed["own"] < fixed["duration"]
+            assert fixed["flags"] == (format.CAPTURED if (target, step) in {each[:2] for each in CAPTURED} else 0)
+        # Steps of one kind have one shape, and an evaluation runs as a log-prob pass does.
+        assert len(timeline.shapes) == 2
 
 
 COMBINED: dict[str, Any] = {"ep": 2, "combined_1f1b": True, "dtype": "bfloat16", **SMALL}
@@ -179,7 +261,7 @@ COMBINED: dict[str, Any] = {"ep": 2, "combined_1f1b": True, "dtype": "bfloat16",
 )
 def test_combined_1f1b_names_both_microbatches(workload: GPTWorkload, tmp_path: Path) -> None:
     pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b", reason="megatron-core 0.14 brought it")
-    flags = [*profile_flags(tmp_path), "--profile-ranges", "module"]
+    flags = profile_flags(tmp_path, "--profile-select", "per-stage", "--profile-ranges", "module")
     ranks = run_ranks(train, workload.world_size, workload, flags, timeout=180)
     chunks = workload.vpp or 1
     every = Counter((mb, chunk) for mb in range(workload.microbatches) for chunk in range(chunks))
@@ -200,3 +282,15 @@ def test_combined_1f1b_names_both_microbatches(workload: GPTWorkload, tmp_path: 
         assert backward + Counter((fields["bmb"], fields["bchunk"]) for fields in both) == every
         schedule = PipelineSchedule.checked(workload.pp, chunks, workload.microbatches, combined=True)
         assert ran(trace) == turns(schedule, trace["megaprof"]["coords"]["pp"])
+    (table,) = (table for key, table in tables_in(tmp_path).items() if key.target == "train_actor")
+    assert isinstance(table, Table), table
+    assert table.schedule.combined
+    assert (table.passes > 0).all()
+    for timeline in timelines(tmp_path).values():
+        here = events(timeline, 0)
+        kinds = Counter(label for label, *_ in here)
+        each = workload.microbatches * chunks
+        assert kinds["combined"] > 0
+        assert kinds["forward"] + kinds["combined"] == kinds["backward"] + kinds["combined"] == each
+        assert all(None not in where for label, where, _, _ in here if label == "combined")
+        assert timeline.steps[0]["combined"] > 0

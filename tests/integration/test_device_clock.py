@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from megaprof.analysis.clocks.clocks import TOLERANCE_NS
-from megaprof.analysis.clocks.matching import ends_of, links_between
-from megaprof.analysis.fleet.reading import find_timelines, read_fleet
-from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.table.files import tables_in
+from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
+from megaprof.parallel.schedules import phase_order, producer
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import before_forward
-from tests.integration.test_capture import WORKLOADS
-from tests.integration.test_timeline import timelines
+from tests.integration.test_capture import WORKLOADS, timelines
 from tests.recorders.fake_gpu import FakeGpu, compiled
 
 STEPS = 3
@@ -78,23 +77,20 @@ def laid_on_one_clock(directory: Path, workload: GPTWorkload) -> None:
     """Nothing is received before it was sent, although the starts of the steps are seconds apart; on a machine that is
     too busy to tell, the report says so instead."""
     (target,) = analyze(directory).targets
-    reading = read_fleet(find_timelines(directory))
-    ((key, series),) = reading.series.items()
-    calls = detail_of(key, [rank.coords for rank in series.ranks], reading.files[key])
-    assert {(call.rank, call.step) for call in calls} == {(r, s) for r in range(workload.pp) for s in range(STEPS)}
-    unknown = any("laid beside each other" in reason for call in calls for reason in call.reasons)
-    for step in range(STEPS):
-        ends = {call.rank: ends_of(call.metadata, [call]) for call in calls if call.step == step}
-        links = [link for link, _ in links_between(ends)]
-        assert {(link.sender, link.receiver) for link in links} >= {(0, 1), (1, 0)}
-        early = [
-            send[0] - receive[1]
-            for link in links
-            for send, receive in zip(link.sends, link.receives, strict=True)
-            if send[0] > receive[1] + TOLERANCE_NS
-        ]
-        assert unknown or not early
+    (table,) = tables_in(directory).values()
+    assert isinstance(table, Table)
+    schedule, both = table.schedule, (table.start, table.end)
+    uncertain = (table.aligned_ms or 0.0) + TOLERANCE_NS / 1e6
+    for stage in range(schedule.stages):
+        for which in phase_order(schedule, stage):
+            source = producer(schedule, stage, which)
+            if source is not None and table.clocks:
+                (begun, _), (_, made) = (
+                    [times[:, 0, at, each.chunk, schedule.kinds.index(each.kind), each.microbatch] for times in both]
+                    for at, each in ((stage, which), source)
+                )
+                assert (begun >= made - uncertain).all()
     for stage in target.measured.stages:
         assert stage.compute_ms is not None
         assert stage.compute_ms.mean >= 1e3 * PACE * workload.microbatches
-        assert unknown or None not in stage.bubble_split.values()
+        assert not table.clocks or None not in stage.bubble_split.values()

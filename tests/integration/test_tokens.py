@@ -17,7 +17,7 @@ from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import timeline as format
-from megaprof.formats.work import unpack_work
+from megaprof.formats.steps.work import unpack_work
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import linger
 
@@ -26,7 +26,7 @@ PACKS = ((8, 56), (64,), (16,), (1, 1, 62), (24,), (30, 30))
 SMALL: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "microbatches": 6, "seq_length": 64}
 ROWS = GPTWorkload(pp=2, seq_lengths=LENGTHS, micro_batch_size=2, **SMALL)
 PACKED = GPTWorkload(pp=2, packs=PACKS, **SMALL)
-ALONE = GPTWorkload(packs=PACKS, **SMALL)
+REPLICAS = GPTWorkload(dp=2, packs=PACKS, **SMALL)
 
 
 def train(directories: Mapping[str, GPTWorkload]) -> None:
@@ -114,11 +114,10 @@ def test_the_tokens_of_every_expert_are_counted_and_name_a_slow_rank(tmp_path: P
 
 
 def test_the_work_of_every_microbatch_is_recorded(tmp_path: Path) -> None:
-    for together in ((ROWS, PACKED), (ALONE,)):
-        runs = {str(tmp_path / f"{len(together)}{number}"): workload for number, workload in enumerate(together)}
-        run_ranks(train, together[0].world_size, runs, timeout=180)
-        for directory, workload in runs.items():
-            check(Path(directory), workload)
+    runs = {str(tmp_path / str(number)): workload for number, workload in enumerate((ROWS, PACKED, REPLICAS))}
+    run_ranks(train, ROWS.world_size, runs, timeout=180)
+    for directory, workload in runs.items():
+        check(Path(directory), workload)
 
 
 def check(directory: Path, workload: GPTWorkload) -> None:

@@ -16,10 +16,12 @@ from megaprof import ProfileConfig
 from megaprof.autoload import slime as slime_entry
 from megaprof.capture import roles
 from megaprof.capture.agenda import Agenda, Call, HostNumbers
-from megaprof.capture.evaluation import evaluating
+from megaprof.capture.profiler import profiler
+from megaprof.capture.roles import evaluating
 from megaprof.integrations import contract, megatron_bridge, megatron_lm, ms_swift, registry, skyrl, slime, verl
 from megaprof.integrations.contract import Facts, Hook
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
+from megaprof.runtime.armed import armed
 from megaprof.runtime.patching import Patches
 
 
@@ -129,9 +131,11 @@ def test_the_end_of_a_hosts_step_is_told_and_what_fails_there_is_ours(
     told: list[int] = []
 
     def fail() -> None:
+        told.append(1)
         raise OSError("disk full")
 
-    monkeypatch.setattr(contract, "when_over", {"step": [fail, lambda: told.append(1)], "job": []})
+    monkeypatch.setattr(contract, "process", SimpleNamespace(sessions=[1]))
+    monkeypatch.setattr(profiler, "step_ended", fail)
     assert adapted.train("model", 8) == ("actor", 8, False)
     assert told == [1]
     assert "disk full" in caplog.text
@@ -142,7 +146,7 @@ def test_the_end_of_a_hosts_step_is_told_and_what_fails_there_is_ours(
 
 def test_a_coroutine_is_over_when_it_was_awaited(adapted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    monkeypatch.setattr(contract, "when_over", {"step": [], "job": [lambda: told.append(1)]})
+    monkeypatch.setattr(armed, "finish_job", lambda: told.append(1))
     fitting = adapted.Trainer().fit()
     assert told == []
     assert asyncio.run(fitting) == (None, None, False)

@@ -21,6 +21,7 @@ from megaprof import ProfileConfig
 from megaprof.autoload import slime as slime_entry
 from megaprof.integrations import registry, skyrl, slime, verl
 from megaprof.integrations.contract import Facts
+from megaprof.runtime.armed import armed
 from tests.integrations.driving import host_environment, skip_without_packages
 
 ACTOR, REF, CRITIC = "actor_rollout_ref.actor.profiler", "actor_rollout_ref.ref.profiler", "critic.profiler"
@@ -222,7 +223,7 @@ def test_verls_controller_says_where_it_is(caplog: pytest.LogCaptureFixture) -> 
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verl._Asked, "config", None)
     monkeypatch.setattr(verl._Asked, "step", None)
-    monkeypatch.setattr("megaprof.autoload.arming.install", lambda: False)
+    monkeypatch.setattr(armed, "install", lambda: False)
 
 
 def facts(function: str, worker: Any, **arguments: Any) -> Any:

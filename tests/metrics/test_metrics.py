@@ -76,6 +76,14 @@ def test_slow_ranks_and_a_peer_to_compare_them_with() -> None:
     assert slow_ranks([status(0, 40.0), status(2, 90.0)]) is None, "a stage with one rank has no peers"
 
 
+def test_a_rank_that_waits_for_a_processor_core_is_not_slow() -> None:
+    waiting = replace(status(2, 90.0), waits=0.45)  # of 100 ms
+    assert slow_ranks([status(0, 40.0), status(1, 40.0), waiting, status(3, 50.0)]) is None
+    found = slow_ranks([status(0, 40.0), status(1, 40.0), waiting, replace(status(3, 156.0), waits=0.4)])
+    assert found is not None
+    assert found.ranks == (3,)
+
+
 def test_beside_a_slow_rank_no_other_rank_and_no_stage_is_named() -> None:
     job = [status(0, 40.0), status(1, 41.0), status(2, 40.0), status(3, 96.0)]
     summary = summarise(RUN, job)

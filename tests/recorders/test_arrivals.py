@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megaprof.formats import timeline as format
-from megaprof.formats.arrivals import unpack_arrivals, unpack_groups
 from megaprof.formats.flight import Entry, GroupConfig
+from megaprof.formats.steps.arrivals import unpack_arrivals, unpack_groups
 from megaprof.recorders import flight
 from megaprof.recorders.timeline.arrivals import Reading, Written
 from megaprof.recorders.timeline.files import Place

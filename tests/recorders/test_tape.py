@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.formats import codes
+from megaprof.formats.steps import codes
 from megaprof.recorders import tape
 from megaprof.recorders.tape import Gate, Hook, PythonTape, Tape, raw
 

@@ -16,7 +16,7 @@ from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 from megaprof.recorders.timeline import files
 from megaprof.recorders.timeline.files import Facts, Step, TimelineFiles
-from tests.formats.steps import StepRecord
+from tests.formats.step_records import StepRecord
 
 COORDS = RankCoords(rank=3, pp=1, tp=1, cp=0, ep=0, dp=0, sizes=ParallelSizes(tp=2, pp=2))
 SHAPE = list(range(200))

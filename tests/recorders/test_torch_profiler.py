@@ -19,8 +19,9 @@ from megaprof.artifacts.writer import Writer
 from megaprof.config.options import ProfileConfig
 from megaprof.formats.names import TRACE_SUFFIX, artifact_name
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
-from megaprof.recorders import Window, emit
-from megaprof.recorders.host_ranges import add_ranges
+from megaprof.recorders import Window
+from megaprof.recorders.ranges import emit
+from megaprof.recorders.ranges.host_ranges import add_ranges
 from megaprof.recorders.torch_profiler import _PIECE, TorchRecorder
 from tests import programs
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaprof.formats import codes
-from megaprof.formats.work import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.work import MASK, PACKED, POSITIONS, SHAPES, Work, pack_work, unpack_work
 from megaprof.hooks.models import _told
 from megaprof.recorders import work
 from megaprof.recorders.work import read_work

@@ -97,6 +97,7 @@ def test_a_forked_child_has_no_tasks_and_no_lock_held() -> None:
     child = os.fork()
     if child == 0:
         try:
+            background.forget()
             clean = not background._tasks and background._thread is None
             background.add(lambda: os._exit(0 if clean else 1), 0.001)
             time.sleep(10)

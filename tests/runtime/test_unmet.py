@@ -15,6 +15,7 @@ from megaprof.runtime import unmet
 
 ROOT = Path(__file__).parents[2]
 CHILD = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}], check=True)"
+LOADED = "import sys, types; sys.modules['{0}'] = types.ModuleType('{0}')"
 ASKED = """
 from megatron.core.pipeline_parallel import get_forward_backward_func
 try:
@@ -38,11 +39,11 @@ def said(tmp_path: Path, *command: str, **env: str) -> list[str]:
     ("code", "came"),
     [
         ("print(1)", 0),
-        ("import sys, types; sys.modules['torch'] = types.ModuleType('torch')", 1),
-        ("import sys, types; sys.modules['megatron.core'] = types.ModuleType('core')", 2),
-        pytest.param("import megatron.core.pipeline_parallel.schedules", 3, marks=pytest.mark.slow),
+        (LOADED.format("torch"), 1),
+        (LOADED.format("megatron.core"), 2),
+        (LOADED.format("megatron.core.pipeline_parallel.schedules"), 3),
         pytest.param(ASKED, 4, marks=pytest.mark.slow),
-        (CHILD.format("import sys, types; sys.modules['torch'] = types.ModuleType('torch')"), 1),
+        (CHILD.format(LOADED.format("torch")), 1),
         ("import os\nif os.fork() == 0:\n    raise SystemExit\nos.wait()", 0),
         ("import os, sys; os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])", 0),
     ],

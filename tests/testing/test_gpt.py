@@ -20,7 +20,7 @@ COMPARED = {
     "1F1B": UNEVEN,
     "interleaved": GPTWorkload(pp=2, vpp=2, **SMALL),
 }
-STEPS = 6
+STEPS = 4
 GENERAL = GPTWorkload(pp=4, layout=(2, 1, 2, 1), **{**SMALL, "layers": 6})
 
 
@@ -71,7 +71,13 @@ def two_ranks() -> dict[str, Any]:
             gpt = build(workload)
             set_weights_by_name(gpt)
             results[name] = gpt.evaluate() + gpt.train_step(), gpt.train_step()
-        results["lengths"] = {}
+    return results
+
+
+def two_of_other_workloads() -> dict[str, Any]:
+    init_distributed()
+    results: dict[str, Any] = {"lengths": {}}
+    with cpu_megatron():
         for vpp in (None, 2):
             gpt = build(GPTWorkload(pp=2, vpp=vpp, seq_lengths=(32, 8, 16, 24), **SMALL))
             gpt.train_step()
@@ -94,6 +100,11 @@ def two() -> list[dict[str, Any]]:
     return run_ranks(two_ranks, 2, timeout=240)
 
 
+@pytest.fixture(scope="module")
+def others() -> list[dict[str, Any]]:
+    return run_ranks(two_of_other_workloads, 2, timeout=240)
+
+
 def test_uneven_layout_is_built(two: list[dict[str, Any]]) -> None:
     assert [rank["uneven"][0]["layers"] for rank in two] == [[3], [1]]
 
@@ -101,7 +112,7 @@ def test_uneven_layout_is_built(two: list[dict[str, Any]]) -> None:
 def test_training_learns(two: list[dict[str, Any]]) -> None:
     losses = two[1]["uneven"][0]["losses"]
     assert [len(step) for step in losses] == [UNEVEN.microbatches] * STEPS
-    assert sum(losses[-1]) < 0.9 * sum(losses[0])
+    assert sum(losses[-1]) < 0.95 * sum(losses[0])
     assert all(step == [] for step in two[0]["uneven"][0]["losses"])
 
 
@@ -128,19 +139,22 @@ def test_schedules_agree_on_the_numbers(two: list[dict[str, Any]]) -> None:
     assert two[1]["interleaved"][1] == pytest.approx(two[1]["1F1B"][1], rel=1e-4)
 
 
-def test_microbatches_of_different_lengths(two: list[dict[str, Any]]) -> None:
-    assert two[1]["lengths"] == {None: [32, 8, 16, 24], 2: [32, 8, 16, 24]}
+@pytest.mark.slow
+def test_microbatches_of_different_lengths(others: list[dict[str, Any]]) -> None:
+    assert others[1]["lengths"] == {None: [32, 8, 16, 24], 2: [32, 8, 16, 24]}
 
 
-def test_tensor_parallel_ranks_agree(two: list[dict[str, Any]]) -> None:
-    assert two[0]["tensor parallel"] == two[1]["tensor parallel"]
-    assert all(len(losses) == SMALL["layers"] for losses in two[0]["tensor parallel"])
+@pytest.mark.slow
+def test_tensor_parallel_ranks_agree(others: list[dict[str, Any]]) -> None:
+    assert others[0]["tensor parallel"] == others[1]["tensor parallel"]
+    assert all(len(losses) == SMALL["layers"] for losses in others[0]["tensor parallel"])
 
 
-def test_combined_1f1b_agrees_with_plain_experts(two: list[dict[str, Any]]) -> None:
+@pytest.mark.slow
+def test_combined_1f1b_agrees_with_plain_experts(others: list[dict[str, Any]]) -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    for rank in two:
+    for rank in others:
         assert sum(rank["experts"][-1]) < sum(rank["experts"][0])
         if hasattr(schedules, "combined_1f1b_schedule_for_no_pipelining"):
             for combined, plain in zip(rank["combined"], rank["experts"], strict=True):

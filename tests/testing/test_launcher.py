@@ -156,6 +156,30 @@ def test_others_are_killed_after_a_failure(tmp_path: Path, monkeypatch: pytest.M
     assert_grandchild_is_gone(tmp_path)
 
 
+KILLED_AT_ONCE = """
+import os, sys, time
+from pathlib import Path
+from megaprof.testing import launcher
+def begin(directory):
+    (Path(directory) / "began").touch()
+    time.sleep(100)
+launcher._wait = lambda *_: os.kill(os.getpid(), 9)
+if __name__ == "__main__":
+    launcher.run_ranks(begin, 2, sys.argv[1], env={"OURS": sys.argv[1]})
+"""
+
+
+def test_ranks_whose_parent_is_killed_while_they_start_end_before_they_begin(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(KILLED_AT_ONCE)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, script, tmp_path], env=env, timeout=120).returncode == -signal.SIGKILL
+    began = tmp_path / "began"
+    while launcher._marked(f"OURS={tmp_path}") and not began.exists():
+        time.sleep(0.05)
+    assert not began.exists()
+
+
 @pytest.mark.parametrize(("world", "timeout"), [(0, 1.0), (1, 0.0)])
 def test_impossible_requests_are_refused(world: int, timeout: float) -> None:
     with pytest.raises(ValueError, match=r"world|timeout"):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,13 @@ def check(
     steps: int,
     kinds: Sequence[str],
     microbatches: Mapping[tuple[str, str | None], int],
-    lengths: Sequence[int] = (),
+    lengths: Collection[tuple[int, ...]] = (),
 ) -> None:
     """The runs in ``plain`` and ``profiled``, of two stages with 7 layers and 1, have the same parameters after each of
     ``steps`` of the optimizer, bit by bit. Of ``kinds``, target, role and step as in names, there is a trace of each
     stage in ``traces``, and the report has what was built, with so many ``microbatches`` by target and role. With
-    ``lengths``, those of the data, a microbatch is one of its sequences, the same on both stages."""
+    ``lengths``, those of the sequences of every microbatch that the data can make, its microbatches have some of them,
+    the same on both stages."""
     assert _digests(plain) == _digests(profiled)
     assert [len(each) for each in _digests(plain).values()] == [steps, steps]
     names = sorted(path.name.partition("-tp")[0] for path in traces.glob("*.pt.trace.json.gz"))
@@ -121,7 +122,7 @@ def check(
         for kind in kinds:
             first, second = (read_trace(path).metadata for path in sorted(traces.glob(f"{kind}.pp*.pt.trace.json.gz")))
             assert first.lengths == second.lengths is not None
-            assert {(length,) for length in lengths} >= set(first.lengths)
+            assert set(lengths) >= set(first.lengths)
             assert len(set(first.lengths)) > 1
             assert first.tokens == tuple(map(sum, first.lengths))
     found = _report(traces)

@@ -1,6 +1,6 @@
 """Megatron-Bridge's ``pretrain()``, whole, under torchrun on two stages: without an edit, and with its own callback.
 
-Replaced: the GPU (`megaprof.testing.cpu_process`), and the layers are Megatron-Core's local ones. Nothing is in the
+Replaced: the GPU (`tests.trainers.cpu_process`), and the layers are Megatron-Core's local ones. Nothing is in the
 place of the packages in EDGES where they are missing. The configuration is written by hand, since Bridge's recipes
 import every model. No checkpoint is saved: the last save hangs on a CPU, with and without megaprof.
 """

@@ -1,6 +1,6 @@
 """ms-swift's command ``megatron sft``, whole, on two stages: torchrun, model, data, optimizer and checkpoint its own.
 
-Replaced: the GPU (`megaprof.testing.cpu_process`), Transformer Engine (tests/stand_ins); nothing is in the place of
+Replaced: the GPU (`tests.trainers.cpu_process`), Transformer Engine (tests/stand_ins); nothing is in the place of
 flash_attn, apex and modelopt.
 """
 
@@ -40,7 +40,6 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
         env = environment(work, "flash_attn,apex,modelopt", *packages, NPROC_PER_NODE="2", MASTER_PORT="29633")
         train([*before, *command, "--output_dir", str(work / "out")], env, work)
     kinds = ("evaluate.step000000", "train_actor.step000004")
-    lengths = [
-        length + len("<think>\n\n</think>\n\n") for length in tiny.lengths()
-    ]  # its template has no thoughts to write
+    thoughts = len("<think>\n\n</think>\n\n")  # its template has none to write
+    lengths = [(length + thoughts,) for length in tiny.lengths()]
     check(plain, profiled, traces, "ms-swift", 6, kinds, {("train_actor", None): 8}, lengths)

@@ -1,6 +1,6 @@
 """verl's SFT trainer, whole, on two stages: ``torchrun -m verl.trainer.sft_trainer``, model by Megatron-Bridge.
 
-Replaced: the GPU (`megaprof.testing.cpu_process`), Transformer Engine (tests/stand_ins), which computes attention over
+Replaced: the GPU (`tests.trainers.cpu_process`), Transformer Engine (tests/stand_ins), which computes attention over
 packed sequences one by one. Nothing is in the place of the packages in EDGES where they are missing.
 """
 
@@ -55,4 +55,5 @@ def test_without_an_edit(wheel: Callable[[str], Path], tmp_path: Path) -> None:
         command = torchrun(*before, "-m", "verl.trainer.sft_trainer", *arguments)
         train([*command, f"trainer.default_local_dir={work / 'out'}"], environment(work, EDGES, *packages), work)
     kinds = ("evaluate.step000000", "train_actor.step000003")
-    check(plain, profiled, traces, "verl", 4, kinds, {("train_actor", None): 8}, tiny.lengths())
+    lengths = [(length,) for length in tiny.lengths()]
+    check(plain, profiled, traces, "verl", 4, kinds, {("train_actor", None): 8}, lengths)

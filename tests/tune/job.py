@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megaprof.analysis.what_if.layouts import Layout, default_layout, layers_per_stage, parse_layout
@@ -71,6 +72,7 @@ def main() -> None:
             _count_memory(layers(gpt.chunks), *(round(each * (1 << 30)) for each in args.memory))
         for _ in range(args.train_iters):
             gpt.train_step(schedules.get_forward_backward_func())
+            torch.distributed.barrier()  # Megatron-LM reduces the norm of gradients over all stages
 
 
 def _count_memory(own: list[Any], layer: int, activations: int) -> None:

@@ -19,8 +19,8 @@ from megaprof.control.blame import Blame
 from megaprof.control.job import RunningJob
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import Calls, RankStatus, Recent
-from megaprof.metrics.compute import slow_ranks, summarise
-from megaprof.metrics.look import View, slower
+from megaprof.metrics.compute import summarise
+from megaprof.metrics.look import View, verdict
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import live
 from megaprof.ui.live import Now, Point
@@ -271,7 +271,7 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 16.0)
     statuses = {rank: status(layout, rank, 60.0 + (rank == 777) * 30) for rank in range(16384)}
     summary = summarise(run, statuses.values())
-    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None, None)
+    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None)
     history = tuple(Point(float(at), "run", 100.0 + at % 7, 1.1) for at in range(1200))
     shown = now_shown(Now(1, 100.0, "runs", None, view, summary, history=history), Place(tmp_path, "job"))
     text = Reader(shown).text
@@ -281,16 +281,28 @@ def test_a_job_of_16384_ranks_is_a_small_page(tmp_path: Path) -> None:
     assert len(shown) < 60_000
 
 
-@pytest.mark.parametrize(("state", "colour"), [("runs", "slow"), ("ended", "open")])
-def test_a_slow_rank_is_red_as_long_as_its_job_runs(tmp_path: Path, state: str, colour: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "longer", "waits", "colour"),
+    [
+        ("runs", 90.0, None, "slow"),
+        ("ended", 90.0, None, "open"),
+        ("runs", 0.0, 0.4, "slow"),
+        ("runs", 0.0, 0.05, "fine"),
+    ],
+)
+def test_a_rank_that_is_slow_or_waits_for_a_core_is_red_as_long_as_its_job_runs(
+    tmp_path: Path, state: str, longer: float, waits: float | None, colour: str
+) -> None:
     layout = WorldLayout(ParallelSizes.of(4, pp=2))
     run = RunRecord.new(layout.coords(0), layout, ("train_actor",), None, 1.0)
-    statuses = {rank: status(layout, rank, 60.0 + (rank == 3) * 90) for rank in range(4)}
-    summary, slow = summarise(run, statuses.values()), slow_ranks(statuses.values())
-    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None, slow)
-    said = slower(slow) if slow is not None and state == "runs" else None
+    statuses = {rank: status(layout, rank, 60.0 + (rank == 3) * longer) for rank in range(4)}
+    statuses[3] = replace(statuses[3], waits=waits)
+    view = View(RunningJob(tmp_path, None, run), statuses, 100.0, Blame((), (), 0.0), None)
+    said = verdict(view) if state == "runs" else None
+    summary = summarise(run, statuses.values())
     shown = now_shown(Now(1, 100.0, state, None, view, summary, said), Place(tmp_path, "job", {"timeline": 4}))
     assert f'class="verdict {colour}"' in shown
+    assert ("Rank 3" in shown) == (colour == "slow")
     assert ("data-brief" in shown) == (state == "ended"), "what became of the job is in its report"
 
 

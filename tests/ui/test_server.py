@@ -315,6 +315,7 @@ def test_a_run_of_16384_ranks_is_one_row(tmp_path: Path) -> None:
         assert len(text) < 20_000
 
 
+@pytest.mark.slow
 def test_a_capture_of_64_stages_stays_small(tmp_path: Path) -> None:
     """Page weight follows the stages, not the ranks."""
     for pp in range(64):

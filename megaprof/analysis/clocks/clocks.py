@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megaprof.formats.phrases import counted, listed
+from megaprof.analysis.notes import Note
 
 Interval = tuple[int, int]
 
@@ -68,23 +68,13 @@ class Alignment:
     """By rank, of those that are connected with it."""
     hosts: dict[int, str | None]
     """By rank; None where unknown."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
     """What the messages contradict, and who is not connected."""
 
     def offset(self, rank: int) -> int:
         """Nanoseconds to add to the times of ``rank``: 0 where nothing is known."""
         clock = self.clocks.get(rank)
         return clock.offset_ns if clock else 0
-
-    def sentences(self) -> list[str]:
-        """Returns how far the clocks were off, a line per host."""
-        lines: dict[str, None] = {}
-        for rank, clock in sorted(self.clocks.items()):
-            if clock.messages:
-                lines[f"{_name(self.hosts.get(rank), rank)}: {_off(clock)}"] = None
-        if not lines and len(self.clocks) > 1 and self.reference is not None:
-            lines[f"clocks: all of {_name(self.hosts[self.reference], self.reference)}'s, nothing to align"] = None
-        return list(lines)
 
 
 @dataclass
@@ -123,7 +113,7 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
     it. What the messages contradict, and ranks that none connects with the lowest, is said in ``warnings``.
     """
     links = [link for link in links if link.sends and link.receives]
-    warnings: list[str] = []
+    warnings: list[Note] = []
     warnings += (_miscounted(link) for link in links if len(link.sends) != len(link.receives))
     clock_of = _clocks(hosts, links, warnings)
     if not clock_of:
@@ -137,12 +127,12 @@ def align(hosts: Mapping[int, str | None], links: Iterable[Link]) -> Alignment:
     warnings += _disagreements(graph, reached)
     lost = sorted({_clock_name(clock) for clock in clock_of.values() if clock not in reached})
     if lost:
-        warnings.append(f"no captured messages connect rank {reference} with {listed(lost)}: clocks not aligned")
+        warnings.append(Note("clocks_unconnected", ranks=(reference,), names=tuple(lost)))
     clocks = {rank: reached[clock] for rank, clock in sorted(clock_of.items()) if clock in reached}
     return Alignment(reference, clocks, dict(hosts), tuple(dict.fromkeys(warnings)))
 
 
-def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[str]) -> dict[int, _Clock]:
+def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[Note]) -> dict[int, _Clock]:
     """The clock of every rank: its host's, or its own where the host is unknown or its name proves to be shared.
 
     It proves so where messages contradict one clock, and a clock for each rank resolves that.
@@ -157,12 +147,11 @@ def _clocks(hosts: Mapping[int, str | None], links: list[Link], warnings: list[s
         off = max(bounds.contradiction_of_zero for bounds in graph.values())
         if off <= TOLERANCE_NS:
             continue
-        found = f"ranks of host {host} contradict its clock: a receive ends {off / 1e6:.3g} ms before its send began"
         if any(bounds.contradiction > TOLERANCE_NS for bounds in graph.values()):
-            warnings.append(f"{found}, and no other clocks would explain that: the traces are of different runs")
+            warnings.append(Note("host_contradicted", names=(host,), ms=(off / 1e6,)))
         else:
             shared.add(host)
-            warnings.append(f"{found}. Several machines bear this name, so each rank's clock is taken for its own")
+            warnings.append(Note("host_shared", names=(host,), ms=(off / 1e6,)))
     return {
         rank: ("", rank) if host is None else (host, rank if host in shared else -1) for rank, host in hosts.items()
     }
@@ -206,19 +195,16 @@ def _shortest(graph: _Graph, reference: _Clock) -> dict[_Clock, Clock]:
     return reached
 
 
-def _contradictions(graph: _Graph) -> Iterator[str]:
-    """One sentence for all pairs of clocks whose messages exclude each other, about the worst of them."""
+def _contradictions(graph: _Graph) -> Iterator[Note]:
+    """One note for all pairs of clocks whose messages exclude each other, about the worst of them."""
     pairs = [(b.contradiction, pair) for pair, b in graph.items() if b.contradiction > TOLERANCE_NS]
     if pairs:
         worst, (a, b) = max(pairs)
-        more = f" (and {len(pairs) - 1} more pairs)" if len(pairs) > 1 else ""
-        yield (
-            f"messages between {_clock_name(a)} and {_clock_name(b)}{more} contradict each other by {worst / 1e6:.3g} "
-            "ms, whatever their clocks' offset: a clock was adjusted meanwhile, or the traces are of different runs"
-        )
+        names = _clock_name(a), _clock_name(b)
+        yield Note("clocks_contradicted", names=names, count=len(pairs), ms=(worst / 1e6,))
 
 
-def _disagreements(graph: _Graph, reached: dict[_Clock, Clock]) -> Iterator[str]:
+def _disagreements(graph: _Graph, reached: dict[_Clock, Clock]) -> Iterator[Note]:
     """Pairs whose own messages exclude the offsets that the way through other hosts gave them."""
     for (a, b), bounds in graph.items():
         if a not in reached or bounds.contradiction > TOLERANCE_NS:
@@ -227,29 +213,14 @@ def _disagreements(graph: _Graph, reached: dict[_Clock, Clock]) -> Iterator[str]
         slack = TOLERANCE_NS + bounds.contradiction + sum(each for each in known if each is not None)
         difference = reached[b].offset_ns - reached[a].offset_ns
         if None not in known and not bounds.low - slack <= difference <= bounds.high + slack:
-            yield f"the clocks of {_clock_name(a)} and {_clock_name(b)} contradict the way through other hosts"
+            yield Note("clocks_disagree", names=(_clock_name(a), _clock_name(b)))
 
 
-def _miscounted(link: Link) -> str:
-    return (
-        f"rank {link.sender} sent {len(link.sends)} times to rank {link.receiver}, which received "
-        f"{len(link.receives)} times: the first {min(len(link.sends), len(link.receives))} are matched"
-    )
-
-
-def _off(clock: Clock) -> str:
-    off = abs(clock.offset_ns) / 1e6
-    way = "ahead" if clock.offset_ns < 0 else "behind"
-    messages = counted(clock.messages, "message")
-    if clock.uncertainty_ns is None:
-        return f"clock {off:.3f} ms {way}, bounded from one side only (by {messages}, all in one direction)"
-    return f"clock {off:.3f} ms {way}, ±{clock.uncertainty_ns / 1e6:.3f} ms (from {messages})"
+def _miscounted(link: Link) -> Note:
+    ranks = link.sender, link.receiver
+    return Note("messages_unmatched", ranks=ranks, count=len(link.sends), of=len(link.receives))
 
 
 def _clock_name(clock: _Clock) -> str:
     host, rank = clock
     return f"rank {rank}" + (f" (host {host})" if host else "") if rank >= 0 else f"host {host}"
-
-
-def _name(host: str | None, rank: int) -> str:
-    return f"rank {rank}" if host is None else f"host {host}"

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megaprof.analysis.clocks.clocks import Interval, Link
 from megaprof.analysis.trace.calls import Call
@@ -49,6 +49,10 @@ class End(NamedTuple):
     """The range or kernel of the trace in which it happened."""
 
 
+Unseen = Literal["no_pipeline", "exchanges_unseen"]
+"""There is no pipeline; or the host does not wait for exchanges on the GPU, and no kernels of theirs are known."""
+
+
 @dataclass(frozen=True)
 class Ends:
     """One rank's ends of messages."""
@@ -61,7 +65,7 @@ class Ends:
     """What it received."""
     kernels: bool = False
     """Whether they are NCCL's kernels, which meet."""
-    unknown: str | None = None
+    unknown: Unseen | None = None
     """Why there are none."""
 
 
@@ -73,14 +77,13 @@ def ends_of(metadata: Metadata, calls: Sequence[Call]) -> Ends:
     from them hold.
     """
     if metadata.sizes.pp == 1:
-        return Ends(metadata, {}, {}, unknown="there is no pipeline to send along")
+        return Ends(metadata, {}, {}, unknown="no_pipeline")
     kernels = any(call.gpu is not None and call.gpu.exchanges for call in calls)
     settings = metadata.p2p or {}
     blocking = settings.get("batch_p2p_comm") and settings.get("batch_p2p_sync")
     if any(call.has_kernels for call in calls) and not kernels and not blocking:
         # The host returns before the GPU has received: its ranges bound nothing.
-        unknown = "its exchanges run on the GPU without the host waiting for them, and no kernels of theirs are known"
-        return Ends(metadata, {}, {}, unknown=unknown)
+        return Ends(metadata, {}, {}, unknown="exchanges_unseen")
     found = Ends(metadata, {}, {}, kernels)
     overlapped = not kernels and bool(settings.get("overlap_p2p_comm"))
     for call in calls:

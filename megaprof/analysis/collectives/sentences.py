@@ -24,7 +24,7 @@ def sentences(hang: Hang) -> Iterator[str]:
         yield f"{counted(hang.behind, 'other rank')} cannot go on, for they wait for them or for each other."
     if not hang.culprits and not hang.unended:
         waiting = f"{counted(hang.behind, 'rank')} had something in flight" if hang.behind else "nothing was in flight"
-        yield f"No rank keeps another waiting: {waiting} when the dumps were written."
+        yield f"No rank keeps another waiting in a collective: {waiting} when the dumps were written."
     if hang.missing and not any(culprit.why == "no_dump" for culprit in hang.culprits):
         yield f"No dump of {_ranks(hang.missing).lower()} is here."
     yield from hang.warnings

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megaprof.analysis.fleet.reading import find_timelines
+from megaprof.analysis.notes import Note
+from megaprof.analysis.report.text.notes import brief
 from megaprof.analysis.trace.nsys.files import NsysFile
 from megaprof.analysis.trace.reading import Source, read, sources_in, traces_in
 from megaprof.analysis.trace.runs import Runs, runs_in
@@ -64,7 +66,7 @@ class Chosen:
 
 def choose(
     source: Path,
-    warnings: list[str],
+    warnings: list[Note],
     *,
     target: str | None = None,
     role: str | None = None,
@@ -85,12 +87,12 @@ def choose(
         try:
             found = _named(file) or [(StepName.of(t.metadata), t.metadata.coords) for t in traces_in(file)]
         except UnreadableTrace as fault:
-            warnings.append(f"{fault.path.name} was skipped: {fault.reason}")
+            warnings.append(Note("skipped", files=(fault.path.name,), said=fault.reason))
             continue
         for name, coords in found:
             captures.setdefault(name, []).append((file, coords))
     if not captures:
-        raise NothingToMerge(f"{source} holds no trace of megaprof's" + "".join(f"; {w}" for w in warnings[:5]))
+        raise NothingToMerge("; ".join(filter(None, (f"{source} holds no trace of megaprof's", brief(warnings)))))
     runs, others = _of_runs(source, captures, run)
     captures = {name: files for name, files in captures.items() if name not in others}
     wanted = [

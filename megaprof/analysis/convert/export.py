@@ -17,6 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megaprof.analysis.fleet.reading import find_timelines
+from megaprof.analysis.notes import Note
+from megaprof.analysis.report.text.notes import brief, told
 from megaprof.formats import timeline as format
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import read_input
@@ -68,7 +70,7 @@ class Exported:
     """Timelines that were read."""
     cut: int
     """Files that end inside a record, as those of a job do that runs or was killed."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
     """What must be known about single files."""
 
 
@@ -96,29 +98,29 @@ def export(
     with appearing(out) as file:
         found = _written(paths, named, file, progress)
         if not found.rows:
-            raise NothingToExport(f"{source} holds no step that can be exported: {'; '.join(found.warnings[:5])}")
+            raise NothingToExport(f"{source} holds no step that can be exported: {brief(found.warnings)}")
     return found
 
 
 def _written(paths: Sequence[Path], named: tuple[str | None, int], file: BinaryIO, progress: Progress) -> Exported:
-    rows, cut, warnings, waiting = 0, 0, list[str](), list[Any]()
+    rows, cut, warnings, waiting = 0, 0, list[Note](), list[Any]()
     with pq.ParquetWriter(file, COLUMNS, compression="zstd") as writer:
         for done, path in enumerate(paths, 1):
             try:
                 timeline = read_timeline(path, events=False)
             except UnreadableTimeline as fault:
-                warnings.append(f"{path.name} was skipped: {fault.reason}")
+                warnings.append(Note("skipped", files=(path.name,), said=fault.reason))
             else:
                 cut += timeline.is_cut
                 if timeline.damage and not timeline.is_cut:
-                    warnings.append(f"{path.name} ends early: {timeline.damage}")
+                    warnings.append(Note("ends_early", files=(path.name,), said=timeline.damage))
                 waiting += tables_of(timeline, *named)
             count = sum(map(len, waiting))
             if waiting and (count >= WAITING_ROWS or done == len(paths)):
                 writer.write_table(pa.concat_tables(waiting))
                 rows, waiting = rows + count, []
             progress(done, len(paths))
-    return Exported(rows, len(paths), cut, tuple(warnings))
+    return Exported(rows, len(paths), cut, told(warnings))
 
 
 def _named(directory: Path) -> tuple[str | None, int]:

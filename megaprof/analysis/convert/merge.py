@@ -25,6 +25,8 @@ from megaprof.analysis.clocks.clocks import Alignment, align
 from megaprof.analysis.clocks.matching import End, Ends, ends_of, links_between
 from megaprof.analysis.convert.captures import NothingToMerge as NothingToMerge
 from megaprof.analysis.convert.captures import StepName, choose
+from megaprof.analysis.notes import Note
+from megaprof.analysis.report.text.notes import brief, told
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.decoding import Document, Undecodable, read
 from megaprof.analysis.trace.gpu import KERNEL
@@ -34,7 +36,6 @@ from megaprof.analysis.trace.traces import Part, UnreadableTrace
 from megaprof.formats import ranges
 from megaprof.formats.files import appearing
 from megaprof.formats.inputs import open_input
-from megaprof.formats.phrases import counted, listed
 from megaprof.parallel.selectors import Selector
 from megaprof.parallel.topology import Place
 from megaprof.version import __version__
@@ -70,7 +71,7 @@ class Merged:
     """Captured steps that were not merged."""
     left_out: int
     """Ranks of this step that were not."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
     """What must be known about it."""
     run: int
     """Which of the runs it is of, from 1, the oldest."""
@@ -147,7 +148,7 @@ def merge(
         OSError: ``out`` cannot be written.
     """
     _refuse_to_lose(out)
-    warnings: list[str] = []
+    warnings: list[Note] = []
     chosen = choose(source, warnings, target=target, role=role, step=step, ranks=ranks, run=run)
     name, files = chosen.name, chosen.files
     found = []
@@ -156,7 +157,7 @@ def merge(
         progress(number + 1, 2 * len(files))
     found = _one_file_per_rank((rank for rank in found if chosen.runs.has(rank.start)), warnings)
     if not found:
-        raise NothingToMerge(f"no file of {name} can be read: {'; '.join(warnings[:5])}")
+        raise NothingToMerge(f"no file of {name} can be read: {brief(warnings)}")
     found.sort(key=lambda rank: (rank.coords.pp, rank.coords.rank))
     numbers = itertools.count(1)
     alignment, arrows = _connect(found, numbers, warnings)
@@ -170,18 +171,18 @@ def merge(
         alignment=alignment,
         others=chosen.others,
         left_out=chosen.left_out,
-        warnings=tuple(warnings),
+        warnings=told(warnings),
         run=chosen.runs.chosen + 1,
         runs=chosen.runs.count,
     )
 
 
-def _examine(source: Source, name: StepName, warnings: list[str]) -> list[_Rank]:
+def _examine(source: Source, name: StepName, warnings: list[Note]) -> list[_Rank]:
     """Read a file for its ranks' places and messages."""
     try:
         traces = traces_in(source)
     except UnreadableTrace as fault:
-        warnings.append(f"{fault.path.name} was skipped: {fault.reason}")
+        warnings.append(Note("skipped", files=(fault.path.name,), said=fault.reason))
         return []
     ranks = []
     for trace in traces:
@@ -192,21 +193,21 @@ def _examine(source: Source, name: StepName, warnings: list[str]) -> list[_Rank]
             ends = ends_of(trace.metadata, calls_of(trace))
             ranks.append(_Rank(trace.path, trace.part, trace.metadata.coords, ends, start, trace.base))
         elif trace.part is None:
-            warnings.append(f"{trace.path.name} was skipped: it holds {found}, whatever its name says")
+            warnings.append(Note("misnamed", files=(trace.path.name,), said=str(found)))
     return ranks
 
 
-def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[str]) -> list[_Rank]:
+def _one_file_per_rank(ranks: Iterable[_Rank], warnings: list[Note]) -> list[_Rank]:
     kept: dict[int, _Rank] = {}
     for rank in sorted(ranks, key=lambda r: (r.start, r.path)):
         if rank.coords.rank in kept:
-            older = kept[rank.coords.rank].path.name
-            warnings.append(f"rank {rank.coords.rank} is there twice ({older}, {rank.path.name}): the later one counts")
+            files = kept[rank.coords.rank].path.name, rank.path.name
+            warnings.append(Note("twice", ranks=(rank.coords.rank,), files=files))
         kept[rank.coords.rank] = rank
     return list(kept.values())
 
 
-def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[str]) -> tuple[Alignment, int]:
+def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[Note]) -> tuple[Alignment, int]:
     """Align the clocks, and hand every rank its ends of the arrows."""
     of_rank = {rank.coords.rank: rank for rank in ranks}
     links = links_between({number: rank.ends for number, rank in of_rank.items()})
@@ -214,8 +215,8 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[str]) ->
     warnings += alignment.warnings
     for reason in dict.fromkeys(rank.ends.unknown for rank in ranks):
         if reason and len(ranks) > 1:
-            which = [str(rank.coords.rank) for rank in ranks if rank.ends.unknown == reason]
-            warnings.append(f"rank{'s' if len(which) > 1 else ''} {listed(which)}: no arrows, because {reason}")
+            which = tuple(rank.coords.rank for rank in ranks if rank.ends.unknown == reason)
+            warnings.append(Note(reason, ranks=which))
     arrows = backwards = 0
     for link, messages in links:
         sender, receiver = of_rank[link.sender], of_rank[link.receiver]
@@ -231,7 +232,7 @@ def _connect(ranks: list[_Rank], numbers: Iterator[int], warnings: list[str]) ->
             receiver.arrows.setdefault(receive.within, []).append(_Arrow("f", number, name, arrival))
             arrows += 1
     if backwards:
-        warnings.append(f"{backwards} messages have no arrow: by these clocks they arrived before they were sent")
+        warnings.append(Note("arrows_backwards", count=backwards))
     return alignment, arrows
 
 
@@ -245,7 +246,7 @@ def _write(
     ranks: list[_Rank],
     alignment: Alignment,
     numbers: Iterator[int],
-    warnings: list[str],
+    warnings: list[Note],
     progress: Callable[[int], None],
 ) -> int:
     threads = itertools.count(_FIRST_THREAD)
@@ -264,7 +265,7 @@ def _write(
             writer.flush()
             if writer.dropped > dropped:
                 lost = writer.dropped - dropped
-                warnings.append(f"{rank.path.name}: {counted(lost, 'event')} left out: no usable time or place")
+                warnings.append(Note("events_without_place", files=(rank.path.name,), count=lost))
             progress(position + 1)
         file.write(b"\n]}\n")
         if file is not raw:

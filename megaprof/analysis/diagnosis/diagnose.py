@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.examine import Examined, Price, most_gained
+from megaprof.analysis.diagnosis.examine import Examined, Price, more_steps, most_gained
 from megaprof.analysis.diagnosis.experts import load_of_rank, load_of_stage
 from megaprof.analysis.diagnosis.lengths import MOST, Fit, Lengths, explain, fit, of_microbatches, of_replicas
 from megaprof.analysis.diagnosis.naming import BOTH, active, began, looks
@@ -51,7 +51,7 @@ class Cause:
     """The process group that communicates: ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` or ``unknown``."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """``forward_ms``, ``backward_ms`` of one microbatch, where a stage has its own excess. While it is there:
-    ``factor`` of a slow rank against its peers, of the longest microbatch or replica against the average;
+    ``factor`` of a slow rank against its peers, undisturbed, of the longest microbatch or replica against the average;
     ``explained``, ``explained_low`` and ``explained_high``: the part of what microbatches or replicas differ by that
     the lengths of their sequences explain, with its 90 % interval; ``expert_tokens`` of a slow rank or stage in a
     captured step, ``usual_expert_tokens`` of the others, and ``explained``, the part of its slowness that these can
@@ -60,7 +60,8 @@ class Cause:
     a processor core, by the rank that waited longest; where that is the reason, apart from what single passes waited,
     and ``usual_waited_ms`` by the others."""
     more_steps: int = 0
-    """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does."""
+    """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does, and where no report
+    looks at so many."""
     reason: str | None = None
     """Why microbatches or replicas differ: ``data``, the lengths of their sequences; ``machine``, which these do not
     explain. Why a rank or a stage is slow: ``expert_load``, the tokens that its experts got; ``machine``. Why one is
@@ -190,8 +191,7 @@ def _told(hiding: list[Cause], last: Cause) -> list[Cause]:
 def _unsure(told: list[Cause], run: Examined) -> list[Cause]:
     """Causes that gain enough only together, and not surely."""
     *_, last = told
-    error = (last.price.ms - last.price.low) / LEVEL
-    more = _more(len(run.table.steps), error, last.price.ms - LEAST * run.step_ms)
+    more = more_steps(len(run.table.steps), last.price.ms - last.price.low, last.price.ms - LEAST * run.step_ms)
     return [replace(each, more_steps=more) for each in told]
 
 
@@ -206,7 +206,7 @@ def _dearest(run: Examined, left: list[Term]) -> tuple[_Found | None, list[Cause
         if price.low > LEAST * run.step_ms:
             return (term, _cause(run, term, price, gain)), []
         if mean > LEAST * run.step_ms:
-            more = _more(len(gain), error, mean - LEAST * run.step_ms)
+            more = more_steps(len(gain), LEVEL * error, mean - LEAST * run.step_ms)
             doubtful.append(_cause(run, term, price, gain, more))
     return None, doubtful
 
@@ -237,21 +237,19 @@ def _masked(run: Examined, left: list[Term]) -> _Found | None:
     return term, _cause(run, term, run.price(term, gain)[0], gain)
 
 
-def _more(steps: int, error: float, above: float) -> int:
-    """Steps beside those that are there: n times as many make an interval the root of n times as narrow."""
-    wanted = steps * (LEVEL * error / above) ** 2 if above > 0 else np.inf
-    return int(min(np.ceil(wanted), 10_000)) - steps if wanted > steps else 1
-
-
 def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
     table, kind = run.table, term.kind
     there = active(gain / table.length) if term.once or term.ranks else np.ones(len(gain), dtype=bool)
+    begins = began(there)
+    if begins:
+        there = np.arange(len(there)) >= begins  # what is told of these steps is told since then
+    waits = _waits(run, term, there)
     if kind in ("ends", "stage", "chunk"):
         kind, parts = _of_content(term, run.view)
+        # A stage that waits for a core takes longer whatever it holds.
+        kind = "unexplained" if waits else kind
     else:
         parts = _parts(term, run.view, there)
-    waits = _waits(run, term, there)
-    begins = began(there)
     since = int(table.steps[begins]) if begins else None
     hosts: tuple[str, ...] = ()
     if term.ranks:

@@ -13,9 +13,11 @@ from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.diagnosis.state import State, measured
 from megaprof.analysis.diagnosis.terms import Term
 from megaprof.analysis.diagnosis.view import View, viewed
+from megaprof.analysis.notes import Note
 from megaprof.analysis.simulation.replay import Replay
+from megaprof.analysis.table.recorded import STEPS
 from megaprof.analysis.table.table import Floats, Table, Unfit
-from megaprof.parallel.schedules import PassId, phase_order
+from megaprof.parallel.schedules import phase_order
 
 #: Averages of drawn steps that an interval is made of.
 _RESAMPLED = 1000
@@ -142,8 +144,19 @@ def _reach(gains: Floats) -> Floats:
     return found
 
 
+def more_steps(steps: int, noise: float, room: float) -> int:
+    """Returns how many more steps than these make ``noise``, half of their interval, as small as ``room``: n times as
+    many make it the root of n times as small. 0 where a report looks at fewer (`table.recorded.STEPS`)."""
+    wanted = steps * (noise / room) ** 2 if room > 0.0 else np.inf
+    return 0 if wanted > STEPS else max(1, int(np.ceil(wanted)) - steps)
+
+
 def examine(table: Table) -> Examined:
     """A job with the model that fits it. Raises Unfit where another schedule ran than the table has."""
+    missing = table.metadata.count(None)
+    if missing:
+        stages = len(table.metadata)
+        raise Unfit(Note("stages_not_recorded", count=stages - missing, of=stages))
     _check_order(table)
     state, replay = measured(table)
     as_recorded = table
@@ -194,14 +207,9 @@ def _check_order(table: Table) -> None:
         place = int(np.argmin(begun == np.minimum.accumulate(begun[::-1])[::-1]))
         if begun[place] > begun[place:].min():
             ran = order[place + int(begun[place:].argmin())]
-            raise Unfit(
-                f"on stage {stage} {_named(ran)} ran where Megatron's {table.schedule.name} schedule has "
-                f"{_named(order[place])}, so another schedule ran"
-            )
-
-
-def _named(which: PassId) -> str:
-    return f"the {which.kind} of microbatch {which.microbatch}"
+            own = order[place]
+            names = ran.kind, own.kind, table.schedule.name
+            raise Unfit(Note("order_differs", stages=(stage,), names=names, count=ran.microbatch, of=own.microbatch))
 
 
 def _of(term: Term, view: View) -> View:

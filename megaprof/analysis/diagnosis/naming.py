@@ -42,10 +42,12 @@ def began(there: np.typing.NDArray[np.bool_]) -> int | None:
     comes and goes.
 
     No other step leaves fewer exceptions: steps before it in which the cause is there, and steps from it on in which
-    it is not. A cause comes and goes when the exceptions are more than a quarter of the steps in which it is there.
+    it is not. A cause comes and goes when the exceptions are more than a quarter of the steps in which it is there, and
+    where only one step is before it, or from it on: of few steps one or another is quicker or slower by chance.
     """
     missing_after = (~there)[::-1].cumsum()[::-1]
     there_before = there.cumsum() - there
     exceptions = there_before + missing_after
     first = int(np.argmin(exceptions))
-    return first if exceptions[first] <= QUARTILE * there.sum() else None
+    lasting = first == 0 or 1 < first < len(there) - 1
+    return first if lasting and exceptions[first] <= QUARTILE * there.sum() else None

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from megaprof.analysis.fleet.events import longest_pass
 from megaprof.analysis.fleet.reading import INDEX_BITS, FleetReading, Key, RankSeries, Series, bucketed, percentile
 from megaprof.analysis.fleet.shifts import Buckets, noise_of, relative_shifts
 from megaprof.analysis.fleet.standstills import standstills
-from megaprof.analysis.fleet.timeline_calls import longest_pass
 from megaprof.analysis.fleet.trends import (
     EXCESS,
     Floats,
@@ -31,8 +31,8 @@ from megaprof.analysis.fleet.trends import (
     shifts,
     single_steps,
 )
+from megaprof.analysis.trace.passes import Pass
 from megaprof.formats.job.standstill import Standstill
-from megaprof.formats.ranges import RangeName
 from megaprof.parallel.topology import ParallelSizes
 
 Group = tuple[int, int]  # pp and tp of ranks that synchronise gradients with each other
@@ -195,11 +195,11 @@ def survey(reading: FleetReading) -> list[Fleet]:
     ]
 
 
-def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: int) -> RangeName | None:
+def _longest(key: Key, files: Mapping[int, tuple[Path, ...]], rank: int, step: int) -> Pass[int] | None:
     return longest_pass(key, files.get(rank, ()), step)
 
 
-def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], RangeName | None]) -> Fleet:
+def _fleet(key: Key, series: Series, width: int, place: Callable[[int, int], Pass[int] | None]) -> Fleet:
     ranks = sorted(series.ranks, key=lambda r: r.coords.rank)
     step_ms, buckets = _buckets(series, ranks, width)
     times = _times(series, step_ms, buckets)

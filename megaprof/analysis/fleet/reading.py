@@ -18,14 +18,13 @@ import numpy.typing as npt
 
 from megaprof.analysis.fleet.standstills import StoodStill, stood_still, told_by
 from megaprof.analysis.fleet.trends import Floats, Integers
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
 from megaprof.analysis.trace.runs import Runs, runs_in
-from megaprof.analysis.trace.traces import Skipped
 from megaprof.formats import timeline as format
 from megaprof.formats.job.standstill import STUCK_SECONDS
 from megaprof.formats.metadata import Metadata
 from megaprof.formats.names import parse_artifact_name
-from megaprof.formats.phrases import counted
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import ParallelSizes, RankCoords
 
@@ -40,6 +39,7 @@ _STEPS_AT_ONCE = 1 << 16
 _WORTH_IT = 512 << 20
 _MOST_TOLD = 5
 INDEX_BITS = 16
+_BYTES = np.dtype((np.void, format.STEP_TYPE.itemsize))
 
 
 class Key(NamedTuple):
@@ -102,6 +102,8 @@ class Series:
     """How many steps of a stage computed for how long, by stage."""
     most: dict[int, float] = field(default_factory=dict)
     """Milliseconds of the longest of them, by stage."""
+    metadata: dict[int, Metadata] = field(default_factory=dict)
+    """What the files of one rank of every stage say, by stage."""
     stood: list[StoodStill] = field(default_factory=list)
     """Ranks in steps in which they stood still, or that an exception ended."""
 
@@ -109,6 +111,7 @@ class Series:
         """Other ranks of the same key."""
         self.ranks += other.ranks
         self.stood += other.stood
+        self.metadata.update(other.metadata)
         self.steps, self.longest = _merge(self.steps, self.longest, other.steps, other.longest, np.maximum)
         self.synchronising.update(other.synchronising)
         self.at_most.update(other.at_most)
@@ -141,9 +144,9 @@ class FleetReading:
     """All files that hold steps."""
     cut: list[Path] = field(default_factory=list)
     """Files that end inside a record."""
-    skipped: list[Skipped] = field(default_factory=list)
+    skipped: list[Note] = field(default_factory=list)
     """Files that cannot be read."""
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Note] = field(default_factory=list)
     """What is wrong with single files."""
 
     def add(self, other: FleetReading) -> None:
@@ -157,17 +160,13 @@ class FleetReading:
         self.skipped += other.skipped
         self.warnings += (each for each in other.warnings if each not in self.warnings)
 
-    def warnings_of_files(self) -> list[str]:
+    def warnings_of_files(self) -> list[Note]:
         """About single files, and one about all that end in the middle of a record."""
         told = self.warnings[:_MOST_TOLD]
         if len(self.warnings) > _MOST_TOLD:
-            told.append(f"{len(self.warnings) - _MOST_TOLD} more timelines could not be read to their end")
+            told.append(Note("timelines_damaged", count=len(self.warnings) - _MOST_TOLD))
         if self.cut:
-            which = f"{len(self.cut)} timelines end" if len(self.cut) > 1 else f"{self.cut[0].name} ends"
-            told.append(
-                f"{which} in the middle of a step, as when a process is killed or still writes: "
-                "everything before it was read"
-            )
+            told.append(Note("timelines_cut", files=(self.cut[0].name,), count=len(self.cut)))
         return told
 
 
@@ -287,7 +286,7 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
         try:
             timeline = format.read_timeline(path, events=False)
         except format.UnreadableTimeline as fault:
-            found.skipped.append(Skipped(path.name, fault.reason))
+            found.skipped.append(Note("skipped", files=(path.name,), said=fault.reason))
             continue
         if runs is not None and len(timeline.steps) and not runs.has(int(timeline.steps["start_ns"][0])):
             continue
@@ -295,9 +294,8 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
             if timeline.is_cut and len(timeline.steps):
                 found.cut.append(path)
             else:
-                found.warnings.append(
-                    f"{path.name}: {timeline.damage}; {counted(len(timeline.steps), 'step')} before that read"
-                )
+                read = len(timeline.steps)
+                found.warnings.append(Note("timeline_damaged", files=(path.name,), said=timeline.damage, count=read))
         if len(timeline.steps):
             found.read.append(path)
         for number, metadata in enumerate(timeline.metadata):
@@ -306,19 +304,19 @@ def _steps_in(paths: Iterable[Path], found: FleetReading, runs: Runs | None) -> 
             )
             if not len(steps):
                 continue
-            said = _unusable(metadata, steps)
-            if said is None:
+            unusable = _unusable(metadata, steps)
+            if unusable is None:
                 yield _Steps(path, Key(metadata.target, metadata.role, metadata.sizes), metadata, steps)
-            elif said not in found.warnings:
-                found.warnings.append(said)
+            elif unusable not in found.warnings:
+                found.warnings.append(unusable)
 
 
-def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> str | None:
-    """Why the times of these steps say nothing, a sentence; None where they do."""
+def _unusable(metadata: Metadata, steps: npt.NDArray[Any]) -> Note | None:
+    """Why the times of these steps say nothing; None where they do."""
     if (reason := (metadata.timeline or {}).get("reason")) is not None:
-        return f"Timelines were skipped whose clock is the host's, which gave work to a device: {reason}"
+        return Note("timelines_of_host", said=str(reason))
     if not (steps["duration"] > 0).any():
-        return "Timelines were skipped that hold no times: the GPU was not done in time, or used streams out of step"
+        return Note("timelines_without_times")
     return None
 
 
@@ -337,7 +335,9 @@ def _latest(calls: npt.NDArray[Any], whose: Integers) -> tuple[npt.NDArray[Any],
 def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) -> npt.NDArray[Any]:
     """Add ranks of one stage to their series; returns their calls that count."""
     read = np.array([sum(len(part.steps) for part in parts) for parts in ranks])
-    every = np.concatenate([part.steps for parts in ranks for part in parts])
+    # As bytes: numpy looks at every field of every file otherwise.
+    raw = [np.ascontiguousarray(part.steps).view(_BYTES) for parts in ranks for part in parts]
+    every = np.concatenate(raw).view(format.STEP_TYPE)
     calls, whose = _latest(every, np.repeat(np.arange(len(ranks)), read))
     metadata = [parts[-1].metadata for parts in ranks]
     count = np.bincount(whose)
@@ -384,6 +384,7 @@ def _add_ranks(series: Series, ranks: Sequence[Sequence[_Steps]], width: int) ->
             )
         )
     series.count(metadata[0].coords.pp, compute)
+    series.metadata[metadata[0].coords.pp] = metadata[0]
     longest = usable["duration"] / 1e3
     series.steps, series.longest = _merge(series.steps, series.longest, _numbers(usable), longest, np.maximum)
     return usable

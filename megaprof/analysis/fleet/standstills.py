@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.trace.passes import Pass
 from megaprof.formats import timeline as format
 from megaprof.formats.job.standstill import FIRST_STEP_SECONDS, STUCK_SECONDS, STUCK_STEPS, Standing, Standstill
-from megaprof.formats.ranges import RangeName
 from megaprof.parallel.topology import RankCoords
 
 #: Ranks that are waited for and whose files are opened again to see where they stood.
@@ -72,7 +72,7 @@ def told_by(
 
 
 def standstills(
-    found: Iterable[StoodStill], last_step: int, place: Callable[[int, int], RangeName | None]
+    found: Iterable[StoodStill], last_step: int, place: Callable[[int, int], Pass[int] | None]
 ) -> tuple[Standstill, ...]:
     """Returns what the ranks tell together, by step. ``place(rank, step)``: the longest pass of a rank in a step."""
     by_step: dict[int, list[StoodStill]] = {}
@@ -82,15 +82,14 @@ def standstills(
 
 
 def _together(
-    step: int, ranks: Sequence[StoodStill], last_step: int, place: Callable[[int, int], RangeName | None]
+    step: int, ranks: Sequence[StoodStill], last_step: int, place: Callable[[int, int], Pass[int] | None]
 ) -> Standstill:
     computing = sorted((each for each in ranks if each.computing), key=lambda each: each.coords.rank)
     waited_for = []
     for number, each in enumerate(computing):
-        name = place(each.coords.rank, step) if number < _MOST_PLACES else None
-        fields = {} if name is None else name.fields
-        label = None if name is None else name.label
-        waited_for.append(Standing(each.coords.rank, each.coords.pp, label, fields.get("mb"), fields.get("chunk")))
+        inside = place(each.coords.rank, step) if number < _MOST_PLACES else None
+        where = (None, None, None) if inside is None else (inside.kind, inside.microbatch, inside.chunk)
+        waited_for.append(Standing(each.coords.rank, each.coords.pp, *where))
     outcome: Literal["went_on", "last", "unfinished"]
     outcome = "went_on" if step < last_step else "unfinished" if any(each.failed for each in ranks) else "last"
     return Standstill(

@@ -11,10 +11,10 @@ import numpy as np
 
 from megaprof.analysis.foreign.pipeline import StageFacts, stages_of
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, UNKNOWN, Group, Recording
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.attribution import unfed
 from megaprof.analysis.trace.groups import axis_of
 from megaprof.analysis.trace.intervals import difference, intervals, total, union
-from megaprof.formats.phrases import counted
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 
 _NAMED = ("tp", "pp", "cp", "dp")
@@ -93,7 +93,7 @@ class Foreign:
     """In order of rank."""
     late: tuple[Late, ...]
     """Of groups that several recordings share."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
     """What cannot be told, and why."""
     stages: tuple[StageFacts, ...] = ()
     """Of the pipeline, from its exchanges; none where these do not tell any."""
@@ -106,12 +106,12 @@ def facts_of(recordings: Sequence[Recording], sizes: dict[str, int] | None = Non
     ordered = sorted(recordings, key=lambda r: (r.rank is None, r.rank or 0, str(r.path), r.rank_from))
     warnings = list(axes.warnings)
     if any(each == SEND_RECEIVE for r in recordings for each in r.operation):
-        warnings.append("send-receive kernels without an annotation of torch's are not told from all-to-all")
+        warnings.append(Note("sends_not_apart"))
     if any(group is not None and group.name == UNKNOWN for r in recordings for group in r.group):
-        warnings.append("some communication names no process group")
+        warnings.append(Note("group_unnamed"))
     if unreadable := sum(r.unreadable for r in recordings):
-        warnings.append(f"{counted(unreadable, 'event')} left out: impossible times or types")
-    warnings += (f"{r.path.name} is read as far as it goes: {r.cut}" for r in recordings if r.cut is not None)
+        warnings.append(Note("events_left_out", count=unreadable))
+    warnings += (Note("cut", files=(r.path.name,), said=r.cut) for r in recordings if r.cut is not None)
     stages, why_none = stages_of(ordered)
     warnings += [why_none] if why_none else []
     return Foreign(tuple(_facts(r, axes) for r in ordered), tuple(_late(ordered)), tuple(warnings), stages)
@@ -121,14 +121,14 @@ class _Axes:
     """Which axis a group is of: by its description, or by its ranks where the sizes are given."""
 
     def __init__(self, sizes: dict[str, int] | None, world: int) -> None:
-        self.warnings: list[str] = []
+        self.warnings: list[Note] = []
         self._by_ranks: dict[frozenset[int], str] = {}
         if not sizes:
             return
         try:
             layout = WorldLayout(ParallelSizes.of(world, **sizes))
         except ValueError as mistake:
-            self.warnings.append(f"the given sizes do not fit the {world} ranks that the recordings tell of: {mistake}")
+            self.warnings.append(Note("sizes_do_not_fit", count=world, said=str(mistake)))
             return
         for axis in _NAMED:
             if (size := getattr(layout.sizes, axis)) > 1:

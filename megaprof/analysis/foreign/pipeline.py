@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.foreign.recordings import SEND_RECEIVE, Recording
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.intervals import Intervals, difference, total, union
 from megaprof.parallel.schedules import PassId, PipelineSchedule, stage_program
 
@@ -65,7 +66,7 @@ class _Step:
     length_ns: int
 
 
-def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], str | None]:
+def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], Note | None]:
     """The stages; and where pipeline groups are there but tell none, why."""
     found: defaultdict[tuple[int, int], list[tuple[int, _Step]]] = defaultdict(list)
     for recording in recordings:
@@ -73,11 +74,11 @@ def stages_of(recordings: Sequence[Recording]) -> tuple[tuple[StageFacts, ...], 
             continue
         stage, stages = ranks.index(recording.rank), len(ranks)
         if not (steps := list(_steps(recording, stage, stages))):
-            return (), f"the exchanges of rank {recording.rank}'s pipeline group do not follow 1F1B: no stages are told"
+            return (), Note("not_1f1b", ranks=(recording.rank,))
         found[stages, stage] += ((recording.rank, step) for step in steps)
     everything = [step for each in found.values() for _, step in each]
     if len({stages for stages, _ in found}) > 1 or len({step.microbatches for step in everything}) > 1:
-        return (), "pipelines or steps of different sizes are recorded together: no stages are told"
+        return (), Note("pipelines_differ")
     return tuple(_facts(stage, stages, found[stages, stage]) for stages, stage in sorted(found)), None
 
 

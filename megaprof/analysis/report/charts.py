@@ -158,11 +158,11 @@ class Whiskers:
 def whiskers(measured: TargetStages) -> Whiskers | None:
     """None where no microbatch was timed."""
     kinds = measured.passes
-    spreads = [[getattr(stage, f"{kind}_per_microbatch_ms") for kind in kinds] for stage in measured.stages]
+    spreads = [[getattr(stage, f"{kind}_per_microbatch_ms") for kind in kinds] for stage in measured.shown]
     longest = max((spread.max for row in spreads for spread in row if spread), default=0.0)
     if not longest:
         return None
-    rows = zip(measured.stages, spreads, strict=True)
+    rows = zip(measured.shown, spreads, strict=True)
     return Whiskers(longest, tuple((stage, tuple(map(_whisker, kinds, row, [longest] * 2))) for stage, row in rows))
 
 

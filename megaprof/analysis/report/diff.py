@@ -168,7 +168,10 @@ def compare(before: Document, after: Document) -> Diff:
         for where, only in (("first", old.keys() - new.keys()), ("second", new.keys() - old.keys()))
         if only
     ]
-    said = [(where, [*filter(None, [report.of_several]), *report.warnings]) for where, report in sides]
+    said = [
+        (where, [*filter(None, [report.of_several]), *(each.text for each in report.warnings)])
+        for where, report in sides
+    ]
     warnings += [f"{where} capture: {each}" for where, lines in said for each in lines]
     return Diff(tuple(_target(old[key], new[key]) for key in common), tuple(warnings))
 
@@ -249,12 +252,12 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
 def _withheld(before: TargetReport, after: TargetReport) -> Iterator[str]:
     """Why there is no diagnosis, where that is so."""
     first, second = before.withheld, after.withheld
-    if first == second is not None:
-        yield f"no cause of lost time is named: {first}"
+    if first is not None and first == second:
+        yield f"no cause of lost time is named: {first.text}"
         return
     for where, reason in (("first", first), ("second", second)):
         if reason is not None:
-            yield f"no cause of lost time is named in the {where} capture: {reason}"
+            yield f"no cause of lost time is named in the {where} capture: {reason.text}"
 
 
 def _notes(before: TargetStages, after: TargetStages) -> list[str]:

@@ -7,7 +7,8 @@ and a warning says why.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ import numpy as np
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.foreign.facts import Foreign
+from megaprof.analysis.notes import Note
+from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.text import causes, sentences
 from megaprof.analysis.report.text import what_if as text
+from megaprof.analysis.report.text.notes import said, told
 from megaprof.analysis.stages.stages import OF_REPLICAS, Stage, TargetStages
-from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
@@ -46,8 +49,8 @@ class TargetReport(TargetStages):
 
     diagnosis: Diagnosis | None
     """Why time is lost, the dearest cause first; None where ``withheld`` says why."""
-    withheld: str | None
-    """Why there is no diagnosis, a clause."""
+    withheld: Note | None
+    """Why there is no diagnosis."""
     slowest_stage: int | None
     """The stage that costs most by what it holds or computes; None where none does."""
     captured: bool
@@ -77,24 +80,26 @@ class TargetReport(TargetStages):
         what_if: WhatIf,
         job: Path,
         *,
-        withheld: str | None = None,
+        withheld: Note | None = None,
         fleet: Fleet | None = None,
         captured: bool = True,
     ) -> TargetReport:
         """Returns the report on a target, with the sentences that its data come to. ``job``: the directory that its
         job writes to."""
-        told = diagnosis.causes if diagnosis is not None else ()
+        named = diagnosis.causes if diagnosis is not None else ()
+        measured = replace(measured, warnings=told(measured.warnings), unjudgeable=said(measured.unjudgeable))
+        what_if, withheld = replace(what_if, warnings=told(what_if.warnings)), said(withheld)
         asked = job if fleet is not None else None
         return cls(
             **vars(measured),
             diagnosis=diagnosis,
             withheld=withheld,
-            slowest_stage=next((cause.stage for cause in told if cause.kind in causes.OF_A_STAGE), None),
+            slowest_stage=next((cause.stage for cause in named if cause.kind in causes.OF_A_STAGE), None),
             captured=captured,
             what_if=what_if,
             fleet=fleet,
             findings=(
-                *causes.findings(measured, diagnosis, withheld, asked, captured=captured),
+                *causes.findings(measured, diagnosis, withheld, asked),
                 *text.of_packing(what_if, measured.framework, measured.sizes.cp),
             ),
             advice=text.advised(what_if, measured.framework),
@@ -158,7 +163,7 @@ class Document:
     """How many runs have files there."""
     targets: tuple[TargetReport, ...]
     """One for every target, role and set of parallel sizes."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
     """About single files."""
     standstill: Standstill | None = None
     """Where the job stands still, or stood when it was killed in the middle of a step, by its status files; None where
@@ -192,10 +197,15 @@ class Report(Document):
     """The traces that were read."""
     timelines: tuple[Path, ...] = ()
     """The timelines that were read."""
-    drawn: tuple[Call, ...] = ()
-    """The calls of the last step of every target, to be drawn."""
+    drawn: Mapping[tuple[str, str | None], Callable[[], StepTimeline]] = field(default_factory=dict)
+    """What draws the last step of every target, by target and role."""
     by_hand: tuple[ByHand | None, ...] = ()
     """For each target what answers for changes that a person chooses; None where its ``what_if`` says why."""
+
+    def steps(self) -> dict[tuple[str, str | None], StepTimeline]:
+        """Returns the last step of every target as pages draw it, by target and role."""
+        found = {key: draw() for key, draw in self.drawn.items()}
+        return {key: step for key, step in found.items() if step.rows}
 
     def json(self) -> bytes:
         """Returns the document as JSON."""

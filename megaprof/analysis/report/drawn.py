@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megaprof.analysis.clocks.exchanges import aligned
-from megaprof.analysis.report.document import Report
+from megaprof.analysis.fleet.events import call_of
+from megaprof.analysis.fleet.reading import Key
+from megaprof.analysis.report.text.notes import clause, of_clocks
 from megaprof.analysis.simulation.simulate import Simulation
+from megaprof.analysis.stages.stages import Stage
+from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.passes import Pass
 from megaprof.formats import ranges
 
 _KINDS = (ranges.FORWARD, ranges.BACKWARD, ranges.COMBINED, ranges.FINALIZE_GRADS, "exchange")
 
-_Key = tuple[str, str | None]  # target and role
-
 
 @dataclass(frozen=True)
 class Row:
-    """One stage of a drawn step."""
+    """One stage of a drawn step: what one of its ranks did. Nanoseconds on the wall clock of its host."""
 
-    call: Call
-    """What one of its ranks did."""
+    stage: int
+    """Its pipeline rank."""
+    rank: int
+    """The rank."""
+    extent: tuple[int, int]
+    """When its call began and ended."""
+    passes: Sequence[Pass[int]]
+    """Everything in it, in order."""
     offset_ns: int
     """Nanoseconds to add to its times, so that all rows are on one clock."""
 
@@ -36,50 +47,60 @@ class StepTimeline:
     """Its number."""
     rows: tuple[Row, ...]
     """One for every captured stage, by pipeline rank."""
+    chunks: int
+    """Model chunks of a stage, at most."""
     notes: tuple[str, ...]
     """What must be known about its clocks, clauses."""
 
     @property
     def kinds(self) -> list[str]:
         """Kinds of boxes that there are, in the order of a legend."""
-        there = {_kind(each.kind) for row in self.rows for each in row.call.laid_out}
+        there = {_kind(each.kind) for row in self.rows for each in row.passes}
         return [kind for kind in _KINDS if kind in there]
 
-    @property
-    def chunks(self) -> int:
-        """Model chunks of a stage, at most."""
-        return max(max(len(row.call.metadata.chunks), 1) for row in self.rows)
 
-
-def timelines(report: Report) -> dict[_Key, StepTimeline]:
-    """The latest step of every target, on the lowest captured rank of every stage, clocks aligned."""
-    chosen: dict[_Key, dict[int, Call]] = {}
-    for call in report.drawn:
-        place, stages = call.metadata.coords, chosen.setdefault((call.label, call.role), {})
-        best = stages.get(place.pp)
+def of_calls(calls: Iterable[Call]) -> StepTimeline:
+    """The lowest captured rank of every stage in one step, clocks aligned by what these exchanged."""
+    stages: dict[int, Call] = {}
+    for call in calls:
+        best = stages.get(call.stage)
         # Of a call that was captured twice the later one counts.
-        if not call.index and (best is None or (place.rank, -call.start) < (best.rank, -best.start)):
-            stages[place.pp] = call
-    return {key: _aligned([stages[pp] for pp in sorted(stages)]) for key, stages in chosen.items()}
-
-
-def _aligned(calls: list[Call]) -> StepTimeline:
-    """Calls of one step, one a stage."""
-    alignment = aligned(calls)
+        if not call.index and (best is None or (call.rank, -call.start) < (best.rank, -best.start)):
+            stages[call.stage] = call
+    chosen = [stages[pp] for pp in sorted(stages)]
+    alignment = aligned(chosen)
     several = len(set(alignment.hosts.values())) > 1
-    notes = [*alignment.sentences(), *alignment.warnings] if several else list(alignment.warnings)
-    if any(call.has_kernels and call.gpu is None for call in calls):
+    notes = [*(of_clocks(alignment) if several else ()), *map(clause, alignment.warnings)]
+    if any(call.has_kernels and call.gpu is None for call in chosen):
         notes.append("these are the host's times: when work was given to the GPU, not when the GPU did it")
-    rows = tuple(Row(call, alignment.offset(call.rank)) for call in calls)
-    return StepTimeline(calls[0].step, rows, tuple(notes))
+    rows = (Row(c.stage, c.rank, c.extent, c.laid_out, alignment.offset(c.rank)) for c in chosen)
+    return StepTimeline(chosen[0].step, tuple(rows), max(max(len(c.metadata.chunks), 1) for c in chosen), tuple(notes))
+
+
+def of_table(table: Table, stages: Iterable[Stage], key: Key, files: Mapping[int, Sequence[Path]]) -> StepTimeline:
+    """The last step of a table, on the clock of that, with all that the ``files`` of the ranks of ``stages`` hold."""
+    last = int(np.searchsorted(table.steps, table.steps[-1]))
+    rows = []
+    for stage in stages:
+        found = call_of(key, files[stage.ranks[0]], int(table.steps[-1]))
+        if not found:
+            continue  # gone since the table was made
+        whole, *passes = found
+        replica = int(np.argwhere(table.ranks == stage.ranks[0])[0, 0])
+        first = min((each.start for each in passes if each.kind in ranges.PASSES), default=whole.start)
+        offset = round(1e6 * float(table.start[last, replica, stage.pp].min())) - first
+        rows.append(Row(stage.pp, stage.ranks[0], (whole.start, whole.end), passes, offset))
+    clock = table.aligned_ms
+    notes = () if clock is None else (f"clocks aligned by which pass waits for which, to {clock:.2g} ms",)
+    return StepTimeline(int(table.steps[-1]), tuple(rows), table.schedule.chunks, notes)
 
 
 def boxes(step: StepTimeline) -> dict[str, Any]:
     """Rows for the script: times in microseconds from the step's start. ``boxes`` is flat, five numbers each: start
     (behind the start of the box before), duration, kind, microbatch and chunk (-1: unknown or none)."""
-    first = min(row.call.extent[0] + row.offset_ns for row in step.rows)
-    calls = [(row.call, row.offset_ns - first) for row in step.rows]
-    return _packed([(c.stage, c.rank, c.extent, c.laid_out, shift) for c, shift in calls], step.chunks)
+    first = min(row.extent[0] + row.offset_ns for row in step.rows)
+    rows = [(row.stage, row.rank, row.extent, row.passes, row.offset_ns - first) for row in step.rows]
+    return _packed(rows, step.chunks)
 
 
 def boxes_of(replayed: Simulation) -> dict[str, Any]:

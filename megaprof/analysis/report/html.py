@@ -39,7 +39,7 @@ def page(
     steps = [drawn.get(target.key) for target in report.targets]
     data = json.dumps([boxes(step) if step else None for step in steps], separators=(",", ":"))
     name = report.path.absolute().name
-    began = min((row.call.extent[0] for step in steps if step for row in step.rows), default=None)
+    began = min((row.extent[0] for step in steps if step for row in step.rows), default=None)
     about = [name, *([_date(began)] if began is not None else []), f"megaprof {__version__}"]
     return (
         environment("megaprof.analysis.report")

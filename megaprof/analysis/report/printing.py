@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.sentences import Finding
 from megaprof.analysis.stages.stages import Stage
 from megaprof.analysis.stages.words import layers, some
@@ -36,9 +37,9 @@ def show_finding(console: Console, finding: Finding, *, quiet: bool = False) -> 
         console.print(text("  " + finding.host_command), soft_wrap=True)
 
 
-def show_warnings(console: Console, lines: Iterable[str]) -> None:
-    for line in lines:
-        console.print(text(f"! {line}", "yellow"))
+def show_warnings(console: Console, warnings: Iterable[Note | str]) -> None:
+    for each in warnings:
+        console.print(text(f"! {each if isinstance(each, str) else each.text}", "yellow"))
 
 
 def table(title: str | None = None, left: Sequence[str] = ()) -> Table:

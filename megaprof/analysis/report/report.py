@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
-from megaprof.analysis.diagnosis.averages import averages, known_groups
+from megaprof.analysis.diagnosis.averages import averages, without_passes
 from megaprof.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import Examined, examine
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
-from megaprof.analysis.fleet.timeline_calls import detail_of
 from megaprof.analysis.foreign.facts import facts_of
 from megaprof.analysis.foreign.recordings import read_recording
+from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report.document import Report, TargetReport
-from megaprof.analysis.report.text import sentences
-from megaprof.analysis.stages.stages import TargetStages, measure
+from megaprof.analysis.report.drawn import StepTimeline, of_calls, of_table
+from megaprof.analysis.report.text.notes import told
+from megaprof.analysis.stages.stages import TargetStages, measure, of_ranks, order
 from megaprof.analysis.table.files import tables
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.trace.calls import Call
@@ -28,7 +30,7 @@ from megaprof.analysis.trace.pool import Progress, Workers
 from megaprof.analysis.trace.reading import Source, read_all, sources_in
 from megaprof.analysis.trace.runs import NoSuchRun as NoSuchRun
 from megaprof.analysis.trace.runs import runs_in
-from megaprof.analysis.trace.traces import Skipped, UnreadableTrace
+from megaprof.analysis.trace.traces import UnreadableTrace
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.what_if import what_if, withheld
 from megaprof.formats.phrases import listed
@@ -39,8 +41,6 @@ from megaprof.formats.timeline import SUFFIX
 _MOST_OTHERS = 64
 #: What a person does who has none yet.
 _TO_HAVE_ONE = "a training command that `megaprof run` starts writes some, and `megaprof demo` makes some here"
-#: Steps of a timeline that are read for what its stages hold, and of which the last one is drawn.
-_DRAWN = 2
 
 
 class NothingToReport(Exception):
@@ -83,29 +83,41 @@ def analyze(
     warnings = [warning for reading in of_run for warning in reading.warnings]
     skipped = [reading.skipped for reading in readings if reading.skipped is not None]
     fleet = read_fleet(timelines, workers, progress and (lambda done, _: progress(len(traces) + done, every)), runs)
-    warnings = [*sentences.of_skipped([*skipped, *fleet.skipped]), *warnings, *fleet.warnings_of_files()]
+    warnings = [*of_files([*skipped, *fleet.skipped]), *warnings, *fleet.warnings_of_files()]
     fleets = survey(fleet)
-    found = {key: _diagnosed(table) for key, table in tables(calls, fleet, workers).items()}
-    traced = {_key(call) for call in calls}
-    calls += _details(fleet, fleets, tuple(calls), found)
-    if not calls and (foreign := _foreign(path, traces, sizes or {})) is not None:
+    tabled = tables(calls, fleet, workers)
+    found = {key: _diagnosed(table) for key, table in tabled.items()}
+    if not calls and not fleets and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign
-    if not calls:
-        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(warnings)))
+    if not calls and not fleets:
+        raise NothingToReport(f"{path} holds no trace or timeline by megaprof. " + " ".join(_sentences(told(warnings))))
     job = (path.parent if path.is_file() else path).absolute()
-    told = [_target(measured, calls, traced, fleets, found, job, memory_limit) for measured in measure(calls)]
-    targets = tuple(target for target, _ in told)
+    targets = []
+    for measured in measure(calls):
+        key = Key(measured.target, measured.role, measured.sizes)
+        own = next((each for each in fleets if each.key == key), None)
+        none: _Diagnosed = Unfit(Note("no_whole_step"))
+        draw = partial(of_calls, _last(measured, calls))
+        if slow := _slow(found.get(key, none)):
+            of_job = (call for call in calls if Key(call.label, call.role, call.metadata.sizes) == key)
+            measured = replace(measured, slow_ranks=of_ranks(of_job, measured.sizes, slow))
+        targets.append(_told(measured, found.get(key, none), draw, own, job, memory_limit, traced=True))
+    known = {each.report.key for each in targets}
+    for own in fleets:
+        if (own.target, own.role) not in known:
+            targets.append(_recorded(own, fleet, tabled[own.key], found[own.key], job, memory_limit))
+    targets.sort(key=lambda each: order(each.report))
     return Report(
         path=path,
         source=str(path),
         traces=read,
         timelines=tuple(fleet.read),
-        targets=targets,
-        warnings=tuple(dict.fromkeys(warnings)),
+        targets=tuple(each.report for each in targets),
+        warnings=told(dict.fromkeys(warnings)),
         run=runs.chosen + 1,
         runs=runs.count,
-        drawn=tuple(_drawn(calls, targets)),
-        by_hand=tuple(by_hand for _, by_hand in told),
+        drawn={each.report.key: each.draw for each in targets if each.draw is not None},
+        by_hand=tuple(each.by_hand for each in targets),
     )
 
 
@@ -132,17 +144,18 @@ def _foreign(path: Path, traces: Sequence[Source], sizes: Mapping[str, int]) -> 
         try:
             recordings += read_recording(source)
         except UnreadableTrace as fault:
-            skipped.append(Skipped(fault.path.name, fault.reason))
+            skipped.append(Note("skipped", files=(fault.path.name,), said=fault.reason))
     if not recordings:
         return None
     files = dict.fromkeys(recording.path for recording in recordings)
+    foreign = facts_of(recordings, dict(sizes))
     return Report(
         path=path,
         source=str(path),
         traces=tuple(files),
         targets=(),
-        warnings=tuple(sentences.of_skipped(skipped)),
-        foreign=facts_of(recordings, dict(sizes)),
+        warnings=told(of_files(skipped)),
+        foreign=replace(foreign, warnings=told(foreign.warnings)),
     )
 
 
@@ -159,63 +172,62 @@ def _diagnosed(table: Table | Unfit) -> _Diagnosed:
     return examined, diagnose(examined)
 
 
-def _key(call: Call) -> Key:
-    return Key(call.label, call.role, call.metadata.sizes)
+_Draw = Callable[[], StepTimeline]
 
 
-def _details(
-    fleet: FleetReading, fleets: Sequence[Fleet], traced: Sequence[Call], diagnosed: Mapping[Key, _Diagnosed]
-) -> Iterator[Call]:
-    """The last calls of targets that no trace shows, where possible of a pipeline that no rank holds back: of those
-    that are diagnosed a few, which say what the stages hold and can be drawn."""
-    known = {(call.label, call.role) for call in traced}
-    for each in fleets:
-        if (each.key.target, each.key.role) in known:
-            continue
-        found = diagnosed.get(each.key)
-        places = [rank.coords for rank in fleet.series[each.key].ranks]
-        suspects, steps = set[int](), list[int]()
-        if isinstance(found, tuple):
-            table, causes = found[0].table, found[1].causes
-            suspects = {rank for cause in causes for rank in cause.ranks}
-            within = set(table.ranks.ravel().tolist())
-            places, steps = [place for place in places if place.rank in within], table.steps[-_DRAWN:].tolist()
-        yield from detail_of(each.key, places, fleet.files[each.key], suspects, each.stood_still, steps)
+class _Target(NamedTuple):
+    """A report on one target; what answers for changes of it by hand, and what draws its last step, where there is
+    something."""
+
+    report: TargetReport
+    by_hand: ByHand | None
+    draw: _Draw | None
 
 
-def _drawn(calls: Iterable[Call], targets: Sequence[TargetReport]) -> Iterator[Call]:
-    latest = {target.key: target.steps[-1] for target in targets if target.steps}
-    return (call for call in calls if latest.get((call.label, call.role)) == call.step)
+def _slow(found: _Diagnosed, *, every: bool = False) -> set[int]:
+    """The slow ranks of a job; with ``every`` also those of other causes."""
+    causes = () if isinstance(found, Unfit) else found[1].causes
+    return {rank for cause in causes if every or cause.kind == "slow_rank" for rank in cause.ranks}
 
 
-def _target(
+def _last(measured: TargetStages, calls: Sequence[Call]) -> list[Call]:
+    """The calls of its last step."""
+    last = measured.target, measured.role, measured.steps[-1]
+    return [call for call in calls if (call.label, call.role, call.step) == last]
+
+
+def _recorded(
+    fleet: Fleet, reading: FleetReading, table: Table | Unfit, found: _Diagnosed, job: Path, memory_limit: int | None
+) -> _Target:
+    """What timelines alone tell of."""
+    key, draw = fleet.key, None
+    if isinstance(table, Unfit):
+        measured = without_passes(reading.series[key], table.note)
+    else:
+        measured = averages(table, _slow(found), _slow(found, every=True))
+        draw = partial(of_table, table, measured.stages, key, reading.files[key])
+    return _told(measured, found, draw, fleet, job, memory_limit, traced=False)
+
+
+def _told(
     measured: TargetStages,
-    calls: Sequence[Call],
-    traced: AbstractSet[Key],
-    fleets: Sequence[Fleet],
-    diagnosed: Mapping[Key, _Diagnosed],
+    found: _Diagnosed,
+    draw: _Draw | None,
+    fleet: Fleet | None,
     job: Path,
     memory_limit: int | None,
-) -> tuple[TargetReport, ByHand | None]:
-    """The report on a target, and what answers for changes of it by hand. ``traced``: what traces tell of; ``job``: the
-    directory that the job writes to."""
-    key = Key(measured.target, measured.role, measured.sizes)
-    fleet = next((fleet for fleet in fleets if fleet.key == key), None)
-    found = diagnosed.get(key, Unfit("no step was recorded whole"))
-    if key not in traced:
-        known = () if isinstance(found, Unfit) else known_groups(found[0].table)
-        measured = replace(measured, warnings=(*measured.warnings, *sentences.of_timelines(measured.sizes, known)))
+    *,
+    traced: bool,
+) -> _Target:
+    """``job``: the directory that the job writes to."""
     if isinstance(found, Unfit):
-        why = measured.unjudgeable or str(found)
-        return TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None
+        why = measured.unjudgeable or found.note
+        return _Target(TargetReport.of(measured, None, withheld(why), job, withheld=why, fleet=fleet), None, draw)
     examined, diagnosis = found
-    own = [call for call in calls if _key(call) == key]
-    if key not in traced:
-        slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
-        measured = averages(measured, examined.table, slow)
-    captured = key in traced and set(examined.table.steps.tolist()) <= set(measured.steps)
-    predicted, by_hand = what_if(examined, diagnosis, own, memory_limit)
-    return TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=captured), by_hand
+    captured = traced and set(examined.table.steps.tolist()) <= set(measured.steps)
+    predicted, by_hand = what_if(examined, diagnosis, memory_limit)
+    report = TargetReport.of(measured, diagnosis, predicted, job, fleet=fleet, captured=captured)
+    return _Target(report, by_hand, draw)
 
 
 def _others(directory: Path) -> list[Path]:
@@ -229,8 +241,8 @@ def _contents(directory: Path) -> str:
     return f"it holds {listed(names, 5)}" if names else "it is empty"
 
 
-def _sentences(warnings: list[str]) -> Iterator[str]:
+def _sentences(warnings: Sequence[Note]) -> Iterator[str]:
     for warning in warnings[:5]:
-        yield warning.rstrip(".") + "."
+        yield warning.text.rstrip(".") + "."
     if len(warnings) > 5:
         yield f"And {len(warnings) - 5} more like it."

@@ -257,7 +257,7 @@ def _per_microbatch_table(measured: TargetStages) -> Table:
     def row(cells: tuple[str, str, Text], forward: Spread | None, backward: Spread | None) -> None:
         made.add_row(*cells, reach(forward), *([] if measured.forward_only else [reach(backward)]))
 
-    for stage in measured.stages:
+    for stage in measured.shown:
         row(stage_cells(stage), stage.forward_per_microbatch_ms, stage.backward_per_microbatch_ms)
         for chunk in stage.chunks if len(stage.chunks) > 1 else ():
             row(("", f"chunk {chunk.chunk}", text(layers([chunk.holds]))), chunk.forward_ms, chunk.backward_ms)

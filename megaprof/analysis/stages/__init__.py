@@ -1,1 +1,1 @@
-"""Metrics of every stage, the verdict and its causes."""
+"""Times of every stage: what its passes take, steps on one time axis, and whether the calls belong together."""

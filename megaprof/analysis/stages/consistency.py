@@ -1,24 +1,20 @@
-"""Do these calls belong together? What is missing, doubled or of another run, said once and in plain words."""
+"""Do these calls belong together? What is missing, doubled or of another run, noted once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from megaprof.analysis.clocks.exchanges import MOST_UNCERTAIN, aligned, uncertainty
-from megaprof.analysis.stages.words import stages as stages_in_words
-from megaprof.analysis.stages.words import steps as steps_in_words
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import Call, grouped
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.topology import ParallelSizes
 
 #: How far apart ranks may begin a step behind the opening of a tool, of the step, until that is told.
 OPENED = 0.01
-
-#: What is not known without a common clock.
-_UNKNOWN = (
-    "the step time is the longest stage's own range, and neither slow links nor stages that enter late can be seen"
-)
 
 
 @dataclass
@@ -27,26 +23,21 @@ class Findings:
 
     stages: int
     """How many stages the job has."""
-    unjudgeable: str | None = None
-    """Why no stage may be called slow, a clause."""
-    _notes: dict[str, set[int]] = field(default_factory=dict)
+    unjudgeable: Note | None = None
+    """Why no stage may be called slow."""
+    _notes: dict[Note, set[int]] = field(default_factory=dict)
 
-    def warn(self, message: str) -> None:
-        """A warning about the whole target; the same one is kept once."""
-        self._notes.setdefault(message, set())
+    def warn(self, note: Note, stage: int | None = None, *, block: bool = False) -> None:
+        """A warning about the whole target or one stage; the same one about several stages is kept once. ``block``: it
+        allows no verdict about imbalance; the first such warning is the one that is told."""
+        self._notes.setdefault(note, set()).update(() if stage is None else (stage,))
+        if block:
+            self.unjudgeable = self.unjudgeable or note
 
-    def note(self, message: str, stage: int) -> None:
-        """A warning about one stage; the same one about several stages becomes one line."""
-        self._notes.setdefault(message, set()).add(stage)
-
-    def block(self, reason: str) -> None:
-        """No verdict about imbalance; the first reason is the one that is told."""
-        self.unjudgeable = self.unjudgeable or reason
-
-    def warnings(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[Note, ...]:
         return tuple(
-            f"{stages_in_words(stages)}: {message}" if stages and len(stages) < self.stages else message
-            for message, stages in self._notes.items()
+            replace(note, stages=tuple(sorted(stages))) if stages and len(stages) < self.stages else note
+            for note, stages in self._notes.items()
         )
 
 
@@ -56,8 +47,8 @@ class Clocks:
 
     one_clock: bool
     """Whether they can."""
-    problems: tuple[str, ...] = ()
-    """What must be known about it, clauses."""
+    problems: tuple[Note, ...] = ()
+    """What must be known about it."""
     different_runs: bool = False
     """Whether they are of different runs, because they do not overlap."""
     offset: dict[int, int] = field(default_factory=dict)
@@ -74,10 +65,8 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
     calls = _without_duplicates(calls, findings)
     missing = set(range(sizes.pp)) - {call.stage for call in calls}
     if missing:
-        captured = f"{sizes.pp - len(missing)} of {sizes.pp} stages"
-        advice = "--profile-select per-stage captures one rank of every stage"
-        findings.warn(f"{captured} captured, without {stages_in_words(missing)}; times between stages cover only those")
-        findings.block(f"{captured} captured; {advice}")
+        there = sizes.pp - len(missing)
+        findings.warn(Note("stages_missing", stages=tuple(sorted(missing)), count=there, of=sizes.pp), block=True)
     return _without_openings(_without_unseen(_common_steps(calls, findings), findings), findings)
 
 
@@ -87,33 +76,27 @@ def comparable(step: list[Call]) -> Clocks:
         return Clocks(one_clock=True)
     hosts = {call.metadata.host for call in step}
     offset: dict[int, int] = {}
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
     uncertain = None
     if len(hosts) > 1 or None in hosts:
         found = _offsets(step)
         if found is None:
-            return Clocks(one_clock=False, problems=(f"{_no_clock(step)}; {_UNKNOWN}",))
+            return Clocks(one_clock=False, problems=(_no_clock(step),))
         offset, uncertain, warnings = found
     reach = None
     for begin, end in sorted(shifted(call, offset) for call in step):
         if reach is not None and begin >= reach:
-            problem = (
-                f"the stages of step {step[0].step} do not overlap in time: their traces are of different "
-                "runs, or of replicas that run at different times; the step time is the longest stage's own range"
-            )
-            return Clocks(one_clock=False, problems=(problem,), different_runs=True)
+            return Clocks(one_clock=False, problems=(Note("stages_apart", steps=(step[0].step,)),), different_runs=True)
         reach = end if reach is None else max(reach, end)
     return Clocks(one_clock=True, problems=warnings, offset=offset, uncertain_ns=uncertain)
 
 
-def _no_clock(step: list[Call]) -> str:
+def _no_clock(step: list[Call]) -> Note:
     """Returns why the calls of one step have no clock in common."""
     unnamed = {call.stage for call in step if call.metadata.host is None}
     if unnamed:
-        return f"no host is named for {stages_in_words(unnamed)}, so nothing says whether the stages share a clock"
-    hosts = sorted({str(call.metadata.host) for call in step})
-    shown = ", ".join(hosts[:4]) + (", ..." if len(hosts) > 4 else "")
-    return f"the stages ran on {len(hosts)} hosts ({shown}), whose clocks are not aligned"
+        return Note("host_unnamed", stages=tuple(sorted(unnamed)))
+    return Note("clocks_apart", names=tuple(sorted({str(call.metadata.host) for call in step})))
 
 
 def shifted(call: Call, offset: Mapping[int, int]) -> tuple[int, int]:
@@ -123,7 +106,7 @@ def shifted(call: Call, offset: Mapping[int, int]) -> tuple[int, int]:
     return begin + by, end + by
 
 
-def _offsets(step: list[Call]) -> tuple[dict[int, int], int, tuple[str, ...]] | None:
+def _offsets(step: list[Call]) -> tuple[dict[int, int], int, tuple[Note, ...]] | None:
     """Offsets between hosts, how uncertain they are, and what must be told; None where that is too much of a step."""
     alignment = aligned(step)
     worst = uncertainty(alignment)
@@ -138,9 +121,8 @@ def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
     for call in sorted(calls, key=lambda c: (c.unseen is None, c.start, c.source)):
         key = (call.rank, call.step, call.index)
         if key in kept and kept[key].unseen is None:
-            findings.warn(
-                f"rank {key[0]} has step {call.step} twice ({kept[key].source}, {call.source}): the later one counts"
-            )
+            files = kept[key].source, call.source
+            findings.warn(Note("twice", ranks=(call.rank,), steps=(call.step,), files=files))
         kept[key] = call
     return list(kept.values())
 
@@ -154,17 +136,13 @@ def check_same_job(calls: list[Call], findings: Findings) -> None:
         rank, pp = metadata.coords.rank, metadata.coords.pp
         first = of_rank.setdefault(rank, metadata)
         if (metadata.coords, metadata.chunks) != (first.coords, first.chunks):
-            findings.warn(f"rank {rank}'s traces are of different jobs: its coordinates or its layers changed")
-            findings.block("the traces are of different jobs")
+            findings.warn(Note("other_jobs", ranks=(rank,)), block=True)
         elif metadata.chunks != at_stage.setdefault(pp, metadata).chunks:
-            findings.note("its ranks do not hold the same layers, so their traces are of different jobs", pp)
-            findings.block("the traces are of different jobs")
+            findings.warn(Note("other_layers"), pp, block=True)
     if len({(call.metadata.schedule, call.forward_only) for call in calls}) > 1:
-        findings.warn("the traces are of different schedules")
-        findings.block("the traces are of different schedules")
+        findings.warn(Note("other_schedules"), block=True)
     if len({call.has_kernels for call in calls}) > 1:
-        findings.warn("some traces hold GPU kernels and some do not: their times are not comparable")
-        findings.block("some traces hold GPU kernels and some do not")
+        findings.warn(Note("kernels_in_some"), block=True)
     counted = [call for call in calls if call.metadata.microbatches is not None]
     replicas = grouped(counted, lambda call: (*call.key, call.metadata.coords.dp)).values()
     counts = [
@@ -172,14 +150,11 @@ def check_same_job(calls: list[Call], findings: Findings) -> None:
         for own in grouped(counted, lambda call: call.key).values()
     ]
     if any(len({call.metadata.microbatches for call in own}) > 1 for own in replicas):
-        findings.warn("within one step the stages report different numbers of microbatches")
-        findings.block("the stages report different numbers of microbatches")
+        findings.warn(Note("stages_differ"), block=True)
     elif any(len(each) > 1 for each in counts):
-        findings.warn(
-            "within one step replicas have different numbers of microbatches; times per step are their average"
-        )
+        findings.warn(Note("replicas_differ"))
     elif len(set(counts)) > 1:
-        findings.warn("the steps have different numbers of microbatches; times per step are averaged over all of them")
+        findings.warn(Note("steps_differ"))
 
 
 def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
@@ -188,12 +163,11 @@ def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
     others = [call for call in calls if call.key not in unseen]
     if unseen and others:
         for call in unseen.values():
-            findings.warn(f"step {call.step} is left out: on rank {call.rank} {call.unseen}")
+            findings.warn(Note("step_unseen", steps=(call.step,), ranks=(call.rank,), why=call.unseen))
         return others
     for call in calls:
         if call.unseen is not None:
-            findings.note(call.unseen, call.stage)
-            findings.block(call.unseen)
+            findings.warn(call.unseen, call.stage, block=True)
     return calls
 
 
@@ -205,24 +179,20 @@ def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
     if not others:
         return calls
     if nsys:
-        which = steps_in_words(sorted({step for step, _ in nsys}))
-        findings.warn(
-            f"{which} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
-        )
+        findings.warn(Note("opened_by_nsys", steps=tuple(sorted({step for step, _ in nsys}))))
     for (step, _), apart in torch.items():
-        findings.warn(f"step {step} is left out: {apart}")
+        findings.warn(Note("step_left_out", steps=(step,), why=apart))
     return others
 
 
-def opened_apart(step: Sequence[Call]) -> str | None:
+def opened_apart(step: Sequence[Call]) -> Note | None:
     """Returns why the stages of one step waited for each other more than they would have: the torch profiler, started
     before it, delayed some ranks more than others; None where it did not."""
     delays = [call.opening_ns for call in step if call.opening_ns is not None]
     longest = max(end - begin for begin, end in (call.extent for call in step))
     if step[0].metadata.sizes.pp == 1 or len(delays) < 2 or max(delays) - min(delays) <= OPENED * longest:
         return None
-    least, most = (f"{ns / 1e6:.3g}" for ns in (min(delays), max(delays)))
-    return f"the profiler's start before it took {least} to {most} ms, so its ranks entered it apart"
+    return Note("entered_apart", ms=(min(delays) / 1e6, max(delays) / 1e6))
 
 
 def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
@@ -230,10 +200,9 @@ def _common_steps(calls: list[Call], findings: Findings) -> list[Call]:
     captured = {call.stage for call in calls}
     common = {key for key, present in stages.items() if present == captured}
     if not common:
-        findings.warn("no step was captured on every stage: the stages' times are of different steps")
-        findings.block("no step was captured on every stage")
+        findings.warn(Note("no_common_step"), block=True)
         return calls
     for step, index in sorted(stages.keys() - common):
-        which = f"step {step}" + (f" (call {index})" if index else "")
-        findings.warn(f"{which} was captured on {stages_in_words(stages[step, index])} only and is left out")
+        there = tuple(sorted(stages[step, index]))
+        findings.warn(Note("stages_missing_in_step", steps=(step,), count=index, stages=there))
     return [call for call in calls if call.key in common]

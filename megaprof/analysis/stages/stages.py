@@ -6,19 +6,20 @@ All times are milliseconds. A number that the traces do not allow is None, and a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.stages.consistency import Findings, check_same_job, examine
 from megaprof.analysis.stages.samples import Spread, mean_of
-from megaprof.analysis.stages.steps import UNMET, Step, lay_out
-from megaprof.analysis.stages.words import without_ranges
+from megaprof.analysis.stages.steps import Step, lay_out
 from megaprof.analysis.trace.calls import GROUPS, WHOLE_STEP, Call, grouped
 from megaprof.analysis.trace.intervals import total
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.formats import ranges
-from megaprof.formats.metadata import ModelChunk
+from megaprof.formats.metadata import ModelChunk, WithoutRange
 from megaprof.parallel.topology import ParallelSizes
 
 #: How a step is timed: from the first stage's start to the last stage's end; so for each replica by itself; or, where
@@ -30,6 +31,8 @@ LONGEST: Final = "longest_stage"
 
 _TARGET_ORDER = (WHOLE_STEP, "train_actor", "train_log_probs", "evaluate")
 _StepOf = Callable[[Call], Step]
+#: What of a stage's bubble lies before its first backward, between, and behind its last forward.
+BUBBLE_PARTS = ("warmup_ms", "steady_ms", "cooldown_ms")
 #: The first of several steps is left out when it takes this many times as long as the others: it warms up.
 WARM_UP = 1.25
 
@@ -57,8 +60,9 @@ class Collectives:
     """Until the last rank of the group came."""
     transferring_ms: Spread | None
     """From then on."""
-    reason: str | None
-    """Why a number is missing, a clause."""
+    reason: Literal["arrivals_unknown", "durations_unknown", "computed_beside"] | None
+    """Why a number is missing: of no step it is known when all ranks came; torch does not say how long they ran; passes
+    compute beside them."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,8 @@ class Stage:
     """Inside passes, where the GPU idled because nothing was launched; None on a CPU."""
     modules_ms: dict[str, Spread]
     """Milliseconds of every pass through a module, by its label and the kind of pass."""
-    bubble_split: dict[str, Spread | None] = field(default_factory=dict)
-    """The bubble's parts: ``warmup_ms``, ``steady_ms``, ``cooldown_ms``."""
+    bubble_split: dict[str, Spread | None] = field(default_factory=partial(dict.fromkeys, BUBBLE_PARTS))
+    """The bubble's parts, each of `BUBBLE_PARTS`."""
     host_ms: dict[str, Spread | None] = field(default_factory=dict)
     """On a GPU trace the host's time in ``forward`` and ``backward``."""
     collectives: dict[str, Collectives] = field(default_factory=dict)
@@ -133,9 +137,9 @@ class TargetStages:
     by itself (``of_replicas``), or, without a common clock, as the longest stage's own range (``longest_stage``)."""
     stages: tuple[Stage, ...]
     """By pipeline rank; those that were captured."""
-    unjudgeable: str | None
-    """Why no stage may be called slow, a clause; None where one may."""
-    warnings: tuple[str, ...]
+    unjudgeable: Note | None
+    """Why no stage may be called slow; None where one may."""
+    warnings: tuple[Note, ...]
     """What is missing, and why."""
     imbalance: float | None = None
     """Compute of the slowest stage over the average over stages; None without a pipeline, and where that of a stage is
@@ -165,15 +169,13 @@ def measure(calls: Iterable[Call]) -> list[TargetStages]:
     """Group calls by label, role and parallel sizes, and measure the stages of each group."""
     groups = grouped(calls, lambda call: (call.label, call.role, call.metadata.sizes))
     measured = []
-    for label, role, sizes in sorted(groups, key=lambda key: (_order(key[0]), key[0], key[1] or "", str(key[2]))):
+    for label, role, sizes in groups:
         findings = Findings(stages=sizes.pp)
         for other in groups:
             if other[:2] == (label, role) and other[2] != sizes:
-                findings.warn(
-                    f"traces with other sizes ({other[2]}) are in the directory, too, and reported separately"
-                )
+                findings.warn(Note("other_sizes", said=str(other[2])))
         measured.append(_measure(sizes, counted(groups[label, role, sizes], sizes, findings), findings))
-    return measured
+    return sorted(measured, key=order)
 
 
 def counted(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list[Call]:
@@ -183,8 +185,10 @@ def counted(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
     return kept
 
 
-def _order(label: str) -> int:
-    return _TARGET_ORDER.index(label) if label in _TARGET_ORDER else len(_TARGET_ORDER)
+def order(stages: TargetStages) -> tuple[int, str, str, str]:
+    """Returns where a target stands among others."""
+    known = _TARGET_ORDER.index(stages.target) if stages.target in _TARGET_ORDER else len(_TARGET_ORDER)
+    return known, stages.target, stages.role or "", str(stages.sizes)
 
 
 def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
@@ -197,30 +201,43 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
     if len(others) < 2 or max(own) <= WARM_UP * statistics.median(others):
         return calls
     times = max(own) / max(1.0, statistics.median(others))
-    findings.warn(
-        f"step {first} is left out: it took {times:.1f} times as long as the later ones, as a first step does"
-    )
+    findings.warn(Note("first_step_longer", steps=(first,), factor=times))
     return [call for call in calls if call.step != first]
 
 
-def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
-    by_stage = grouped(calls, lambda call: call.stage)
+def of_ranks(calls: Iterable[Call], sizes: ParallelSizes, ranks: Collection[int]) -> tuple[Stage, ...]:
+    """Returns the stages of single ranks that share them with others: with their times alone."""
+    findings = Findings(stages=sizes.pp)
+    kept = counted(list(calls), sizes, findings)
+    _, step_of = _laid_out(kept, findings)
+    by_rank = grouped(kept, lambda call: call.rank)
+    stages = grouped(kept, lambda call: call.stage).items()
+    shared = {call.rank: pp for pp, own in stages if len({call.rank for call in own}) > 1 for call in own}
+    return tuple(_stage(shared[rank], by_rank[rank], step_of, findings) for rank in sorted(shared.keys() & set(ranks)))
+
+
+def _laid_out(calls: list[Call], findings: Findings) -> tuple[list[Step], _StepOf]:
+    """Returns the steps, and which of them a call is of."""
     apart = _by_themselves(calls)
 
     def pipeline(call: Call) -> tuple[int, int, int]:
         return (*call.key, call.metadata.coords.dp if apart else 0)
 
-    laid_out = {key: lay_out(step, findings) for key, step in grouped(calls, pipeline).items()}
-    steps = list(laid_out.values())
+    found = {key: lay_out(step, findings) for key, step in grouped(calls, pipeline).items()}
+    return list(found.values()), lambda call: found[pipeline(call)]
+
+
+def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> TargetStages:
+    by_stage = grouped(calls, lambda call: call.stage)
+    steps, step_of = _laid_out(calls, findings)
     uncertain = [step.uncertain_ns for step in steps if step.uncertain_ns is not None]
     if uncertain:
-        worst_ms = max(uncertain) / 1e6
-        findings.warn(f"the clocks of the stages' hosts were aligned by their exchanges, to {worst_ms:.2g} ms")
+        findings.warn(Note("clocks_aligned", ms=(max(uncertain) / 1e6,)))
     first = calls[0]
     counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
-    for message in without_ranges([each for call in calls for each in call.metadata.ranges.without]):
-        findings.warn(message)
-    stages = tuple(_stage(pp, by_stage[pp], lambda call: laid_out[pipeline(call)], findings) for pp in sorted(by_stage))
+    for note in without_ranges(each for call in calls for each in call.metadata.ranges.without):
+        findings.warn(note)
+    stages = tuple(_stage(pp, by_stage[pp], step_of, findings) for pp in sorted(by_stage))
     return TargetStages(
         target=first.label,
         role=first.role,
@@ -230,13 +247,24 @@ def _measure(sizes: ParallelSizes, calls: list[Call], findings: Findings) -> Tar
         microbatches=counts.pop() if len(counts) == 1 else None,
         steps=tuple(sorted({call.step for call in calls})),
         step_time_ms=Spread.of([step.ms for step in steps if step.ms is not None]),
-        step_time_basis=(OF_REPLICAS if apart else ONE_CLOCK) if all(step.one_clock for step in steps) else LONGEST,
+        step_time_basis=(OF_REPLICAS if _by_themselves(calls) else ONE_CLOCK)
+        if all(step.one_clock for step in steps)
+        else LONGEST,
         stages=stages,
         imbalance=None if findings.unjudgeable else imbalance(stages, sizes),
         unjudgeable=findings.unjudgeable,
         warnings=findings.warnings(),
         framework=first.metadata.framework,
     )
+
+
+def without_ranges(modules: Iterable[WithoutRange]) -> Iterator[Note]:
+    """Yields which modules have no range: those of the same layers, for the same reason, together."""
+    layers: dict[tuple[str, str], set[int]] = {}
+    for each in modules:
+        layers.setdefault((each.reason, each.module), set()).update(n for n in each.layers if n is not None)
+    for (why, of), same in grouped(layers, lambda key: (key[0], tuple(sorted(layers[key])))).items():
+        yield Note("modules_without_range", names=tuple(module for _, module in same), layers=of, said=why)
 
 
 def imbalance(stages: Sequence[Stage], sizes: ParallelSizes) -> float | None:
@@ -262,7 +290,7 @@ def _stage(pp: int, calls: list[Call], step_of: _StepOf, findings: Findings) -> 
         _explain(call, pp, findings)
     combined = any(phase.kind == ranges.COMBINED for call in calls for phase in call.phases)
     if combined:
-        findings.note("forward and backward run combined: only their sum, compute, is known", pp)
+        findings.warn(Note("combined"), pp)
     whole = [call for call in calls if call.phases and not call.incomplete]
     separate = [] if combined else whole
     measured = [call for call in whole if call.gpu is not None or not call.has_kernels]
@@ -274,7 +302,7 @@ def _stage(pp: int, calls: list[Call], step_of: _StepOf, findings: Findings) -> 
     lasted = sum(step.ms or 0.0 for _, step in bubbles)
     met = [step.met[call.rank] for call in on_gpu if call.rank in (step := step_of(call)).met]
     if on_gpu and calls[0].metadata.sizes.pp > 1 and len(met) < len(on_gpu):
-        findings.note(UNMET, pp)
+        findings.warn(Note("pp_not_split"), pp)
     return Stage(
         pp=pp,
         ranks=tuple(sorted({call.rank for call in calls})),
@@ -302,27 +330,21 @@ def _stage(pp: int, calls: list[Call], step_of: _StepOf, findings: Findings) -> 
 
 
 def _explain(call: Call, pp: int, findings: Findings) -> None:
-    """Say why numbers of ``call`` are missing."""
+    """Note why numbers of ``call`` are missing."""
     if call.unseen is not None:
         return  # that was said
     if not call.phases:
-        reason = call.metadata.ranges.reason or "the trace holds none"
-        findings.note(f"no microbatch ranges, so only the time of the step is known: {reason}", pp)
-        findings.block("there are no microbatch ranges")
+        findings.warn(Note("no_passes", said=call.metadata.ranges.reason or ""), pp, block=True)
     if call.incomplete:
-        findings.note(f"{call.source} is left out of the times per step: {call.incomplete}", pp)
+        findings.warn(Note("file_left_out", files=(call.source,), why=call.incomplete), pp)
     if call.has_kernels and call.gpu is None:
-        findings.note(
-            "the trace does not say who launched its GPU kernels: forward and backward are the host's time", pp
-        )
-        findings.block("the traces do not say who launched the GPU's kernels")
+        findings.warn(Note("launches_unknown"), pp, block=True)
     elif call.gpu is not None and call.gpu.lost:
-        findings.note("GPU activities without a launch in the trace belong to no range and are not counted", pp)
+        findings.warn(Note("kernels_without_launch"), pp)
     if call.label == WHOLE_STEP:
-        findings.warn("a whole step is more than its pipeline: its microbatches are reported with the calls inside it")
-        findings.block("a whole step is more than its pipeline")
+        findings.warn(Note("whole_step"), block=True)
     for reason in call.reasons:
-        findings.note(reason, pp)
+        findings.warn(reason, pp)
 
 
 def _of_passes(calls: list[Call], kind: str, time: str) -> Spread | None:

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.analysis.clocks.exchanges import Meeting, meetings
+from megaprof.analysis.notes import Note
 from megaprof.analysis.stages.consistency import OPENED, Findings, comparable, opened_apart, shifted
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.intervals import Intervals, difference, intersection, intervals, total, union
 from megaprof.formats import ranges
-
-UNMET = (
-    "exposed pp cannot be split into waiting and transferring, so the bubble contains both: only one end of its "
-    "exchanges is known"
-)
 
 
 @dataclass(frozen=True)
@@ -108,26 +104,17 @@ class Step:
 def lay_out(step: Sequence[Call], findings: Findings) -> Step:
     """``step``: the calls of one step, one a rank. What stands in the way is added to ``findings``."""
     clocks = comparable(list(step))
-    for message in clocks.problems:
-        findings.warn(message)
-    if clocks.different_runs:
-        findings.block("the stages' traces are of different runs")
+    for note in clocks.problems:
+        findings.warn(note, block=clocks.different_runs)
     offset = clocks.offset
     extents = [shifted(call, offset) for call in step]
     bounds = min(begin for begin, _ in extents), max(end for _, end in extents)
     apart = max(begin for begin, _ in extents) - bounds[0]
     if clocks.one_clock and any(call.after_opening for call in step) and apart > OPENED * (bounds[1] - bounds[0]):
-        findings.warn(
-            f"step {step[0].step} is the first that nsys recorded after it was opened: ranks began it "
-            f"{apart / 1e6:.3g} ms apart, and the bubble holds that (of several steps in one window, the "
-            "first is left out)"
-        )
+        findings.warn(Note("entered_apart_by_nsys", steps=(step[0].step,), ms=(apart / 1e6,)))
     apart_by_torch = opened_apart(step)
     if apart_by_torch is not None:
-        findings.warn(
-            f"neither the time of step {step[0].step} nor its bubble is told: {apart_by_torch} (of several steps in "
-            "one window, the first is left out)"
-        )
+        findings.warn(Note("step_disturbed", steps=(step[0].step,), why=apart_by_torch))
     whole = apart_by_torch is None and not any(call.incomplete for call in step)
     length = bounds[1] - bounds[0] if clocks.one_clock else max(end - begin for begin, end in extents)
     return Step(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megaprof.analysis.stages.samples import Spread
-from megaprof.formats.metadata import ModelChunk, WithoutRange
+from megaprof.formats.metadata import ModelChunk
 from megaprof.formats.phrases import ago as ago
 from megaprof.formats.phrases import counted as counted
 from megaprof.formats.phrases import listed
@@ -126,25 +126,6 @@ def layers(chunks: Iterable[ModelChunk | None]) -> str:
     if any(chunk.loss for chunk in known):
         parts.append("loss")
     return "+".join(parts)
-
-
-def without_ranges(modules: Iterable[WithoutRange]) -> list[str]:
-    """Returns which modules have no range, a clause for each reason: ``no range for mlp, router (layers 1-4): ...``"""
-    reasons: dict[str, dict[str, set[int]]] = {}
-    for each in modules:
-        of = reasons.setdefault(each.reason, {}).setdefault(each.module, set())
-        of.update(number for number in each.layers if number is not None)
-    return [f"no range for {_modules(labels)}: {reason}" for reason, labels in reasons.items()]
-
-
-def _modules(labels: dict[str, set[int]]) -> str:
-    same: dict[frozenset[int], list[str]] = {}
-    for label, numbers in labels.items():
-        same.setdefault(frozenset(numbers), []).append(label)
-    return ", ".join(
-        ", ".join(names) + (f" ({_plural('layer', sorted(numbers), 8)})" if numbers else "")
-        for numbers, names in same.items()
-    )
 
 
 def title(target: str, role: str | None) -> str:

@@ -13,6 +13,7 @@ from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.analysis.table.traced import tables_of_calls
 from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.gpu import together
 from megaprof.analysis.trace.pool import Workers
 from megaprof.analysis.trace.reading import read_all, sources_in
 from megaprof.analysis.trace.runs import runs_in
@@ -55,4 +56,11 @@ def beside(recorded: Table, traced: Table) -> Table:
 
     exposed = {group: part(each) for group, each in traced.exposed.items()}
     same = recorded.compute.shape[1:4] == traced.compute.shape[1:4]
-    return replace(recorded, exposed=exposed, idle=part(traced.idle), experts=traced.experts if same else None)
+    return replace(
+        recorded,
+        exposed=exposed,
+        idle=part(traced.idle),
+        experts=traced.experts if same else None,
+        memory=tuple(map(together, zip(recorded.memory, traced.memory, strict=True))),
+        modules=traced.modules,
+    )

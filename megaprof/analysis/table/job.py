@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from megaprof.analysis.fleet.reading import Key
+from megaprof.analysis.notes import Note
 from megaprof.analysis.table.table import RankSteps, Table, Unfit, tabulate
 from megaprof.formats.metadata import Metadata
 from megaprof.parallel.schedules import PipelineSchedule
@@ -26,7 +27,7 @@ def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = Fals
     """``combined``: whether passes of it ran as one. Raises Unfit where the metadata do not say the rest, or where
     Megatron refuses it."""
     if metadata.schedule is None or not metadata.chunks or not metadata.microbatches:
-        raise Unfit("the files do not say which schedule ran, on which model chunks, or with how many microbatches")
+        raise Unfit(Note("schedule_unknown"))
     try:
         return PipelineSchedule.checked(
             metadata.sizes.pp,
@@ -38,7 +39,7 @@ def schedule_of(metadata: Metadata, forward_only: bool, *, combined: bool = Fals
             combined=combined,
         )
     except ValueError as fault:
-        raise Unfit(f"the schedule cannot be rebuilt: {fault}") from None
+        raise Unfit(Note("schedule_refused", said=str(fault))) from None
 
 
 def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
@@ -48,11 +49,6 @@ def rendezvous_of(metadata: Metadata, forward_only: bool) -> bool:
         return metadata.sizes.pp > 1
     overlap = (metadata.p2p or {}).get("overlap_p2p_comm")
     return metadata.sizes.pp > 2 and (forward_only or overlap is False)
-
-
-def layers_of(metadata: Metadata) -> tuple[float, ...]:
-    """Of every chunk; NaN where the model did not say."""
-    return tuple(math.nan if chunk.layers is None else float(chunk.layers) for chunk in metadata.chunks)
 
 
 def table_of(key: Key, ranks: Iterable[RankSteps], metadata: Metadata, schedule: PipelineSchedule) -> Table:

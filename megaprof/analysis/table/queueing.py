@@ -49,10 +49,12 @@ def of_steps(timeline: Timeline, rows: Sequence[int]) -> Floats:
 def of_passes(took: Floats, waited: Iterable[tuple[Sequence[int], float]]) -> Floats:
     """Returns [t, c, k, m] how long passes that ``took`` so long waited. ``waited``: steps, and milliseconds that their
     thread waited in them, at most: one that sleeps in an exchange may wait, too, when it wakes up."""
+    found, waits = np.zeros_like(took), [(steps, ms) for steps, ms in waited if ms > 0.0]
+    if not waits:
+        return found
     usual = np.nanquantile(took, QUARTILE, axis=(0, 3), keepdims=True)
     usual = np.broadcast_to(usual, took.shape)
-    found = np.zeros_like(took)
-    for steps, ms in waited:
+    for steps, ms in waits:
         there = np.isfinite(took[steps])
         own = np.zeros_like(took[steps])
         own[there] = _above(took[steps][there], usual[steps][there], ms, least=1.0)

@@ -16,19 +16,21 @@ import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
+from megaprof.analysis.notes import Note
 from megaprof.analysis.stages.stages import WARM_UP
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
-from megaprof.analysis.table.job import layers_of, place_of, schedule_of, table_of
+from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
+from megaprof.analysis.trace.gpu import Peak, together
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most
 from megaprof.analysis.trace.pool import each as in_processes
-from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.garbage import unpack_collections
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.work import unpack_work
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.garbage import unpack_collections
+from megaprof.formats.steps.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
 
 #: Steps that are looked into, evenly spread over the run: what a report has time for.
@@ -80,7 +82,7 @@ class _Rank(NamedTuple):
 
 
 def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], workers: Workers) -> Table:
-    replicas = _replicas(series.ranks, key.sizes.pp)
+    replicas = _replicas(series.ranks)
     every = max((rank for own in replicas.values() for peers in own for rank in peers), key=lambda r: r.counts.sum())
     plan = _plan(key, files[every.coords.rank], {each.step for each in series.stood})
     own = plan.schedule
@@ -103,7 +105,7 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     workers = at_most(workers, useful(paths, len(items)))
     read = [rank for rank in in_processes(partial(_steps, plan), items, workers) if rank is not None]
     if not read:
-        raise Unfit("no step was recorded with the times of its microbatches")
+        raise Unfit(Note("no_timed_passes"))
     table = table_of(key, _without_waiting(read), plan.metadata, own)
     table = replace(table, cold=plan.cold)
     if len(chosen) == len(replicas):
@@ -113,25 +115,17 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     return replace(table, reduction=least, length=table.length - table.reduction + least)
 
 
-def _replicas(ranks: Sequence[RankSeries], stages: int) -> dict[int, list[list[RankSeries]]]:
-    """By replica its stages, each with the ranks that wait for each other there. Raises Unfit where no replica has all
-    of its stages."""
+def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
+    """By replica its stages, each with the ranks that wait for each other there, of the replicas with most stages.
+    Raises Unfit where there are none."""
     found: dict[int, dict[int, list[RankSeries]]] = defaultdict(lambda: defaultdict(list))
     for rank in sorted(ranks, key=lambda rank: rank.coords.rank):
         if len(rank.counts):
             found[place_of(rank.coords)[0]][rank.coords.pp].append(rank)
     if not found:
-        raise Unfit("every step failed, stood still, or was disturbed by a window")
-    whole = {
-        replica: [own[pp] for pp in sorted(own)]
-        for replica, own in sorted(found.items())
-        if set(own) == set(range(stages))
-    }
-    if not whole:
-        held = len({pp for own in found.values() for pp in own})
-        some = f"{held} of {stages} stages were recorded"
-        raise Unfit(some if held < stages else "of no pipeline all stages were recorded")
-    return whole
+        raise Unfit(Note("all_disturbed"))
+    most = max(map(len, found.values()))
+    return {replica: [own[pp] for pp in sorted(own)] for replica, own in sorted(found.items()) if len(own) == most}
 
 
 def _chosen(replicas: Mapping[int, list[list[RankSeries]]], most: int) -> list[int]:
@@ -168,7 +162,7 @@ def _plan(key: Key, files: Sequence[Path], without: AbstractSet[int]) -> _Plan:
                     continue
                 alike[_shape(metadata)].append((metadata, own))
     if not alike:
-        raise Unfit(next(iter(reasons), "no step was recorded with the times of its microbatches"))
+        raise Unfit(Note("no_timed_passes", said=next(iter(reasons), "")))
     most = max(alike.values(), key=lambda parts: sum(len(steps) for _, steps in parts))
     metadata = most[-1][0]
     steps = np.concatenate([part for _, part in most])
@@ -246,12 +240,16 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     microbatches, per_chunk = shape[3], shape[2] * shape[3]
     alike: dict[tuple[int, int], list[int]] = {}  # steps of one file and shape
     work, source = np.full((len(numbers), microbatches, 3), np.nan), None
-    told: dict[int, list[bytes]] = {}
+    told: dict[int, tuple[list[bytes], list[bytes]]] = {}
+    memory: list[Peak] = []
     for t, number in enumerate(numbers):
         start_ns, timeline, row = found[number]
         if id(timeline) not in told:
-            told[id(timeline)] = timeline.holding(format.WORK)
-        if (known := unpack_work(told[id(timeline)][row])) is not None and len(known[1]) == microbatches:
+            told[id(timeline)] = timeline.holding(format.WORK), timeline.holding(format.MEMORY)
+        works, memories = told[id(timeline)]
+        if (allocated := format.Memory.unpack(memories[row])) is not None:
+            memory.append(Peak(allocated.allocated, allocated.peak, allocated.capacity or None))
+        if (known := unpack_work(works[row])) is not None and len(known[1]) == microbatches:
             source, work[t] = known
         enter[t] = (start_ns - plan.origin) / 1e6
         device |= bool(timeline.steps["flags"][row] & format.DEVICE_CLOCK)
@@ -295,10 +293,10 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
             came[number] = of_step
     return RankSteps(
         names=rank.names,
+        metadata=metadata,
         stage=metadata.coords.pp,
         replica=rank.replica,
         peer=rank.peer,
-        layers=layers_of(metadata),
         steps=np.array(numbers),
         start=start,
         end=end,
@@ -315,6 +313,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         lengths_from=source,
         device=device,
         came=came,
+        memory=together(memory),
     )
 
 
@@ -366,9 +365,9 @@ def _places(shape: bytes, schedule: PipelineSchedule) -> _Places:
     for event in np.flatnonzero((kind >= codes.FORWARD) & (kind <= codes.COMBINED)).tolist():
         for chunk, microbatch, pass_kind, part in _passes_in(int(code[event])):
             if chunk is None or microbatch is None or pass_kind >= len(schedule.kinds):
-                raise Unfit("the microbatch or the model chunk of a pass is not known")
+                raise Unfit(Note("place_unknown"))
             if chunk >= schedule.chunks or microbatch >= schedule.microbatches:
-                raise Unfit("a pass bears a number that its schedule does not have")
+                raise Unfit(Note("place_beyond_schedule"))
             which.append(event)
             at.append((chunk * len(schedule.kinds) + pass_kind) * schedule.microbatches + microbatch)
             half.append(part)

@@ -9,8 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep
+from megaprof.analysis.notes import Note
+from megaprof.analysis.trace.calls import ModuleKey
+from megaprof.analysis.trace.gpu import Peak, together
 from megaprof.analysis.trace.groups import INSIDE
-from megaprof.formats.work import SOURCES
+from megaprof.formats.metadata import Metadata
+from megaprof.formats.steps.work import SOURCES
 from megaprof.parallel.schedules import PipelineSchedule
 
 Floats = npt.NDArray[np.float64]
@@ -23,7 +27,12 @@ CALLS = 16
 
 
 class Unfit(Exception):
-    """What was recorded cannot be laid out as a table of passes; the message says why."""
+    """What was recorded cannot be laid out as a table of passes; the note says why."""
+
+    @property
+    def note(self) -> Note:
+        """Why."""
+        return self.args[0]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,8 @@ class Table:
     """[d, s, p]: global ranks; more than computed, where one rank's passes show those of all its peers."""
     hosts: tuple[tuple[tuple[str | None, ...], ...], ...]
     """[d][s][p]: their hosts."""
+    metadata: tuple[Metadata | None, ...]
+    """[s]: what the files of one of its ranks say; None of a stage that nobody recorded."""
     layers: Floats
     """[s, c]: decoder layers; NaN where nobody says."""
     start: Floats
@@ -79,6 +90,14 @@ class Table:
     other, the longest one's."""
     clocks: bool
     """Whether all stages are on one clock: without it there are no entries and no links."""
+    aligned_ms: float | None = None
+    """How uncertain that clock is, where passes that wait for each other had to make it one; None where hosts did."""
+    device: bool = False
+    """Whether it is the GPU's, by which steps begin later than on the host."""
+    memory: tuple[Peak | None, ...] = ()
+    """[s]: what its ranks had allocated; None where that was not recorded."""
+    modules: tuple[Mapping[ModuleKey, tuple[int, ...]], ...] = ()
+    """[s]: nanoseconds of every pass through a module, where these have ranges."""
     ran: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
     computed beside them; of groups of which that is known."""
@@ -89,13 +108,18 @@ class Table:
     """[t, d, m, 3]: tokens, sequences, and the sum of the squares of their lengths, NaN where they are not known; None:
     of no microbatch."""
     lengths_from: str | None = None
-    """Where that is from, one of `megaprof.formats.work.SOURCES`."""
+    """Where that is from, one of `megaprof.formats.steps.work.SOURCES`."""
     cold: tuple[int, ...] = ()
     """Steps at the beginning that were left out, because all takes longer in them."""
     experts: Floats | None = None
     """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
+
+    @property
+    def framework(self) -> str | None:
+        """The host that trains; None for another one."""
+        return next((each.framework for each in self.metadata if each is not None), None)
 
     @property
     def lengths(self) -> Floats:
@@ -128,10 +152,11 @@ class RankSteps:
 
     names: tuple[tuple[int, str | None], ...]
     """Global rank and host: its own, then those of peers whose passes these are, too."""
+    metadata: Metadata | None
+    """None for the place of a stage that nobody recorded."""
     stage: int
     replica: int
     peer: int
-    layers: tuple[float, ...]
     steps: npt.NDArray[np.int64]
     start: Floats
     end: Floats
@@ -158,6 +183,8 @@ class RankSteps:
     """By number of the step when it came to collectives, of steps of which that is known."""
     for_peers: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """By number of the step and axis: how long it waited in these for the last of its peers."""
+    memory: Peak | None = None
+    modules: Mapping[ModuleKey, tuple[int, ...]] = field(default_factory=dict)
 
 
 def tabulate(
@@ -184,18 +211,19 @@ def tabulate(
         return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
 
     start, end = stacked("start"), stacked("end")
-    whole = np.isfinite(end - start).reshape(len(common), -1).all(axis=1)
+    there = np.array([r.metadata is not None for r in order]).reshape(positions)
+    whole = np.isfinite(end - start)[:, there].reshape(len(common), -1).all(axis=1)
     if not whole.any():
-        raise Unfit("no step was recorded whole")
+        raise Unfit(Note("no_whole_step"))
     enter, reduced = stacked("enter"), stacked("reduced")
-    shift, clocks = _one_clock(order, positions, schedule, start, end, enter, reduced)
+    shift, clocks, aligned_ms = _one_clock(order, positions, schedule, start, end, enter, reduced)
     wide = shift[..., None, None, None]
     start, end, enter, reduced = start + wide, end + wide, enter + shift, reduced + shift
     device = any(r.device for r in order)
     if device or not clocks:  # when the GPU begins a step says nothing about the host
         enter = np.fmin.reduce(start, axis=(-3, -2, -1))
     # Replicas that reduce no gradients do not wait for each other: each one's step begins when it enters it itself.
-    first = np.min(enter, axis=(2, 3))
+    first = np.fmin.reduce(enter, axis=(2, 3))
     if "backward" in schedule.kinds:
         first = np.broadcast_to(first.min(axis=1, keepdims=True), first.shape)
     since = first[:, :, None, None, None, None, None]
@@ -224,6 +252,7 @@ def tabulate(
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([r.experts for r in order]).reshape(positions)
     names = _names(order, positions)
+    of_stage = [[r for r in order if r.stage == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
         target=target,
@@ -234,7 +263,8 @@ def tabulate(
         opening=stacked("opening").max(axis=(1, 2, 3))[whole].astype(np.bool_),
         ranks=np.array([[rank for rank, _ in own] for own in names]).reshape(*positions[:2], -1),
         hosts=_nested([[host for _, host in own] for own in names], positions[1]),
-        layers=np.array([r.layers for r in order], dtype=float).reshape(*positions, -1)[0, :, 0],
+        metadata=tuple(own[0].metadata for own in of_stage),
+        layers=np.array([_layers(own[0].metadata, schedule.chunks) for own in of_stage]),
         start=start.min(axis=3)[whole],
         end=end.max(axis=3)[whole],
         compute=stacked("compute")[whole],
@@ -248,6 +278,10 @@ def tabulate(
         reduction=(done - last)[whole],
         length=done[whole],
         clocks=clocks,
+        aligned_ms=aligned_ms,
+        device=device,
+        memory=tuple(together(r.memory for r in own) for own in of_stage),
+        modules=tuple(_modules(own) for own in of_stage),
         ran=of_axes(lambda rank, step, axis: rank.came[step].ran_ms(axis) if step in rank.came else np.nan),
         for_peers=of_axes(lambda rank, step, axis: rank.for_peers.get(step, {}).get(axis, np.nan)),
         work=work if np.isfinite(work).any() else None,
@@ -255,6 +289,20 @@ def tabulate(
         experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(order, positions, np.array(common)[whole]),
     )
+
+
+def _layers(metadata: Metadata | None, chunks: int) -> list[float]:
+    """Of every chunk; NaN where the model did not say."""
+    held = [None] * chunks if metadata is None else [chunk.layers for chunk in metadata.chunks]
+    return [np.nan if layers is None else float(layers) for layers in held]
+
+
+def _modules(ranks: Sequence[RankSteps]) -> dict[ModuleKey, tuple[int, ...]]:
+    found: dict[ModuleKey, tuple[int, ...]] = {}
+    for rank in ranks:
+        for key, each in rank.modules.items():
+            found[key] = (*found.get(key, ()), *each)
+    return found
 
 
 def _sequences(
@@ -276,7 +324,7 @@ _Place = tuple[int, int]  # stage and peer
 
 def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], list[int], tuple[int, int, int]]:
     """The ranks of whole replicas in the order of replica, stage and peer, the steps that all of them have, and how
-    many there are of each. Raises Unfit."""
+    many there are of each. Where no replica is whole, the one with most stages. Raises Unfit."""
     by_replica: dict[int, dict[_Place, RankSteps]] = {}
     for each in ranks:
         by_replica.setdefault(each.replica, {})[each.stage, each.peer] = each
@@ -286,22 +334,39 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
     if not whole:
         # One peer of each stage is enough for a pipeline.
         for replica, own in sorted(by_replica.items()):
-            first = {stage: min(peer for s, peer in own if s == stage) for stage in {s for s, _ in own}}
-            if set(first) == set(range(stages)):
-                whole[replica] = {(stage, 0): own[stage, peer] for stage, peer in first.items()}
-        peers = {0}
-    if not whole:
-        captured = len({each.stage for each in ranks})
-        raise Unfit(
-            f"{captured} of {stages} stages were recorded"
-            if captured < stages
-            else "of no pipeline all stages were recorded"
-        )
+            whole[replica] = {(stage, 0): own[stage, peer] for stage, peer in sorted(own, reverse=True)}
+        peers, most = {0}, max(map(len, whole.values()))
+        whole = {replica: own for replica, own in whole.items() if len(own) == most}
+        if most < stages:
+            replica, own = next(iter(whole.items()))
+            nobody = {(stage, 0): _nobody(next(iter(own.values())), stage) for stage in range(stages)}
+            whole = {replica: nobody | own}
     kept, common = _with_steps(whole)
     if not common:
-        raise Unfit("no step was recorded by all ranks of a pipeline")
+        raise Unfit(Note("no_step_of_all"))
     order = [whole[replica][place] for replica in kept for place in sorted(whole[replica])]
     return order, common, (len(kept), stages, len(peers))
+
+
+def _nobody(like: RankSteps, stage: int) -> RankSteps:
+    """The place of a stage that nobody recorded."""
+    none = {name: np.full_like(getattr(like, name), np.nan) for name in ("start", "end", "compute", "idle", "work")}
+    never = np.full_like(like.enter, np.nan)
+    return RankSteps(
+        **none,
+        names=((-1, None),),
+        metadata=None,
+        stage=stage,
+        replica=like.replica,
+        peer=like.peer,
+        steps=like.steps,
+        held={},
+        exposed={},
+        enter=never,
+        reduced=never,
+        opening=np.zeros_like(like.opening),
+        waited=np.zeros_like(like.waited),
+    )
 
 
 def _with_steps(whole: Mapping[int, Mapping[_Place, RankSteps]]) -> tuple[list[int], list[int]]:
@@ -343,8 +408,9 @@ def _one_clock(
     end: Floats,
     enter: Floats,
     reduced: Floats,
-) -> tuple[Floats, bool]:
-    """What to add to the times of each rank, [t, d, s, p], and whether that puts all of them on one clock.
+) -> tuple[Floats, bool, float | None]:
+    """What to add to the times of each rank, [t, d, s, p]; whether that puts all of them on one clock; and how
+    uncertain that is, in milliseconds, where they had not one.
 
     No pass begins before its input was made: forwards bound the difference of two neighbours' clocks from one side,
     backwards from the other. Pipelines are put beside each other by the end of their gradient reduction, which is one
@@ -356,12 +422,15 @@ def _one_clock(
     enter = np.full_like(enter, np.nan) if device else enter  # of the host, which is ahead of the GPU
     names = [r.names[0] for r in order]
     hosts = np.array([f"rank {rank}" if host is None else host for rank, host in names], dtype=object).reshape(shape)
-    if not device and len(set(hosts.flat)) == 1:
-        return shift, True
+    there = np.array([r.metadata is not None for r in order]).reshape(shape)
+    if not device and len(set(hosts[there])) == 1:
+        return shift, True, None
+    uncertain = 0.0
     for stage in range(1, s):
         own = start[:, :, :, 0], end[:, :, :, 0], enter[:, :, :, 0]
-        between = _between(*own, stage, schedule, each_step=device)
+        between, width = _between(*own, stage, schedule, each_step=device)
         same = (hosts[:, stage, 0] == hosts[:, stage - 1, 0]) & (not device)
+        uncertain = max(uncertain, float(np.where(same[None, :], 0.0, width).max()) / 2)
         shift[:, :, stage] = (shift[:, :, stage - 1, 0] + np.where(same[None, :], 0.0, between))[..., None]
     if d > 1:
         ends = reduced[:, :, 0, 0] + shift[:, :, 0, 0]
@@ -370,24 +439,25 @@ def _one_clock(
         same = (hosts[:, 0, 0] == hosts[0, 0, 0]) & (not device)
         shift += np.where(same[None, :], 0.0, apart)[..., None, None]
     if np.isfinite(shift).all():
-        return shift, True
+        return shift, True, uncertain if s > 1 else None
     # Without a common clock each rank's step begins when it enters it itself.
     alone = -np.fmin.reduce(start, axis=(-3, -2, -1))
-    return alone, False
+    return alone, False, None
 
 
 def _between(
     start: Floats, end: Floats, enter: Floats, stage: int, schedule: PipelineSchedule, *, each_step: bool
-) -> Floats:
-    """What the clock of a stage must be moved by against that of the stage before, [t or 1, d]; NaN where passes go one
-    way only. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], where a step of each begins, or NaN.
+) -> tuple[Floats, Floats]:
+    """What the clock of a stage must be moved by against that of the stage before, [t or 1, d], and how far apart its
+    bounds are; NaN where passes go one way only. ``start``, ``end``: [t, d, s, c, k, m]; ``enter``: [t, d, s], where a
+    step of each begins, or NaN.
 
     The two quickest messages bound it from below and above. A bound is the truth, less the transfer, where its receiver
     had been waiting, and may be far off where it had not; so each counts as the receiver's wait, and two waits for
     transfers alone meet in the middle.
     """
     if "backward" not in schedule.kinds:
-        return np.full((1, start.shape[1]), np.nan)
+        return np.full((1, start.shape[1]), np.nan), np.zeros((1, start.shape[1]))
     bounds, waits = [], []
     for kind, receiver, sender in ((0, stage, stage - 1), (1, stage - 1, stage)):
         slack = start[:, :, receiver, :, kind] - end[:, :, sender, :, kind]
@@ -404,7 +474,7 @@ def _between(
     width = np.maximum(high - low, 1e-9)
     of_low, of_high = (np.clip(wait, 1e-9, width / 2) for wait in waits)
     found: Floats = (low * of_low + high * of_high) / (of_low + of_high)
-    return found
+    return found, np.abs(high - low)
 
 
 def _free(start: Floats, end: Floats, enter: Floats) -> Floats:

@@ -7,13 +7,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from megaprof.analysis.fleet.reading import Key
+from megaprof.analysis.notes import Note
 from megaprof.analysis.stages.consistency import Findings, opened_apart
 from megaprof.analysis.stages.stages import counted
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share, parts
-from megaprof.analysis.table.job import layers_of, place_of, schedule_of, table_of
+from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
-from megaprof.analysis.trace.calls import WHOLE_STEP, Call, grouped
+from megaprof.analysis.trace.calls import WHOLE_STEP, Call, ModuleKey, grouped
+from megaprof.analysis.trace.gpu import together
 from megaprof.analysis.trace.intervals import covered, intersection, intervals
 from megaprof.formats import ranges
 from megaprof.parallel.schedules import PipelineSchedule
@@ -36,23 +38,23 @@ def tables_of_calls(calls: Iterable[Call]) -> dict[Key, Table | Unfit]:
 
 def _table(key: Key, calls: list[Call]) -> Table:
     if key.target == WHOLE_STEP:
-        raise Unfit("a whole step is more than its pipeline: causes are told of the calls inside it")
+        raise Unfit(Note("whole_step"))
     findings = Findings(stages=key.sizes.pp)
     calls = counted(calls, key.sizes, findings)
     if findings.unjudgeable:
         raise Unfit(findings.unjudgeable)
     if any(call.has_kernels and call.gpu is None for call in calls):
-        raise Unfit("the traces do not say who launched the GPU's kernels")
+        raise Unfit(Note("launches_unknown"))
     if not any(call.phases for call in calls):
-        raise Unfit("there are no microbatch ranges")
+        raise Unfit(Note("no_passes"))
     whole = [call for call in calls if not call.incomplete]
     if not whole:
-        raise Unfit(f"no step was recorded whole: {calls[-1].incomplete}")
+        raise Unfit(Note("no_whole_step", why=calls[-1].incomplete))
     by_step = grouped(whole, lambda call: call.key).values()
     apart = [opened_apart(step) for step in by_step]
     whole = [call for step, why in zip(by_step, apart, strict=True) if why is None for call in step]
     if not whole:
-        raise Unfit(str(apart[-1]))
+        raise Unfit(apart[-1])
     alike = grouped(whole, lambda call: (call.metadata.schedule, call.metadata.microbatches, call.forward_only))
     calls = max(alike.values(), key=len)
     first = calls[0]
@@ -84,7 +86,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                     continue
                 at = (t, chunk, schedule.kinds.index(kind), microbatch)
                 if not (at[1] < shape[1] and at[3] < shape[3]):
-                    raise Unfit("a pass bears a number that its schedule does not have")
+                    raise Unfit(Note("place_beyond_schedule"))
                 length, part = last - each.start, (behind - first) * _MS
                 start[at] = (each.start - origin + first * length) * _MS
                 end[at] = (each.start - origin + behind * length) * _MS
@@ -101,10 +103,10 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
     replica, peer = place_of(metadata.coords)
     return RankSteps(
         names=((metadata.coords.rank, metadata.host),),
+        metadata=metadata,
         stage=metadata.coords.pp,
         replica=replica,
         peer=peer,
-        layers=layers_of(metadata),
         steps=np.array([call.step << CALLS | call.index for call in calls]),
         start=start,
         end=end,
@@ -119,6 +121,8 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         lengths_from=metadata.lengths_from,
         experts=_experts(calls),
         sequences={key: lengths for key, (_, lengths) in sequences.items()},
+        memory=together(call.memory for call in calls),
+        modules=_modules(calls),
         opening=np.array([n == 0 or call.source != calls[n - 1].source for n, call in enumerate(calls)]),
     )
 
@@ -134,6 +138,11 @@ def _sequences(calls: Sequence[Call]) -> dict[tuple[int, int], tuple[int, tuple[
                 if tokens and lengths:
                     found[t, number] = tokens, lengths
     return found
+
+
+def _modules(calls: Sequence[Call]) -> dict[ModuleKey, tuple[int, ...]]:
+    keys = dict.fromkeys(key for call in calls for key in call.modules)
+    return {key: tuple(ns for call in calls for ns in call.modules.get(key, ())) for key in keys}
 
 
 def _experts(calls: Sequence[Call]) -> float:

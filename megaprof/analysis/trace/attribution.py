@@ -31,6 +31,7 @@ from megaprof.formats.metadata import Metadata
 
 _Rows = npt.NDArray[np.bool_]
 _NOBODY = -1
+_ALL = slice(None)
 #: Communication without which a pass cannot go on; gradients are reduced beside it, and exchanges come between passes.
 _IN_PASSES = [USES.index(group) for group in ("tp", "ep", "cp")]
 
@@ -95,7 +96,10 @@ def attribute(
     rows = extents[extents[:, 1] > extents[:, 0]]
     work = union(np.concatenate((gpu.spans[compute | alone], rows)))
     idle = difference(whole, union(gpu.spans))
-    host_bound = intersection(unfed(gpu, idle), union(np.concatenate((rows, times_of(passes)))))
+    # What a pass waited for has come when its first kernel runs: an exchange beside the rest of it is for another pass.
+    between = difference(union(rows), union(gpu.spans[use != PP]))
+    waiting = intersection(unfed(gpu, idle), union(times_of(passes)))
+    host_bound = union(np.concatenate((waiting, unfed(gpu, between, use != PP))))
     data_parallel = difference(union(communication["dp"]), computing)
     last = int(gpu.spans[compute, 1].max()) if compute.any() else end
     possible = [axes for rows, axes in doubtful if total(difference(union(gpu.spans[rows]), computing))]
@@ -206,10 +210,11 @@ def _per_owner(
     return listed
 
 
-def unfed(gpu: Activities, idle: Intervals) -> Intervals:
-    """Returns those of the GPU's idle times at whose beginning nothing that had been launched was left to run."""
-    launched = np.searchsorted(np.sort(gpu.launched), idle[:, 0], side="right")
-    begun = np.searchsorted(gpu.spans[:, 0], idle[:, 0], side="left")
+def unfed(gpu: Activities, idle: Intervals, of: _Rows | slice = _ALL) -> Intervals:
+    """Returns those of the GPU's idle times at whose beginning nothing that had been launched was left to run. ``of``:
+    which activities count."""
+    launched = np.searchsorted(np.sort(gpu.launched[of]), idle[:, 0], side="right")
+    begun = np.searchsorted(gpu.spans[of, 0], idle[:, 0], side="left")
     return idle[launched <= begun]
 
 

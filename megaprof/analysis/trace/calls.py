@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.attribution import Attribution, attribute, busy_in, owners
 from megaprof.analysis.trace.gpu import Peak, memory_of
 from megaprof.analysis.trace.groups import AXES, INSIDE, parallel_of
@@ -80,11 +81,11 @@ class Call:
     """When it ran passes and gradient finalisation: what is not waiting for another stage."""
     exposed_ns: dict[str, int | None]
     """Exposed communication by group; None where the trace cannot tell, with the reason in ``reasons``."""
-    incomplete: str | None
+    incomplete: Note | None
     """Why its sums are no whole step's, or None."""
     has_kernels: bool
     """Whether kernels ran on a GPU."""
-    reasons: tuple[str, ...]
+    reasons: tuple[Note, ...]
     """Why something cannot be told."""
     finalize: Intervals = field(compare=False)
     """When it finalised gradients."""
@@ -98,7 +99,7 @@ class Call:
     """Whose work it is, where that was said: in a whole step, each call inside has its own."""
     after_opening: bool = False
     """Whether it is the first that its tool recorded after it was opened, which ranks do not do at once."""
-    unseen: str | None = None
+    unseen: Note | None = None
     """Why kernels of it are not in its trace, so that it has no passes, no exchanges and no sums; else None."""
     opening_ns: int | None = None
     """By how many nanoseconds it began late because its tool was started before it; None where no tool was, and where
@@ -209,7 +210,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         exchanges=tuple(Exchange(r.name.label, r.start, r.end, r.start, r.end) for r in exchanges),
         busy=busy,
         exposed_ns=split,
-        incomplete=trace.cut or _incomplete(label, step, metadata, phases),
+        incomplete=Note("cut", said=trace.cut) if trace.cut else _incomplete(label, step, metadata, phases),
         has_kernels=trace.has_kernels,
         reasons=tuple(reasons),
         finalize=finalize,
@@ -224,7 +225,7 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
     return call if unseen is None else _emptied(call, unseen)
 
 
-def _emptied(call: Call, unseen: str) -> Call:
+def _emptied(call: Call, unseen: Note) -> Call:
     """``call`` without anything that would be reckoned from kernels, and from gaps between them."""
     return replace(
         call,
@@ -282,45 +283,35 @@ def _modules(inside: list[TracedRange], passes: list[TracedRange], trace: Trace)
     return {key: tuple(each) for key, each in found.items()}
 
 
-def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | None], list[str]]:
+def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | None], list[Note]]:
     """Exposed communication by group; the pipeline's is left to those who see both ends of it."""
     split: dict[str, int | None] = {group: gpu.exposed_by[group] for group in GROUPS}
-    reasons: list[str] = []
+    reasons: list[Note] = []
     split.update(dict.fromkeys(gpu.undecided))
     if metadata.sizes.pp > 1:
         split["pp"] = None
     if apart := [axis for axis in gpu.undecided if metadata.sizes.pp == 1 or axis != "pp"]:
-        reasons.append(
-            f"exposed {', '.join(apart)} {'is' if len(apart) == 1 else 'are'} not known: the recording names no "
-            "process group for some kernels or copies that may be theirs, so that time is counted as `unknown`. The "
-            "torch profiler names NCCL's groups where it records operators of the CPU too (`--profile-activities cpu "
-            "cuda`)"
-        )
+        reasons.append(Note("groups_unknown", names=tuple(apart)))
     if gpu.exposed_by["other"] > _UNNAMED * (gpu.end - gpu.start):
-        reasons.append(
-            "communication of process groups that bear none of Megatron's names took time and is counted for no group"
-        )
+        reasons.append(Note("groups_unnamed"))
     return split, reasons
 
 
-def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tuple[dict[str, int | None], list[str]]:
+def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tuple[dict[str, int | None], list[Note]]:
     """Exposed communication by group, by elimination: gloo's events do not name their group."""
     sizes = trace.metadata.sizes
     split: dict[str, int | None] = dict.fromkeys(GROUPS, 0)
-    reasons: list[str] = []
+    reasons: list[Note] = []
     if sizes.dp > 1:
         split["dp"] = total(finalize)
-    if trace.timeline is not None or not trace.knows_collectives:
+    if not trace.knows_collectives:
         return _split_unseen(trace, split)
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append(
-            "exposed pp is not measured: a CPU trace cannot tell waiting for a neighbour from transferring, "
-            "so both are in the bubble"
-        )
+        reasons.append(Note("pp_unknown_on_cpu"))
     if trace.has_kernels:
         split.update(dict.fromkeys((*parallel_of(AXES, sizes), "unknown")))
-        reasons.append("exposed communication is not measured: the trace does not say who launched its GPU kernels")
+        reasons.append(Note("exposed_unknown"))
         return split, reasons
     passing = union(times_of(passes))
     within = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
@@ -341,26 +332,22 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
             split.update(dict.fromkeys(users))
             alone = difference(union(times_of(collectives)), trace.compute)
             split["unknown"] = (split["unknown"] or 0) + int(covered(alone, passing).sum())
-            reasons.append(
-                f"exposed {', '.join(users)} are not told apart: the collectives of a CPU trace name no process group"
-            )
+            reasons.append(Note("groups_not_apart", names=users))
     return split, reasons
 
 
-def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[str]]:
-    """Without collectives, of the groups only gradient synchronisation is known: in a timeline, and in bare ranges."""
+def _split_unseen(trace: Trace, split: dict[str, int | None]) -> tuple[dict[str, int | None], list[Note]]:
+    """Without collectives, of the groups only gradient synchronisation is known."""
     sizes, reasons = trace.metadata.sizes, []
-    where = "in a timeline an exchange is" if trace.timeline is not None else "ranges hold"
     if sizes.pp > 1:
         split["pp"] = None
-        reasons.append(f"exposed pp is not measured: {where} waiting and transfer in one, both are in the bubble")
+        reasons.append(Note("pp_unknown_in_ranges"))
     inside = parallel_of(INSIDE, sizes)
     if inside:
         split.update(dict.fromkeys((*inside, "unknown")))
-        if trace.timeline is None:
-            reasons.append(f"exposed {', '.join(inside)} are in compute: the file has ranges, but no collectives")
+        reasons.append(Note("groups_in_compute", names=tuple(inside)))
     if sizes.dp > 1:
-        reasons.append("exposed dp is all of the gradient synchronisation, with waiting for slower replicas")
+        reasons.append(Note("dp_with_waiting"))
     return split, reasons
 
 
@@ -375,11 +362,11 @@ def _even(passes: list[TracedRange], collectives: list[Collective]) -> bool:
     return all(len(each) > 1 and len(set(each)) == 1 for each in counts.values())
 
 
-def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[MeasuredPass, ...]) -> str | None:
+def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[MeasuredPass, ...]) -> Note | None:
     if label != metadata.target or label == WHOLE_STEP:
         return None  # the metadata count the microbatches of another call
     if metadata.truncated and step >= metadata.steps[1]:  # earlier steps of the window had ended
-        return f"the window was closed early ({metadata.truncated_reason or 'no reason given'})"
+        return Note("closed_early", said=metadata.truncated_reason or "")
     if metadata.microbatches is None or not metadata.chunks or not phases:
         return None
     expected = metadata.microbatches * len(metadata.chunks)
@@ -387,7 +374,7 @@ def _incomplete(label: str, step: int, metadata: Metadata, phases: tuple[Measure
     for kind in (ranges.FORWARD,) if metadata.forward_only else (ranges.FORWARD, ranges.BACKWARD):
         count = found[kind] + found[ranges.COMBINED]
         if count != expected:
-            return f"it holds {count} {kind} ranges where {expected} belong"
+            return Note("passes_missing", names=(kind,), count=count, of=expected)
     return None
 
 

@@ -275,6 +275,15 @@ class Peak:
     """Bytes that the device has; None where that is not known."""
 
 
+def together(found: Iterable[Peak | None]) -> Peak | None:
+    """Returns the least and the most of several, on the smallest device; None where nothing is known of any."""
+    known = [each for each in found if each is not None]
+    if not known:
+        return None
+    devices = [each.capacity for each in known if each.capacity is not None]
+    return Peak(min(e.least for e in known), max(e.most for e in known), min(devices, default=None))
+
+
 class GatheredMemory:
     """What ``--profile-memory`` adds, taken up a piece of the trace at a time: Kineto writes an instant event for every
     allocation of the caching allocator and every release. Times count from the file's base."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import Call, calls_of
 from megaprof.analysis.trace.nsys.files import NsysFile, find_nsys, is_nsys, read_nsys
 from megaprof.analysis.trace.pool import Progress, Workers, at_most, each, processors, sizes_of
-from megaprof.analysis.trace.traces import Skipped, Trace, UnreadableTrace, find_traces, read_trace
+from megaprof.analysis.trace.traces import Trace, UnreadableTrace, find_traces, read_trace
 from megaprof.formats.inputs import memory_left
 
 #: Bytes of files below which one process is quicker than several.
@@ -30,9 +31,9 @@ class Reading:
     """The file."""
     calls: tuple[Call, ...]
     """Its schedule calls."""
-    warnings: tuple[str, ...]
+    warnings: tuple[Note, ...]
     """What must be known about it."""
-    skipped: Skipped | None = None
+    skipped: Note | None = None
     """Why there are no calls; None where there are."""
 
 
@@ -54,12 +55,11 @@ def read(source: Source) -> Reading:
     try:
         traces = traces_in(source)
     except UnreadableTrace as fault:
-        return Reading(path, (), (), Skipped(path.name, fault.reason))
+        return Reading(path, (), (), Note("skipped", files=(path.name,), said=fault.reason))
     calls = tuple(call for trace in traces for call in calls_of(trace))
     warnings = tuple(warning for trace in traces for warning in trace.warnings)
     if not calls:
-        reason = "it holds no range of a whole step (megaprof/... step=...)"
-        return Reading(path, (), warnings, Skipped(path.name, reason))
+        return Reading(path, (), warnings, Note("without_steps", files=(path.name,)))
     return Reading(path, calls, warnings)
 
 

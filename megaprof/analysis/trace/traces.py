@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.decoding import Document, Event, Undecodable, read, whole_number
 from megaprof.analysis.trace.gpu import (
     COPIES,
@@ -38,7 +39,6 @@ from megaprof.formats import graphs, ranges
 from megaprof.formats.inputs import most_bytes
 from megaprof.formats.metadata import Metadata, read_metadata
 from megaprof.formats.names import parse_artifact_name
-from megaprof.formats.phrases import counted
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import RankCoords
 
@@ -59,16 +59,6 @@ class UnreadableTrace(Exception):
         super().__init__(f"{path}: {reason}")
         self.path = path
         self.reason = reason
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A file that was not used."""
-
-    file: str
-    """Its name."""
-    reason: str
-    """Why, a clause."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +120,10 @@ class Trace:
     """None without kernels."""
     launches: Launches | None = None
     """Which calls launched kernels; None without kernels, and where the tool does not say."""
-    unseen: str | None = None
+    unseen: Note | None = None
     """Why it holds no kernel though its model ran on a GPU; None where it holds some, or ran on a CPU."""
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
     """What must be known about the file."""
-    timeline: str | None = None
-    """For one that was made of a timeline, whose times they are: the ``host``'s or the ``device``'s."""
     knows_collectives: bool = True
     """Whether collectives would be in it; False for the host's side of Nsight Systems."""
     after_opening: bool = False
@@ -223,9 +211,9 @@ class _Gathered:
             raise Undecodable("its `baseTimeNanoseconds` is out of range")
         warnings = list(_name_warnings(path, metadata.coords))
         if unusable := self._broken + document.unreadable:
-            warnings.append(f"{path.name}: {counted(unusable, 'event')} left out: impossible times or types")
+            warnings.append(Note("events_left_out", files=(path.name,), count=unusable))
         if document.cut is not None:
-            warnings.append(f"{path.name} is read as far as it goes: {document.cut}")
+            warnings.append(Note("cut", files=(path.name,), said=document.cut))
         found = [TracedRange(r.name, r.start + base, r.end + base) for r in self._ranges]
         collectives = [Collective(c.operation, c.start + base, c.end + base) for c in self._collectives]
         found.sort(key=lambda r: (r.start, -r.end))
@@ -236,7 +224,7 @@ class _Gathered:
             try:
                 names = graphs.read_names(bytes(document.top[graphs.KEY]))
             except ValueError as fault:
-                warnings.append(f"{path.name}: its `{graphs.KEY}` is damaged, so replays have no ranges: {fault}")
+                warnings.append(Note("graph_names_damaged", files=(path.name,), said=str(fault)))
             else:
                 passes = union(times_of([r for r in found if r.name.label in ranges.PASSES]))
                 replays = replayed(gpu, names, passes)
@@ -370,9 +358,9 @@ class _Operators:
         return union(spans[leaves(threads, spans) & own])
 
 
-def _name_warnings(path: Path, coords: RankCoords) -> Iterable[str]:
+def _name_warnings(path: Path, coords: RankCoords) -> Iterable[Note]:
     name = parse_artifact_name(path.name)
     axes = ("pp", "tp", "cp", "ep", "dp", "rank")
     if name is not None and any(getattr(name.place, axis) != getattr(coords, axis) for axis in axes):
         written = " ".join(f"{axis}={getattr(coords, axis)}" for axis in axes)
-        yield f"{path.name}: its name and its metadata disagree; the metadata ({written}) count"
+        yield Note("name_disagrees", files=(path.name,), said=written)

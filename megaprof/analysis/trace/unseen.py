@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.gpu import Launches
 from megaprof.formats.metadata import Metadata
 
@@ -16,15 +17,12 @@ from megaprof.formats.metadata import Metadata
 #: numbers are another step's.
 MOST_UNSEEN = 0.01
 
-#: What may have become of kernels that Kineto was to record.
-LOST = "another tool may hold CUPTI, or Kineto lost them"
 
-
-def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, lost: str = LOST) -> str | None:
+def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, nsys: bool = False) -> Note | None:
     """Returns why a trace without a kernel says nothing of its step; None where it ran on a CPU.
 
-    ``launches``: how many calls in the trace launched one. ``gpu_there``: whether the tool saw a GPU. ``lost``: what
-    may have become of its kernels. Older files do not say where the model was; but they count the cores of a machine
+    ``launches``: how many calls in the trace launched one. ``gpu_there``: whether the tool saw a GPU. ``nsys``: whether
+    it is Nsight Systems. Older files do not say where the model was; but they count the cores of a machine
     only for a run without a GPU.
     """
     on_gpu = metadata.device not in (None, "cpu") or (metadata.device is None and metadata.cores is None and gpu_there)
@@ -32,14 +30,13 @@ def without_kernels(metadata: Metadata, launches: int, *, gpu_there: bool, lost:
         return None
     recording = metadata.profiler
     if recording is not None and "cuda" not in recording.asked:
-        return "the model ran on a GPU, and --profile-activities asked for none of its kernels"
+        return Note("kernels_not_asked")
     if recording is not None and "cuda" not in recording.recorded:
-        return "the model ran on a GPU, and the profiler could not record it: Kineto has no support for it there"
-    there = "none of the kernels that were launched" if launches else "no kernel"
-    return f"the model ran on a GPU, and the file holds {there}: {lost}"
+        return Note("kernels_unsupported")
+    return Note("no_kernels_of_nsys" if nsys else "no_launched_kernels" if launches else "no_kernels")
 
 
-def without_some(launches: Launches | None, start: int, end: int) -> str | None:
+def without_some(launches: Launches | None, start: int, end: int) -> Note | None:
     """Returns why the kernels in a trace are too few for the step between two moments; None where they are not, and
     where the tool does not tell its launches."""
     if launches is None:
@@ -49,4 +46,4 @@ def without_some(launches: Launches | None, start: int, end: int) -> str | None:
     )
     if lost <= MOST_UNSEEN * launched:
         return None
-    return f"{lost / launched:.0%} of its kernel launches have no kernel in the trace: {LOST}, or a graph was captured"
+    return Note("kernels_lost", factor=round(lost / launched, 2))

@@ -1,1 +1,1 @@
-"""Layouts, cost model, candidates, what causes cost."""
+"""What a run would take otherwise: layouts and what they cost, other microbatches, other packings."""

@@ -43,6 +43,8 @@ class Known:
     """What the stages had allocated; None where that was not measured."""
     shared: float = 0.0
     """What stages that share cores do to each other's costs, as a fraction of the step."""
+    slower: Floats | float = 1.0
+    """[s]: how many times as long as its peers the slowest rank of a stage takes; 1 where none is slow."""
 
     @property
     def pieces(self) -> Layout:
@@ -126,6 +128,7 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
     measured memory the quickest that do, behind the quickest of all."""
     schedule, flat = replay.schedule, "".join(known.pieces)
     same = schedule.chunks == known.run.replay.schedule.chunks
+    factor = known.costs.factor if same else known.costs.of_stage[:, None]
     searched = partial(
         search,
         fitted(known.costs).model(known.run.p2p_ms),
@@ -139,7 +142,7 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
         microbatch_group_size=schedule.group_size if schedule.chunks > 1 else None,
         rendezvous=replay.rendezvous,
         in_turn=replay.in_turn,
-        factor=known.costs.factor if same else known.costs.of_stage[:, None],
+        factor=factor * np.reshape(known.slower, (-1, 1, 1)),
         top=most + 1,
     )
     others = [each.pieces for each in searched() if each.pieces != known.pieces]

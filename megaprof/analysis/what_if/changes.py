@@ -17,7 +17,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from megaprof.analysis.diagnosis.examine import Examined, Price
+from megaprof.analysis.diagnosis.examine import Examined, Price, more_steps
 from megaprof.analysis.diagnosis.model import blocks, drawn_steps
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL, REPLAYED
 from megaprof.analysis.simulation.replay import Replay
@@ -29,7 +29,7 @@ _LONGEST = 4
 #: The quantiles of `policy.LEVEL`.
 _ENDS = 0.05, 0.95
 
-Kind = Literal["layout", "chunks", "balanced", "microbatches", "no_straggler", "packing", "even_packing", "by_hand"]
+Kind = Literal["layout", "chunks", "balanced", "microbatches", "packing", "even_packing", "by_hand"]
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,6 @@ class Prediction:
     """Milliseconds of a transfer between stages, where these take another time; else None."""
     packing: str | None = None
     """How the same sequences lie in microbatches, one of `packing.PLANS`; None: as they were captured."""
-    ranks: tuple[int, ...] = ()
-    """The slow ranks that are as quick as their peers."""
-    loaded: tuple[int, ...] = ()
-    """Those of ``ranks`` that are slow because their experts get more tokens than others'."""
     flags: tuple[str, ...] = ()
     """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it."""
     in_flight: tuple[int, ...] | None = None
@@ -336,15 +332,11 @@ def priced(
 
 
 def _more(n: int, mean: float, low: float, noise: float, least: float) -> int:
-    """Steps beside those that are there: n times as many make noise the root of n times as small."""
+    """Steps beside those that are there, of which more make ``noise`` smaller and the rest of the interval not."""
     if low > least or mean <= least:
         return 0
-    wide = mean - low
-    lasting = max(wide**2 - noise**2, 0.0)
-    room = (mean - least) ** 2 - lasting
-    if room <= 0.0:
-        return 0
-    return max(1, min(int(np.ceil(n * noise**2 / room)), 10_000) - n)
+    lasting = max((mean - low) ** 2 - noise**2, 0.0)
+    return more_steps(n, noise, math.sqrt(max((mean - least) ** 2 - lasting, 0.0)))
 
 
 def apart(one: Priced, other: Priced) -> bool:

@@ -7,12 +7,12 @@ stage where it takes least, because the others hold more than layers. Without a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import mul
 
-from megaprof.analysis.trace.calls import Call
+from megaprof.analysis.trace.gpu import Peak
 from megaprof.analysis.what_if.layouts import Layout, layers_per_stage
 from megaprof.parallel.schedules import PipelineSchedule, phase_order
 
@@ -63,36 +63,24 @@ class Memory:
         return MemoryFit(tuple(needed), self.allowed)
 
 
-def peaks(calls: Mapping[int, Sequence[Call]], stages: int) -> tuple[int, ...] | None:
-    """Bytes that each stage had allocated at the most; None where one has no figure. ``calls``: by stage."""
-    found = [[call.memory.most for call in calls.get(stage, ()) if call.memory is not None] for stage in range(stages)]
-    return tuple(map(max, found)) if all(found) else None
+def peaks(stages: Sequence[Peak | None]) -> tuple[int, ...] | None:
+    """Bytes that each stage had allocated at the most; None where one has no figure."""
+    found = [each.most for each in stages if each is not None]
+    return tuple(found) if len(found) == len(stages) else None
 
 
 def measured(
-    calls: Mapping[int, Sequence[Call]], pieces: Layout, held: Sequence[int], limit: int | None = None
+    found: Sequence[Peak | None], pieces: Layout, held: Sequence[int], limit: int | None = None
 ) -> Memory | None:
-    """``calls``: by stage; ``held``: the most layers times microbatches that each has in flight; ``limit``: bytes that
-    a stage may have allocated, where that is not what its device has. None where a stage has no figure, or nothing to
-    scale."""
-    stages = range(len(held))
-    layers = layers_per_stage(pieces, len(held))
-    found = [[call.memory for call in calls.get(stage, ())] for stage in stages]
-    known = [[each for each in own if each is not None] for own in found]
-    most = peaks(calls, len(held))
-    if most is None or min(layers) < 1 or min(held) < 1:
+    """``found``: of every stage; ``held``: the most layers times microbatches that each has in flight; ``limit``: bytes
+    that a stage may have allocated, where that is not what its device has. None where a stage has no figure, or nothing
+    to scale."""
+    layers, known = layers_per_stage(pieces, len(held)), [each for each in found if each is not None]
+    allowed = [[bytes for bytes in (each.capacity, limit) if bytes is not None] for each in known]
+    if len(known) < len(held) or not all(allowed) or min(layers) < 1 or min(held) < 1:
         return None
-    bound = [] if limit is None else [limit]
-    devices = [[each.capacity for each in own if each.capacity is not None] for own in known]
-    if not all(own + bound for own in devices):
-        return None
-    return Memory(
-        tuple(layers),
-        tuple(held),
-        tuple(min(each.least for each in own) for own in known),
-        most,
-        tuple(min(own + bound) for own in devices),
-    )
+    least, most = tuple(each.least for each in known), tuple(each.most for each in known)
+    return Memory(tuple(layers), tuple(held), least, most, tuple(map(min, allowed)))
 
 
 def in_flight_layers(pieces: Layout, schedule: PipelineSchedule) -> list[int]:

@@ -1,8 +1,8 @@
 """What if the sequences of a step lay otherwise in its microbatches, and in its replicas.
 
 What passes take by tokens and squares of lengths is known (`diagnosis.lengths`), so a microbatch of other sequences has
-a time. What a pass took beyond that, and what makes a rank slow, stays where it was. Every step is replayed with the
-sequences that it had.
+a time. What passes took beyond that, and what makes a rank slow, stays where it was in the step, all of it: fewer
+microbatches are disturbed as long as more were. Every step is replayed with the sequences that it had.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
 from megaprof.analysis.diagnosis.policy import LEVEL, REPLAYED
 from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.changes import Prediction, resliced
 
 #: Packings that a person may ask for by name.
 BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS = (
@@ -105,13 +105,13 @@ class Laid:
 
 def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | None:
     """One of `PLANS`, in so many microbatches; None where the sequences cannot lie so without more tokens in a
-    microbatch than any had, or Megatron refuses their number."""
-    count = microbatches or known.run.table.schedule.microbatches
+    microbatch than any had, or Megatron refuses their number. `FEWER` without a number takes the fewest."""
+    captured = known.run.table.schedule.microbatches
     if name == FEWER and microbatches is None:
-        count = max(math.ceil(sum(map(sum, replica)) / known.most) for step in known.steps for replica in step)
-        count = max(count, 1)
-        if count >= known.run.table.schedule.microbatches:
-            return None
+        least = max(math.ceil(sum(map(sum, replica)) / known.most) for step in known.steps for replica in step)
+        found = (plan(known, name, count) for count in range(max(least, 1), captured))
+        return next((each for each in found if each is not None), None)
+    count = microbatches or captured
     steps = [_PLANS[name](known, step, count) for step in known.steps]
     laid = [step for step in steps if step is not None and all(len(replica) == count for replica in step)]
     if len(laid) < len(steps):
@@ -120,10 +120,9 @@ def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | No
         replay = rescheduled(known.run.replay, known.run.replay.schedule.chunks, count)
     except ValueError:
         return None
-    found = _predicted(known, _work(known, laid), replay)
-    other = None if count == known.run.table.schedule.microbatches else count
-    named = replace(found.prediction, packing=name, microbatches=other)
-    return replace(found, prediction=named, steps=tuple(laid))
+    took = _predicted(known, _work(known, laid), replay)
+    named = replace(took.prediction, packing=name, microbatches=None if count == captured else count)
+    return replace(took, prediction=named, steps=tuple(laid))
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
@@ -161,7 +160,7 @@ def _predicted(known: Packed, work: Floats, replay: Replay) -> Laid:
         """What they take with these costs: what single passes took beyond them stays where it was."""
         as_was = taken(cost, before[rows]) if before is not None else found.of_work[rows]
         beside = state.passes[rows] - as_was * slow[rows]
-        beside = np.moveaxis(np.resize(np.moveaxis(beside, -1, 0), (work.shape[2], *beside.shape[:-1])), 0, -1)
+        beside = resliced(beside, work.shape[2], beside.shape[-1] / work.shape[2])
         other: Floats = np.maximum(taken(cost, work[rows]) * slow[rows] + beside, 0.0)
         return other
 

@@ -1,29 +1,28 @@
-"""What a run would take otherwise: no straggler, other layouts, balanced stages, other microbatches, other chunks.
+"""What a run would take otherwise: other layouts, balanced stages, other microbatches, other chunks.
 
 All of it comes from the steps that the diagnosis examined, with its model of what passes take, so advice and causes
-cannot contradict each other. Beside a rank that is slower than its peers nothing else is predicted: every stage waits
-for it, and it comes first.
+cannot contradict each other. Slow ranks stay as slow as they are: what the step gains without one is the price of that
+cause. Where a rank or a stage is slow because it waits for a processor core, nothing is predicted.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
+from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.diagnosis.examine import Examined
-from megaprof.analysis.diagnosis.experts import load_of_rank
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.diagnosis.terms import terms
-from megaprof.analysis.stages import words
+from megaprof.analysis.notes import Note
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import TargetStages
-from megaprof.analysis.table.table import WAIT, Table
-from megaprof.analysis.trace.calls import RECOMPUTE, Call, ModuleKey, grouped
+from megaprof.analysis.table.table import WAIT, Floats, Table
+from megaprof.analysis.trace.calls import RECOMPUTE, ModuleKey
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
 from megaprof.analysis.what_if.changes import Prediction, Priced, apart, captured
@@ -39,13 +38,7 @@ _MOST_LAYERS = 10_000
 #: What stages that share physical cores do to each other's costs, as a fraction of the step: layouts that ran on two
 #: threads of one core took up to 24 % longer than predicted.
 _SHARED_CORES = 0.2
-Advice = Literal["change", "mend", "no_other", "none_fits", "open", "unsure", "none_better"]
-_ONE_STAGE = "no layout is predicted: a single stage has no other one"
-_NO_CLOCK = "without a common clock of the stages nothing says how long exchanges take"
-
-
-class _Unknown(Exception):
-    """No other layout can be predicted; the message says why."""
+Advice = Literal["change", "no_other", "none_fits", "open", "unsure", "none_better"]
 
 
 @dataclass(frozen=True)
@@ -82,15 +75,15 @@ class WhatIf:
     quickest: Prediction | None = None
     """The quickest other layout with as many chunks, whether it surely gains or not; None where none was compared."""
     advice: Advice | None = None
-    """What to do: ``change`` to ``best``; ``mend`` the ranks of the only candidate. Or why nothing is to be changed:
-    ``no_other`` layout exists; ``none_fits``, ``quickest`` needs more memory than there is; ``open``, ``more_steps``
-    would tell; ``unsure``, no number of steps would; ``none_better``. None where nothing was predicted."""
+    """What to do: ``change`` to ``best``. Or why nothing is to be changed: ``no_other`` layout exists; ``none_fits``,
+    ``quickest`` needs more memory than there is; ``open``, ``more_steps`` would tell; ``unsure``, no number of steps
+    would; ``none_better``. None where nothing was predicted."""
     packings: tuple[Prediction, ...] = ()
     """The same sequences in other microbatches, the quickest first, and behind them what no packing can beat; empty
     where microbatches do not differ, or their sequences were not captured."""
     most_tokens: int | None = None
     """Tokens of the sequences of a microbatch, at most, that memory was seen to hold; no packing above has more."""
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[Note, ...] = ()
     """Why something is missing."""
     host_options: tuple[str, ...] | None = None
     """The flags of ``best`` in the host's own options; None where there is no such, and where the host takes the flags.
@@ -102,56 +95,47 @@ class WhatIf:
     of steps would."""
 
 
-def what_if(
-    run: Examined, diagnosis: Diagnosis, calls: Sequence[Call], memory_limit: int | None = None
-) -> tuple[WhatIf, ByHand | None]:
+def what_if(run: Examined, diagnosis: Diagnosis, memory_limit: int | None = None) -> tuple[WhatIf, ByHand | None]:
     """Predicts changes of a run; returns what was predicted, and what answers for changes that a person chooses, None
-    where ``warnings`` say why. ``calls``: those of its job that were read, which say what its stages hold and what
-    single modules take. ``memory_limit``: bytes that a stage may have allocated, where that is less than its device
-    has."""
+    where ``warnings`` say why. ``memory_limit``: bytes that a stage may have allocated, where that is less than its
+    device has."""
     table, state = run.table, run.view.state
     errors = (state.step_ms(run.replay) - table.length) / table.length
-    steps, by_stage = captured(run), grouped(calls, lambda call: call.stage)
-    try:
-        held, unknown = _held(table, by_stage), None
-    except _Unknown as reason:
-        held, unknown = None, reason
+    steps, held = captured(run), _held(table)
     replayed = WhatIf(
-        layout=None if held is None else format_layout(held.pieces),
+        layout=format_layout(held.pieces) if isinstance(held, Held) else None,
         replay_ms=run.replayed_ms,
         replay_error=Spread.of(errors.tolist()),
         measured_ms=run.step_ms,
         outside_ms=float(table.reduction.mean()),
         rendezvous=run.replay.rendezvous,
         p2p_ms=steps.p2p_ms,
-        allocated=peaks(by_stage, table.schedule.stages),
+        allocated=peaks(table.memory),
     )
     sequences = packed(run) if _differ(diagnosis) else None
     if sequences is not None:
         replayed = replace(replayed, packings=tuple(plans(sequences)), most_tokens=sequences.most)
     for cause in diagnosis.causes:
         if cause.reason == WAIT:
-            who = words.ranks(cause.ranks) if cause.ranks else f"stage {cause.stage}"
-            warning = f"nothing is predicted: {who} lost time because there were too few processor cores"
-            return replace(replayed, warnings=(warning,)), None
-    slow = [cause for cause in diagnosis.causes if cause.kind == "slow_rank"]
-    if slow:
-        return _mended(replayed, run, slow), None
+            stages = () if cause.stage is None or cause.ranks else (cause.stage,)
+            return replace(replayed, warnings=(Note("waits_for_rank", ranks=cause.ranks, stages=stages),)), None
     if table.schedule.stages == 1 and sequences is None:
-        why = "a single stage has no other layout, and sequences that could lie otherwise were not captured"
-        return replace(replayed, warnings=(f"nothing is predicted: {why}",)), None
-    told = [] if table.clocks else [f"no exchange takes time in the replay: {_NO_CLOCK}"]
+        return replace(replayed, warnings=(Note("nothing_to_change"),)), None
+    told = [] if table.clocks else [Note("no_exchange_time")]
     if run.missed > LEAST:
-        told.append(f"the replay is {run.missed:.1%} off the measured step, and every prediction as uncertain")
+        told.append(Note("replay_off", factor=run.missed))
+    slow = {rank for cause in diagnosis.causes if cause.kind == "slow_rank" for rank in cause.ranks}
+    if slow:
+        told.append(Note("ranks_stay_slow", ranks=tuple(sorted(slow))))
     others = [each.prediction for each in (balanced(steps), *microbatch_counts(steps))]
-    if held is None:
-        warnings = (f"no other layout is predicted: {unknown}", *told)
+    if isinstance(held, Note):
+        warnings = (Note("no_layout", why=held), *told)
         return replace(replayed, candidates=tuple(others), warnings=warnings), None
-    memory = measured_memory(by_stage, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
-    shared = _shared_cores(calls)
-    known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES, sequences)
+    memory = measured_memory(table.memory, held.pieces, in_flight_layers(held.pieces, table.schedule), memory_limit)
+    shared = _shared_cores(table)
+    known = ByHand(steps, held, memory, 0.0 if shared is None else _SHARED_CORES, _slower(run, slow), sequences)
     if table.schedule.stages == 1:
-        return replace(replayed, warnings=(_ONE_STAGE,)), known
+        return replace(replayed, warnings=(Note("one_stage"),)), known
     compared = layouts(known)
     best = _best(compared, known.in_flight)
     advised = None if best is None else best.prediction
@@ -164,7 +148,7 @@ def what_if(
         costs=fitted(known.costs),
         candidates=(*quicker, *others, *(each.prediction for each in chunk_counts(known))),
         best=advised,
-        host_options=options_of(calls[0].metadata.framework, calls[0].role, advised.flags) if advised else None,
+        host_options=options_of(table.framework, table.role, advised.flags) if advised else None,
         quickest=compared[0].prediction if compared else None,
         advice=_advice(compared[0].prediction if compared else None, advised, more),
         in_flight=tuple(known.in_flight),
@@ -175,15 +159,26 @@ def what_if(
     return found, known
 
 
+def _slower(run: Examined, ranks: Set[int]) -> Floats:
+    """[s]: how many times as long the slowest of ``ranks`` takes as its peers; 1 for a stage without any of them."""
+    without = run
+    for term in terms(run.table, run.view, run.step_ms):
+        if term.kind == "slow_rank" and ranks & set(term.ranks):
+            without = without.mended(term)
+    ratio = run.view.state.passes / np.maximum(without.view.state.passes, 1e-9)
+    slowest: Floats = ratio.mean(axis=(0, 3, 4, 5)).max(axis=0)
+    return slowest
+
+
 def _differ(diagnosis: Diagnosis) -> bool:
     """Whether microbatches or replicas differ in what they are given."""
     found = diagnosis.lengths
     return found is not None and max(found.squares, found.tokens_ratio) > 1.0 + LEAST
 
 
-def withheld(reason: str) -> WhatIf:
+def withheld(reason: Note) -> WhatIf:
     """Nothing is predicted."""
-    return WhatIf(warnings=(f"not replayed: {reason}",))
+    return WhatIf(warnings=(Note("not_replayed", why=reason),))
 
 
 def layout_of(measured: TargetStages) -> Layout | None:
@@ -200,47 +195,31 @@ def _piece(held: ModelChunk) -> str:
     return "E" * bool(held.embedding) + "t" * (held.layers or 0) + "m" * (held.mtp or 0) + "L" * bool(held.loss)
 
 
-def _mended(replayed: WhatIf, run: Examined, causes: Sequence[Cause]) -> WhatIf:
-    """The run with its slow ranks as quick as their peers, and nothing else; as even experts make them, where these are
-    why they are slow."""
-    ranks = {rank for cause in causes for rank in cause.ranks}
-    slow = [term for term in terms(run.table, run.view, run.step_ms) if term.kind == "slow_rank"]
-    loaded = {rank for cause in causes if cause.reason == "expert_load" for rank in cause.ranks}
-    without, gain = run, np.zeros(len(run.table.steps))
-    for term in (own := [term for term in slow if ranks & set(term.ranks)]):
-        load = load_of_rank(run.table, term.ranks) if loaded & set(term.ranks) else None
-        gain += without.gain(term) * (1.0 if load is None else load.evened)
-        without = without.mended(term)
-    price, _ = run.price(own[0], gain)
-    fixed = Prediction.of("no_straggler", run.step_ms, price)
-    fixed = replace(fixed, ranks=tuple(sorted(ranks)), loaded=tuple(sorted(loaded)))
-    return replace(replayed, candidates=(fixed,), best=fixed if _surely(fixed) else None, advice="mend")
-
-
-def _held(table: Table, calls: Mapping[int, Sequence[Call]]) -> Held:
-    """What the stages hold. Raises _Unknown where the files do not say it, or say what cannot be."""
+def _held(table: Table) -> Held | Note:
+    """What the stages hold; why that is not known, where the files do not say it, or say what cannot be."""
     schedule, pieces, kinds, measured = table.schedule, [], list[str](), dict[str, list[tuple[float, ...]]]()
     for chunk in range(schedule.chunks):
         for stage in range(schedule.stages):
-            own = calls[stage][0].metadata.chunks[chunk] if calls.get(stage) else ModelChunk()
+            metadata = table.metadata[stage]
+            own = ModelChunk() if metadata is None else metadata.chunks[chunk]
             if own.layers is None or own.embedding is None or own.loss is None:
-                raise _Unknown(f"the traces of stage {stage} do not say what it holds")
+                return Note("stage_unknown", stages=(stage,))
             if own.layers > _MOST_LAYERS or (own.mtp or 0) > _MOST_LAYERS:
-                raise _Unknown(f"the traces say that stage {stage} holds {own.layers} layers")
+                return Note("stage_too_large", stages=(stage,), count=own.layers)
             if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
-                raise _Unknown(f"the traces of stage {stage} contradict themselves about its layers")
+                return Note("stage_contradicts", stages=(stage,))
             pieces.append(_piece(own))
             of_chunk = own.kinds if own.kinds is not None else ("layer",) * own.layers
             kinds += of_chunk
-            for name, ms in _modules(calls[stage], own, of_chunk, schedule.forward_only):
+            for name, ms in _modules(table.modules[stage], own, of_chunk, schedule.forward_only):
                 measured.setdefault(name, []).append(ms)
     flat = "".join(pieces)
     if not kinds:
-        raise _Unknown("the stages hold no decoder layers")
+        return Note("no_layers")
     try:
         check_layout(pieces, schedule.stages, flat.count("t"), flat.count("m"))
     except ValueError as fault:
-        raise _Unknown(f"the captured layout is not one of Megatron's: {fault}") from None
+        return Note("layout_refused", said=str(fault))
     # A pass takes longer than it computes, and modules in it are taken to do so alike.
     computing = table.compute.max(axis=3).sum(axis=(0, 1, 2, 3, 5))
     longer = table.passes.sum(axis=(0, 1, 2, 3, 5)) / np.maximum(computing, 1e-9)
@@ -249,7 +228,7 @@ def _held(table: Table, calls: Mapping[int, Sequence[Call]]) -> Held:
 
 
 def _modules(
-    calls: Sequence[Call], held: ModelChunk, kinds: Sequence[str], forward_only: bool
+    measured: Mapping[ModuleKey, Sequence[int]], held: ModelChunk, kinds: Sequence[str], forward_only: bool
 ) -> Iterable[tuple[str, tuple[float, ...]]]:
     """What ranges say that the parts of a chunk take, in milliseconds by kind of pass; of each layer by itself."""
     numbers = held.layer_numbers if held.layer_numbers is not None else (None,) * len(kinds)
@@ -264,27 +243,20 @@ def _modules(
     for name, labels, number in wanted:
         passes = []
         for kind in ((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))[: 1 if forward_only else 2]:
-            each = [
-                [ns for call in calls for ns in call.modules.get(ModuleKey(label, number, None, one), ())]
-                for label in labels
-                for one in kind
-            ]
+            each = [measured.get(ModuleKey(label, number, None, one), ()) for label in labels for one in kind]
             if each[0]:
                 passes.append(sum(statistics.median(ns) for ns in each if ns) / 1e6)
         if len(passes) == (1 if forward_only else 2):
             yield name, tuple(passes)
 
 
-def _shared_cores(calls: Sequence[Call]) -> str | None:
+def _shared_cores(table: Table) -> Note | None:
     """That more ranks than a host has cores run on it, which every layout does in another way; None where they do not
     or nothing says so."""
-    for call in calls:
-        ranks, cores = call.metadata.local_ranks, call.metadata.cores
+    for metadata in filter(None, table.metadata):
+        ranks, cores = metadata.local_ranks, metadata.cores
         if ranks is not None and cores is not None and ranks > cores:
-            return (
-                f"{ranks} ranks share the {words.counted(cores, 'physical core')} of a host: another layout changes "
-                f"what every stage costs, so its speedup is uncertain by {_SHARED_CORES:.0%} more"
-            )
+            return Note("cores_shared", count=ranks, of=cores, factor=_SHARED_CORES)
     return None
 
 

@@ -25,6 +25,8 @@ def _arm() -> None:
                 import megaprof.autoload.arming
             finally:
                 sys.path.remove(home)
+        import megaprof.runtime.unmet
+
         megaprof.autoload.arming.arm()
         megaprof.runtime.unmet.watch()
     except Exception as fault:

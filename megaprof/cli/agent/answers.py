@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from megaprof.analysis.stages.words import mean, title
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
 from megaprof.cli import CommandError, UsageError
-from megaprof.cli.diff import compared
+from megaprof.cli.files.diff import compared
+from megaprof.cli.files.report import analyzed
+from megaprof.cli.files.what_if import in_words, predicted
 from megaprof.cli.jobs import status as job_status
-from megaprof.cli.report import analyzed
-from megaprof.cli.what_if import in_words, predicted
 from megaprof.control.job import NoJob
 from megaprof.formats.remote import RemotePath, files_below, place
 from megaprof.formats.timeline import SUFFIX as TIMELINE
@@ -30,10 +31,8 @@ _SERIES = "at_most_ms buckets imbalance step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: A replay of more passes than this would keep the server busy.
 _MOST_PASSES = 200_000
-_MOST_KEPT = 2
 #: Files that a report is made from. Where there are none, it is not kept.
 _SOURCES = (*TRACE_SUFFIXES, TIMELINE, SQLITE, REPORT)
-_kept: dict[tuple[str, int | None], tuple[object, Report]] = {}
 
 
 def of_report(directory: str, run: int | None) -> dict[str, Any]:
@@ -117,23 +116,20 @@ def _report(directory: str, run: int | None) -> Report:
     """Parts of one report are asked for one after the other: it is read again when a file has changed."""
     path = place(directory)
     now = _stamp(path)
-    before, report = _kept.get((directory, run), (None, None))
-    if report is None or now != before:
-        report = analyzed(path, run)
-        _kept.pop((directory, run), None)
-        if now:
-            _kept[directory, run] = now, report
-        while len(_kept) > _MOST_KEPT:
-            _kept.pop(next(iter(_kept)))
-    return report
+    return _kept(directory, run, now) if now else analyzed(path, run)
 
 
-def _stamp(path: Path) -> object:
+@lru_cache(maxsize=2)
+def _kept(directory: str, run: int | None, stamp: Hashable) -> Report:
+    return analyzed(place(directory), run)
+
+
+def _stamp(path: Path) -> Hashable:
     """Returns what changes when a file is written; None where that is not known. Raises TooMuch."""
     if isinstance(path, RemotePath):
         return None
     try:
         files = files_below(path, _SOURCES) if path.is_dir() else [path]
-        return {(str(file), found.st_size, found.st_mtime_ns) for file in files if (found := file.stat())}
+        return frozenset((str(file), found.st_size, found.st_mtime_ns) for file in files if (found := file.stat()))
     except OSError:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megaprof.cli import COMMANDS, parser_of
@@ -20,10 +19,7 @@ PAGES = {
 
 def page(name: str) -> str:
     """The text of one of `PAGES`."""
-    package = Path(__file__).resolve().parents[2]
-    installed = package / "docs"
-    place = installed if installed.is_dir() else package.parent / "docs"
-    return (place / f"{name}.md").read_text(encoding="utf-8")
+    return (_docs() / f"{name}.md").read_text(encoding="utf-8")
 
 
 def help_of(command: str) -> str:
@@ -35,9 +31,13 @@ def help_of(command: str) -> str:
 
 def schema_of(command: str) -> str:
     """The JSON Schema of what ``megaprof COMMAND --json`` prints. Raises KeyError."""
-    from megaprof.cli.schemas import schemas
+    known = {path.stem: path for path in sorted((_docs() / "schemas").glob("*.json"))}
+    if command not in known:
+        raise KeyError(f"there is no schema {command}; there are {', '.join(known)}")
+    return known[command].read_text(encoding="utf-8")
 
-    found = schemas()
-    if command not in found:
-        raise KeyError(f"there is no schema {command}; there are {', '.join(found)}")
-    return json.dumps(found[command], indent=1)
+
+def _docs() -> Path:
+    package = Path(__file__).resolve().parents[2]
+    installed = package / "docs"
+    return installed if installed.is_dir() else package.parent / "docs"

@@ -135,7 +135,7 @@ def wanted(
     try:
         check_draft(target, **asked)
     except Refused as mistake:
-        raise UsageError(_as_options(str(mistake))) from None
+        raise UsageError(_as_options(mistake)) from None
     try:
         job = find_job(directory, role)
         if (silent := job.silence()) is not None:
@@ -146,7 +146,7 @@ def wanted(
         request = new_request(job.run, target, **asked)
         return Asking(directory, Requester(job, request, selected_ranks(job.run, request)))
     except Refused as mistake:
-        raise UsageError(_as_options(str(mistake))) from None
+        raise UsageError(_as_options(mistake)) from None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -167,8 +167,8 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = counted(len(requester.ranks), "rank")
     try:
         while (answer := asking.look()) is None:
-            if requester.state.partition(" ")[0] != told:  # not for every number in it
-                told = requester.state.partition(" ")[0]
+            if requester.phase != told:  # not for every number in its state
+                told = requester.phase
                 say(f"{arguments.target} on {ranks}: {requester.state}", sys.stderr)
             time.sleep(asking.pause)
     except (KeyboardInterrupt, SystemExit):
@@ -190,7 +190,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _as_options(mistake: str) -> str:
+def _as_options(mistake: Refused) -> str:
     """Returns a refusal with the command's option instead of the request's field or the job's option."""
-    word, _, rest = mistake.partition(" ")
-    return f"--{word} {rest}" if word in ("steps", "timeout", "select", "role") else mistake.replace("--profile-", "--")
+    return f"--{mistake}" if mistake.field else str(mistake).replace("--profile-", "--")

@@ -16,7 +16,7 @@ from megaprof.cli import CommandError, UsageError
 from megaprof.control.blame import find_culprits
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.phrases import counted
-from megaprof.metrics.compute import SlowRanks, Summary, slow_ranks, summarise
+from megaprof.metrics.compute import SlowRanks, Summary, summarise
 from megaprof.metrics.look import View, verdict, waited_for
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Look:
     """The ranks that have not moved for a long time."""
     slow: SlowRanks | None
     """The ranks that are slower than their peers; null if there are none."""
+    waits: dict[int, float]
+    """The ranks that wait for a processor core, the one that waits longest first, and for which part of the time."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _look(job: RunningJob) -> tuple[Look, View]:
     statuses = job.statuses()
     now = job.now(statuses, None)
-    blame = find_culprits(job.run, statuses, now)
+    view = View(job, statuses, now, find_culprits(job.run, statuses, now), None)
     look = Look(
         version=1,
         run=job.run.run,
@@ -117,11 +119,12 @@ def _look(job: RunningJob) -> tuple[Look, View]:
         ranks=job.run.world,
         heard=len(statuses),
         now=summarise(job.run, statuses.values()),
-        still_s=round(blame.still, 3),
-        stuck=blame.stuck,
-        slow=slow_ranks(statuses.values()),
+        still_s=round(view.blame.still, 3),
+        stuck=view.blame.stuck,
+        slow=view.slow,
+        waits=dict(view.waits),
     )
-    return look, View(job, statuses, now, blame, None, look.slow)
+    return look, view
 
 
 def _table(job: RunningJob) -> RenderableType:

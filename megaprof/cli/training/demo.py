@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megaprof.cli import INTERRUPTED, TERMINATED, CommandError, UsageError
-from megaprof.cli.report import report_directory
+from megaprof.cli.files.report import report_directory
 from megaprof.cli.training import faults, live
 from megaprof.config.windows import TRAIN_ACTOR
 from megaprof.formats.phrases import counted
@@ -127,8 +127,8 @@ def _wanted(report: Report) -> int:
     """Returns how many more steps would tell what is a cause, or which layout is quicker; 0 if none would."""
     from megaprof.analysis.report.text.causes import more_steps
 
-    own = [target for target in report.targets if target.measured.target == TRAIN_ACTOR]
-    return max((more_steps(target.diagnosis, target.what_if) for target in own), default=0)
+    own = [target for target in report.targets if target.measured.target == TRAIN_ACTOR and target.diagnosis]
+    return max((more_steps(target.diagnosis, target.what_if) for target in own if target.diagnosis), default=0)
 
 
 def _capture(workload: GPTWorkload, out: Path, steps: int, fault: str | None, time_limit: float) -> None:

@@ -45,7 +45,8 @@ def run(
     env: Mapping[str, str],
 ) -> bool:
     """Train until ``steps``, Ctrl-C, SIGTERM or the time limit in seconds; False where a report is not wanted, because
-    SIGTERM came. Raises CommandError when a rank fails, and KeyboardInterrupt or SystemExit where ranks were killed."""
+    SIGTERM came. Raises CommandError when a rank fails, and KeyboardInterrupt or SystemExit where one of these signals
+    killed the ranks."""
     from megaprof.testing import RanksFailed, run_ranks
 
     flags = ["--profile-target", "train_actor", "--profile-dir", str(out)]
@@ -80,9 +81,12 @@ def run(
                 print(failure, file=sys.stderr)
                 raise CommandError(f"a rank failed (see above); what was recorded is in {out}") from None
             except (KeyboardInterrupt, SystemExit):
-                _say_how_to_report(out, ending)
-                raise
-    print(f"The demo has ended after {ran} steps.", flush=True)
+                if not ending.late or ending.signal == signal.SIGTERM:
+                    _say_how_to_report(out, ending)
+                    raise
+                print(f"The ranks did not end within {_GRACE_SECONDS:g} s, and were killed.", flush=True)
+            else:
+                print(f"The demo has ended after {ran} steps.", flush=True)
     if ending.signal == signal.SIGTERM:
         _say_how_to_report(out, ending)
     return ending.signal != signal.SIGTERM
@@ -163,10 +167,12 @@ class _Ending:
     def __init__(self, stop: Path, time_limit: float | None) -> None:
         self.begun = False
         self.signal: int | None = None
+        self.late = False
+        """Whether the ranks did not end in time, and are killed."""
         self._stop = stop
         self._before: dict[signal.Signals, Any] = {}
         self._limit = threading.Timer(min(time_limit, threading.TIMEOUT_MAX), self._ask) if time_limit else None
-        self._kill = threading.Timer(_GRACE_SECONDS, _thread.interrupt_main)
+        self._kill = threading.Timer(_GRACE_SECONDS, self._give_up)
         for timer in (self._limit, self._kill):
             if timer is not None:
                 timer.daemon = True
@@ -195,6 +201,10 @@ class _Ending:
         for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)  # nothing interrupts the killing of the ranks
         raise SystemExit(TERMINATED) if self.signal == signal.SIGTERM else KeyboardInterrupt
+
+    def _give_up(self) -> None:
+        self.late = True
+        _thread.interrupt_main()
 
     def _ask(self) -> None:
         if not self._stop.exists():

@@ -24,7 +24,11 @@ LONGEST_TIMEOUT = 24 * 3600.0
 
 
 class Refused(Exception):
-    """The request will not be carried out; the message says why."""
+    """The request will not be carried out; the message says why, and begins with the ``field`` that is to blame."""
+
+    def __init__(self, reason: str, field: str | None = None) -> None:
+        super().__init__(reason if field is None else f"{field} {reason}")
+        self.field = field
 
 
 class Request(Record, frozen=True):
@@ -67,9 +71,9 @@ class Request(Record, frozen=True):
     ) -> Request:
         """Returns a new request to the run called ``run``. Raises Refused for what no job would take."""
         if not 1 <= steps <= MOST_STEPS:
-            raise Refused(f"steps {steps} is not a whole number from 1 to {MOST_STEPS}")
+            raise Refused(f"{steps} is not a whole number from 1 to {MOST_STEPS}", "steps")
         if not 1 <= timeout <= LONGEST_TIMEOUT:
-            raise Refused(f"timeout {timeout:g} is not a number of seconds from 1 to {LONGEST_TIMEOUT:g}")
+            raise Refused(f"{timeout:g} is not a number of seconds from 1 to {LONGEST_TIMEOUT:g}", "timeout")
         fields = {
             "id": time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4),
             "run": run,

@@ -144,6 +144,9 @@ class RankStatus(Record, frozen=True):
     """Where its GPU is; None where that has nothing left to do, and on a CPU."""
     recent: Recent | None = None
     """How fast it has been; None without a timeline."""
+    waits: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """For which part of the last half minute its training thread could have run and had no processor core; None without
+    a timeline, and where the system does not say."""
     capture: CaptureState | None = None
     """Its answer to the request in `capture.json`; None if there is no request."""
     ended: bool = False

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megaprof.formats import timeline as format
-from megaprof.formats.arrivals import Arrivals, pack_arrivals, pack_groups
 from megaprof.formats.flight import Call, GroupConfig
+from megaprof.formats.steps.arrivals import Arrivals, pack_arrivals, pack_groups
 from megaprof.recorders import flight
 from megaprof.recorders.timeline.files import Place
 from megaprof.runtime.logs import logger

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from megaprof.formats import codes, timeline
+from megaprof.formats import timeline
+from megaprof.formats.steps import codes
 from megaprof.recorders import tape
 
 Packed = tuple[bytes, bytes, tuple[int, ...]]

@@ -9,8 +9,9 @@ from typing import Any
 
 from megaprof.formats.job.status import BETWEEN, Position, Recent
 from megaprof.formats.ranges import RangeName
+from megaprof.formats.timeline import Waited
 
-#: Steps that the recent figures are the medians of.
+#: Steps that the recent figures are the medians of, and readings of waits, about one a second.
 RECENT_STEPS = 32
 
 Key = tuple[str, "str | None"]
@@ -24,6 +25,18 @@ class Tally:
         self._steps: dict[Key, deque[tuple[int, ...]]] = {}
         self._starts: dict[Key, deque[int]] = {}
         self._latest: Key | None = None
+        self._waits: deque[Waited] = deque(maxlen=RECENT_STEPS)
+
+    def add_wait(self, found: Waited) -> None:
+        """How long the training thread waited for a processor core since the last reading."""
+        self._waits.append(found)
+
+    @property
+    def waits(self) -> float | None:
+        """For which part of the time it did lately; None where nobody knows."""
+        found = list(self._waits)
+        length = sum(each.length for each in found)
+        return sum(each.waited for each in found) / length if length else None
 
     def add(self, key: Key, microseconds: tuple[int, ...], start_ns: int) -> None:
         """`microseconds`: of the step, and by kind of event, in the order of `codes.KINDS`. `start_ns`: when it began,

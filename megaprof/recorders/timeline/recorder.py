@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.config.options import ProfileConfig
-from megaprof.formats import codes
 from megaprof.formats import timeline as format
-from megaprof.formats.garbage import pack_collections
 from megaprof.formats.job.status import Position, Recent
-from megaprof.formats.work import pack_work
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.garbage import pack_collections
+from megaprof.formats.steps.work import pack_work
 from megaprof.parallel.topology import RankCoords
 from megaprof.recorders import Window
 from megaprof.recorders.call import RecordedCall
@@ -211,6 +211,12 @@ class TimelineRecorder:
     def recent(self, target: str | None = None, role: str | None = None) -> Recent | None:
         return self._tally.recent(target, role)
 
+    @property
+    def waits(self) -> float | None:
+        """For which part of the time the training thread waited for a processor core, lately; None where nobody
+        knows."""
+        return self._tally.waits
+
     def seconds(self, target: str, role: str | None) -> float | None:
         """Seconds from one step to the next, lately; None before there were two."""
         return self._tally.seconds((target, role))
@@ -238,6 +244,8 @@ class TimelineRecorder:
         if self._waits is None or (last is None and self._waits.began):
             return
         waited = self._waits.read(0 if last is None else last[1].start_ns)
+        if waited is not None:
+            self._tally.add_wait(waited)
         if last is not None and waited is not None and (payload := waited.pack()) is not None:
             self._files.add([(last[0], format.WAITED, payload)])
 

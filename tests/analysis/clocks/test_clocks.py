@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.clocks.clocks import TOLERANCE_NS, Link, align
+from megaprof.analysis.notes import Note
+from megaprof.analysis.report.text.notes import of_clocks
 
 MS = 1_000_000
 
@@ -40,7 +42,7 @@ def both_ways(sender, receiver, ahead, **options):
 def test_one_host_has_nothing_to_align():
     found = align({0: "a", 1: "a"}, both_ways(0, 1, {0: 0, 1: 0}))
     assert (found.offset(1), found.warnings) == (0, ())
-    assert found.sentences() == ["clocks: all of host a's, nothing to align"]
+    assert of_clocks(found) == ["clocks: all of host a's, nothing to align"]
 
 
 @pytest.mark.parametrize("ahead", [0, 3 * MS, -700 * MS, 86_400_000 * MS])
@@ -53,11 +55,11 @@ def test_forwards_and_backwards_bound_the_offset_from_both_sides(ahead):
 
 
 def test_how_far_a_clock_was_off_is_said():
-    (line,) = align({0: "a", 1: "b"}, both_ways(0, 1, {0: 0, 1: 5 * MS})).sentences()
+    (line,) = of_clocks(align({0: "a", 1: "b"}, both_ways(0, 1, {0: 0, 1: 5 * MS})))
     assert line.startswith("host b: clock 5.0")
     assert "ms ahead, ±0.0" in line
     assert "from 40 messages" in line
-    (line,) = align({0: "a", 1: "b"}, both_ways(0, 1, {0: 5 * MS, 1: 0})).sentences()
+    (line,) = of_clocks(align({0: "a", 1: "b"}, both_ways(0, 1, {0: 5 * MS, 1: 0})))
     assert "behind" in line
 
 
@@ -76,7 +78,7 @@ def test_ranks_of_one_host_share_what_is_learnt_about_its_clock():
     ahead = {0: 0, 1: 9 * MS, 2: 9 * MS}
     found = align({0: "a", 1: "b", 2: "b"}, both_ways(0, 1, ahead))
     assert found.clocks[1] == found.clocks[2]
-    assert len(found.sentences()) == 1
+    assert len(of_clocks(found)) == 1
 
 
 def test_the_way_of_the_least_uncertainty_is_taken():
@@ -92,7 +94,7 @@ def test_one_direction_bounds_one_side_only_and_says_so():
     found = align({0: "a", 1: "b"}, [messages(0, 1, {0: 0, 1: 4 * MS}, quickest=100_000)])
     assert found.clocks[1].uncertainty_ns is None
     assert found.offset(1) == -4 * MS - 100_000  # as if the quickest message had taken no time
-    assert "one side only" in found.sentences()[0]
+    assert "one side only" in of_clocks(found)[0]
 
 
 def test_where_send_and_receive_meet_one_direction_is_enough():
@@ -113,9 +115,8 @@ def test_messages_that_contradict_each_other_are_reported():
     forth = messages(0, 1, {0: 0, 1: 0})
     back = messages(1, 0, {0: 0, 1: 3 * MS}, seed=1)  # the clock was set between them
     found = align({0: "a", 1: "b"}, [forth, back])
-    assert len(found.warnings) == 1
-    assert "host a" in found.warnings[0]
-    assert "contradict each other by 2." in found.warnings[0]
+    (note,) = found.warnings
+    assert (note.kind, note.names, int(note.ms[0])) == ("clocks_contradicted", ("host a", "host b"), 2)
     assert found.clocks[1].uncertainty_ns >= MS
 
 
@@ -131,7 +132,7 @@ def test_a_host_name_that_several_machines_bear_is_seen_through():
     found = align(
         dict.fromkeys((0, 1, 2), "localhost"), both_ways(0, 1, {0: 0, 1: 5 * MS}) + both_ways(1, 2, {1: 5 * MS, 2: 0})
     )
-    assert "Several machines bear this name" in found.warnings[0]
+    assert [each.kind for each in found.warnings] == ["host_shared"]
     assert abs(found.offset(1) + 5 * MS) <= found.clocks[1].uncertainty_ns
     assert abs(found.offset(2)) <= found.clocks[2].uncertainty_ns
 
@@ -140,14 +141,14 @@ def test_traces_of_different_runs_on_one_host_keep_its_clock():
     forth, back = messages(0, 1, {0: 0, 1: 0}), messages(1, 0, {0: 0, 1: 900 * MS}, seed=1)
     found = align({0: "a", 1: "a"}, [forth, back])
     assert found.offset(1) == 0
-    assert "different runs" in found.warnings[0]
+    assert [each.kind for each in found.warnings] == ["host_contradicted"]
 
 
 def test_ranks_that_no_message_connects_are_named():
     found = align({0: "a", 1: "b", 2: "c", 3: None}, both_ways(0, 1, {0: 0, 1: 0}))
     assert set(found.clocks) == {0, 1}
     assert (found.offset(2), found.offset(3)) == (0, 0)
-    assert found.warnings == ("no captured messages connect rank 0 with host c, rank 3: clocks not aligned",)
+    assert found.warnings == (Note("clocks_unconnected", ranks=(0,), names=("host c", "rank 3")),)
 
 
 def test_a_rank_of_an_unknown_host_has_its_own_clock():
@@ -158,7 +159,7 @@ def test_a_rank_of_an_unknown_host_has_its_own_clock():
 def test_a_lost_message_is_said_and_the_others_count():
     link = messages(0, 1, {0: 0, 1: 0})
     found = align({0: "a", 1: "b"}, [Link(0, 1, link.sends, link.receives[:-1])])
-    assert "sent 20 times to rank 1, which received 19 times" in found.warnings[0]
+    assert found.warnings == (Note("messages_unmatched", ranks=(0, 1), count=20, of=19),)
 
 
 def test_nobody_and_nothing():

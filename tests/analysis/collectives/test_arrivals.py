@@ -20,8 +20,8 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
-from megaprof.formats.arrivals import Arrivals, kept, pack_arrivals, pack_groups
 from megaprof.formats.flight import GroupConfig
+from megaprof.formats.steps.arrivals import Arrivals, kept, pack_arrivals, pack_groups
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import write_timelines

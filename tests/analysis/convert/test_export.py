@@ -18,7 +18,7 @@ from megaprof.formats.job import records, run
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
-from tests.analysis.fleet.test_timeline_calls import timeless
+from tests.analysis.diagnosis.test_averages import timeless
 from tests.analysis.job_timelines import START_NS, Slow, coupled, write_timelines
 
 DOCS = (Path(__file__).parents[3] / "docs" / "scale.md").read_text()
@@ -154,7 +154,7 @@ def test_damage_and_strange_metadata_cost_only_what_they_touch(tmp_path: Path) -
     paths[4].write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     exported = export(job, tmp_path / "out")
     assert (exported.rows, exported.cut) == (32 * 5 - 2 - 5 * 3, 1)
-    said = "\n".join(exported.warnings)
+    said = "\n".join(each.text for each in exported.warnings)
     for text in (
         "ends early: the record at byte",
         "is no timeline",

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from megaprof.analysis.convert.merge import MARK, NothingToMerge, merge
+from megaprof.analysis.report.text.notes import of_clocks
 from megaprof.analysis.trace.runs import NoSuchRun
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import TraceBuilder
@@ -113,7 +114,7 @@ def test_clocks_are_aligned_and_arrows_lead_from_sends_to_receives(tmp_path, ahe
     assert abs(steps[0]["ts"] - steps[1]["ts"]) <= 100  # microseconds; both began at the same moment
     clock = document[MARK]["clocks"]["1"]
     assert abs(clock["offset_ns"] + ahead * 1e6) <= clock["uncertainty_ns"]
-    assert any(line.startswith("host node-1: clock") for line in result.alignment.sentences())
+    assert any(line.startswith("host node-1: clock") for line in of_clocks(result.alignment))
 
 
 def test_ids_of_different_ranks_stay_apart(tmp_path):
@@ -158,7 +159,7 @@ def test_events_that_no_viewer_can_take_are_left_out_and_counted(tmp_path):
     write(traces, tmp_path)
     result, document = merged(tmp_path)
     check(document)
-    assert any("4 events left out: no usable time or place" in warning for warning in result.warnings)
+    assert ("events_without_place", 4) in [(w.kind, w.count) for w in result.warnings]
     kept = [e for e in document["traceEvents"] if e["pid"] == 1 and e["ph"] == "X" and e.get("cat") != "p2p"]
     assert len(kept) == good - 1
 
@@ -199,12 +200,12 @@ def test_files_that_cannot_be_used_are_named_and_the_rest_is_merged(tmp_path):
     result, document = merged(tmp_path, tmp_path / "cut.json.gz")
     check(document)
     assert result.ranks == (0, 1, 2)
-    assert any(paths[2].name in warning and "truncated" in warning for warning in result.warnings)
+    assert any(paths[2].name in w.files and "truncated" in w.said for w in result.warnings)
     paths[2].write_bytes(whole[:20])
     result, document = merged(tmp_path)
     check(document)
     assert result.ranks == (0, 1)
-    assert any(paths[2].name in warning and "truncated" in warning for warning in result.warnings)
+    assert any(paths[2].name in w.files and "truncated" in w.said for w in result.warnings)
     for path in paths[:2]:
         path.unlink()
     with pytest.raises(NothingToMerge, match="truncated"):
@@ -223,7 +224,7 @@ def test_of_two_files_of_a_rank_the_later_one_counts(tmp_path):
     result, document = merged(tmp_path)
     check(document)
     assert result.ranks == (0, 1)
-    assert sum("is there twice" in warning for warning in result.warnings) == 2
+    assert [w.ranks for w in result.warnings if w.kind == "twice"] == [(0,), (1,)]
     assert min(e["ts"] for e in document["traceEvents"] if e["ph"] == "X") >= 900_000_000
 
 

@@ -369,13 +369,15 @@ def test_traces_and_timelines_fill_the_same_table(tmp_path):
     assert line.start.shape == (3, 1, 4, 1, 2, 16)
 
 
-def test_a_job_without_one_of_its_stages_has_no_table(tmp_path):
+def test_of_a_job_without_one_of_its_stages_nothing_is_named(tmp_path):
     priced = Priced(HEALTHY)
     write(HEALTHY, priced.run(priced.all), tmp_path)
     next(path for path in sorted(tmp_path.rglob("*")) if "pp2" in path.name or "rank00002" in path.name).unlink()
     (found,) = tables_in(tmp_path).values()
-    assert isinstance(found, Unfit)
-    assert "3 of 4 stages" in str(found)
+    assert [each is None for each in found.metadata] == [False, False, True, False]
+    with pytest.raises(Unfit) as refused:
+        examine(found)
+    assert (refused.value.note.count, refused.value.note.of) == (3, 4)
 
 
 def test_a_profilers_opening_is_doubted_in_the_first_step_of_a_trace_only(tmp_path):

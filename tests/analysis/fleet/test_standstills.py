@@ -8,6 +8,7 @@ import pytest
 
 from megaprof.analysis.fleet.fleet import Fleet, survey
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
+from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.formats.timeline import FAILED
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
@@ -46,7 +47,9 @@ def test_its_step_counts_for_no_time(tmp_path: Path) -> None:
     assert hung.times.step.max == pytest.approx(healthy.times.step.max, rel=0.1)
     assert hung.times.single.count == healthy.times.single.count == 0
     assert hung.coverage.left_out == 0
-    (target,) = analyze(tmp_path / "hung").targets
+    report = analyze(tmp_path / "hung")
+    (target,) = report.targets
+    assert 'class="glance"' not in page(report, {}), "nothing stands above where it hung"
     assert 29 not in target.measured.steps
     assert target.measured.step_time_ms is not None
     assert target.measured.step_time_ms.mean < 1000

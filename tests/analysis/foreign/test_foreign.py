@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from megaprof.analysis.foreign.facts import Foreign
+from megaprof.analysis.notes import Note, of_files
 from megaprof.analysis.report.report import NothingToReport, analyze
-from megaprof.analysis.report.text.sentences import of_skipped
-from megaprof.analysis.trace.traces import Skipped
 from megaprof.cli import main
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.scenarios import Scenario, write
-from tests.analysis.synthetic import TraceBuilder
+from tests.analysis.synthetic import TraceBuilder, kinds
 from tests.cli.running import check
 
 ALL_REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -126,8 +125,8 @@ def test_a_group_has_a_name_by_its_description_or_by_sizes_that_are_given(
 
 
 def test_sizes_that_do_not_fit_are_said(job: Job, tmp_path: Path) -> None:
-    said = foreign(job.write(tmp_path / "a.json"), tp=3).warnings
-    assert any("the given sizes do not fit the 4 ranks" in each for each in said)
+    found = foreign(job.write(tmp_path / "a.json"), tp=3).warnings
+    assert [each.count for each in found if each.kind == "sizes_do_not_fit"] == [4]
 
 
 def test_send_receive_is_told_from_all_to_all_by_annotations_only(tmp_path: Path) -> None:
@@ -139,8 +138,7 @@ def test_send_receive_is_told_from_all_to_all_by_annotations_only(tmp_path: Path
     job.kernel(SEND_RECV, 11, 1, launch=10)
     found = foreign(job.write(tmp_path / "a.json"))
     assert {e.operation for e in found.ranks[0].exposed} == {"send-receive or all-to-all", "alltoall", "send-receive"}
-    assert any("not told from all-to-all" in each for each in found.warnings)
-    assert any("names no process group" in each for each in found.warnings)
+    assert kinds(found.warnings) == {"sends_not_apart", "group_unnamed"}
 
 
 def test_rccl_kernels_take_the_group_of_their_operator(tmp_path: Path) -> None:
@@ -288,13 +286,12 @@ def test_ours_beside_foreign_ones_stay_a_stage_report(job: Job, tmp_path: Path) 
     report = analyze(tmp_path)
     assert report.foreign is None
     assert len(report.targets) == 1
-    (line,) = report.warnings
-    assert line.startswith(
-        "5 files were skipped (0.pt.trace.json, 1.pt.trace.json, ...): it was not written by megaprof"
-    )
+    (note,) = report.warnings
+    assert (note.kind, note.count, note.files) == ("skipped", 5, ("0.pt.trace.json", "1.pt.trace.json"))
+    assert note.text.startswith("5 files were skipped (0.pt.trace.json, 1.pt.trace.json, ...): it was not written by")
 
 
 def test_refusals_of_one_kind_are_one_line() -> None:
-    files = [Skipped(name, "it was skipped: it is empty") for name in "abcd"]
-    assert len([*of_skipped([*files, Skipped("x", "y"), *files])]) == 2
-    assert len([*of_skipped(files[:3])]) == 3
+    files = [Note("skipped", files=(name,), said="it is empty") for name in "abcd"]
+    assert [each.count for each in of_files([*files, Note("skipped", files=("x",), said="y"), *files])] == [4, 0]
+    assert [*of_files(files[:3])] == files[:3]

@@ -103,7 +103,7 @@ def test_what_is_wrong_with_a_capture_is_said(tmp_path):
     first.write_bytes(b"")
     half = analyze(tmp_path / "b")
     diff = compare(whole, half)
-    assert diff.warnings == tuple(f"second capture: {each}" for each in half.warnings)
+    assert diff.warnings == tuple(f"second capture: {each.text}" for each in half.warnings)
     assert any("it is empty" in each for each in diff.warnings)
     named = "no cause of lost time is named"
     assert any(note.startswith(f"{named} in the second capture: 1 of 2 stages") for note in only(diff).notes)

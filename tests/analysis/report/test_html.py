@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.analysis.report.drawn import StepTimeline, timelines
+from megaprof.analysis.report.drawn import StepTimeline
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text.what_if import advised
@@ -20,7 +20,7 @@ from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import WhatIf
 from tests.analysis.exchanging import exchanging, write
-from tests.analysis.synthetic import BASE, TraceBuilder, chunk, pipeline, plain_stage
+from tests.analysis.synthetic import BASE, TraceBuilder, chunk, kinds, pipeline, plain_stage
 
 HOSTILE = '</script><img src=x onerror="alert(1)">\'"><svg/onload=alert(2)>&amp;'
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -48,7 +48,7 @@ class Reader(HTMLParser):
 
 def render(directory, name="run"):
     report = replace(analyze(directory), path=Path(name))
-    text = page(report, timelines(report))
+    text = page(report, report.steps())
     reader = Reader()
     reader.feed(text)
     reader.close()
@@ -74,7 +74,7 @@ def boxes(row):
 def test_the_verdict_is_above_the_timeline_and_the_numbers_below(tmp_path):
     pipeline(tmp_path, [6, 2])
     text, reader = render(tmp_path)
-    order = ["Stage 0 holds 6 layers", "<canvas", "Where the time of a step goes", "How far microbatches lie apart"]
+    order = ["Stage 0 holds 6 layers", "<canvas", "Where the time of a step goes", "How long microbatches take"]
     places = [text.index(part) for part in order]
     assert places == sorted(places)
     assert "emb+6" in text
@@ -152,10 +152,10 @@ def test_the_latest_step_on_the_lowest_rank_of_a_stage_is_drawn(tmp_path):
                 tmp_path
             )
     report = analyze(tmp_path)
-    (drawn,) = timelines(report).values()
+    (drawn,) = report.steps().values()
     assert drawn.step == 4
-    assert [row.call.metadata.coords.rank for row in drawn.rows] == [0]
-    assert drawn.rows[0].call.extent[0] == BASE + 700_000_000
+    assert [row.rank for row in drawn.rows] == [0]
+    assert drawn.rows[0].extent[0] == BASE + 700_000_000
 
 
 def test_the_last_of_several_steps_in_one_trace_is_drawn(tmp_path):
@@ -168,8 +168,8 @@ def test_the_last_of_several_steps_in_one_trace_is_drawn(tmp_path):
         trace.write(tmp_path)
     report = analyze(tmp_path)
     assert report.targets[0].measured.steps == (5, 6, 7)
-    (drawn,) = timelines(report).values()
-    assert (drawn.step, [row.call.metadata.coords.pp for row in drawn.rows]) == (7, [0, 1])
+    (drawn,) = report.steps().values()
+    assert (drawn.step, [row.stage for row in drawn.rows]) == (7, [0, 1])
 
 
 def test_of_a_step_that_was_captured_twice_the_later_one_is_drawn(tmp_path):
@@ -177,9 +177,9 @@ def test_of_a_step_that_was_captured_twice_the_later_one_is_drawn(tmp_path):
     plain_stage(0, 1, 5, 9).write(tmp_path, name.format(""))
     plain_stage(0, 1, 5, 9, start=700.0).write(tmp_path, name.format(".2"))
     report = analyze(tmp_path)
-    assert any("rank 0 has step 5 twice" in warning for warning in report.targets[0].measured.warnings)
-    (drawn,) = timelines(report).values()
-    assert drawn.rows[0].call.start == BASE + 700_000_000
+    assert "twice" in kinds(report.targets[0].warnings)
+    (drawn,) = report.steps().values()
+    assert drawn.rows[0].extent[0] == BASE + 700_000_000
 
 
 def test_what_is_not_known_is_left_out_and_not_guessed(tmp_path):
@@ -188,7 +188,7 @@ def test_what_is_not_known_is_left_out_and_not_guessed(tmp_path):
     trace.write(tmp_path)
     text, _ = render(tmp_path)
     assert "captured with --profile-ranges step" in text
-    assert "How far microbatches lie apart" not in text
+    assert "How long microbatches take" not in text
     assert "None" not in re.sub(r"<script.*", "", text, flags=re.S)
 
 
@@ -230,8 +230,8 @@ def test_64_stages_of_512_microbatches_stay_small(tmp_path):
     for pp in range(2):  # 64 real traces would be the same rows again
         pipeline_stage(pp, microbatches).write(tmp_path)
     report = analyze(tmp_path)
-    (key, step), *_ = timelines(report).items()
-    drawn = {key: StepTimeline(step.step, step.rows * (stages // 2), ())}
+    (key, step), *_ = report.steps().items()
+    drawn = {key: StepTimeline(step.step, step.rows * (stages // 2), 1, ())}
     text = page(report, drawn)
     assert sum(len(row["boxes"]) for row in data(text)[0]["rows"]) == 5 * stages * 4 * microbatches
     assert len(text.encode()) < 6_000_000

@@ -36,7 +36,7 @@ def test_a_command_is_data_and_stands_in_backticks_only_where_all_is_text() -> N
 
 @pytest.mark.parametrize("advice", get_args(Advice))
 def test_every_advice_has_a_sentence_of_its_own(advice: Advice) -> None:
-    first = replace(BEST, needed=(9 << 30, 5 << 30), fits=False, ranks=(3,))
+    first = replace(BEST, needed=(9 << 30, 5 << 30), fits=False)
     found = WhatIf(candidates=(first,), quickest=first, advice=advice, allowed=(8 << 30,) * 2, allocated=(7 << 30,) * 2)
     said = what_if.advised(replace(found, best=first) if advice == "change" else found)
     others = [what_if.advised(replace(found, advice=each)) for each in get_args(Advice) if each != advice]

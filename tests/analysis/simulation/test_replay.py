@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.simulation.replay import compiled
@@ -38,7 +38,6 @@ def passes_of(run) -> np.ndarray:
     )
 
 
-@settings(max_examples=80, deadline=None)
 @given(runs(), st.booleans(), st.data())
 def test_links_and_entries_of_their_own_equal_brute_force(run, rendezvous, data):
     rendezvous = rendezvous and not no_rendezvous(run)
@@ -116,7 +115,6 @@ def test_shapes_that_do_not_fit_are_named():
         compiled(PipelineSchedule.checked(2, 2, 4), True)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.tuples(st.integers(3, 5), st.integers(2, 3), st.integers(1, 3)), st.booleans(), st.integers(0, 9))
 def test_messages_that_are_received_in_turn_equal_the_tests_own_simulation(sizes, forward_only, seed):
     stages, chunks, groups = sizes

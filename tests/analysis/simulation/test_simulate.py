@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.simulation.simulate import simulate
@@ -37,13 +37,11 @@ def uniform(run, p2p_ms):
     return [p2p_ms] * stages, [0.0] * stages
 
 
-@settings(max_examples=60, deadline=None)
 @given(runs(), milliseconds)
 def test_buffered_replay_equals_brute_force(run, p2p_ms):
     assert spans_of(simulate(**run, p2p_ms=p2p_ms)) == brute_force_buffered(run, *uniform(run, p2p_ms))
 
 
-@settings(max_examples=60, deadline=None)
 @given(runs(), milliseconds)
 def test_rendezvous_replay_equals_brute_force_and_is_never_faster(run, p2p_ms):
     if no_rendezvous(run):
@@ -55,7 +53,6 @@ def test_rendezvous_replay_equals_brute_force_and_is_never_faster(run, p2p_ms):
     assert simulation.step_ms >= simulate(**run, p2p_ms=p2p_ms).step_ms
 
 
-@settings(max_examples=40, deadline=None)
 @given(runs(), milliseconds, st.booleans())
 def test_events_fit_the_stages_and_the_step(run, p2p_ms, rendezvous):
     schedule = schedule_of(run)
@@ -78,7 +75,6 @@ def test_events_fit_the_stages_and_the_step(run, p2p_ms, rendezvous):
     assert simulation.step_ms == max(event.end_ms for event in simulation.events)
 
 
-@settings(max_examples=40, deadline=None)
 @given(runs(), milliseconds)
 def test_step_is_at_least_each_microbatchs_way_through_the_pipeline(run, p2p_ms):
     schedule = schedule_of(run)
@@ -95,7 +91,6 @@ def test_step_is_at_least_each_microbatchs_way_through_the_pipeline(run, p2p_ms)
         assert step >= way + hops * p2p_ms
 
 
-@settings(max_examples=40, deadline=None)
 @given(runs(), milliseconds, st.data())
 def test_slower_work_never_shortens_the_step_and_scaling_scales_it(run, p2p_ms, data):
     rendezvous = not no_rendezvous(run) and data.draw(st.booleans())

@@ -6,7 +6,7 @@ import pytest
 
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
-from megaprof.formats.metadata import ModelChunk, WithoutRange
+from megaprof.formats.metadata import ModelChunk
 
 
 @pytest.mark.parametrize(
@@ -74,23 +74,6 @@ def test_layers() -> None:
 def test_sentences() -> None:
     assert words.sentence("a rank is slow") == "A rank is slow."
     assert words.sentence("A capture shows why:") == "A capture shows why:"
-
-
-def test_modules_without_a_range_are_one_clause_for_each_reason() -> None:
-    graphed = "it runs in a CUDA graph of its layer"
-    modules = [
-        WithoutRange("mlp", (1, 2), graphed),
-        WithoutRange("router", (1, 2), graphed),
-        WithoutRange("embedding", (None,), "nothing called it in this step"),
-        WithoutRange("mlp", (3, 4, 7), graphed),  # another stage's
-        WithoutRange("router", (3, 4, 7), graphed),
-        WithoutRange("attention", (1,), graphed),
-    ]
-    assert words.without_ranges(modules) == [
-        f"no range for mlp, router (layers 1-4, 7), attention (layer 1): {graphed}",
-        "no range for embedding: nothing called it in this step",
-    ]
-    assert words.without_ranges([]) == []
 
 
 def test_a_large_change_is_told_in_words() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.trace import decoding
@@ -94,7 +94,6 @@ def streamed(text: bytes, size: int, **options: Any) -> tuple[list[Event], Docum
     return [event for events in document for event in events], document
 
 
-@settings(max_examples=60, deadline=None)
 @given(EVENTS, st.sampled_from(LAYOUTS), st.integers(1, 400), st.integers(1, 300), st.booleans(), st.data())
 def test_pieces_of_any_size_give_what_the_whole_gives(
     events: list[Any], layout: Callable[[list[Any]], str], size: int, piece: int, bare: bool, data: st.DataObject
@@ -117,7 +116,6 @@ def test_pieces_of_any_size_give_what_the_whole_gives(
         assert bare or msgspec.json.decode(document.top["baseTimeNanoseconds"]) == 7
 
 
-@settings(max_examples=50, deadline=None)
 @given(EVENTS, st.sampled_from(LAYOUTS), st.integers(1, 100), st.data())
 def test_a_file_that_ends_anywhere_gives_the_events_before(
     events: list[Any], layout: Callable[[list[Any]], str], size: int, data: st.DataObject
@@ -140,7 +138,6 @@ def _up_to(layout: Callable[[list[Any]], str], events: list[Any], number: int) -
     return b'{"a": 1, "traceEvents": ' + begun + b","
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.binary(max_size=60) | st.lists(st.sampled_from(["{", "}", "[", "]", ",", ":", '"', "1", "a", " "])),
     st.integers(1, 9),

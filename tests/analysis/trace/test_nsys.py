@@ -19,7 +19,7 @@ from megaprof.cli import main
 from tests.analysis.exchanging import exchanging
 from tests.analysis.nsys_files import write_document, write_nsys
 from tests.analysis.scenarios import Scenario, write
-from tests.analysis.synthetic import TraceBuilder, chunk
+from tests.analysis.synthetic import TraceBuilder, chunk, kinds
 
 
 def as_nsys(directory: Path, out: Path) -> None:
@@ -90,7 +90,7 @@ class TestTheSameReport:
                 for stage in report.targets[0].stages:
                     assert (stage.dp_tail_ms is not None) == (report is kineto)
                     assert (stage.exposed_ms["unknown"].mean > 0) == (report is nsys)
-            assert any("exposed dp is not known" in w for w in nsys.targets[0].warnings)
+            assert [w.names for w in nsys.targets[0].warnings if w.kind == "groups_unknown"] == [("dp",)]
         else:
             assert (nsys.targets, nsys.warnings) == (kineto.targets, kineto.warnings)
 
@@ -100,7 +100,7 @@ class TestTheSameReport:
         assert (target["step_time_ms"]["mean"], target["microbatches"]) == (pytest.approx(23.4, abs=3), 3)
         assert [stage["exposed_ms"]["pp"] for stage in target["stages"]] == [None, None]
         assert report["warnings"] == []
-        assert any("ranges hold waiting and transfer in one" in warning for warning in target["warnings"])
+        assert any(note["kind"] == "pp_unknown_in_ranges" for note in target["warnings"])
 
     def test_no_zero_stands_for_collectives_that_are_not_there(self, tmp_path: Path) -> None:
         trace = TraceBuilder(sizes={"tp": 2, "dp": 2}, microbatches=1)
@@ -112,7 +112,7 @@ class TestTheSameReport:
         (target,) = analyze(tmp_path).targets
         exposed = target.stages[0].exposed_ms
         assert (exposed["tp"], exposed["dp"].mean, exposed["ep"].mean) == (None, 5, 0)
-        assert any("exposed tp are in compute" in warning for warning in target.warnings)
+        assert [w.names for w in target.warnings if w.kind == "groups_in_compute"] == [("tp",)]
 
     def test_diff_and_the_command_line(self, stages: Path, capsys: pytest.CaptureFixture[str]) -> None:
         first = sorted(stages.glob("*.sqlite"))[0]
@@ -137,7 +137,7 @@ class TestWithoutMetadata:
         (target,) = report["targets"]
         assert (target["sizes"]["pp"], target["microbatches"], target["schedule"]) == (2, 3, "1f1b")
         assert [stage["ranks"] for stage in target["stages"]] == [[0], [1]]
-        assert len([warning for warning in report["warnings"] if "no .nsys.json of process 7" in warning]) == 2
+        assert [(note["kind"], note["count"]) for note in report["warnings"]] == [("without_sidecar", 7)] * 2
 
     def test_communication_belongs_to_nobody(self, tmp_path: Path) -> None:
         """The sizes are a guess then, and no group may be concluded from them."""
@@ -153,12 +153,12 @@ class TestWithoutMetadata:
     def test_metadata_of_another_process_are_not_taken(self, stages: Path) -> None:
         for path in stages.glob("*.nsys.json"):
             path.write_text(path.read_text().replace('"pid": 7', '"pid": 8'))
-        assert any("no .nsys.json of process 7" in warning for warning in analyze(stages).warnings)
+        assert "without_sidecar" in kinds(analyze(stages).warnings)
 
     def test_damaged_metadata_are_said(self, stages: Path) -> None:
         for path in stages.glob("*.nsys.json"):
             path.write_text("[" * 100_000)
-        assert any("nsys.json was skipped: it is nested too deeply" in w for w in analyze(stages).warnings)
+        assert any(w.kind == "skipped" and "nested too deeply" in w.said for w in analyze(stages).warnings)
 
 
 class TestWindows:
@@ -189,7 +189,7 @@ class TestWindows:
         write_nsys(trace, tmp_path, earlier=0.001)
         (target,) = analyze(tmp_path).targets
         assert target.measured.steps == (6, 7)
-        assert any("step 5 left out: the first that nsys recorded" in w for w in target.measured.warnings)
+        assert [w.steps for w in target.warnings if w.kind == "opened_by_nsys"] == [(5,)]
 
     def test_the_opening_of_a_capture_range_is_marked(self, tmp_path: Path) -> None:
         for trace in two_stages():
@@ -198,7 +198,7 @@ class TestWindows:
                 trace.events[-1]["dur"] -= 1000
             write_nsys(trace, tmp_path, earlier=0.001)
         (target,) = analyze(tmp_path).targets
-        assert any("ranks began it 1 ms apart, and the bubble holds that" in w for w in target.measured.warnings)
+        assert [w.ms for w in target.warnings if w.kind == "entered_apart_by_nsys"] == [pytest.approx((1,))]
 
     def test_a_killed_process_leaves_a_truncated_window(self, stages: Path) -> None:
         """nsys ends what was open when the process was killed, all at once."""
@@ -212,7 +212,7 @@ class TestWindows:
         (trace,) = read_nsys(NsysFile(path))
         assert trace.metadata.truncated
         (target,) = analyze(stages).targets
-        assert any("closed early (the process ended inside it)" in w for w in target.measured.warnings)
+        assert [w.why.kind for w in target.warnings if w.kind == "file_left_out"] == ["closed_early"]
 
     def test_a_range_without_an_end_is_open_too(self, stages: Path) -> None:
         path = sorted(stages.glob("*.sqlite"))[0]
@@ -263,7 +263,7 @@ class TestRefused:
         assert "computed columns" in told(path)
 
     def test_a_query_that_never_ends(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megaprof.analysis.trace import tables
+        from megaprof.analysis.trace.nsys import tables
 
         path = sorted(stages.glob("*.sqlite"))[0]
         numbers = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 100000)"
@@ -272,7 +272,7 @@ class TestRefused:
         assert "takes longer than any healthy file" in told(path)
 
     def test_more_rows_than_fit(self, stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megaprof.analysis.trace import tables
+        from megaprof.analysis.trace.nsys import tables
 
         monkeypatch.setattr(tables, "_ROW_BYTES", 1 << 50)
         assert "more than 0 rows" in told(sorted(stages.glob("*.sqlite"))[0])
@@ -281,7 +281,7 @@ class TestRefused:
         path = sorted(stages.glob("*.sqlite"))[0]
         edit(path, "UPDATE NVTX_EVENTS SET start = 'early' WHERE start = (SELECT MAX(start) FROM NVTX_EVENTS)")
         (trace,) = read_nsys(NsysFile(path))
-        assert any("1 row left out: impossible times or types" in warning for warning in trace.warnings)
+        assert [(w.kind, w.count) for w in trace.warnings] == [("rows_left_out", 1)]
 
     def test_nothing_is_written_and_no_journal_is_left(self, stages: Path) -> None:
         before = {path.name: path.read_bytes() for path in stages.iterdir()}

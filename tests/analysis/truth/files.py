@@ -7,29 +7,32 @@ metadata of NCCL) or of a CPU (operators, gloo's collectives); those of a GPU al
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megaprof.formats import codes, ranges
+from megaprof.formats import ranges
 from megaprof.formats import timeline as format
-from megaprof.formats.garbage import pack_collections
+from megaprof.formats.graphs import KEY
 from megaprof.formats.names import artifact_name
+from megaprof.formats.steps import codes
+from megaprof.formats.steps.garbage import pack_collections
 from megaprof.parallel.topology import ParallelSizes, RankCoords, WorldLayout
-from tests.analysis.kineto import launched
+from tests.analysis.kineto import launched, replayed
 from tests.analysis.nsys_files import write_nsys
 from tests.analysis.synthetic import TraceBuilder, chunk
 from tests.analysis.truth.pipelines import STALLED, Pipeline, Run, loads, numbers
-from tests.analysis.truth.programs import BACKWARD, FORWARD, KINDS, Pass
+from tests.analysis.truth.programs import BACKWARD, FORWARD, KINDS, Exchange, Pass
 from tests.analysis.truth.simulation import Done, Times
 
 START_NS = 1_790_000_000_000_000_000
 FIRST_STEP = 5
 #: Milliseconds between two steps: the optimizer.
 BETWEEN = 3.0
-_GROUPS = {
+GROUPS = {
     "tp": "TENSOR_MODEL_PARALLEL_GROUP",
     "ep": "EXPERT_MODEL_PARALLEL_GROUP",
     "cp": "CONTEXT_PARALLEL_GROUP",
@@ -44,8 +47,14 @@ _COLLECTIVES = {
     "pp": "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
 }
 _AXES = ("pp", "tp", "cp", "ep", "dp")
-_COMPUTE, _NCCL, _EXCHANGES, _MAIN, _AUTOGRAD = 7, 20, 24, 1, 99
+_COMPUTE, _NCCL, _EXCHANGES, _RECEIVES, _MAIN, AUTOGRAD = 7, 20, 24, 28, 1, 99
+#: Exchanges that overlap with computing: the kind of pass whose input is waited for.
+_AWAITED = {"wait_recv_prev": "forward", "wait_recv_next": "backward"}
 _GAP = 0.004
+#: Of the host, in an exchange.
+_CALL = _GAP / 8
+#: Launches in a step at most: within a process none has the number of another.
+_LAUNCHES = 2_000_000
 #: Steps from one reading of what a thread waits to the next.
 _READ = 3
 
@@ -56,7 +65,7 @@ def write(pipeline: Pipeline, run: Run, directory: Path) -> None:
     layout = WorldLayout(sizes_of(pipeline))
     # Steps follow each other; a step begins when the optimizer is through with the one before.
     begin = np.concatenate(([0.0], np.cumsum(run.length + BETWEEN)[:-1]))
-    for replica in range(pipeline.replicas):
+    for replica in range(pipeline.captured or pipeline.replicas):
         for stage in range(pipeline.stages):
             for peer in range(pipeline.peers):
                 number = layout.rank_of(tp=peer, dp=replica, pp=stage)
@@ -74,6 +83,45 @@ def sizes_of(pipeline: Pipeline) -> ParallelSizes:
     # Expert-parallel ranks are context- and data-parallel ones: where there is one replica, another was not captured.
     beside = pipeline.replicas * cp % ep
     return ParallelSizes(tp=tp, pp=pipeline.stages, cp=cp, ep=ep, dp=pipeline.replicas + beside, vpp=pipeline.chunks)
+
+
+def described(
+    coords: RankCoords,
+    chunks: list[dict[str, Any]],
+    *,
+    target: str,
+    steps: tuple[int, int],
+    microbatches: int,
+    host: str,
+    device: str,
+    overlapped: bool = False,
+    batched: bool = False,
+    role: str | None = None,
+) -> dict[str, Any]:
+    """The metadata of a rank."""
+    place, stages = coords.as_dict(), coords.sizes.pp
+    sizes = place.pop("sizes")
+    return {
+        "version": "0.0.0",
+        "target": target,
+        "role": role,
+        "steps": list(steps),
+        "coords": place,
+        "sizes": sizes,
+        "schedule": "no_pipelining" if stages == 1 else "interleaved" if len(chunks) > 1 else "1f1b",
+        "forward_only": target != "train_actor",
+        "microbatches": microbatches,
+        "microbatch_group_size": stages if len(chunks) > 1 else None,
+        "seq_length": 4096,
+        "micro_batch_size": 1,
+        "chunks": chunks,
+        "p2p": {"batch_p2p_comm": batched, "batch_p2p_sync": False, "overlap_p2p_comm": overlapped},
+        "host": host,
+        "pid": 1000 + coords.rank,
+        "ranges": {"microbatch": True},
+        "truncated": False,
+        "device": device,
+    }
 
 
 @dataclass(frozen=True)
@@ -134,36 +182,36 @@ class _Rank:
         return float(np.random.default_rng([*self.pipeline.seed, 3, self.stage, self.replica]).uniform(0, 3000))
 
     def metadata(self) -> dict[str, Any]:
-        one, place = self.pipeline, self.coords.as_dict()
-        sizes = place.pop("sizes")
-        last = one.stages - 1
-        host = f"node-{self.stage}-{self.replica}" if one.apart else "node-1"
-        return {
-            "version": "0.0.0",
-            "target": self.target,
-            "role": None,
-            "steps": [FIRST_STEP, FIRST_STEP + one.steps - 1],
-            "coords": place,
-            "sizes": sizes,
-            "schedule": "no_pipelining" if last == 0 else "interleaved" if one.chunks > 1 else "1f1b",
-            "forward_only": one.forward_only,
-            "microbatches": one.microbatches,
-            "microbatch_group_size": one.stages if one.chunks > 1 else None,
-            "seq_length": 4096,
-            "micro_batch_size": 1,
-            "chunks": [
-                chunk(n, embedding=self.stage == 0 and c == 0, loss=self.stage == last and c == one.chunks - 1)
-                for c, n in enumerate(one.layers[self.stage])
-            ],
-            "p2p": {"batch_p2p_comm": not one.overlapped, "batch_p2p_sync": False, "overlap_p2p_comm": one.overlapped},
-            "host": host,
-            "pid": 1000 + self.coords.rank,
-            "ranges": {"microbatch": True},
-            "truncated": False,
-        }
+        one = self.pipeline
+        return described(
+            self.coords,
+            [self.holds(number) for number in range(one.chunks)],
+            target=self.target,
+            steps=(FIRST_STEP, FIRST_STEP + one.steps - 1),
+            microbatches=one.microbatches,
+            overlapped=one.overlapped,
+            batched=not one.overlapped,
+            host=f"node-{self.stage}-{self.replica}" if one.apart else "node-1",
+            device="cpu" if one.recording == "cpu trace" else "cuda",
+        )
+
+    def holds(self, number: int) -> dict[str, Any]:
+        """What a model chunk has."""
+        one = self.pipeline
+        first, last = self.stage == 0 and number == 0, (self.stage, number) == (one.stages - 1, one.chunks - 1)
+        layers = one.layers[self.stage][number] if one.known else None
+        return chunk(layers, embedding=first, loss=last) | {"mtp": int(one.mtp and last)}
 
 
 # ------------------------------------------------------------------------------------------------ timelines
+
+
+def code(what: Pass | Exchange) -> int:
+    if isinstance(what, Pass):
+        return codes.phase(what.kind + 1, what.microbatch, what.chunk)
+    if what.name.startswith(ranges.WAIT):
+        return codes.wait(what.name.removeprefix(ranges.WAIT))
+    return codes.exchange(what.name)
 
 
 def _timeline(rank: _Rank, directory: Path) -> None:
@@ -172,15 +220,9 @@ def _timeline(rank: _Rank, directory: Path) -> None:
     metadata = rank.metadata() | {"timeline": {"clock": "device" if device else "host", "unit_cost_ns": 400.0}}
     shape, times = [], []
     for each in rank.done:
-        if isinstance(each.what, Pass):
-            shape.append(codes.phase(each.what.kind + 1, each.what.microbatch, each.what.chunk))
-        elif device:
-            continue
-        elif each.what.name.startswith(ranges.WAIT):
-            shape.append(codes.wait(each.what.name.removeprefix(ranges.WAIT)))
-        else:
-            shape.append(codes.exchange(each.what.name))
-        times.append((each.start[:, rank.replica], each.end[:, rank.replica]))
+        if isinstance(each.what, Pass) or not device:
+            shape.append(code(each.what))
+            times.append((each.start[:, rank.replica], each.end[:, rank.replica]))
     if not one.forward_only:
         shape.append(codes.FINALIZE)
         times.append((rank.done[-1].end[:, rank.replica], rank.finish))
@@ -216,31 +258,41 @@ def _timeline(rank: _Rank, directory: Path) -> None:
 
 
 def _trace(rank: _Rank, directory: Path) -> None:
+    one, numbers = rank.pipeline, range(rank.pipeline.steps)
+    for steps in [numbers] if one.merged else [[number] for number in numbers]:
+        trace = _recorded(rank, steps)
+        if one.recording == "nsys":
+            write_nsys(trace, directory)
+        else:
+            trace.write(directory)
+
+
+def _recorded(rank: _Rank, steps: Sequence[int]) -> TraceBuilder:
     one = rank.pipeline
-    described = rank.metadata()
+    metadata = rank.metadata() | {"steps": [FIRST_STEP + steps[0], FIRST_STEP + steps[-1]]}
     if one.counted:
-        waited = round(1e6 * float(rank.waited.sum()))
-        described["profiler"] = {"asked": ["cpu"], "recorded": ["cpu"], "waited_ns": waited}
+        waited = round(1e6 * float(rank.waited[steps].sum()))
+        metadata["profiler"] = {"asked": ["cpu"], "recorded": ["cpu"], "waited_ns": waited}
     trace = TraceBuilder(
         pp=rank.stage,
         pp_size=one.stages,
-        step=FIRST_STEP,
+        step=FIRST_STEP + steps[0],
         target=rank.target,
         microbatches=one.microbatches,
-        chunks=described["chunks"],
-        metadata=described,
+        chunks=metadata["chunks"],
+        metadata=metadata,
     )
-    writer = (_Cpu if one.recording == "cpu trace" else _Gpu)(rank, trace)
-    for step in range(one.steps):
+    writer = _Cpu(rank, trace) if one.recording == "cpu trace" else _Gpu(rank, trace, _LAUNCHES * steps[0])
+    for step in steps:
         origin = 10.0 + float(rank.begin[step]) + rank.ahead
         writer.step(step, origin)
         start, end = origin + float(rank.enter[step]), origin + float(rank.finish[step])
         fields = {"step": FIRST_STEP + step} | {axis: getattr(rank.coords, axis) for axis in _AXES}
         trace.event(str(ranges.RangeName(rank.target, fields)), start - 0.2, end - start + 0.4)
-    if one.recording == "nsys":
-        write_nsys(trace, directory)
-    else:
-        trace.write(directory)
+    if one.graphed:
+        trace.beside[KEY] = replayed(trace.events, _LAUNCHES)
+        metadata["ranges"] = {"microbatch": False, "reason": "replayed"}
+    return trace
 
 
 class _Cpu:
@@ -269,7 +321,11 @@ class _Cpu:
         first = stage == 0 and what == Pass(FORWARD, 0, 0)
         wait = sum(fault.size for fault in self.rank.pipeline.faults if fault.kind == "data_wait") if first else 0.0
         one = (length - wait) / (1.0 + sum(run.exposed.values()) + run.idle)
-        own = one * float(run.share[stage, self.rank.peer, step]) if self.rank.pipeline.peers > 1 else one
+        own = (
+            one * float(run.share[stage, self.rank.peer, what.chunk, what.microbatch, step])
+            if self.rank.pipeline.peers > 1
+            else one
+        )
         return own + wait, one - own, [(group, part * one) for group, part in run.exposed.items()], run.idle * one
 
     def computed(self, what: Pass, step: int, start: float, end: float) -> None:
@@ -296,9 +352,17 @@ class _Cpu:
 class _Gpu(_Cpu):
     """Passes are host ranges, launches in them (a backward's on autograd's thread), and kernels."""
 
-    def __init__(self, rank: _Rank, trace: TraceBuilder) -> None:
+    def __init__(self, rank: _Rank, trace: TraceBuilder, launches: int) -> None:
+        """``launches``: that were before."""
         super().__init__(rank, trace)
-        self.correlation = 0
+        self.correlation = launches
+        self.called = 0.0
+        self.free: dict[int, float] = {}  # by stream of exchanges: when its last kernel ended
+        self.posted: dict[str, tuple[float, float]] = {}  # by kind of pass: when its last input was asked for
+
+    def step(self, step: int, origin: float) -> None:
+        self.posted.clear()
+        super().step(step, origin)
 
     def computed(self, what: Pass, step: int, start: float, end: float) -> None:
         own, waits, exposed, idle = self.parts(what, step, end - start)
@@ -307,7 +371,7 @@ class _Gpu(_Cpu):
         self.trace.event(
             f"megaprof/{KINDS[what.kind]} mb={what.microbatch} chunk={what.chunk}", start - 2 * _GAP, hosted
         )
-        pieces, thread, now = 2, (_MAIN, _AUTOGRAD)[what.kind], start
+        pieces, thread, now = 2, (_MAIN, AUTOGRAD)[what.kind], start
         for number in range(pieces):
             launch = now - _GAP if idle else start - _GAP + number * 0.9 * hosted / pieces
             self.kernel("gemm", now, 0.6 * own / pieces, launch, thread)
@@ -322,11 +386,24 @@ class _Gpu(_Cpu):
             now += idle / pieces
 
     def exchanged(self, name: str, start: float, end: float, messages: bool) -> None:
-        self.trace.event(f"megaprof/{name}", start - 3 * _GAP, _GAP / 2)
-        if messages:
-            self.kernel(
-                _COLLECTIVES["pp"], start, max(end - start, 0.001), start - 3 * _GAP + _GAP / 8, _MAIN, "pp", _EXCHANGES
-            )
+        kind = _AWAITED.get(name)
+        if kind is not None and kind not in self.posted:
+            self.exchanged(f"recv_{kind}", start, start, False)
+        # One call behind the other, also where none takes time.
+        at = max(start - 3 * _GAP, self.called)
+        self.called = at + 1.5 * _CALL
+        self.trace.event(f"megaprof/{name}", at, _CALL)
+        if kind is not None:  # the kernel was launched in the call behind the pass before
+            posted, launch = self.posted[kind]
+            self.exchange(posted, end, launch, _RECEIVES)
+        elif messages:
+            self.exchange(start, end, at + _CALL / 4, _EXCHANGES)
+        self.posted[name.rpartition("_")[2]] = start, at + _CALL / 2
+
+    def exchange(self, start: float, end: float, launch: float, stream: int) -> None:
+        start = max(start, self.free.get(stream, start))
+        self.free[stream] = end = max(end, start + 0.001)
+        self.kernel(_COLLECTIVES["pp"], start, end - start, launch, _MAIN, "pp", stream)
 
     def finalized(self, start: float, end: float) -> None:
         self.trace.event("megaprof/finalize_grads", start - _GAP, end - start)
@@ -348,6 +425,9 @@ class _Gpu(_Cpu):
         """A kernel and the call that launched it, tied by their correlation as Kineto does."""
         self.correlation += 1
         stream = stream or (_COMPUTE if group is None else _NCCL)
-        description = None if group is None else _GROUPS[group]
+        description = None if group is None else GROUPS[group]
         times = start, duration, launch
-        launched(self.trace.events, self.correlation, name, *times, thread, stream, group=description)
+        operators = self.rank.pipeline.operators
+        launched(
+            self.trace.events, self.correlation, name, *times, thread, stream, group=description, operators=operators
+        )

@@ -7,13 +7,13 @@ the step with it less the step without it, from the same numbers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from tests.analysis.truth.programs import BACKWARD, FORWARD, Program, program
+from tests.analysis.truth.programs import BACKWARD, FORWARD, programs_of
 from tests.analysis.truth.simulation import Done, Load, Times, simulate
 
 _Steps = tuple[int, ...]
@@ -57,6 +57,11 @@ class Pipeline:
     sender does not wait. ``counted``: the system says how long a rank waited for a core, because of ``load`` or
     ``processor_wait``. ``overlapped``: with model chunks, exchanges overlap with computing; their sender
     never waits.
+
+    Of the files: ``merged``: all steps in one. ``operators``: False where only the GPU was recorded, as
+    ``--profile-activities cuda`` does. ``graphed``: a step is one replay of a full-iteration CUDA graph; not with
+    ``merged``. ``known``: False leaves the numbers of layers out. ``mtp``: the last stage has such a layer.
+    ``captured``: of so many replicas, where not of all.
     """
 
     seed: tuple[int, ...]
@@ -84,6 +89,12 @@ class Pipeline:
     overlapped: bool = False
     counted: bool = False
     faults: tuple[Fault, ...] = ()
+    merged: bool = True
+    operators: bool = True
+    graphed: bool = False
+    known: bool = True
+    mtp: bool = False
+    captured: int | None = None
 
     @property
     def forward_ms(self) -> float:
@@ -101,7 +112,7 @@ class Pipeline:
 class Run:
     """What happened: ``done`` by stage, ``enter`` and ``finish`` (behind the gradient reduction) ``[stage, step,
     replica]``, ``length`` ``[step]``. ``exposed``: part of a pass by group, ``idle``: likewise. ``share``: of what a
-    pass computes, how much of it each peer computes, ``[stage, peer, step]``."""
+    pass computes, how much of it each peer computes, ``[stage, peer, chunk, microbatch, step]``."""
 
     done: list[list[Done]]
     enter: Times
@@ -132,6 +143,7 @@ class _Numbers:
 STALLED = 0.04
 
 
+@functools.lru_cache(maxsize=1)
 def numbers(pipeline: Pipeline) -> _Numbers:
     p, v, m, t, d = (pipeline.stages, pipeline.chunks, pipeline.microbatches, pipeline.steps, pipeline.replicas)
     rng = np.random.default_rng([*pipeline.seed, 1])
@@ -149,6 +161,7 @@ def numbers(pipeline: Pipeline) -> _Numbers:
     )
 
 
+@functools.lru_cache(maxsize=1)
 def loads(pipeline: Pipeline) -> list[Load | None]:
     """By stage."""
     if not pipeline.load:
@@ -241,7 +254,7 @@ class Priced:
     def run(self, faults: Collection[Fault], passes: Times | None = None) -> Run:
         """``passes``: in the place of `content`, with any number of chunks."""
         one, random = self.pipeline, self.numbers
-        t, d = one.steps, one.replicas
+        t = one.steps
         base = content(one, faults) if passes is None else passes
         chunks = base.shape[1]
         # Other layouts may have more chunks than there are random numbers of: these are taken in turn.
@@ -291,24 +304,31 @@ class Priced:
                 kind = FORWARD if one.forward_only else BACKWARD
                 for s, step, r in np.argwhere(random.stalled < STALLED):
                     work[s, 0, kind, random.where[s, step, r], step, r] += each.size
-        # Chunks where there were none: with overlapped exchanges, as Megatron-LM has them unless it is told otherwise.
-        overlapped = one.overlapped if one.chunks > 1 else chunks > 1
-        programs = [_program(s, one, chunks, overlapped) for s in range(one.stages)]
-        buffered = overlapped or (one.buffered and one.chunks == chunks)
-        done = simulate(programs, work, enter, link, buffered=buffered, loads=self.loads)
-        ends = np.stack([own[-1].end for own in done])
-        # A stage reduces its gradients when its last replica is there.
-        finish = ends if one.forward_only else ends.max(axis=2, keepdims=True) + np.broadcast_to(tail[:, None], (t, d))
-        length = finish.max(axis=(0, 2))
-        return Run(done, enter, finish, length, exposed, idle, share)
+        shares = np.broadcast_to(share[:, :, None, None], (*share.shape[:2], chunks, one.microbatches, t))
+        return ran(one, work, enter, link, tail, shares, exposed, idle, self.loads)
 
 
-def _program(stage: int, one: Pipeline, chunks: int, overlapped: bool) -> Program:
-    return program(
-        stage,
-        stages=one.stages,
-        chunks=chunks,
-        microbatches=one.microbatches,
-        forward_only=one.forward_only,
-        overlapped=overlapped,
-    )
+def ran(
+    one: Pipeline,
+    work: Times,
+    enter: Times,
+    link: Times,
+    tail: Times,
+    share: Times,
+    exposed: dict[str, float],
+    idle: float,
+    loads: Sequence[Load | None] = (),
+) -> Run:
+    """``work``, ``enter`` and ``link`` as `simulate` has them; ``tail``: of the gradient reduction, ``[step]``."""
+    chunks = work.shape[1]
+    # Chunks where there were none: with overlapped exchanges, as Megatron-LM has them unless it is told otherwise.
+    overlapped = one.overlapped if one.chunks > 1 else chunks > 1
+    buffered = overlapped or (one.buffered and one.chunks == chunks)
+    programs = programs_of(one.stages, chunks, one.microbatches, one.forward_only, overlapped)
+    done = simulate(programs, work, enter, link, buffered=buffered, loads=loads)
+    ends = np.stack([own[-1].end for own in done])
+    # A stage reduces its gradients when its last replica is there.
+    finish = ends
+    if not one.forward_only:
+        finish = np.broadcast_to(ends.max(axis=2, keepdims=True) + tail[:, None], ends.shape)
+    return Run(done, enter, finish, finish.max(axis=(0, 2)), exposed, idle, share)

@@ -55,6 +55,14 @@ def program(
     return _plain(stage, stages, microbatches, forward_only)
 
 
+def programs_of(
+    stages: int, chunks: int, microbatches: int, forward_only: bool = False, overlapped: bool = False
+) -> list[Program]:
+    """Of every stage."""
+    given = {"chunks": chunks, "microbatches": microbatches, "forward_only": forward_only, "overlapped": overlapped}
+    return [program(stage, stages=stages, **given) for stage in range(stages)]
+
+
 def _plain(stage: int, stages: int, microbatches: int, forward_only: bool) -> Program:
     before, after = stage > 0, stage < stages - 1
 

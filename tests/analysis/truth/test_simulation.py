@@ -6,10 +6,10 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.analysis.truth.programs import BACKWARD, FORWARD, Exchange, Pass, program
+from tests.analysis.truth.programs import BACKWARD, FORWARD, Exchange, Pass, programs_of
 from tests.analysis.truth.simulation import Done, Load, simulate
 
 SIZES = st.tuples(
@@ -20,13 +20,6 @@ SIZES = st.tuples(
     st.booleans(),
     st.sampled_from(["buffered", "rendezvous", "overlapped"]),
 )
-
-
-def programs_of(
-    stages: int, chunks: int, microbatches: int, forward_only: bool = False, overlapped: bool = False
-) -> list:
-    sizes = {"stages": stages, "chunks": chunks, "microbatches": microbatches}
-    return [program(s, **sizes, forward_only=forward_only, overlapped=overlapped) for s in range(stages)]
 
 
 def uniform(stages, chunks, microbatches, forward=1.0, backward=2.0, link=0.0, forward_only=False, **options):
@@ -97,7 +90,6 @@ def test_two_that_receive_from_each_other_first_are_told():
         simulate(both, np.ones((2, 1, 2, 1, 1, 1)), np.zeros((2, 1, 1)), np.zeros((2, 1, 1)))
 
 
-@settings(max_examples=30, deadline=None)
 @given(SIZES)
 def test_every_pass_runs_once_in_an_order_that_its_inputs_allow(sizes):
     stages, chunks, groups, more, forward_only, exchanges = sizes
@@ -128,7 +120,6 @@ def test_every_pass_runs_once_in_an_order_that_its_inputs_allow(sizes):
             assert (each.start >= made.end).all()
 
 
-@settings(max_examples=30, deadline=None)
 @given(SIZES)
 def test_a_message_holds_what_its_receiver_computes_next(sizes):
     """The n-th receive of a channel is the input of the n-th pass that needs one from there."""

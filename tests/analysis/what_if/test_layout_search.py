@@ -5,7 +5,7 @@ import re
 from math import inf, nan
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.analysis.simulation.simulate import simulate
@@ -43,7 +43,6 @@ def every_layout(pp: int, vpp: int, layers: int, mtp_layers: int):
             yield pieces
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(4, 7), st.integers(0, 2), st.booleans(), st.booleans())
 def test_the_best_of_all_layouts_is_found_and_nothing_beats_the_bound(
     data, pp, layers, mtp_layers, forward_only, rendezvous

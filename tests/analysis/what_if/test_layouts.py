@@ -110,7 +110,7 @@ def test_any_pieces_round_trip_here_and_in_megatron(pieces):
     assert parse_layout(text, 1, len(pieces)) == megatron_pieces(text, 1) == tuple(pieces)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.text("Etm|L()*,231x ", max_size=14), st.integers(1, 3))
 @example("(t)*2*3", 1)
 @example("((t|)*2)*2", 1)
@@ -146,7 +146,7 @@ def nearly_valid_layouts(draw):
     return tuple(pieces), pp, count + draw(st.sampled_from([0, 0, 0, 1])), mtp + draw(st.sampled_from([0, 0, 0, 1]))
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(nearly_valid_layouts())
 @example((("Etm", "mL"), 2, 1, 2))
 @example((("Et", "tm", "t", "L"), 2, 3, 1))

@@ -21,8 +21,6 @@ from megaprof.analysis.what_if.contents import Held
 from megaprof.analysis.what_if.packing import PLANS, _dealt, packed, plan, plans, switch_of
 from megaprof.analysis.what_if.what_if import what_if
 from tests.analysis.diagnosis.test_diagnose import HEALTHY, table_of
-from tests.analysis.diagnosis.test_tables import calls_of
-from tests.analysis.scenarios import Scenario
 
 JOB = replace(HEALTHY, replicas=2, steps=6, noise=0.005)
 FIXED, PER_TOKEN, PER_SQUARE = 1.0, 2e-3, 1e-6
@@ -42,10 +40,16 @@ def takes(step: packing.Step) -> np.ndarray:
     return np.array(cost)
 
 
-def having(table: Table, steps: list[packing.Step], layers: tuple[int, ...] = (4, 4, 4, 4)) -> Table:
-    """A run that had these sequences and layers, replayed: a backward takes twice a forward."""
+def having(
+    table: Table, steps: list[packing.Step], layers: tuple[int, ...] = (4, 4, 4, 4), disturbed: float = 0.0
+) -> Table:
+    """A run that had these sequences and layers, replayed: a backward takes twice a forward. ``disturbed``: the part of
+    its time by which something else makes passes longer, some of them."""
     passes = np.stack([takes(step) for step in steps])[:, :, None, None, None, :] * np.array([1.0, 2.0])[:, None]
     passes = passes * (np.array(layers) / 4.0)[:, None, None, None]
+    random = np.random.default_rng(passes.shape[-1])
+    passes = np.broadcast_to(passes, (*passes.shape[:2], len(layers), *passes.shape[3:]))
+    passes = passes * (1.0 + random.exponential(4.0 * disturbed, passes.shape) * (random.random(passes.shape) < 0.25))
     schedule = table.schedule._replace(microbatches=passes.shape[-1])
     table = replace(table, schedule=schedule, held={})
     replay = compiled(schedule, rendezvous=True)
@@ -102,9 +106,32 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
     assert told[0].packing == packing.POOLED
     assert told[0].low > 1.05
     assert told[-1].speedup >= told[0].speedup * 0.99, "no packing beats even ones"
-    advised, _ = what_if(run, diagnose(run), ())
+    advised, _ = what_if(run, diagnose(run))
     assert [each.packing for each in advised.packings] == [each.packing for each in told]
     assert advised.most_tokens == known.most
+
+
+def test_what_disturbs_passes_is_not_what_a_microbatch_takes_anyway(table: Table) -> None:
+    """Fewer microbatches are disturbed for as long as more were."""
+    steps = drawn(table)
+    known = packed(examine(before := having(table, steps, disturbed=0.15)))
+    assert known is not None
+    found = plan(known, packing.FEWER)
+    assert found is not None
+    assert len(found.steps[0][0]) < before.schedule.microbatches
+    speedup = before.length.mean() / having(table, list(found.steps), disturbed=0.15).length.mean()
+    assert found.prediction.low <= speedup <= found.prediction.high
+    fixed = known.found.cost[..., 0] / (FIXED * np.array([1.0, 2.0]))
+    assert fixed == pytest.approx(np.ones_like(fixed), rel=0.3)
+
+
+def test_fewer_microbatches_are_as_few_as_have_room(table: Table) -> None:
+    """10 microbatches of 8 tokens would hold all tokens, but no two sequences of 5 go into one, nor 5 and 4."""
+    known = packed(examine(having(table, [[[(8,), *[(5,)] * 8, *[(4,)] * 7]] * 2] * len(table.steps))))
+    assert known is not None
+    found = plan(known, packing.FEWER)
+    assert found is not None
+    assert {len(replica) for step in found.steps for replica in step} == {13}
 
 
 def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table) -> None:
@@ -115,7 +142,7 @@ def test_a_packing_goes_with_another_layout_and_other_microbatches(table: Table)
     known = packed(run)
     assert known is not None
     held = Held(("Etttttt", "tttt", "ttt", "tttL"), ("layer",) * 16, 4)
-    by_hand = ByHand(captured(run), held, None, 0.0, known)
+    by_hand = ByHand(captured(run), held, None, sequences=known)
     alone = plan(known, packing.BALANCED)
     assert alone is not None
     assert chosen(by_hand, {"packing": "balanced"}).prediction.reach_ms == pytest.approx(alone.prediction.reach_ms)
@@ -138,14 +165,13 @@ def test_without_sequences_nothing_is_predicted(table: Table) -> None:
     assert packed(examine(table)) is None
     even = having(table, [[[(512, 512)] * 16] * 2] * len(known.steps))
     run = examine(even)
-    assert what_if(run, diagnose(run), ())[0].packings == (), "microbatches do not differ"
+    assert what_if(run, diagnose(run))[0].packings == (), "microbatches do not differ"
 
 
 def test_one_stage_has_packings_and_no_other_layout(tmp_path: Path) -> None:
     one = table_of(replace(JOB, stages=1, layers=((4,),)), tmp_path / "job")
     run = examine(having(one, drawn(one), (4,)))
-    calls = calls_of(Scenario("one", layers=(4,), gpu=False), tmp_path / "calls")
-    found, known = what_if(run, diagnose(run), calls)
+    found, known = what_if(run, diagnose(run))
     assert known is not None
     best = found.packings[0]
     assert best.low > 1.02
@@ -155,7 +181,7 @@ def test_one_stage_has_packings_and_no_other_layout(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"pp=1|stage"):
             chosen(known, refused)
     without = examine(replace(run.table, sequences={}))
-    assert what_if(without, diagnose(without), calls)[1] is None
+    assert what_if(without, diagnose(without))[1] is None
 
 
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8), st.integers(500, 4000))

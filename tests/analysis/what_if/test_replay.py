@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.simulation.simulate import simulate
 from tests.analysis.synthetic import TraceBuilder, chunk
@@ -22,10 +23,9 @@ def test_another_order_than_megatrons_is_not_replayed(tmp_path: Path) -> None:
     found = analyze(tmp_path).targets[0].what_if
     assert found.replay_error is None
     assert found.best is None
-    assert found.warnings == (
-        "not replayed: on stage 0 the forward of microbatch 2 ran where Megatron's 1f1b schedule has the backward of "
-        "microbatch 0, so another schedule ran",
-    )
+    (note,) = found.warnings
+    names = "forward", "backward", "1f1b"
+    assert note.why == Note("order_differs", stages=(0,), names=names, count=2, of=0)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -30,7 +30,7 @@ def left_out(value: Any) -> Iterator[dict[str, Any]]:
         yield from left_out(each)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(document=st.dictionaries(_NAMES, _DOCUMENTS, max_size=40), times=st.integers(1, 60))
 def test_an_excerpt_of_any_document_fits_and_names_what_it_leaves_out(document: dict[str, Any], times: int) -> None:
     whole = {"many": [document] * times, **document}

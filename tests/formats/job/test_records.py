@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof.formats.job import records
@@ -19,7 +19,6 @@ class Text(Record, frozen=True):
     text: str = ""
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 1 << 62), st.text(), st.data())
 def test_a_record_is_read_as_it_was_written_and_no_part_of_it_is_taken_for_whole(
     number: int, text: str, data: st.DataObject

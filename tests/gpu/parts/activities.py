@@ -56,7 +56,7 @@ def _look(found: Found, cpu: bool, name: str, directory: Path) -> None:
         found.expect(f"{name}: passes without a kernel", idle, 0)
         found.expect(f"{name}: compute is known", known["compute"], True)
     else:
-        unseen = sorted({str(call.unseen) for call in calls})
+        unseen = sorted({"None" if call.unseen is None else call.unseen.kind for call in calls})
         why = "why the windows say nothing"
         found.on_a_gpu(cpu, f"{name}: {why}", unseen, "no kernels were asked for", "None" not in unseen)
         found.on_a_gpu(cpu, f"{name}: what the report makes of it", known, dict.fromkeys(known, False))

@@ -14,8 +14,8 @@ import torch
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.capture.session import Session
-from megaprof.formats import codes
 from megaprof.formats.ranges import FORWARD
+from megaprof.formats.steps import codes
 from megaprof.formats.timeline import SUFFIX, read_timeline
 from megaprof.testing.gpt import BuiltGPT, build
 from tests.gpu.found import Found

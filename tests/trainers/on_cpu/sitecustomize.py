@@ -83,8 +83,8 @@ def _edges(_: object = None) -> list[str]:
 def _on_cpu() -> None:
     from importlib import import_module
 
-    from megaprof.testing import cpu_process
     from tests.integrations.newer import newer_typing
+    from tests.trainers.cpu_process import cpu_process
 
     newer_typing()
     cpu_process(gpus=2)

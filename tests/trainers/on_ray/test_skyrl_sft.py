@@ -1,6 +1,6 @@
 """SkyRL's SFT trainer, whole, on two stages: ``python -m skyrl.train.main_sft`` with its Ray, its workers and its data.
 
-Replaced: the GPUs (`megaprof.testing.cpu_process`; Ray is told that it has two), Transformer Engine (tests/stand_ins),
+Replaced: the GPUs (`tests.trainers.cpu_process`; Ray is told that it has two), Transformer Engine (tests/stand_ins),
 which computes attention over packed sequences one by one, and two functions for experts that Megatron-Bridge 0.6.2 does
 not have yet (skyrl_names). Nothing is in the place of the packages in EDGES (skyrl.py) where they are missing.
 """

@@ -1,7 +1,7 @@
 """slime's trainer, whole, on two stages: ``python train.py --debug-train-only`` with its Ray, actor and reference.
 
 Needs ``SLIME_CHECKOUT`` and ``MEGATRON_LM_CHECKOUT`` (slime uses Megatron-LM's arguments and model). Its own option for
-training without an inference engine takes rollouts from files. Replaced: the GPUs (`megaprof.testing.cpu_process`; Ray
+training without an inference engine takes rollouts from files. Replaced: the GPUs (`tests.trainers.cpu_process`; Ray
 is told that it has two), Transformer Engine (tests/stand_ins), which computes attention over packed sequences one by
 one. Nothing is in the place of the packages in EDGES where they are missing.
 """
@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integrations.driving import checkout
 from tests.trainers import tiny
@@ -67,6 +68,8 @@ def test_by_its_own_options(tmp_path: Path) -> None:
     for work, own, options in ((plain, {}, ""), (profiled, wanted, PROFILE)):
         with ray_environment(work, EDGES, slime, megatron_lm, **own) as env:
             train([*command, *options.split()], env, work, seconds=1200)
+    samples = [each for path in rollouts.iterdir() for each in torch.load(path)["samples"]]
+    padded = [(length := len(each["tokens"]), 128 - length) for each in samples]  # the rest is a sequence of its own
     passes = ("train_actor", "actor"), ("train_log_probs", "actor"), ("train_log_probs", "ref")
     kinds = [f"{target}.{role}.step000002" for target, role in passes]
-    check(plain, profiled, traces, "slime", ROLLOUTS * STEPS, kinds, dict.fromkeys(passes, 4))
+    check(plain, profiled, traces, "slime", ROLLOUTS * STEPS, kinds, dict.fromkeys(passes, 4), padded)

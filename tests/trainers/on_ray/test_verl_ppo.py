@@ -1,6 +1,6 @@
 """verl's RL trainer, whole, on two stages: ``python -m verl.trainer.main_ppo``, GRPO with a reference, three steps.
 
-Replaced: the GPUs (`megaprof.testing.cpu_process`; Ray is told that it has two), Transformer Engine (tests/stand_ins),
+Replaced: the GPUs (`tests.trainers.cpu_process`; Ray is told that it has two), Transformer Engine (tests/stand_ins),
 which computes attention over packed sequences one by one, and the inference engine, by verl's own registries
 (verl_registries, verl_engine); the weights are exported to it all the same. verl's custom sampler (verl_order) takes
 the answers in one order, whichever came first. Nothing is in the place of the packages in EDGES where they are missing.

@@ -8,11 +8,11 @@ from pathlib import Path
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Fleet
+from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.sentences import Finding, trigger
 from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, steps
 from megaprof.analysis.stages.words import stages as stages_in_words
-from megaprof.analysis.table.recorded import STEPS
 from megaprof.analysis.table.table import WAIT
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill
@@ -26,10 +26,8 @@ OF_A_STAGE = frozenset(
 _MOST = 8
 #: Causes in a table of targets.
 _IN_BRIEF = 3
-#: What costs less than this part of a step in which it is not there costs nothing there.
-_HARDLY = 0.002
-#: Of more captured steps than this nobody thinks.
-MANY_STEPS = 100
+#: What costs less than this part of what it costs where it is there costs nothing elsewhere.
+_HARDLY = 0.1
 #: Microbatches that differ by less than this factor are the same.
 _ALIKE = 1.005
 #: What has all ranks collect at once, between steps, in the versions of docs/hosts.
@@ -43,8 +41,8 @@ _MANUAL_GC = {
     "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
 }
 _SHARED = (
-    "something else runs on the cores, such as dataloader workers, another job, or more ranks than there are cores. "
-    "Give each rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
+    "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. Give each "
+    "rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
 )
 _NO_CLOCKS = " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
@@ -53,27 +51,33 @@ _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-para
 def findings(
     measured: TargetStages,
     diagnosis: Diagnosis | None,
-    withheld: str | None,
+    withheld: Note | None,
     job: Path | None = None,
-    *,
-    captured: bool = True,
 ) -> tuple[Finding, ...]:
     """The verdict: the dearest cause first, then the others, what may be one, and what nobody can name.
 
-    ``withheld``: why there is no diagnosis; ``job``: the directory in which its job can be asked for a capture;
-    ``captured``: whether the diagnosis is of captured steps, and not of timelines.
+    ``withheld``: why there is no diagnosis; ``job``: the directory in which its job can be asked for a capture.
     """
     if diagnosis is None:
-        return (Finding("no_verdict", "open", f"No cause of lost time is named: {withheld}."),)
+        return (
+            Finding(
+                "no_verdict",
+                "open",
+                f"No cause of lost time is named: {withheld.text if withheld else 'nothing was recorded'}.",
+            ),
+        )
     beside = (None, *diagnosis.causes)
     found = [_finding(*each, measured, diagnosis, job) for each in zip(diagnosis.causes, beside, strict=False)]
+    of_cores = [place for place, each in enumerate(diagnosis.causes) if WAIT in (each.kind, each.reason)]
+    if of_cores:
+        found.insert(of_cores[0] + 1, Finding("cores", "open", _SHARED))
     if not found:
         surely = "" if diagnosis.sure else " surely"
         text = f"No cause{surely} costs more than {percent(LEAST)} of the step."
         if not diagnosis.sure and not diagnosis.perhaps:
             text += " The steps differ too much to rule one out." if diagnosis.clocks else _NO_CLOCKS
         found.append(Finding("no_cause", "fine" if diagnosis.sure else "open", text))
-    found += [_perhaps(cause, measured, diagnosis, captured=captured) for cause in diagnosis.perhaps]
+    found += [_perhaps(cause, diagnosis) for cause in diagnosis.perhaps]
     if diagnosis.rest_ms > LEAST * diagnosis.step_ms:
         lost = f"{milliseconds(diagnosis.rest_ms)} ({percent(diagnosis.rest_ms / diagnosis.step_ms)} of the step)"
         text = f"{lost} is lost to single passes that took longer than usual, now here and now there."
@@ -101,6 +105,11 @@ def in_brief(diagnosis: Diagnosis | None, fleet: Fleet | None, standstill: Stand
 
 def name_of(cause: Cause) -> str:
     """``slow rank 5``, ``layers of stage 0``: a few words for a table."""
+    waits = cause.reason == WAIT and cause.kind != "layers"  # these are there all the same
+    return f"{_name(cause)} that waits for a core" if waits else _name(cause)
+
+
+def _name(cause: Cause) -> str:
     kind = cause.kind.replace("_", " ")
     if cause.kind == "slow_rank":
         return f"slow {ranks(cause.ranks, _MOST)}"
@@ -114,7 +123,7 @@ def name_of(cause: Cause) -> str:
         return f"slow chunk {cause.chunk} of stage {cause.stage}"
     of = cause.stages or (() if cause.stage is None or cause.kind == "data_wait" else (cause.stage,))
     if cause.kind == "unexplained":
-        return f"slow {stages_in_words(of)}"
+        return f"slow {'steps of ' * _of_steps(cause)}{stages_in_words(of)}"
     return f"{kind} of {stages_in_words(of)}" if of else kind
 
 
@@ -125,8 +134,9 @@ def evidence(cause: Cause, measured: TargetStages) -> str:
         return text
     who = ranks(cause.ranks, _MOST) if cause.ranks else f"stage {cause.stage}"
     waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
-    waits = f"Apart from single passes, {who} waited {waited} a step for a processor core, and the others {usual}"
-    return f"{text} {waits}: {_SHARED}"
+    return (
+        f"{text} Apart from single passes, {who} waited {waited} a step for a processor core, and the others {usual}."
+    )
 
 
 def price(cause: Cause, diagnosis: Diagnosis) -> str:
@@ -138,10 +148,9 @@ def price(cause: Cause, diagnosis: Diagnosis) -> str:
         return f"Mending it alone gains {gains}, because another cause here holds the step back nearly as much."
     if cause.share == 1.0:
         return f"It costs {milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}."
-    # The average over all steps is that of those in which it is there, and of the others.
-    others = (at.ms - cause.share * cause.while_ms) / (1.0 - cause.share)
-    of_others = f", {milliseconds(others)} of each other one" if others > _HARDLY * whole else ""
-    there = f"{milliseconds(cause.while_ms)} of each step in which it is there{of_others}"
+    others = _elsewhere(cause)
+    of_others = f", {milliseconds(others)} of each other one" if others else ""
+    there = f"{milliseconds(cause.while_ms)} of each of these steps{of_others}"
     return f"It costs {there}: {milliseconds(at.ms)} on average ({percent(at.ms / whole)}){_interval(at.low, at.high)}."
 
 
@@ -151,7 +160,7 @@ def basis(measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> st
     if not captured:
         return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
     until = ", until its longest replica is done" if diagnosis.step_ms > measured.step_ms else ", until its last pass"
-    without = f", without {closed} in which megaprof closed the window before" if diagnosis.closing_ms else ""
+    without = f", without {closed} in which megaprof closed the previous window" if diagnosis.closing_ms else ""
     return f"causes and predictions: of {step} a step{until}{without}"
 
 
@@ -168,31 +177,35 @@ def _finding(
     return Finding(cause.kind, "slow", text, command)
 
 
-def _perhaps(cause: Cause, measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> Finding:
-    """What may be a cause, and how many steps would tell."""
+def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
+    """What may be a cause, and how many steps would tell, where these are asked for."""
     at, whole = cause.price, diagnosis.step_ms
     costs = f"{milliseconds(at.ms)} ({percent(at.ms / whole)} of the step){_interval(at.low, at.high)}"
     if at.ms <= 0.0:
         costs = f"it may cost up to {milliseconds(at.high)} ({percent(at.high / whole)} of the step)"
-    text = f"Perhaps {name_of(cause)}{_when(cause)}: {costs}."
-    wanted = diagnosis.steps + cause.more_steps
-    if cause.more_steps > MANY_STEPS or (not captured and wanted > STEPS):
-        return Finding("perhaps", "open", f"{text} The steps differ too much to tell with a few more of them.")
+    text = f"Perhaps {name_of(cause)}{_when(cause)}: {costs}"
     # Nothing here knows whether the job runs on: what it takes is said of any run like it.
-    return Finding("perhaps", "open", f"{text[:-1]}; {counted(wanted, 'step')} would tell.")
+    if _asks(cause, diagnosis):
+        text += f"; {counted(diagnosis.steps + cause.more_steps, 'step')} would tell"
+    return Finding("perhaps", "open", f"{text}.")
 
 
-def more_steps(diagnosis: Diagnosis | None, predicted: WhatIf) -> int:
-    """How many more steps would tell all that a few more do: what is a cause, and which layout is quicker."""
-    perhaps = diagnosis.perhaps if diagnosis is not None else ()
-    return max([each.more_steps for each in perhaps if each.more_steps <= MANY_STEPS] + [predicted.more_steps])
+def _asks(perhaps: Cause, diagnosis: Diagnosis) -> bool:
+    """Whether more steps are worth it: they would tell, and it may turn out to be what to mend first."""
+    dearest = max((cause.price.ms for cause in diagnosis.causes), default=0.0)
+    return perhaps.more_steps > 0 and perhaps.price.high > dearest
+
+
+def more_steps(diagnosis: Diagnosis, predicted: WhatIf) -> int:
+    """How many more steps would tell what to do first: what costs most, and which layout is quicker."""
+    asked = [each.more_steps for each in diagnosis.perhaps if _asks(each, diagnosis)]
+    return max([*asked, predicted.more_steps])
 
 
 def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: WhatIf, job: Path | None) -> Finding | None:
     """How so many steps are captured; None where no more of them would tell anything. ``job``: the directory in which
     a job can be asked for them; None: it is told when it begins."""
-    more = more_steps(diagnosis, predicted)
-    if diagnosis is None or not more or not measured.steps:
+    if diagnosis is None or not measured.steps or not (more := more_steps(diagnosis, predicted)):
         return None
     wanted, begin = diagnosis.steps + more, measured.steps[0]
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
@@ -254,14 +267,20 @@ def _one_kind(own: str, other: str) -> Callable[[Cause, TargetStages], str]:
 
 
 def _unexplained(cause: Cause, measured: TargetStages) -> str:
-    # A stage that became slow on the way takes usually what its layers need.
-    longer = f"{_parts(cause)} longer for each microbatch" if number(sum(cause.parts.values())) != "0.00" else "longer"
+    longer = f"{_parts(cause)} longer for each microbatch"
     why = (
         ""
         if cause.reason == WAIT
         else _by_experts(cause) or _comes_and_goes(cause) or " Nothing that was recorded says why."
     )
+    if _of_steps(cause):
+        return f"Stage {cause.stage} takes longer than in its quicker steps{_when(cause)}.{why}"
     return f"Stage {cause.stage} is slow{_when(cause)}: it takes {longer} than its layers need.{why}"
+
+
+def _of_steps(cause: Cause) -> bool:
+    """Whether some steps of a stage are slow, and not what it holds."""
+    return cause.kind == "unexplained" and "forward_ms" not in cause.parts
 
 
 def _chunk(cause: Cause, measured: TargetStages) -> str:
@@ -277,7 +296,11 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     waiting = ", which wait for each other inside a microbatch," if several else ""
     factor = cause.parts.get("factor")
     longer = f"{_times(factor)} as long as" if factor is not None else "longer than"
-    text = f"{_who(cause)}{waiting} {'compute' if several else 'computes'} {longer} {peers}{_when(cause)}."
+    # The tables have what disturbs passes in them, too: waits for a core, garbage collection.
+    who = f"Undisturbed, {_who(cause)}{waiting} {'compute' if several else 'computes'}"
+    text = f"{who} {longer} {peers}{_when(cause)}."
+    if cause.share < 1.0:
+        text += " The tables have the average of all steps."
     return text if cause.reason == WAIT else f"{text}{_by_experts(cause) or _comes_and_goes(cause)}"
 
 
@@ -299,8 +322,8 @@ def _by_experts(cause: Cause) -> str:
 def _late_entry(cause: Cause, measured: TargetStages) -> str:
     enter, there = ("enter", "them") if len(cause.ranks) > 1 else ("enters", "it")
     return (
-        f"{_who(cause)} {enter} the step later than the others{_when(cause)}: something between the steps takes "
-        f"longer on {there}, such as data loading or other work of the host."
+        f"{_capital(_who(cause))} {enter} the step later than the others{_when(cause)}: something between the steps "
+        f"takes longer on {there}, such as data loading or other work of the host."
     )
 
 
@@ -399,7 +422,7 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
 def _processor(cause: Cause, measured: TargetStages) -> str:
     several, waited = len(cause.ranks) > 1, f"{_part(cause, 'waited_ms')} a step"
     longest = f"rank {cause.ranks[0]} longest, {waited}" if several else waited
-    return f"{_who(cause)} {'wait' if several else 'waits'} for a processor core{_when(cause)}, {longest}: {_SHARED}"
+    return f"{_capital(_who(cause))} {'wait' if several else 'waits'} for a processor core{_when(cause)}, {longest}."
 
 
 def _filling(cause: Cause, measured: TargetStages) -> str:
@@ -433,23 +456,33 @@ KINDS = frozenset(_SENTENCES)
 
 
 def _who(cause: Cause) -> str:
-    """``Rank 37 (stage 2, node-0004)``."""
+    """``rank 37 (stage 2, node-0004)``."""
     where = [f"stage {cause.stage}"] if cause.stage is not None else []
     where += cause.hosts if len(cause.hosts) == 1 else ()
-    return _capital(ranks(cause.ranks, _MOST)) + (f" ({', '.join(where)})" if where else "")
+    return ranks(cause.ranks, _MOST) + (f" ({', '.join(where)})" if where else "")
 
 
 def _when(cause: Cause) -> str:
     """In which steps it is so, where not in all."""
     if cause.share == 1.0:
         return ""
+    mostly = ", above all" if _elsewhere(cause) else ""
     begins = f" since step {cause.since}" if cause.since is not None else ""
-    return begins or f" in {round(cause.share * cause.steps)} of {counted(cause.steps, 'step')}"
+    return mostly + (begins or f" in {round(cause.share * cause.steps)} of {counted(cause.steps, 'step')}")
+
+
+def _elsewhere(cause: Cause) -> float:
+    """Milliseconds that it costs in a step in which it is not there: the average over all steps is that of those and of
+    the others. 0 where it costs hardly anything there."""
+    if cause.share == 1.0:
+        return 0.0
+    others = (cause.price.ms - cause.share * cause.while_ms) / (1.0 - cause.share)
+    return others if others > _HARDLY * cause.while_ms else 0.0
 
 
 def _comes_and_goes(cause: Cause) -> str:
     """What that looks like, of a rank or a stage."""
-    if cause.share == 1.0 or cause.since is not None:
+    if cause.share == 1.0 or cause.since is not None or _elsewhere(cause):
         return ""
     return " It comes and goes, as when another program runs on its host now and then."
 

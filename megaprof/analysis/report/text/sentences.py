@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,15 +13,12 @@ from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
 from megaprof.analysis.stages.stages import Basis, TargetStages
 from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, spans, steps
-from megaprof.analysis.trace.groups import INSIDE, parallel_of
-from megaprof.analysis.trace.traces import Skipped
 from megaprof.formats.job.standstill import Standing, Standstill
-from megaprof.parallel.topology import ParallelSizes
 
 #: A report on more targets begins with a table of them.
 FEW_TARGETS = 3
 _MOST = 8
-#: Standstills, ranks of one that were waited for, and files skipped for one reason, that each have words of their own.
+#: Standstills, and ranks of one that were waited for, that each have words of their own.
 _FEW = 3
 #: What recordings without our ranges lack, and how to have it next time.
 _TO_SEE = "record with --profile-target train_actor --profile-select per-stage"
@@ -65,30 +62,6 @@ class Finding:
     def plain(self) -> str:
         """The text with the command behind it, in backticks."""
         return self.text if self.command is None else f"{self.text} `{self.command}`"
-
-
-def of_skipped(found: Iterable[Skipped]) -> Iterator[str]:
-    """Yields why files were not used, clauses: one for many files with one reason."""
-    by_reason: dict[str, list[str]] = {}
-    for each in dict.fromkeys(found):
-        by_reason.setdefault(each.reason, []).append(each.file)
-    for reason, files in by_reason.items():
-        if len(files) > _FEW:
-            yield f"{len(files)} files were skipped ({', '.join(files[:2])}, ...): {reason}"
-        else:
-            yield from (f"{file} was skipped: {reason}" for file in files)
-
-
-def of_timelines(sizes: ParallelSizes, known: Collection[str] = ()) -> Iterator[str]:
-    """Yields what must be known about communication inside microbatches where only timelines tell of it, clauses.
-    ``known``: the groups whose collectives they have."""
-    if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in known]:
-        yield f"exposed {', '.join(others)} are in compute: a timeline does not look inside a microbatch"
-    if known:
-        yield (
-            f"exposed {', '.join(known)} is all of the time in which torch's collectives ran, with waiting for slower "
-            "peers, also where something computed beside them; what is exchanged in other ways is in compute"
-        )
 
 
 def facts(measured: TargetStages) -> list[str]:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.stages.words import counted, number, percent, ranks, sentence, speedup
+from megaprof.analysis.stages.words import counted, number, percent, sentence, speedup
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.contents import Assumption, CostFit
+from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, Assumption, CostFit
 from megaprof.analysis.what_if.packing import switch_of
 from megaprof.analysis.what_if.what_if import WhatIf
 
@@ -53,10 +53,6 @@ def _microbatches(change: Prediction, found: WhatIf) -> str:
     return f"{counted(change.microbatches or 0, 'microbatch')} of {_times(change.tokens)} the size"
 
 
-def _mended(change: Prediction, found: WhatIf) -> str:
-    return f"{ranks(change.ranks)} as quick as {'its' if len(change.ranks) == 1 else 'their'} peers"
-
-
 def _packing(change: Prediction, found: WhatIf) -> str:
     fewer = "the same sequences" + (f" in {counted(change.microbatches, 'microbatch')}" if change.microbatches else "")
     return _PACKINGS.get(change.packing or "", fewer)
@@ -79,7 +75,6 @@ _NAMES: dict[str, Callable[[Prediction, WhatIf], str]] = {
     "chunks": _chunks,
     "balanced": lambda change, found: "the measured work spread evenly over the stages",
     "microbatches": _microbatches,
-    "no_straggler": _mended,
     "packing": _packing,
     "even_packing": lambda change, found: "all microbatches and replicas take equally long",
     "by_hand": _by_hand,
@@ -153,13 +148,11 @@ def _needed(change: Prediction, found: WhatIf) -> str | None:
 
 
 def advised(found: WhatIf, framework: str | None = None) -> Finding | None:
-    """Returns which rank to mend, or which layout to change to, with its flags and in the options of ``framework``, or
-    that none is better; None where nothing was predicted."""
+    """Returns which layout to change to, with its flags and in the options of ``framework``, or that none is better;
+    None where nothing was predicted."""
     if found.advice is None:
         return None
     text = sentence(_advice(found))
-    if found.advice == "mend":
-        return Finding("straggler" if found.best else "layout", "open", text)
     if found.best is None:
         return Finding("layout", "open", text)
     told = None if found.host_options is None else f"{framework}: {shlex.join(found.host_options)}"
@@ -171,20 +164,14 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "no_other" or first is None:
         return "no other layout of these layers exists with as many stages and chunks"
     name, times = name_of(first, found), fast(first)
-    instead = f"{times}, {number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
-    if found.advice == "mend":
-        others = sorted(set(first.ranks) - set(first.loaded))
-        what = [f"even the tokens of the experts on {ranks(first.loaded)}"] if first.loaded else []
-        what += [f"fix {ranks(others)}"] if others else []
-        waits = "layouts are not compared while the pipeline waits for a slow rank"
-        return f"{' and '.join(what)}: {instead}; {waits}"
     if found.advice == "change":
+        instead = f"{number(first.step_ms)} ms a step instead of {number(found.measured_ms)} ms"
         names = {each.layout: name_of(each, found) for each in found.candidates}
         alike = " and ".join(names.get(layout, layout) for layout in found.alike)
         ranged = found.costs is not None and found.costs.from_ranges
         tell = "more steps" if ranged else "a capture with --profile-ranges layer"
         as_good = f"; {alike} cannot be told apart from it, but {tell} would tell" if alike else ""
-        return f"{name}: {instead}{as_good}"
+        return f"{name}: {times}, {instead}{as_good}"
     if found.advice == "open":
         wanted = found.more_steps + (found.replay_error.count if found.replay_error else 0)
         return f"whether {name} would be quicker is not sure: {times}; {wanted} steps would tell"
@@ -192,7 +179,7 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "none_fits":
         return f"no layout that fits is better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return f"no other layout is surely better: {would}"
+        return "no other layout is surely better"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
@@ -258,6 +245,8 @@ def beside(change: Prediction, found: WhatIf) -> list[str]:
 def of_costs(fit: CostFit) -> str:
     """Returns what each kind of layer costs, in a line."""
     source = "layer ranges" if fit.from_ranges else "the stages' times"
-    costs = (f"{kind} {number(cost.forward_ms + cost.backward_ms)} ms" for kind, cost in fit.by_kind.items())
+    untold = (EMBEDDING, LOSS) if "ends_hidden" in fit.assumptions else ()
+    told = {kind: cost for kind, cost in fit.by_kind.items() if kind not in untold}
+    costs = (f"{kind} {number(cost.forward_ms + cost.backward_ms)} ms" for kind, cost in told.items())
     text = f"Costs of an undisturbed microbatch, from {source}: {', '.join(costs)}"
     return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])

@@ -16,6 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megaprof.analysis.notes import Note
 from megaprof.analysis.trace.calls import FORWARD_ONLY, grouped
 from megaprof.analysis.trace.decoding import Undecodable
 from megaprof.analysis.trace.gpu import LONGEST, Activities
@@ -31,14 +32,13 @@ from megaprof.analysis.trace.nsys.gpu import (
     ProcessGpu,
     is_time,
 )
-from megaprof.analysis.trace.tables import Tables, opened
+from megaprof.analysis.trace.nsys.tables import Tables, opened
 from megaprof.analysis.trace.traces import Part, Trace, TracedRange, refusing
 from megaprof.analysis.trace.unseen import without_kernels
 from megaprof.formats import ranges
 from megaprof.formats.metadata import MOST, MOST_STEPS, Metadata, ModelChunk
 from megaprof.formats.names import parse_artifact_name, sanitise
 from megaprof.formats.nsys import read_sidecar, sidecars
-from megaprof.formats.phrases import counted
 from megaprof.formats.remote import files_below
 from megaprof.parallel.topology import AXES, ParallelSizes, RankCoords
 
@@ -50,8 +50,6 @@ _OURS = f"{ranges.PREFIX}*"
 _NAME = "COALESCE(text, (SELECT value FROM StringIds WHERE id = textId))"
 #: A capture range was opened for a window that begins this soon after the recording did.
 _OPENED_NS = 500_000_000
-#: What may have become of the kernels of a GPU.
-_LOST = "nsys recorded none (--trace=cuda,nvtx does)"
 _STEP = re.compile(r"(?:ProfilerStep|(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?))[ #:=_-]{0,2}\d+", re.ASCII | re.I)
 _IN_NAME = re.compile(r"rank[._-]?(\d{1,7})(?!\d)", re.ASCII)
 
@@ -202,7 +200,7 @@ class _Reader:
         self._host = _host(tables)
         self._broken = 0
         self._metadata: dict[Path, Metadata] = {}
-        self._said: list[str] = []
+        self._said: list[Note] = []
 
     def traces(self) -> list[Trace]:
         by_process = grouped(self.rows(), attrgetter("pid"))
@@ -210,9 +208,7 @@ class _Reader:
             trace for pid, rows in sorted(by_process.items()) for trace in self._of_process(rows, len(by_process) == 1)
         ]
         if self._broken:
-            self._said.append(
-                f"{self._file.path.name}: {counted(self._broken, 'row')} left out: impossible times or types"
-            )
+            self._said.append(Note("rows_left_out", files=(self._file.path.name,), count=self._broken))
         if found and self._said:
             found[0] = replace(found[0], warnings=(*self._said, *found[0].warnings))
         return found
@@ -260,14 +256,14 @@ class _Reader:
                 ranges=inside,
                 has_kernels=activities is not None,
                 gpu=activities,
-                unseen=None if activities is not None else without_kernels(metadata, 0, gpu_there=seen, lost=_LOST),
+                unseen=None if activities is not None else without_kernels(metadata, 0, gpu_there=seen, nsys=True),
                 warnings=warnings,
                 knows_collectives=activities is not None,
                 after_opening=not number and 0 <= tops[0].start - self._base < _OPENED_NS,
                 part=Part(pid, begin, end),
             )
 
-    def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[str, ...]]]:
+    def _windows(self, rows: list[_Row], alone: bool) -> Iterator[tuple[Metadata, list[_Row], tuple[Note, ...]]]:
         """Yields what each window is, its outermost ranges, and what must be known about it."""
         reach, last = -LONGEST, None
         found: list[tuple[Path | None, Metadata, list[_Row]]] = []
@@ -289,14 +285,9 @@ class _Reader:
         for path, metadata, tops in found:
             if not metadata.truncated and tops[-1].end in cut:
                 metadata = replace(metadata, truncated=True, truncated_reason="the process ended inside it")
-            warnings: tuple[str, ...] = ()
-            if path is None and metadata.steps[0] == bare[0]:
-                warnings = (
-                    f"{self._file.path.name}: no .nsys.json of process {tops[0].pid} lies beside it for "
-                    f"step{'s' if len(bare) > 1 else ''} {', '.join(map(str, bare[:8]))}: microbatches, layers and "
-                    "sizes are what its ranges show",
-                )
-            yield metadata, tops, warnings
+            first = path is None and metadata.steps[0] == bare[0]
+            note = Note("without_sidecar", files=(self._file.path.name,), steps=tuple(bare), count=tops[0].pid)
+            yield metadata, tops, (note,) if first else ()
 
     def _sidecar(self, row: _Row, step: int) -> Path | None:
         """The ``.nsys.json`` of the window that holds a step's range: of this host and process."""
@@ -323,8 +314,8 @@ class _Reader:
             try:
                 self._metadata[path] = read_sidecar(path)
             except (OSError, ValueError) as fault:
-                if (said := f"{path.name} was skipped: {fault}") not in self._said:
-                    self._said.append(said)
+                if (note := Note("skipped", files=(path.name,), said=str(fault))) not in self._said:
+                    self._said.append(note)
         return self._metadata.get(path)
 
     def _neighbours(self) -> ParallelSizes | None:

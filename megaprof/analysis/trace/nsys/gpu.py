@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megaprof.analysis.trace.gpu import LONGEST, Activities, arranged
 from megaprof.analysis.trace.groups import BY_GROUP_PAIRWISE, UNKNOWN, ByName
-from megaprof.analysis.trace.tables import Tables
+from megaprof.analysis.trace.nsys.tables import Tables
 
 #: The bits of a process, in the ids of processes and threads, above those of a thread.
 PROCESS = 0xFFFFFF

@@ -191,10 +191,9 @@ def _json(report: Report) -> str:
 
 
 def _html(report: Report) -> str:
-    from megaprof.analysis.report.drawn import timelines
     from megaprof.analysis.report.html import page
 
-    return page(report, timelines(report))
+    return page(report, report.steps())
 
 
 def _refuse_to_lose(option: str, path: Path | None, is_report: Callable[[str], bool]) -> None:

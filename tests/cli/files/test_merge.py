@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
+from megaprof.parallel.topology import ParallelSizes
 from tests.analysis.exchanging import exchanging, write
 from tests.cli.running import megaprof
 
@@ -37,7 +39,7 @@ def test_of_many_ranks_the_lowest_of_each_stage_are_merged_unless_others_are_ask
         for pp, trace in enumerate(exchanging([0.0, 0.0], metadata={"coords": None})):
             rank = 40 * pp + dp + 1000
             place = {"rank": rank, "pp": pp, "tp": 0, "cp": 0, "ep": 0, "dp": dp}
-            trace.metadata |= {"coords": place, "sizes": {"pp": 2, "dp": 40}}
+            trace.metadata |= {"coords": place, "sizes": asdict(ParallelSizes(pp=2, dp=40))}
             trace.write(directory / f"ranks{rank // 1024 * 1024:06d}-{rank // 1024 * 1024 + 1023:06d}")
     assert len(list(directory.iterdir())) == 2
     run = megaprof("merge", directory, "-o", out)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megaprof.artifacts import files
-from megaprof.artifacts.files import Incomplete, check_trace, publish, remove_leftovers
+from megaprof.artifacts import publish as publishing
+from megaprof.artifacts.publish import Incomplete, check_trace, publish, remove_leftovers
 from megaprof.formats.files import appearing
 from megaprof.formats.names import host, raw_path
 
@@ -74,8 +74,8 @@ def test_a_rename_that_fails_leaves_the_old_file_and_the_raw_file(
     def no_rename(source: object, target: object, **directories: int) -> None:  # a tmpfs never refuses one, a quota may
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files.os, "link", no_rename)
-    monkeypatch.setattr(files.os, "replace", no_rename)
+    monkeypatch.setattr(publishing.os, "link", no_rename)
+    monkeypatch.setattr(publishing.os, "replace", no_rename)
     with pytest.raises(OSError, match="No space"):
         publish(raw, final)
     assert raw.read_bytes() == b"new"
@@ -90,7 +90,7 @@ def test_a_finished_file_is_never_replaced(links: bool, tmp_path: Path, monkeypa
         raise OSError(errno.EPERM, "Operation not permitted")
 
     if not links:
-        monkeypatch.setattr(files.os, "link", no_link)
+        monkeypatch.setattr(publishing.os, "link", no_link)
     stem = "train_actor.step000007.pp0-tp0-cp0-ep0-dp0.rank00000"
     for name in (f"{stem}.memory.pickle", "other.gz"):
         for content in (b"1", b"2", b"3"):

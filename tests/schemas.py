@@ -1,4 +1,4 @@
-"""JSON Schemas of what the commands print, from their classes: ``python -m megaprof.cli.schemas docs`` writes them."""
+"""JSON Schemas of what the commands print, from their classes: ``python -m tests.schemas docs`` writes them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang
+from megaprof.analysis.notes import Note
 from megaprof.analysis.report.diff import Diff
 from megaprof.analysis.report.document import Document
-from megaprof.cli.export import ExportAnswer
+from megaprof.cli.files.export import ExportAnswer
+from megaprof.cli.files.merge import MergeAnswer
+from megaprof.cli.files.what_if import WhatIfAnswer
 from megaprof.cli.jobs.trigger import TriggerAnswer
 from megaprof.cli.jobs.watch import Look
-from megaprof.cli.merge import MergeAnswer
-from megaprof.cli.what_if import WhatIfAnswer
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import RankStatus
 from megaprof.parallel.topology import ParallelSizes
@@ -66,7 +67,8 @@ def _page(schema: dict[str, Any]) -> Iterator[str]:
     yield "# The JSON of a report"
     yield ""
     yield "`megaprof report DIR --json FILE` writes it ([schema](schemas/report.json)). It is made from the classes"
-    yield "of the report by `make schemas`. Every field is always there, null where its value is not known."
+    yield "of the report by `make schemas`. Every field is always there, null where its value is not known;"
+    yield "a `Note` has the facts of its kind."
     for name, each in schema["$defs"].items():
         yield ""
         yield f"## {name}"
@@ -176,7 +178,8 @@ def _in_json(text: str) -> str:
 
 
 def _complete(shape: Any) -> dict[str, Any]:
-    """The schema, with what each field is. Every field is always written, whatever default the class has."""
+    """The schema, with what each field is. Every field is always written, whatever default the class
+    has, but for the facts of a note."""
     schema = msgspec.json.schema(shape)
     about = {each.__name__: _about(each) for each in _dataclasses(shape)}
     for name, definition in schema["$defs"].items():
@@ -187,17 +190,20 @@ def _complete(shape: Any) -> dict[str, Any]:
             value.pop("default", None)
             if (said := about.get(name, {}).get(field)) is not None:
                 value["description"] = said
-        definition["required"] = list(fields)
+        if name != Note.__name__:
+            definition["required"] = list(fields)
     return schema
 
 
-def _dataclasses(shape: Any) -> Iterator[Any]:
-    """Yields the dataclasses that a type consists of."""
+def _dataclasses(shape: Any, above: tuple[Any, ...] = ()) -> Iterator[Any]:
+    """Yields the dataclasses that a type consists of. ``above``: those that it is a part of."""
+    if shape in above:
+        return
     if is_dataclass(shape) or (isinstance(shape, type) and issubclass(shape, msgspec.Struct)):
         yield shape
     inner = get_type_hints(shape).values() if hasattr(shape, "__annotations__") else get_args(shape)
     for each in inner:
-        yield from _dataclasses(each)
+        yield from _dataclasses(each, (*above, shape))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from megaprof.formats import graphs, ranges
-from megaprof.recorders import emit
+from megaprof.recorders.ranges import emit
 from megaprof.runtime.interruption import from_host
 from megaprof.runtime.logs import logger
 

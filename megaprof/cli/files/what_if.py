@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Predict, and print lines or JSON. Raises CommandError, and UsageError for what cannot be chosen."""
-    from megaprof.cli.report import analyzed
+    from megaprof.cli.files.report import analyzed
 
     heed_input_option(arguments)
     report = analyzed(arguments.dir, arguments.run)
@@ -132,7 +132,7 @@ def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetRep
             return each, known
     own = wanted[0][0]
     advice = own.advice.text if own.advice else "nothing was captured"
-    why = own.withheld or next(iter(own.what_if.warnings), advice)
+    why = next((each.text for each in (own.withheld, *own.what_if.warnings) if each is not None), advice)
     raise CommandError(f"nothing can be changed here: {why}")
 
 

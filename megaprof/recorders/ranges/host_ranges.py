@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from megaprof.recorders.emit import LoggedRange
+from megaprof.recorders.ranges.emit import LoggedRange
 
 _TAIL = re.compile(rb'\s*\],\s*"traceName"')
 _BASE = re.compile(rb'"baseTimeNanoseconds"\s*:\s*(\d+)')

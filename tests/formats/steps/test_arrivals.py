@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaprof.formats.arrivals import MOST_BYTES, Arrivals, kept, pack_arrivals, unpack_arrivals
+from megaprof.formats.steps.arrivals import MOST_BYTES, Arrivals, kept, pack_arrivals, unpack_arrivals
 
 
 @given(

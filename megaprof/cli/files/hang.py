@@ -40,28 +40,40 @@ def run(arguments: argparse.Namespace) -> int:
     """Print who keeps the job waiting. Raises CommandError where no dump can be read."""
     from megaprof.analysis.collectives.sentences import sentences
 
-    hang = _hang(arguments.dir, arguments.role)
+    if (arguments.dir / CONTROL).is_dir():
+        hang, others = _of_job(arguments.dir, arguments.role)
+    else:
+        hang, others = _of_dumps(arguments.dir), []
     if arguments.json:
         print(json.dumps(asdict(hang)))
     else:
-        for line in sentences(hang):
+        for line in (*sentences(hang), *others):
             say(line)
-    return UNWELL if hang.culprits or hang.unended else 0
+    return UNWELL if hang.culprits or hang.unended or others else 0
 
 
-def _hang(directory: Path, role: str | None) -> Hang:
+def _of_dumps(directory: Path) -> Hang:
     from megaprof.analysis.collectives.dumps import BadDump
-    from megaprof.analysis.collectives.hang import hang_of, hang_of_job
+    from megaprof.analysis.collectives.hang import hang_of
 
-    if (directory / CONTROL).is_dir():
-        try:
-            found = hang_of_job(find_job(directory, role).in_flight())
-        except NoJob as fault:
-            raise CommandError(str(fault)) from None
-        if found is None:
-            raise CommandError(f"no rank of the job in {directory} has written that it stands still")
-        return found
     try:
         return hang_of(path for path in directory.iterdir() if path.is_file())
     except (BadDump, OSError) as fault:
         raise CommandError(f"{directory}: {fault}") from None
+
+
+def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
+    """What its ranks wrote of their collectives; where these keep nobody waiting, who does by what `megaprof status`
+    says: torch keeps no exchanges of gloo, and a rank may stand still in its own work."""
+    from megaprof.analysis.collectives.hang import hang_of_job
+    from megaprof.metrics.look import look_at, waited_for
+
+    try:
+        job = find_job(directory, role)
+    except NoJob as fault:
+        raise CommandError(str(fault)) from None
+    found = hang_of_job(job.in_flight())
+    if found is None:
+        raise CommandError(f"no rank of the job in {directory} has written that it stands still")
+    told = found.culprits or found.unended
+    return found, [] if told else [f"! {each}" for each in waited_for(look_at(job))]

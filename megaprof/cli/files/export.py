@@ -76,7 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
     if arguments.json:
-        print(json.dumps(asdict(ExportAnswer(2, str(out), bytes=out.stat().st_size, **vars(exported)))))
+        told = {**vars(exported), "warnings": tuple(each.text for each in exported.warnings)}
+        print(json.dumps(asdict(ExportAnswer(2, str(out), bytes=out.stat().st_size, **told))))
         return 0
     rows, files = counted(exported.rows, "row"), counted(exported.files, "file")
     say(f"{out}: {rows} from {files}, {out.stat().st_size / 1e6:.1f} MB")
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         cut = counted(exported.cut, "file")
         say(f"{cut} cut off inside a record, as happens in a job that still runs or was killed")
     for warning in exported.warnings[:_MOST_WARNINGS]:
-        say(f"! {warning}")
+        say(f"! {warning.text}")
     if len(exported.warnings) > _MOST_WARNINGS:
         say(f"! and {len(exported.warnings) - _MOST_WARNINGS:,} more like it")
     return 0

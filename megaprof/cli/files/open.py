@@ -18,8 +18,8 @@ from pathlib import Path
 from threading import Event
 
 from megaprof.cli import CommandError, browser, say
+from megaprof.cli.files.merge import add_source, merged_into, say_merged
 from megaprof.cli.inputs import heed_input_option
-from megaprof.cli.merge import add_source, merged_into, say_merged
 from megaprof.formats.inputs import open_input
 
 PORT = 9001

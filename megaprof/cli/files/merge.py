@@ -128,6 +128,8 @@ def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
 def say_merged(merged: Merged, command: str) -> None:
     """What was merged, how far clocks were off, and what was not merged. ``command``: what was asked for, without
     which run."""
+    from megaprof.analysis.report.text.notes import of_clocks
+
     if merged.runs > 1:
         say(of_several(merged.run, merged.runs, command))
     say(
@@ -136,16 +138,18 @@ def say_merged(merged: Merged, command: str) -> None:
     )
     if merged.left_out:
         say(f"Left out: {_count(merged.left_out, 'rank')} (see --ranks)")
-    for line in merged.alignment.sentences():
+    for line in of_clocks(merged.alignment):
         say(line)
     for warning in merged.warnings:
-        say(f"! {warning}")
+        say(f"! {warning.text}")
     if merged.others:
         more = f" and {len(merged.others) - 5} more" if len(merged.others) > 5 else ""
         say(f"Not merged (see --target, --role, --step): {', '.join(map(str, merged.others[:5]))}{more}")
 
 
 def _answer(merged: Merged, size: int) -> MergeAnswer:
+    from megaprof.analysis.report.text.notes import of_clocks
+
     return MergeAnswer(
         version=1,
         file=str(merged.out),
@@ -157,8 +161,8 @@ def _answer(merged: Merged, size: int) -> MergeAnswer:
         left_out=merged.left_out,
         events=merged.events,
         arrows=merged.arrows,
-        clocks=tuple(merged.alignment.sentences()),
-        warnings=merged.warnings,
+        clocks=tuple(of_clocks(merged.alignment)),
+        warnings=tuple(each.text for each in merged.warnings),
         others=tuple(map(str, merged.others)),
         run=merged.run,
         runs=merged.runs,

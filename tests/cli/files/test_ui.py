@@ -47,7 +47,7 @@ def start(directory: Path, *options: str, **environment: str) -> subprocess.Pope
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_it_prints_the_address_and_the_ssh_line_and_serves(
     tmp_path: Path, starting: list[subprocess.Popen[str]], number: signal.Signals
 ) -> None:

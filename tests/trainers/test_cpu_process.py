@@ -5,18 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
-from megaprof.testing import cpu_process
+from tests.trainers.cpu_process import cpu_process
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(code: str) -> list[str]:
     """What ``code`` prints in a process that calls `cpu_process` first; it ends without a traceback."""
-    program = "from megaprof.testing import cpu_process\ncpu_process(gpus=2)\nimport torch\n" + code
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    program = "from tests.trainers.cpu_process import cpu_process\ncpu_process(gpus=2)\nimport torch\n" + code
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert (done.returncode, [line for line in done.stderr.splitlines() if "Traceback" in line]) == (
         0,
         [],

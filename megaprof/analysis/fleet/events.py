@@ -1,0 +1,43 @@
+"""What a rank did in a single step, by the events of its timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from megaprof.analysis.fleet.reading import Key
+from megaprof.analysis.trace.passes import Pass
+from megaprof.formats import ranges
+from megaprof.formats import timeline as format
+from megaprof.formats.steps import codes
+
+
+def call_of(key: Key, files: Iterable[Path], step: int) -> list[Pass[int]]:
+    """The first call of ``step`` on a rank with these ``files``, under the name of its target, and behind it everything
+    that was in it, in order; nothing where the files do not tell. Of a step that ran again as it ran last."""
+    found: list[tuple[int, int, list[Pass[int]]]] = []
+    for path in files:
+        with suppress(format.UnreadableTimeline):
+            timeline = format.read_timeline(path)
+            for row in np.flatnonzero(timeline.steps["step"] == step).tolist():
+                fixed, events = timeline.steps[row], timeline.events(row)
+                own = timeline.metadata[fixed["metadata"]]
+                if events is not None and Key(own.target, own.role, own.sizes) == key:
+                    begin, length, place = int(fixed["start_ns"]), 1000 * int(fixed["duration"]), own.coords
+                    passes = [Pass(key.target, place.pp, None, None, begin, begin + length, place.rank)]
+                    times = np.stack((events.code, begin + 1000 * events.start, begin + 1000 * events.end), axis=1)
+                    for code, start, end in times.tolist():
+                        if (name := codes.name(code)) is not None:
+                            chunk, microbatch = name.fields.get("chunk"), name.fields.get("mb")
+                            passes.append(Pass(name.label, place.pp, chunk, microbatch, start, end, place.rank))
+                    found.append((int(fixed["index"]), -begin, passes))
+    return min(found, key=lambda each: each[:2])[2] if found else []
+
+
+def longest_pass(key: Key, files: Iterable[Path], step: int) -> Pass[int] | None:
+    """The pass in which a rank with these ``files`` was longest in ``step``; None where the files do not tell."""
+    passes = (each for each in call_of(key, files, step) if each.kind in ranges.PASSES)
+    return max(passes, key=lambda each: each.end - each.start, default=None)

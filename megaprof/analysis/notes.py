@@ -1,0 +1,91 @@
+"""What must be known about numbers, as data. `report.text.notes` has a sentence for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+import msgspec
+from msgspec.structs import replace
+
+# fmt: off
+Kind = Literal[
+    # single files
+    "skipped", "without_steps", "misnamed", "cut", "ends_early", "events_left_out", "rows_left_out",
+    "events_without_place", "name_disagrees", "graph_names_damaged", "without_sidecar", "timeline_damaged",
+    "timelines_damaged", "timelines_cut", "timelines_of_host", "timelines_without_times",
+    # kernels and passes of a call that are missing
+    "kernels_not_asked", "kernels_unsupported", "no_kernels", "no_launched_kernels", "no_kernels_of_nsys",
+    "kernels_lost", "closed_early", "passes_missing",
+    # communication
+    "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_hidden_in_timeline",
+    "groups_with_waiting", "dp_with_waiting", "pp_unknown_on_cpu", "pp_unknown_in_ranges", "pp_unknown_in_timeline",
+    "pp_not_split", "exposed_unknown",
+    # clocks
+    "host_contradicted", "host_shared", "clocks_contradicted", "clocks_disagree", "clocks_unconnected",
+    "messages_unmatched", "clocks_aligned", "aligned_on_gpu", "not_aligned_on_gpu", "host_unnamed", "clocks_apart",
+    "stages_apart", "no_pipeline", "exchanges_unseen", "arrows_backwards",
+    # what does not belong together
+    "other_sizes", "other_jobs", "other_layers", "other_schedules", "kernels_in_some", "stages_missing",
+    "stages_missing_in_step", "no_common_step", "stages_differ", "replicas_differ", "steps_differ",
+    # steps that are left out, or disturbed
+    "twice", "step_unseen", "first_step_longer", "first_steps", "opened_by_nsys", "entered_apart",
+    "entered_apart_by_nsys", "step_left_out", "step_disturbed", "file_left_out",
+    # what a stage lacks
+    "modules_without_range", "combined", "no_passes", "launches_unknown", "kernels_without_launch", "whole_step",
+    # why there is no table of passes
+    "no_whole_step", "no_timed_passes", "all_disturbed", "stages_not_recorded", "no_step_of_all",
+    "place_unknown", "place_beyond_schedule", "schedule_unknown", "schedule_refused", "order_differs",
+    # what is not predicted
+    "not_replayed", "waits_for_rank", "ranks_stay_slow", "nothing_to_change", "one_stage", "no_layout", "stage_unknown",
+    "stage_too_large", "stage_contradicts", "no_layers", "layout_refused", "no_exchange_time", "replay_off",
+    "cores_shared",
+    # recordings that megaprof did not make
+    "sends_not_apart", "group_unnamed", "sizes_do_not_fit", "not_1f1b", "pipelines_differ",
+]
+# fmt: on
+
+
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One thing that must be known about the numbers. Facts that its kind does not have are left out."""
+
+    kind: Kind
+    """What it says."""
+    files: tuple[str, ...] = ()
+    """Names of files."""
+    stages: tuple[int, ...] = ()
+    """Stages, by pipeline rank."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks."""
+    steps: tuple[int, ...] = ()
+    """Steps, by number."""
+    layers: tuple[int, ...] = ()
+    """Layers, by number."""
+    names: tuple[str, ...] = ()
+    """Groups of ranks (``tp``, ...), hosts, clocks, modules, or kinds of passes."""
+    count: int = 0
+    """How many there are, or a number."""
+    of: int = 0
+    """Of how many, or beside how many."""
+    ms: tuple[float, ...] = ()
+    """Milliseconds."""
+    factor: float = 0  # msgspec leaves out what is the default, and a float of another process is not
+    """How many times as much, or which part."""
+    said: str = ""
+    """What a file, the system or Megatron says of it."""
+    why: Note | None = None
+    """The reason."""
+    text: str = ""
+    """The same as a clause."""
+
+
+def of_files(notes: Iterable[Note], few: int = 3) -> Iterator[Note]:
+    """Yields notes about one file each, those that say the same of more than ``few`` files as one."""
+    files: dict[Note, dict[str, None]] = {}
+    for each in notes:
+        files.setdefault(replace(each, files=()), {}).update(dict.fromkeys(each.files))
+    for same, names in files.items():
+        if len(names) > few:
+            yield replace(same, files=tuple(names)[:2], count=len(names))
+        else:
+            yield from (replace(same, files=(name,)) for name in names)

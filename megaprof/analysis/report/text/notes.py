@@ -1,0 +1,365 @@
+"""What must be known about numbers, in words: a clause for each kind of note."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from msgspec.structs import replace
+
+from megaprof.analysis.clocks.clocks import Alignment, Clock
+from megaprof.analysis.notes import Kind, Note
+from megaprof.analysis.stages.words import counted, ranks, spans, stages, steps
+from megaprof.formats import graphs
+from megaprof.formats.phrases import listed
+
+_NO_CLOCK = (
+    "the step time is the longest stage's own range, and neither slow links nor stages that enter late can be seen"
+)
+_LOST = "another tool may hold CUPTI, or Kineto lost them"
+_FIRST = "of several steps in one window, the first is left out"
+#: Kinds that name their stages where they belong; the others begin with them.
+_NAMING_STAGES = frozenset(
+    (
+        "host_unnamed",
+        "stages_missing",
+        "stages_missing_in_step",
+        "order_differs",
+        "waits_for_rank",
+        "stage_unknown",
+        "stage_too_large",
+        "stage_contradicts",
+    )
+)
+_UNTOLD = "no stages are told"
+
+
+def told(notes: Iterable[Note]) -> tuple[Note, ...]:
+    """Returns notes with their text."""
+    return tuple(replace(note, text=clause(note)) for note in notes)
+
+
+def said(note: Note | None) -> Note | None:
+    """Returns a note with its text."""
+    return None if note is None else replace(note, text=clause(note))
+
+
+def brief(notes: Iterable[Note], most: int = 5) -> str:
+    """Returns what the first notes say, in one line."""
+    return "; ".join(map(clause, islice(notes, most)))
+
+
+def clause(note: Note) -> str:
+    """Returns what a note says."""
+    words = _CLAUSES[note.kind]
+    text = words if isinstance(words, str) else words(note)
+    return f"{stages(note.stages)}: {text}" if note.stages and note.kind not in _NAMING_STAGES else text
+
+
+def of_clocks(alignment: Alignment) -> list[str]:
+    """Returns how far the clocks were off, a line for each host."""
+    lines: dict[str, None] = {}
+    for rank, clock in sorted(alignment.clocks.items()):
+        if clock.messages:
+            lines[f"{_of_host(alignment.hosts.get(rank), rank)}: {_off(clock)}"] = None
+    reference = alignment.reference
+    if not lines and len(alignment.clocks) > 1 and reference is not None:
+        lines[f"clocks: all of {_of_host(alignment.hosts[reference], reference)}'s, nothing to align"] = None
+    return list(lines)
+
+
+def _of_host(host: str | None, rank: int) -> str:
+    return f"rank {rank}" if host is None else f"host {host}"
+
+
+def _off(clock: Clock) -> str:
+    off = abs(clock.offset_ns) / 1e6
+    way = "ahead" if clock.offset_ns < 0 else "behind"
+    messages = counted(clock.messages, "message")
+    if clock.uncertainty_ns is None:
+        return f"clock {off:.3f} ms {way}, bounded from one side only (by {messages}, all in one direction)"
+    return f"clock {off:.3f} ms {way}, ±{clock.uncertainty_ns / 1e6:.3f} ms (from {messages})"
+
+
+def _skipped(why: Callable[[Note], str]) -> Callable[[Note], str]:
+    def of(note: Note) -> str:
+        if note.count > 1:
+            return f"{note.count} files were skipped ({', '.join(note.files)}, ...): {why(note)}"
+        return f"{note.files[0]} was skipped: {why(note)}"
+
+    return of
+
+
+def _of_file(note: Note) -> str:
+    return f"{note.files[0]}: " if note.files else ""
+
+
+def _why(note: Note) -> str:
+    return "no reason given" if note.why is None else clause(note.why)
+
+
+def _joined(note: Note) -> str:
+    return ", ".join(note.names)
+
+
+def _contradicted(note: Note) -> str:
+    off = f"a receive ends {note.ms[0]:.3g} ms before its send began"
+    return f"ranks of host {note.names[0]} contradict its clock: {off}"
+
+
+def _clocks_contradicted(note: Note) -> str:
+    more = f" (and {note.count - 1} more pairs)" if note.count > 1 else ""
+    return (
+        f"messages between {' and '.join(note.names)}{more} contradict each other by {note.ms[0]:.3g} ms, whatever "
+        "their clocks' offset: a clock was adjusted meanwhile, or the traces are of different runs"
+    )
+
+
+def _groups_unknown(note: Note) -> str:
+    return (
+        f"exposed {_joined(note)} {'is' if len(note.names) == 1 else 'are'} not known: the recording names no process "
+        "group for some kernels or copies that may be theirs, so that time is counted as `unknown`. The torch profiler "
+        "names NCCL's groups where it records operators of the CPU too (`--profile-activities cpu cuda`)"
+    )
+
+
+def _modules(note: Note) -> str:
+    layers = f" ({'layer' if len(note.layers) == 1 else 'layers'} {spans(note.layers, 8)})" if note.layers else ""
+    return f"no range for {_joined(note)}{layers}: {note.said}"
+
+
+def _timelines_cut(note: Note) -> str:
+    which = f"{note.count} timelines end" if note.count > 1 else f"{note.files[0]} ends"
+    return (
+        f"{which} in the middle of a step, as when a process is killed or still writes: everything before it was read"
+    )
+
+
+def _order(note: Note) -> str:
+    ran, own, schedule = note.names
+    return (
+        f"on {stages(note.stages)} the {ran} of microbatch {note.count} ran where Megatron's {schedule} schedule has "
+        f"the {own} of microbatch {note.of}, so another schedule ran"
+    )
+
+
+_CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
+    # single files
+    "skipped": _skipped(lambda n: n.said),
+    "without_steps": _skipped(lambda n: "it holds no range of a whole step (megaprof/... step=...)"),
+    "misnamed": _skipped(lambda n: f"it holds {n.said}, whatever its name says"),
+    "cut": lambda n: f"{n.files[0]} is read as far as it goes: {n.said}" if n.files else n.said,
+    "ends_early": lambda n: f"{n.files[0]} ends early: {n.said}",
+    "events_left_out": lambda n: f"{_of_file(n)}{counted(n.count, 'event')} left out: impossible times or types",
+    "rows_left_out": lambda n: f"{_of_file(n)}{counted(n.count, 'row')} left out: impossible times or types",
+    "events_without_place": lambda n: f"{_of_file(n)}{counted(n.count, 'event')} left out: no usable time or place",
+    "name_disagrees": lambda n: f"{_of_file(n)}its name and its metadata disagree; the metadata ({n.said}) count",
+    "graph_names_damaged": lambda n: f"{_of_file(n)}its `{graphs.KEY}` is damaged, so replays have no ranges: {n.said}",
+    "without_sidecar": lambda n: (
+        f"{_of_file(n)}no .nsys.json of process {n.count} lies beside it for {steps(n.steps)}: microbatches, layers "
+        "and sizes are what its ranges show"
+    ),
+    "timeline_damaged": lambda n: f"{_of_file(n)}{n.said}; {counted(n.count, 'step')} before that read",
+    "timelines_damaged": lambda n: f"{n.count} more timelines could not be read to their end",
+    "timelines_cut": _timelines_cut,
+    "timelines_of_host": lambda n: (
+        f"Timelines were skipped whose clock is the host's, which gave work to a device: {n.said}"
+    ),
+    "timelines_without_times": (
+        "Timelines were skipped that hold no times: the GPU was not done in time, or used streams out of step"
+    ),
+    # kernels and passes of a call that are missing
+    "kernels_not_asked": "the model ran on a GPU, and --profile-activities asked for none of its kernels",
+    "kernels_unsupported": (
+        "the model ran on a GPU, and the profiler could not record it: Kineto has no support for it there"
+    ),
+    "no_kernels": f"the model ran on a GPU, and the file holds no kernel: {_LOST}",
+    "no_launched_kernels": (
+        f"the model ran on a GPU, and the file holds none of the kernels that were launched: {_LOST}"
+    ),
+    "no_kernels_of_nsys": (
+        "the model ran on a GPU, and the file holds no kernel: nsys recorded none (--trace=cuda,nvtx does)"
+    ),
+    "kernels_lost": lambda n: (
+        f"{n.factor:.0%} of its kernel launches have no kernel in the trace: {_LOST}, or a graph was captured"
+    ),
+    "closed_early": lambda n: f"the window was closed early ({n.said or 'no reason given'})",
+    "passes_missing": lambda n: f"it holds {n.count} {n.names[0]} ranges where {n.of} belong",
+    # communication
+    "groups_unknown": _groups_unknown,
+    "groups_unnamed": (
+        "communication of process groups that bear none of Megatron's names took time and is counted for no group"
+    ),
+    "groups_not_apart": lambda n: (
+        f"exposed {_joined(n)} are not told apart: the collectives of a CPU trace name no process group"
+    ),
+    "groups_in_compute": lambda n: f"exposed {_joined(n)} are in compute: the file has ranges, but no collectives",
+    "groups_hidden_in_timeline": lambda n: (
+        f"exposed {_joined(n)} are in compute: a timeline does not look inside a microbatch"
+    ),
+    "groups_with_waiting": lambda n: (
+        f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
+        "also where something computed beside them; what is exchanged in other ways is in compute"
+    ),
+    "dp_with_waiting": ("exposed dp is all of the gradient synchronisation, with waiting for slower replicas"),
+    "pp_unknown_on_cpu": (
+        "exposed pp is not measured: a CPU trace cannot tell waiting for a neighbour from transferring, so both are in "
+        "the bubble"
+    ),
+    "pp_unknown_in_ranges": (
+        "exposed pp is not measured: ranges hold waiting and transfer in one, both are in the bubble"
+    ),
+    "pp_unknown_in_timeline": (
+        "exposed pp is not measured: in a timeline an exchange is waiting and transfer in one, both are in the bubble"
+    ),
+    "pp_not_split": (
+        "exposed pp cannot be split into waiting and transferring, so the bubble contains both: only one end of its "
+        "exchanges is known"
+    ),
+    "exposed_unknown": ("exposed communication is not measured: the trace does not say who launched its GPU kernels"),
+    # clocks
+    "host_contradicted": lambda n: (
+        f"{_contradicted(n)}, and no other clocks would explain that: the traces are of different runs"
+    ),
+    "host_shared": lambda n: (
+        f"{_contradicted(n)}. Several machines bear this name, so each rank's clock is taken for its own"
+    ),
+    "clocks_contradicted": _clocks_contradicted,
+    "clocks_disagree": lambda n: f"the clocks of {' and '.join(n.names)} contradict the way through other hosts",
+    "clocks_unconnected": lambda n: (
+        f"no captured messages connect {ranks(n.ranks)} with {listed(list(n.names))}: clocks not aligned"
+    ),
+    "messages_unmatched": lambda n: (
+        f"rank {n.ranks[0]} sent {n.count} times to rank {n.ranks[1]}, which received {n.of} times: the first "
+        f"{min(n.count, n.of)} are matched"
+    ),
+    "clocks_aligned": lambda n: f"the clocks of the stages' hosts were aligned by their exchanges, to {n.ms[0]:.2g} ms",
+    "aligned_on_gpu": lambda n: (
+        f"the stages' steps were aligned on the GPU's clock by which phase waits for which, to {n.ms[0]:.2g} ms"
+    ),
+    "not_aligned_on_gpu": (
+        "the stages' times are on the GPU's clock and laid beside each other by the hosts' clocks at the start of the "
+        "step"
+    ),
+    "host_unnamed": lambda n: (
+        f"no host is named for {stages(n.stages)}, so nothing says whether the stages share a clock; {_NO_CLOCK}"
+    ),
+    "clocks_apart": lambda n: (
+        f"the stages ran on {len(n.names)} hosts ({', '.join(n.names[:4])}{', ...' if len(n.names) > 4 else ''}), "
+        f"whose clocks are not aligned; {_NO_CLOCK}"
+    ),
+    "stages_apart": lambda n: (
+        f"the stages of {steps(n.steps)} do not overlap in time: their traces are of different runs, or of replicas "
+        "that run at different times; the step time is the longest stage's own range"
+    ),
+    "no_pipeline": lambda n: f"{ranks(n.ranks)}: no arrows, because there is no pipeline to send along",
+    "exchanges_unseen": lambda n: (
+        f"{ranks(n.ranks)}: no arrows, because its exchanges run on the GPU without the host waiting for them, and no "
+        "kernels of theirs are known"
+    ),
+    "arrows_backwards": lambda n: (
+        f"{n.count} messages have no arrow: by these clocks they arrived before they were sent"
+    ),
+    # what does not belong together
+    "other_sizes": lambda n: f"traces with other sizes ({n.said}) are in the directory, too, and reported separately",
+    "other_jobs": lambda n: f"{ranks(n.ranks)}'s traces are of different jobs: its coordinates or its layers changed",
+    "other_layers": "ranks of one stage do not hold the same layers, so their traces are of different jobs",
+    "other_schedules": "the traces are of different schedules",
+    "kernels_in_some": "some traces hold GPU kernels and some do not, so their times are not comparable",
+    "stages_missing": lambda n: (
+        f"{n.count} of {n.of} stages captured, without {stages(n.stages)}: times between stages cover only the "
+        "captured ones; --profile-select per-stage captures one rank of every stage"
+    ),
+    "stages_missing_in_step": lambda n: (
+        f"{steps(n.steps)}{f' (call {n.count})' if n.count else ''} was captured on {stages(n.stages)} only and is "
+        "left out"
+    ),
+    "no_common_step": ("no step was captured on every stage, so the stages' times are of different steps"),
+    "stages_differ": "within one step the stages report different numbers of microbatches",
+    "replicas_differ": (
+        "within one step replicas have different numbers of microbatches; times per step are their average"
+    ),
+    "steps_differ": ("the steps have different numbers of microbatches; times per step are averaged over all of them"),
+    # steps that are left out, or disturbed
+    "twice": lambda n: (
+        f"{ranks(n.ranks)} {f'has {steps(n.steps)}' if n.steps else 'is there'} twice ({', '.join(n.files)}): the "
+        "later one counts"
+    ),
+    "step_unseen": lambda n: f"{steps(n.steps)} is left out: on {ranks(n.ranks)} {_why(n)}",
+    "step_left_out": lambda n: f"{steps(n.steps)} is left out: {_why(n)}",
+    "step_disturbed": lambda n: f"neither the time of {steps(n.steps)} nor its bubble is told: {_why(n)} ({_FIRST})",
+    "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
+    "first_step_longer": lambda n: (
+        f"{steps(n.steps)} is left out: it took {n.factor:.1f} times as long as the later ones, as a first step does"
+    ),
+    "first_steps": lambda n: f"{steps(n.steps)} left out: the first steps of a job take longer than the others",
+    "opened_by_nsys": lambda n: (
+        f"{steps(n.steps)} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
+    ),
+    "entered_apart": lambda n: (
+        f"the profiler's start before it took {n.ms[0]:.3g} to {n.ms[1]:.3g} ms, so its ranks entered it apart"
+    ),
+    "entered_apart_by_nsys": lambda n: (
+        f"{steps(n.steps)} is the first that nsys recorded after it was opened: ranks began it {n.ms[0]:.3g} ms apart, "
+        f"and the bubble holds that ({_FIRST})"
+    ),
+    # what a stage lacks
+    "modules_without_range": _modules,
+    "combined": "forward and backward run combined: only their sum, compute, is known",
+    "no_passes": lambda n: (
+        f"no microbatch ranges, so only the time of the step is known: {n.said or 'the trace holds none'}"
+    ),
+    "launches_unknown": (
+        "the trace does not say who launched its GPU kernels, so forward and backward are the host's time"
+    ),
+    "kernels_without_launch": ("GPU activities without a launch in the trace belong to no range and are not counted"),
+    "whole_step": ("a whole step is more than its pipeline: its microbatches are reported with the calls inside it"),
+    # why there is no table of passes
+    "no_whole_step": lambda n: "no step was recorded whole" + ("" if n.why is None else f": {clause(n.why)}"),
+    "no_timed_passes": lambda n: n.said or "no step was recorded with the times of its microbatches",
+    "all_disturbed": "every step failed, stood still, or was disturbed by a window",
+    "stages_not_recorded": lambda n: f"{n.count} of {n.of} stages were recorded",
+    "no_step_of_all": "no step was recorded by all ranks of a pipeline",
+    "place_unknown": "the microbatch or the model chunk of a pass is not known",
+    "place_beyond_schedule": "a pass bears a number that its schedule does not have",
+    "schedule_unknown": (
+        "the files do not say which schedule ran, on which model chunks, or with how many microbatches"
+    ),
+    "schedule_refused": lambda n: f"the schedule cannot be rebuilt: {n.said}",
+    "order_differs": _order,
+    # what is not predicted
+    "not_replayed": lambda n: f"not replayed: {_why(n)}",
+    "waits_for_rank": lambda n: (
+        "layouts are not compared: there were too few processor cores for "
+        f"{ranks(n.ranks) if n.ranks else stages(n.stages)}"
+    ),
+    "ranks_stay_slow": lambda n: f"every prediction leaves {ranks(n.ranks)} as slow as now",
+    "nothing_to_change": (
+        "nothing is predicted: a single stage has no other layout, and sequences that could lie otherwise were not "
+        "captured"
+    ),
+    "one_stage": "no layout is predicted: a single stage has no other one",
+    "no_layout": lambda n: f"no other layout is predicted: {_why(n)}",
+    "stage_unknown": lambda n: f"the traces of {stages(n.stages)} do not say what it holds",
+    "stage_too_large": lambda n: f"the traces say that {stages(n.stages)} holds {n.count} layers",
+    "stage_contradicts": lambda n: f"the traces of {stages(n.stages)} contradict themselves about its layers",
+    "no_layers": "the stages hold no decoder layers",
+    "layout_refused": lambda n: f"the captured layout is not one of Megatron's: {n.said}",
+    "no_exchange_time": (
+        "no exchange takes time in the replay: without a common clock of the stages nothing says how long exchanges "
+        "take"
+    ),
+    "replay_off": lambda n: f"the replay is {n.factor:.1%} off the measured step, and every prediction as uncertain",
+    "cores_shared": lambda n: (
+        f"{n.count} ranks share the {counted(n.of, 'physical core')} of a host: another layout changes what every "
+        f"stage costs, so its speedup is uncertain by {n.factor:.0%} more"
+    ),
+    # recordings that megaprof did not make
+    "sends_not_apart": ("send-receive kernels without an annotation of torch's are not told from all-to-all"),
+    "group_unnamed": "some communication names no process group",
+    "sizes_do_not_fit": lambda n: (
+        f"the given sizes do not fit the {n.count} ranks that the recordings tell of: {n.said}"
+    ),
+    "not_1f1b": lambda n: f"the exchanges of {ranks(n.ranks)}'s pipeline group do not follow 1F1B: {_UNTOLD}",
+    "pipelines_differ": lambda n: f"pipelines or steps of different sizes are recorded together: {_UNTOLD}",
+}
