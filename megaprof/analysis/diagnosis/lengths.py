@@ -1,8 +1,8 @@
 """What microbatches take, explained by their sequences: a + b * tokens + c * the sum of the squares of their lengths.
 
 Matrix products take time by tokens, attention by the square of a sequence (Megatron-LM's FLOP formula has both). What
-every pass takes undisturbed is fitted so, for each stage, chunk and kind by itself, with nothing below 0; how much of
-the spread of microbatches that leaves is what nothing of the data explains.
+every pass takes is fitted so, for each stage, chunk and kind by itself, with nothing below 0; how much of the spread of
+microbatches that leaves is what nothing of the data explains.
 """
 
 from __future__ import annotations
@@ -14,14 +14,10 @@ import numpy as np
 
 from megaprof.analysis.diagnosis.examine import Examined
 from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
-from megaprof.analysis.table.table import QUARTILE, Floats
+from megaprof.analysis.table.table import Floats
 
 #: More than half of a spread is most of it.
 MOST = 0.5
-#: Rounds in which a regression quantile settles.
-_REWEIGHTED = 8
-#: Passes of a kind by which it does, at most.
-_SETTLED_BY = 2000
 #: Microbatches that a picture shows at most.
 _SHOWN = 400
 
@@ -117,12 +113,7 @@ def fit(run: Examined) -> Fit | None:
     x = features(work).reshape(-1, 3)
     random = np.random.default_rng(0)
     drawn = random.multinomial(len(x), np.full(len(x), 1.0 / len(x)), size=DRAWS).astype(float)
-    weights = np.concatenate((np.ones((1, len(x))), drawn))
-    if np.ptp(x, axis=0).any():
-        each = [_not_negative(x, own[:, None], weights * _undisturbed(x, own)) for own in y.T]
-    else:  # nothing to tell apart
-        each = [_not_negative(x, y, weights)]
-    found = np.concatenate(each, axis=1).reshape(1 + DRAWS, s, c, k, 3)
+    found = _not_negative(x, y, np.concatenate((np.ones((1, len(x))), drawn))).reshape(1 + DRAWS, s, c, k, 3)
     return Fit(found[0], found[1:], taken(found[0], work))
 
 
@@ -206,18 +197,6 @@ def _explained(measured: Floats, said: Floats) -> Explained:
     return Explained(at, max(at - LEVEL * error, 0.0), min(at + LEVEL * error, 1.0))
 
 
-def _undisturbed(x: Floats, y: Floats) -> Floats:
-    """[n]: weights with which least squares fit the lower quartile of ``y`` [n] by ``x`` [n, 3], as contents are
-    (Koenker and Bassett's regression quantile, by reweighting): what disturbs a pass only adds to it."""
-    some = slice(None, None, -(-len(y) // _SETTLED_BY))
-    weights = np.ones_like(y)
-    for _ in range(_REWEIGHTED):
-        over = y - x @ _not_negative(x[some], y[some, None], weights[None, some])[0, 0]
-        aside = np.where(over > 0.0, QUARTILE, 1.0 - QUARTILE)
-        weights = aside / np.maximum(np.abs(over), 1e-3 * max(float(np.median(y)), 1e-9))
-    return weights
-
-
 def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
     """[draw, q, 3]: least squares of ``y`` [n, q] by ``x`` [n, 3] with weights [draw, n], nothing below 0.
 
@@ -225,8 +204,8 @@ def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
     (the solution of Lawson and Hanson's algorithm, found by looking at all of them).
     """
     x, scale = x / (size := np.maximum(np.abs(x).max(axis=0), 1e-18)), size
-    gram, right = (weights @ (x[:, :, None] * by[:, None]).reshape(len(x), -1) for by in (x, y))
-    gram, right = gram.reshape(-1, 3, 3), right.reshape(len(weights), 3, -1).swapaxes(1, 2)
+    gram = np.einsum("wn,nf,ng->wfg", weights, x, x)
+    right = np.einsum("wn,nf,nq->wqf", weights, x, y)
     best = np.zeros((len(weights), y.shape[1], 3))
     gained = np.zeros((len(weights), y.shape[1]))
     for count in (1, 2, 3):

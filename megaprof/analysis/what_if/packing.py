@@ -1,8 +1,8 @@
 """What if the sequences of a step lay otherwise in its microbatches, and in its replicas.
 
 What passes take by tokens and squares of lengths is known (`diagnosis.lengths`), so a microbatch of other sequences has
-a time. What passes took beyond that, and what makes a rank slow, stays where it was in the step, all of it: fewer
-microbatches are disturbed as long as more were. Every step is replayed with the sequences that it had.
+a time. What a pass took beyond that, and what makes a rank slow, stays where it was. Every step is replayed with the
+sequences that it had.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megaprof.analysis.diagnosis.lengths import Fit, fit, taken
 from megaprof.analysis.diagnosis.policy import LEVEL, REPLAYED
 from megaprof.analysis.simulation.replay import Replay, rescheduled
 from megaprof.analysis.table.table import Floats
-from megaprof.analysis.what_if.changes import Prediction, resliced
+from megaprof.analysis.what_if.changes import Prediction
 
 #: Packings that a person may ask for by name.
 BALANCED, BY_TOKENS, POOLED, LONG_FIRST, LONG_LAST, ALTERNATING, FEWER = PLANS = (
@@ -160,7 +160,7 @@ def _predicted(known: Packed, work: Floats, replay: Replay) -> Laid:
         """What they take with these costs: what single passes took beyond them stays where it was."""
         as_was = taken(cost, before[rows]) if before is not None else found.of_work[rows]
         beside = state.passes[rows] - as_was * slow[rows]
-        beside = resliced(beside, work.shape[2], beside.shape[-1] / work.shape[2])
+        beside = np.moveaxis(np.resize(np.moveaxis(beside, -1, 0), (work.shape[2], *beside.shape[:-1])), 0, -1)
         other: Floats = np.maximum(taken(cost, work[rows]) * slow[rows] + beside, 0.0)
         return other
 
