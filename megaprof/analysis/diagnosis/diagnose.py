@@ -15,7 +15,7 @@ from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
-from megaprof.analysis.table.table import GARBAGE, WAIT, Floats
+from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Cause:
     steps: int
     """How many steps were looked at."""
     since: int | None
-    """The step from which on it is there nearly always, and before it hardly ever; None otherwise."""
+    """The step from which on it is there nearly always, and before it hardly ever or for hardly anything; None
+    otherwise."""
     stage: int | None = None
     """The stage that it is on."""
     stages: tuple[int, ...] = ()
@@ -56,9 +57,9 @@ class Cause:
     the lengths of their sequences explain, with its 90 % interval; ``expert_tokens`` of a slow rank or stage in a
     captured step, ``usual_expert_tokens`` of the others, and ``explained``, the part of its slowness that these can
     explain at most; ``transfer_ms`` of a slow link and ``usual_ms`` of
-    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection; ``waited_ms`` of a step for
-    a processor core, by the rank that waited longest; where that is the reason, apart from what single passes waited,
-    and ``usual_waited_ms`` by the others."""
+    the others; ``late_ms`` of an entry; ``longest_ms`` of garbage collection; ``waited_ms`` for a
+    processor core, by the rank that waited longest, and where that is the reason ``usual_waited_ms`` by the others:
+    these are of a step, inside passes and between them, and averages over all steps."""
     more_steps: int = 0
     """How many more steps would show whether it costs `policy.LEAST`; 0 for one that surely does, and where no report
     looks at so many."""
@@ -241,6 +242,8 @@ def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0)
     table, kind = run.table, term.kind
     there = active(gain / table.length) if term.once or term.ranks else np.ones(len(gain), dtype=bool)
     begins = began(there)
+    if begins and gain[:begins].mean() > QUARTILE * gain[begins:].mean():
+        begins = None  # there before, too, and only cheaper
     if begins:
         there = np.arange(len(there)) >= begins  # what is told of these steps is told since then
     waits = _waits(run, term, there)
@@ -301,21 +304,23 @@ def _parts(term: Term, view: View, there: np.typing.NDArray[np.bool_]) -> dict[s
 
 def _waits(run: Examined, term: Term, there: np.typing.NDArray[np.bool_]) -> dict[str, float]:
     """What the ranks of a term wait for a processor core in a step, where that is at least half of what it takes them
-    longer, more than the others wait; else nothing. What single passes waited is a term of its own."""
+    longer, more than the others wait; else nothing. What single passes waited is a term of its own, and not why. But
+    what a rank waits is told with it: one number of every rank, whatever it is told of."""
     table, own = run.table, run.view if term.replica is None else run.view.of(term.replica)
     if (term.stage is None and not term.ranks) or term.kind == "uneven_microbatches":
         return {}
+    whole, beside = (
+        np.broadcast_to(each.mean(axis=0), table.ranks.shape) for each in (table.waited, table.waited_beside[there])
+    )
     if term.kind == WAIT:
-        return {"waited_ms": float(table.waited[there].mean(axis=0).max())}
+        return {"waited_ms": float(whole.max())}
     before, after = own.state, term.change(own).state
     lost = (before.passes - after.passes)[there].sum(axis=(3, 4, 5)) + (before.entry - after.entry)[there]
     longer = float(lost[..., term.stage].mean(axis=0).max())
     here = np.isin(table.ranks, term.ranks or table.ranks[:, term.stage])
-    waited = np.broadcast_to(table.waited_beside[there].mean(axis=0), table.ranks.shape)
-    if longer <= 0.0 or here.all():
+    if longer <= 0.0 or here.all() or beside[here].max() - np.median(beside[~here]) < MOST * longer:
         return {}
-    most, usual = float(waited[here].max()), float(np.median(waited[~here]))
-    return {"waited_ms": most, "usual_waited_ms": usual} if most - usual >= MOST * longer else {}
+    return {"waited_ms": float(whole[here].max()), "usual_waited_ms": float(np.median(whole[~here]))}
 
 
 def _of_content(term: Term, view: View) -> tuple[str, dict[str, float]]:

@@ -4,8 +4,8 @@ A change is *beyond the spread* when the means differ by more than `NOISE` stand
 The samples are steps; where fewer than `FEWEST` were captured, they are microbatches, for what is known of each
 (forward, backward, and compute as their sum). Where neither is enough, that stays open: None.
 
-Where the second capture ran a layout that the first one's what-if predicted, the prediction stands beside what came of
-it.
+Where the second capture ran a layout that the first one's what-if predicted, the change of the step is divided: what
+the layout was to change, what the machine did meanwhile, and what is left, which is the error of the prediction.
 """
 
 from __future__ import annotations
@@ -14,17 +14,32 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
+from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text.sentences import BASIS
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
+from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.layouts import format_layout
 from megaprof.analysis.what_if.what_if import layout_of
 
 NOISE = 2.0
 FEWEST = 3
+#: Causes that another machine, or its load, would not have. No layout mends them.
+_OF_MACHINE = frozenset(
+    (
+        "processor_wait",
+        "garbage_collection",
+        "stalls",
+        "slow_rank",
+        "slow_link",
+        "late_entry",
+        "data_wait",
+        "host_bound",
+    )
+)
 QUANTITIES = ("forward_ms", "backward_ms", "compute_ms", "bubble_ms")
 
 
@@ -69,7 +84,12 @@ class Kept:
     layout: str
     """As Megatron's ``--pipeline-model-parallel-layout`` writes it."""
     predicted_ms: float
-    """Milliseconds of the step that was predicted."""
+    """Milliseconds of the step that was predicted, on the machine as the first capture found it."""
+    expected_ms: float | None
+    """The same on the machine as the second capture found it: with layers as quick, and as much lost to disturbances,
+    as there. None where a capture does not tell what an undisturbed layer takes."""
+    uncertain_ms: float | None
+    """By how much that may be off: half of its 90 % interval."""
     measured_ms: float
     """Milliseconds of the step that it took, without what closing other windows added to it, as predictions are."""
     before_ms: float
@@ -81,25 +101,32 @@ class Kept:
     high: float
     """The upper end."""
     measured: float
-    """The step before over the step after."""
-    error: float
-    """``predicted_ms`` over ``measured_ms``, minus 1."""
+    """The step before over the step after, whatever changed it."""
+    error: float | None
+    """``expected_ms`` over ``measured_ms``, minus 1."""
     inside: bool | None
-    """Whether ``measured`` is in the interval; None where that spans quicker and slower, so that nothing was
-    predicted."""
+    """Whether ``measured_ms`` is within ``uncertain_ms`` of ``expected_ms``; None where nothing was predicted, because
+    the interval spans quicker and slower, and where what the machine changed is less certain than what was predicted.
+    """
 
     @property
     def told(self) -> str:
         """All of it, a clause."""
-        came = f"{words.number(self.measured_ms)} ms instead of {words.number(self.before_ms)} ms"
-        measured = f"measured {self.measured:.2f} times as fast ({came})"
         predicted = f"{words.speedup(self.predicted, (self.low, self.high))} times as fast"
-        if self.inside is None:
+        measured = f"measured {self.measured:.2f} times as fast"
+        if self.low <= 1.0 <= self.high:
             return f"{self.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
-        return (
-            f"{self.what}: predicted {predicted} ({words.number(self.predicted_ms)} ms), {measured}: the prediction is "
-            f"{words.percent(self.error, sign=True)} off, {'inside' if self.inside else 'outside'} its interval"
-        )
+        steps = f"{words.number(self.before_ms)} → {words.number(self.predicted_ms)} ms"
+        text = f"{self.what}: predicted {predicted} ({steps}), {measured} ({words.number(self.measured_ms)} ms)"
+        if self.expected_ms is None or self.uncertain_ms is None or self.error is None:
+            return f"{text}; what of that the machine changed is not known"
+        ends = self.expected_ms - self.uncertain_ms, self.expected_ms + self.uncertain_ms
+        text += "; with layers as quick and steps as disturbed as in the second capture, the prediction is "
+        text += f"{words.within(self.expected_ms, ends)} ms"
+        if self.inside is None:
+            return f"{text}: too uncertain to judge it by"
+        off = f"{words.percent(self.error, sign=True)} off"
+        return f"{text}: {off}, {'inside' if self.inside else 'outside'} its interval"
 
 
 @dataclass(frozen=True)
@@ -131,7 +158,7 @@ class TargetDiff:
         """What costs most before and after, and whether the machine is the same, clauses."""
         causes = f"causes: {self.verdict_before} → {self.verdict_after}"
         if self.layer is None:
-            return (causes,)
+            return causes, "what an undisturbed layer takes is not known of both captures, nor what the machine changed"
         layer = f"{words.number(self.layer.before)} → {words.number(self.layer.after)} ms"
         return (
             causes,
@@ -195,6 +222,7 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
     old = {stage.pp: stage for stage in first.stages}
     new = {stage.pp: stage for stage in second.stages}
     alike = first.microbatches is not None and first.microbatches == second.microbatches
+    layer = _layer(before, after)
     return TargetDiff(
         target=first.target,
         role=first.role,
@@ -202,9 +230,9 @@ def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
         stages=tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys())),
         verdict_before=before.in_brief().text,
         verdict_after=after.in_brief().text,
-        layer=_layer(before, after),
-        prediction=_kept(before, after) if alike and first.sizes.pp == second.sizes.pp else None,
-        notes=(*_withheld(before, after), *_notes(first, second)),
+        layer=layer,
+        prediction=_kept(before, after, layer) if alike and first.sizes.pp == second.sizes.pp else None,
+        notes=(*_withheld(before, after), *_notes(first, second), *_said(before, after)),
     )
 
 
@@ -222,7 +250,7 @@ def _of_a_layer(target: TargetReport) -> float | None:
     return sum(cost.forward_ms + cost.backward_ms for cost in each) / len(fitted.kinds)
 
 
-def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
+def _kept(before: TargetReport, after: TargetReport, layer: Change | None) -> Kept | None:
     """Both steps are without what closing other windows added to them, as predictions are."""
     pieces, old, new = layout_of(after.measured), before.diagnosis, after.diagnosis
     if pieces is None or pieces == layout_of(before.measured) or old is None or new is None:
@@ -232,21 +260,45 @@ def _kept(before: TargetReport, after: TargetReport) -> Kept | None:
     layout = format_layout(pieces)
     for each in before.what_if.candidates:
         if each.layout == layout:
-            measured = old.step_ms / new.step_ms
+            expected, uncertain = _expected(each, old, new, layer)
+            judged = each.tells and uncertain is not None and uncertain < abs(old.step_ms - each.step_ms)
             return Kept(
                 what=name_of(each, before.what_if),
                 layout=layout,
                 predicted_ms=each.step_ms,
+                expected_ms=expected,
+                uncertain_ms=uncertain,
                 measured_ms=new.step_ms,
                 before_ms=old.step_ms,
                 predicted=each.speedup,
                 low=each.low,
                 high=each.high,
-                measured=measured,
-                error=each.step_ms / new.step_ms - 1.0,
-                inside=each.low <= measured <= each.high if each.tells else None,
+                measured=old.step_ms / new.step_ms,
+                error=None if expected is None else expected / new.step_ms - 1.0,
+                inside=abs(expected - new.step_ms) <= uncertain if judged and expected and uncertain else None,
             )
     return None
+
+
+def _expected(
+    each: Prediction, old: Diagnosis, new: Diagnosis, layer: Change | None
+) -> tuple[float | None, float | None]:
+    """What a prediction comes to on another machine, in milliseconds, and by how much that may be off. A prediction
+    keeps what disturbs the step as it was; the rest of it takes as many times as long as a layer does."""
+    if layer is None or not layer.before or not layer.after:
+        return None, None
+    slower = layer.after / layer.before
+    (first, of_first), (second, of_second) = _disturbed(old), _disturbed(new)
+    reach = (each.step_ms * (each.speedup / end - 1.0) for end in (each.low, each.high) if end > 0.0)
+    of_layout = max(map(abs, reach), default=math.inf)
+    expected = (each.step_ms - first) * slower + second
+    return expected, math.hypot(of_layout * slower, of_first * slower, of_second)
+
+
+def _disturbed(found: Diagnosis) -> tuple[float, float]:
+    """Milliseconds of a step that go to what comes from the machine, and half of their interval."""
+    prices = [cause.price for cause in found.causes if cause.kind in _OF_MACHINE]
+    return sum(each.ms for each in prices) + found.rest_ms, math.hypot(*((p.high - p.low) / 2 for p in prices))
 
 
 def _withheld(before: TargetReport, after: TargetReport) -> Iterator[str]:
@@ -258,6 +310,17 @@ def _withheld(before: TargetReport, after: TargetReport) -> Iterator[str]:
     for where, reason in (("first", first), ("second", second)):
         if reason is not None:
             yield f"no cause of lost time is named in the {where} capture: {reason.text}"
+
+
+def _said(before: TargetReport, after: TargetReport) -> Iterator[str]:
+    """Of which steps the causes and predictions are, and what each report warns of."""
+    first, second = (
+        [*filter(None, [each.basis]), *(note.text for note in (*each.measured.warnings, *each.what_if.warnings))]
+        for each in (before, after)
+    )
+    yield from (f"both captures: {each}" for each in first if each in second)
+    for where, own, other in (("first", first, second), ("second", second, first)):
+        yield from (f"{where} capture: {each}" for each in own if each not in other)
 
 
 def _notes(before: TargetStages, after: TargetStages) -> list[str]:

@@ -13,7 +13,7 @@ from megaprof.analysis.stages.stages import counted
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share, parts
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
-from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, Floats, RankSteps, Table, Unfit
+from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call, ModuleKey, grouped
 from megaprof.analysis.trace.gpu import together
 from megaprof.analysis.trace.intervals import covered, intersection, intervals
@@ -69,7 +69,9 @@ def _table(key: Key, calls: list[Call]) -> Table:
 def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> RankSteps:
     metadata = calls[0].metadata
     shape = (len(calls), schedule.chunks, len(schedule.kinds), schedule.microbatches)
-    start, end, compute, waited = (np.full(shape, np.nan) for _ in range(4))
+    start, end, compute = (np.full(shape, np.nan) for _ in range(3))
+    known = [group for group in _INSIDE if any(call.exposed_ns[group] for call in calls)]
+    exposed = {group: np.zeros(shape) for group in known}
     idle, collected = np.zeros(shape), np.zeros(shape)
     of_host = compute if calls[0].gpu is None else idle  # what the host holds up
     sequences, work = _sequences(calls), np.full((len(calls), schedule.microbatches, 3), np.nan)
@@ -90,7 +92,9 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
                 length, part = last - each.start, (behind - first) * _MS
                 start[at] = (each.start - origin + first * length) * _MS
                 end[at] = (each.start - origin + behind * length) * _MS
-                idle[at], compute[at], waited[at] = idled * part, each.compute_ns * part, each.exposed_ns * part
+                idle[at], compute[at] = idled * part, each.compute_ns * part
+                for group, of_group in exposed.items():
+                    of_group[at] = each.exposed.get(group, 0) * part
                 collected[at] = garbage * part
                 of_host[at] -= garbage * part
     queued, windows = np.zeros(len(calls)), []
@@ -114,7 +118,7 @@ def _rank(calls: Sequence[Call], schedule: PipelineSchedule, origin: int) -> Ran
         idle=idle,
         waited=queued,
         held={kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()},
-        exposed=_exposed(calls, waited),
+        exposed=exposed,
         enter=np.array([(call.extent[0] - origin) * _MS for call in calls]),
         reduced=np.array([_reduced(call, origin) for call in calls]),
         work=work,
@@ -149,13 +153,6 @@ def _experts(calls: Sequence[Call]) -> float:
     """Tokens of all of a rank's experts in the first call of a window, on average; NaN without any."""
     told = {call.source: sum(own) for call in calls if (own := call.metadata.expert_tokens) is not None}
     return float(np.mean([*told.values()])) if told else np.nan
-
-
-def _exposed(calls: Sequence[Call], waited: Floats) -> dict[str, Floats]:
-    """Exposed communication of every pass, divided among groups as that of its whole call is."""
-    share = {group: np.array([float(call.exposed_ns[group] or 0) for call in calls]) for group in _INSIDE}
-    total = np.maximum(sum(share.values()), 1.0)
-    return {group: waited * (own / total)[:, None, None, None] for group, own in share.items() if own.any()}
 
 
 def _unfed(call: Call) -> tuple[list[int], list[int]]:

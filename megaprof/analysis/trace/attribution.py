@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.trace.gpu import Activities
-from megaprof.analysis.trace.groups import AXES, COMPUTE, OTHER, PP, UNKNOWN, USES, parallel_of
+from megaprof.analysis.trace.groups import AXES, COMPUTE, INSIDE, OTHER, PP, UNKNOWN, USES, parallel_of
 from megaprof.analysis.trace.intervals import (
     Intervals,
     covered,
@@ -33,7 +33,7 @@ _Rows = npt.NDArray[np.bool_]
 _NOBODY = -1
 _ALL = slice(None)
 #: Communication without which a pass cannot go on; gradients are reduced beside it, and exchanges come between passes.
-_IN_PASSES = [USES.index(group) for group in ("tp", "ep", "cp")]
+_OF_PASSES = [USES.index(group) for group in INSIDE]
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class Attribution:
     """The end of its last activity."""
     compute: list[int]
     """Of every pass: how long the GPU was busy with anything but communication."""
-    exposed: list[int]
-    """Of every pass: communication, not of the pipeline, while nothing computed."""
+    exposed: list[dict[str, int]]
+    """Of every pass: communication while nothing computed, by `groups.USES` without the pipeline's."""
     extents: Intervals
     """Of every pass: from its first kernel to its last, shape ``[passes, 2]``; zeros for one without kernels."""
     exposed_by: dict[str, int]
@@ -91,7 +91,9 @@ def attribute(
     compute = own & (use == COMPUTE)
     communication = {name: gpu.spans[own & (use == index)] for index, name in enumerate(USES) if index != COMPUTE}
     exposed_by = {name: total(difference(union(spans), computing)) for name, spans in communication.items()}
-    inside = compute & gpu.kernel | own & np.isin(use, _IN_PASSES)
+    beside = {name: own & (use == index) for index, name in enumerate(USES) if index not in (COMPUTE, PP)}
+    exposed = [_per_owner(owner, rows, gpu.spans, len(passes), hidden_by=computing) for rows in beside.values()]
+    inside = compute & gpu.kernel | own & np.isin(use, _OF_PASSES)
     extents = _extents(gpu, owner, inside, len(passes))
     rows = extents[extents[:, 1] > extents[:, 0]]
     work = union(np.concatenate((gpu.spans[compute | alone], rows)))
@@ -109,7 +111,7 @@ def attribute(
         start=start,
         end=end,
         compute=_per_owner(owner, compute, gpu.spans, len(passes)),
-        exposed=_per_owner(owner, alone, gpu.spans, len(passes), hidden_by=computing),
+        exposed=[dict(zip(beside, each, strict=True)) for each in zip(*exposed, strict=True)],
         extents=extents,
         exposed_by=exposed_by,
         undecided=undecided,

@@ -7,7 +7,7 @@ several of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple, TypeVar
@@ -194,10 +194,13 @@ def _call(trace: Trace, outer: TracedRange, step: int, index: int, exposed: Inte
         busy = gpu.busy
         split, reasons = _split_gpu(metadata, gpu)
     else:
-        waited = covered(exposed, times_of(passes)).tolist()
-        phases = tuple(_phase(r, metadata, ns) for r, ns in zip(passes, waited, strict=True))
+        of_groups, apart = _inside(trace, passes)
+        exposed_ns = {group: covered(alone, times_of(passes)).tolist() for group, alone in of_groups.items()}
+        phases = tuple(
+            _phase(r, metadata, {group: each[n] for group, each in exposed_ns.items()}) for n, r in enumerate(passes)
+        )
         busy = union(times_of(passes + finalizing))
-        split, reasons = _split(trace, passes, finalize)
+        split, reasons = _split(trace, phases, finalize, apart)
     call = Call(
         label=label,
         step=step,
@@ -245,7 +248,11 @@ def _emptied(call: Call, unseen: Note) -> Call:
 
 
 def _phase(
-    r: TracedRange, metadata: Metadata, exposed_ns: int, gpu_ns: int | None = None, gpu: tuple[int, int] | None = None
+    r: TracedRange,
+    metadata: Metadata,
+    exposed: Mapping[str, int],
+    gpu_ns: int | None = None,
+    gpu: tuple[int, int] | None = None,
 ) -> MeasuredPass:
     start, end = gpu or (r.start, r.end)
     chunk, microbatch = r.name.fields.get("bchunk"), r.name.fields.get("bmb")
@@ -258,13 +265,13 @@ def _phase(
         end=end,
         rank=metadata.coords.rank,
         host=(r.start, r.end),
-        exposed_ns=exposed_ns,
+        exposed=exposed,
         gpu_ns=gpu_ns,
         backward=None if chunk is None or microbatch is None else PassId(ranges.BACKWARD, chunk, microbatch),
     )
 
 
-def _gpu_times(gpu: Attribution) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
+def _gpu_times(gpu: Attribution) -> Iterator[tuple[dict[str, int], int, tuple[int, int] | None]]:
     for exposed, compute, (start, end) in zip(gpu.exposed, gpu.compute, gpu.extents.tolist(), strict=True):
         yield exposed, compute, (start, end) if end > start else None
 
@@ -297,8 +304,40 @@ def _split_gpu(metadata: Metadata, gpu: Attribution) -> tuple[dict[str, int | No
     return split, reasons
 
 
-def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tuple[dict[str, int | None], list[Note]]:
-    """Exposed communication by group, by elimination: gloo's events do not name their group."""
+def _inside(trace: Trace, passes: list[TracedRange]) -> tuple[dict[str, Intervals], list[tuple[str, ...]]]:
+    """When collectives of passes were exposed, by group and disjoint, by elimination: gloo's events do not name their
+    group. And of each that may be of several groups, and so is ``unknown``, which these are.
+
+    Where no group that may use it has more than one rank it is no communication: nobody else takes part.
+    """
+    sizes, passing = trace.metadata.sizes, union(times_of(passes))
+    within = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
+    even = _even(passes, within)
+
+    def users_of(collective: Collective) -> tuple[str, ...]:
+        possible = _USERS.get(collective.operation, _ANY_USER)
+        present = [group for group in possible if getattr(sizes, group) > 1]
+        if even and len(present) > 1 and "dp" in present:
+            present.remove("dp")
+        return tuple(present)
+
+    found: dict[str, Intervals] = {}
+    several, hidden = [], trace.compute
+    for users, collectives in grouped(within, users_of).items():
+        if not users:
+            continue
+        group = users[0] if len(users) == 1 else "unknown"
+        several += [users] if len(users) > 1 else []
+        alone = difference(union(times_of(collectives)), hidden)
+        found[group] = union(np.concatenate((found[group], alone))) if group in found else alone
+        hidden = union(np.concatenate((hidden, alone)))
+    return found, several
+
+
+def _split(
+    trace: Trace, passes: Sequence[MeasuredPass], finalize: Intervals, apart: Sequence[tuple[str, ...]]
+) -> tuple[dict[str, int | None], list[Note]]:
+    """Exposed communication by group. ``apart``: groups of which nothing tells whose it is."""
     sizes = trace.metadata.sizes
     split: dict[str, int | None] = dict.fromkeys(GROUPS, 0)
     reasons: list[Note] = []
@@ -313,26 +352,11 @@ def _split(trace: Trace, passes: list[TracedRange], finalize: Intervals) -> tupl
         split.update(dict.fromkeys((*parallel_of(AXES, sizes), "unknown")))
         reasons.append(Note("exposed_unknown"))
         return split, reasons
-    passing = union(times_of(passes))
-    within = list(compress(trace.collectives, covered(passing, times_of(trace.collectives))))
-    even = _even(passes, within)
-
-    def users_of(collective: Collective) -> tuple[str, ...]:
-        possible = _USERS.get(collective.operation, _ANY_USER)
-        present = [group for group in possible if getattr(sizes, group) > 1]
-        if even and len(present) > 1 and "dp" in present:
-            present.remove("dp")
-        return tuple(present)
-
-    for users, collectives in grouped(within, users_of).items():
-        if len(users) == 1 and (known := split[users[0]]) is not None:
-            alone = difference(union(times_of(collectives)), trace.compute)
-            split[users[0]] = known + int(covered(alone, passing).sum())
-        elif len(users) > 1:
-            split.update(dict.fromkeys(users))
-            alone = difference(union(times_of(collectives)), trace.compute)
-            split["unknown"] = (split["unknown"] or 0) + int(covered(alone, passing).sum())
-            reasons.append(Note("groups_not_apart", names=users))
+    for group in {group for each in passes for group in each.exposed}:
+        split[group] = (split[group] or 0) + sum(each.exposed.get(group, 0) for each in passes)
+    for users in apart:
+        split.update(dict.fromkeys(users))
+        reasons.append(Note("groups_not_apart", names=users))
     return split, reasons
 
 

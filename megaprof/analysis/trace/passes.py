@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from megaprof.parallel.schedules import PassId
@@ -55,8 +56,8 @@ class MeasuredPass(Pass[int]):
 
     host: tuple[int, int] = (0, 0)
     """When the host was in it: `start` and `end`, where no GPU was captured."""
-    exposed_ns: int = 0
-    """The part in which a collective ran and nothing computed."""
+    exposed: Mapping[str, int] = field(default_factory=dict)
+    """The part in which a collective ran and nothing computed, by `groups.USES` without the pipeline's."""
     gpu_ns: int | None = None
     """How long the GPU computed for it; None where no GPU was captured."""
     backward: PassId | None = None
@@ -66,6 +67,11 @@ class MeasuredPass(Pass[int]):
     def duration_ns(self) -> int:
         """The host's time."""
         return self.host[1] - self.host[0]
+
+    @property
+    def exposed_ns(self) -> int:
+        """The part in which a collective ran and nothing computed."""
+        return sum(self.exposed.values())
 
     @property
     def compute_ns(self) -> int:

@@ -185,6 +185,15 @@ def test_a_timeline_takes_from_a_trace_what_passes_lose_inside(tmp_path: Path) -
     assert beside(traced, traced) is traced
 
 
+def test_what_passes_lose_to_a_group_is_its_own_and_not_that_of_others(tmp_path: Path) -> None:
+    calls = calls_of(Scenario("exposed", exposed={"tp": 0.2, "dp": 0.1}, microbatches=4, dp=2), tmp_path)
+    (table,) = tables_of_calls(calls).values()
+    assert isinstance(table, Table)
+    assert table.exposed.keys() == {"tp"}
+    of_calls = sum(call.exposed_ns["tp"] or 0 for call in calls) / 1e6
+    assert table.exposed["tp"].sum() == pytest.approx(of_calls, rel=0.01)
+
+
 def test_two_traced_steps_of_all_ranks_do_not_replace_a_run(tmp_path: Path) -> None:
     write_timelines(tmp_path, WorldLayout(ParallelSizes.of(4, pp=4)), steps=20, microbatches=8)
     run = table_in(tmp_path)

@@ -105,6 +105,9 @@ def test_what_is_wrong_with_a_capture_is_said(tmp_path):
     diff = compare(whole, half)
     assert diff.warnings == tuple(f"second capture: {each.text}" for each in half.warnings)
     assert any("it is empty" in each for each in diff.warnings)
+    of_target = half.targets[0]
+    for each in (*of_target.warnings, *of_target.what_if.warnings):
+        assert any(note.endswith(f"capture: {each.text}") for note in only(diff).notes)
     named = "no cause of lost time is named"
     assert any(note.startswith(f"{named} in the second capture: 1 of 2 stages") for note in only(diff).notes)
     assert compare(whole, read(document(half))).warnings == diff.warnings
@@ -159,11 +162,19 @@ def test_a_layout_that_was_predicted_stands_beside_what_came_of_it(tmp_path):
     assert (kept.predicted, kept.predicted_ms) == (predicted.speedup, predicted.step_ms)
     times = [each.targets[0].diagnosis.step_ms for each in (before, after)]
     assert (kept.measured, kept.measured_ms) == (times[0] / times[1], times[1])
-    assert kept.error == pytest.approx(kept.predicted_ms / kept.measured_ms - 1)
+    assert kept.error == pytest.approx(kept.expected_ms / kept.measured_ms - 1)
     assert abs(kept.error) < 0.02
-    assert only(compare(before, slower)).prediction.inside is False
+    machine = only(compare(before, slower))
+    assert machine.prediction.inside is True, "layers take longer there: the prediction is not to blame"
+    assert machine.prediction.expected_ms > (1.0 + 0.8 * machine.layer.change) * machine.prediction.predicted_ms
+    assert abs(machine.prediction.error) < 0.02
+    wrong = document(before)
+    for each in wrong["targets"][0]["what_if"]["candidates"]:
+        each["step_ms"] *= 0.8
+    wrong = compare(read(wrong), after)
+    assert only(wrong).prediction.inside is False
     sink = io.StringIO()
-    show_diff(compare(before, slower), Console(file=sink, width=200))
+    show_diff(wrong, Console(file=sink, width=400))
     assert "4+4 layers: predicted 1.4" in sink.getvalue()
     assert "outside its interval" in sink.getvalue()
     unsure = document(before)
@@ -172,6 +183,28 @@ def test_a_layout_that_was_predicted_stands_beside_what_came_of_it(tmp_path):
     kept = only(compare(read(unsure), after)).prediction
     assert kept.inside is None, "1.4, from 0.9 on, predicts nothing, whatever comes"
     assert "could not be predicted" in kept.told
+
+
+def test_what_disturbed_one_capture_alone_is_none_of_the_layout(tmp_path):
+    """The first capture lost 300 ms of every step to waiting for cores, and the second one nothing."""
+    found = []
+    for number, layers in enumerate(((6, 2), (4, 4))):
+        write(Scenario("job", layers=layers, gpu=False, noise=0.005, steps=2), tmp_path / str(number))
+        found.append(analyze(tmp_path / str(number)))
+    before, after = found
+    plain = only(compare(before, after)).prediction
+    for width, inside in ((1.0, True), (1000.0, None)):
+        (disturbed,) = (saved := document(before))["targets"]
+        diagnosis = disturbed["diagnosis"]
+        diagnosis["step_ms"] += 300.0
+        price = {"ms": 300.0, "low": 300.0 - width, "high": 300.0 + width}
+        diagnosis["causes"].append({**diagnosis["causes"][0], "kind": "processor_wait", "price": price})
+        for each in disturbed["what_if"]["candidates"]:
+            each["step_ms"] += 300.0
+        kept = only(compare(read(saved), after)).prediction
+        assert kept.measured > 1.2 * plain.measured
+        assert (kept.expected_ms, kept.error) == pytest.approx((plain.expected_ms, plain.error))
+        assert kept.inside is inside, "an uncertain disturbance leaves open what the layout did"
 
 
 def test_a_prediction_is_compared_with_steps_of_its_own_kind(tmp_path):

@@ -254,6 +254,16 @@ class TestExposedCommunication:
             call = self.call(tmp_path, {group: 2})
             assert {g: ns for g, ns in call.exposed_ns.items() if ns} == {group: 3_000_000}
 
+    def test_a_group_of_one_rank_communicates_with_nobody(self, tmp_path):
+        call = self.call(tmp_path, {"pp": 2})
+        assert [each.compute_ns for each in call.phases] == [10_000_000]
+
+    def test_what_passes_lose_is_told_by_group(self, tmp_path):
+        collectives = [("gloo:all_to_all", 4, 3), ("gloo:all_reduce", 7, 1)]
+        call = self.call(tmp_path, {"ep": 2, "dp": 2}, collectives)
+        assert call.phases[0].exposed == {"ep": 3_000_000, "unknown": 1_000_000}
+        assert (call.exposed_ns["ep"], call.exposed_ns["unknown"]) == (None, 1_000_000)
+
     def test_several_possible_groups_get_none_of_it_but_compute_is_known(self, tmp_path):
         call = self.call(tmp_path, {"tp": 2, "cp": 2})
         assert (call.exposed_ns["tp"], call.exposed_ns["cp"], call.exposed_ns["ep"]) == (None, None, 0)

@@ -118,7 +118,7 @@ def _name(cause: Cause) -> str:
     if cause.link is not None:
         return f"{kind} {cause.link[0]}-{cause.link[1]}"
     if cause.group is not None:
-        return f"exposed {cause.group} communication"
+        return "exchanges between stages" if cause.group == "pp" else f"exposed {cause.group} communication"
     if cause.kind == "slow_chunk":
         return f"slow chunk {cause.chunk} of stage {cause.stage}"
     of = cause.stages or (() if cause.stage is None or cause.kind == "data_wait" else (cause.stage,))
@@ -134,9 +134,7 @@ def evidence(cause: Cause, measured: TargetStages) -> str:
         return text
     who = ranks(cause.ranks, _MOST) if cause.ranks else f"stage {cause.stage}"
     waited, usual = _part(cause, "waited_ms"), _part(cause, "usual_waited_ms")
-    return (
-        f"{text} Apart from single passes, {who} waited {waited} a step for a processor core, and the others {usual}."
-    )
+    return f"{text} On average {who} waited {waited} a step for a processor core, and the others {usual}."
 
 
 def price(cause: Cause, diagnosis: Diagnosis) -> str:
@@ -159,7 +157,10 @@ def basis(measured: TargetStages, diagnosis: Diagnosis, *, captured: bool) -> st
     step, closed = milliseconds(diagnosis.step_ms), milliseconds(diagnosis.closing_ms)
     if not captured:
         return f"causes: from {counted(diagnosis.steps, 'step')} of the run, {step} on average"
-    until = ", until its longest replica is done" if diagnosis.step_ms > measured.step_ms else ", until its last pass"
+    reduced = not measured.forward_only and measured.sizes.dp * measured.sizes.cp > 1
+    until = "" if reduced else ", until its last pass"
+    if diagnosis.step_ms > measured.step_ms:
+        until = ", until its longest replica is done"
     without = f", without {closed} in which megaprof closed the previous window" if diagnosis.closing_ms else ""
     return f"causes and predictions: of {step} a step{until}{without}"
 
@@ -344,18 +345,18 @@ def _uneven(cause: Cause, measured: TargetStages) -> str:
         text = f"On stage {cause.stage} some microbatches take longer than others, and the pipeline waits for them."
     else:
         text = "Microbatches differ in their work, alike on all stages, and the pipeline waits for the long ones."
-    return f"{text} {_because(cause)}"
+    return f"{text} {_because(cause, measured)}"
 
 
 def _unequal(cause: Cause, measured: TargetStages) -> str:
-    wait = "the step lasts until the one that has the most is done"
+    wait = "the step lasts until the slowest one is done"
     if not measured.forward_only:
-        wait = "all wait in the gradient reduction for the one that has the most"
-    text = f"The replicas get unequal work{_when(cause)}, and {wait}. {_because(cause)}"
+        wait = "all wait in the gradient reduction for the slowest one"
+    text = f"Some replicas take longer than others{_when(cause)}, and {wait}. {_because(cause, measured)}"
     return text if cause.reason == "machine" else f"{text} Spread long sequences evenly over the replicas of a step."
 
 
-def _because(cause: Cause) -> str:
+def _because(cause: Cause, measured: TargetStages) -> str:
     """Whether the data are why some take longer."""
     if "explained" not in cause.parts:
         return "Nothing that was recorded says whether their sequences differ in length."
@@ -363,12 +364,15 @@ def _because(cause: Cause) -> str:
     share = (
         f"The lengths of their sequences explain {percent(at)} ({percent(low)} to {percent(high)}) of the difference"
     )
+    held = [chunk.holds.kinds if chunk.holds else None for stage in measured.stages for chunk in stage.chunks]
+    experts = any(kinds is None or "moe" in kinds for kinds in held)
+    why = "a machine, or experts that get more tokens than others" if experts else "a machine"
     if high == 0.0:
-        return "Their lengths explain nothing of it: it is a machine, or experts that get more tokens than others."
+        return f"The lengths of their sequences explain nothing of it, so the reason is {why}."
     if cause.reason == "data":
         return f"{share}: it is the data."
     if cause.reason == "machine":
-        return f"{share}: it is not the data, but a machine, or experts that get more tokens than others."
+        return f"{share}: it is not the data, but {why}."
     return f"{share}: whether it is the data is not sure."
 
 
@@ -421,8 +425,10 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
 
 def _processor(cause: Cause, measured: TargetStages) -> str:
     several, waited = len(cause.ranks) > 1, f"{_part(cause, 'waited_ms')} a step"
+    average = "" if cause.share == 1.0 else " on average over all of them"
     longest = f"rank {cause.ranks[0]} longest, {waited}" if several else waited
-    return f"{_capital(_who(cause))} {'wait' if several else 'waits'} for a processor core{_when(cause)}, {longest}."
+    wait = "wait" if several else "waits"
+    return f"{_capital(_who(cause))} {wait} for a processor core{_when(cause)}, {longest}{average}."
 
 
 def _filling(cause: Cause, measured: TargetStages) -> str:
