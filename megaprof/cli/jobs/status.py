@@ -165,7 +165,8 @@ def _pace(target: str, role: str | None, statuses: dict[int, RankStatus]) -> str
     every = _median([call.seconds for call in calls], 1e3)
     recent = [each.recent for each in statuses.values() if each.recent is not None]
     takes = _median([each.step_ms for each in recent if (each.target, each.role) == (target, role)])
-    return (f", takes {takes} ms" if takes != "-" else "") + (f", one every {every} ms" if every != "-" else "")
+    told = [*([f"takes {takes} ms"] if takes != "-" else []), *([f"one every {every} ms"] if every != "-" else [])]
+    return f", {', '.join(told)} (medians)" if told else ""
 
 
 def _said(view: View) -> Iterator[str]:
@@ -209,6 +210,8 @@ def _table(view: View) -> Iterator[str]:
         yield "  ".join((*cells, row[5]))[:160]
     if len(groups) > _LINES:
         yield f"... and {len(groups) - _LINES} more stages"
+    if any(each.step_ms is not None for each in view.statuses.values()):
+        yield "Times are medians of each rank's last steps."
 
 
 def _where(members: list[RankStatus], now: float) -> str:

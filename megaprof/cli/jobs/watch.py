@@ -163,10 +163,11 @@ def _table(job: RunningJob) -> RenderableType:
     parts = [
         counted(job.run.world, "rank") + ("" if look.heard == job.run.world else f", {look.heard} of them answering"),
         f"step {_number(summary.step_ms)} ms",
-        f"imbalance {_number(summary.imbalance, 2)}"
-        + (f" (last {counted(summary.recent, 'step')})" if summary.recent else ""),
+        f"imbalance {_number(summary.imbalance, 2)}",
         f"bubble {_percent(summary.bubble_fraction)}",
     ]
+    if summary.recent:
+        parts.append(f"medians of the last {counted(summary.recent, 'step')}")
     if len(summary.stages) > _LINES:
         parts.append(f"{len(summary.stages) - _LINES} more stages")
     lines: list[RenderableType] = [table, ", ".join(parts)]

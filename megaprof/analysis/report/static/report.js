@@ -177,6 +177,7 @@
       const begin = this.x(row.span[0]), finish = this.x(row.span[1]);
       pen.fillStyle = look.pattern;
       pen.fillRect(begin, top, finish - begin, tall);
+      this.enters(pen, row, look, begin, top, tall);
       const first = firstFrom(boxes.start, this.from - this.longest[index]);
       const behind = firstFrom(boxes.start, this.to);
       // Exchanges are waiting more than moving: a thin line over the bubble.
@@ -209,6 +210,16 @@
       }
       this.outline(pen, row, index, look, first, behind, top, tall);
       pen.restore();
+    }
+
+    // What the blank before a rank's part of the step is, where there is room for it.
+    enters(pen, row, look, begin, top, tall) {
+      const text = `enters after ${time(row.span[0])}`;
+      pen.font = Math.min(11, tall - 2) + "px " + look.font;
+      if (tall < 12 || Math.min(begin, this.left + this.width) - this.left < pen.measureText(text).width + 12) return;
+      pen.fillStyle = look.colour("muted");
+      pen.textAlign = "right";
+      pen.fillText(text, Math.min(begin, this.left + this.width) - 6, top + tall / 2 + 0.5);
     }
 
     label(pen, look, ink, microbatch, x, right, top, tall) {
@@ -252,7 +263,8 @@
       const row = this.rows[hit.row], boxes = row.boxes;
       const lines = [`stage ${row.stage}` + (row.rank === null ? "" : `, rank ${row.rank}`)];
       if (hit.box < 0) {
-        lines.unshift(hit.us < row.span[0] || hit.us > row.span[1] ? "outside its step" : "bubble");
+        const early = `not in the step yet: it enters after ${time(row.span[0])}`;
+        lines.unshift(hit.us < row.span[0] ? early : hit.us > row.span[1] ? "through with the step" : "bubble");
         lines.push(`at ${time(hit.us)}`);
         return lines;
       }

@@ -179,7 +179,7 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "none_fits":
         return f"no layout that fits is better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return "no other layout is surely better"
+        return f"whether {name} would be quicker is not sure: {times}; more steps would not tell"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
