@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print who keeps the job waiting. Raises CommandError where no dump can be read."""
-    from megaprof.analysis.collectives.sentences import sentences
+    from megaprof.analysis.report.text.hang import sentences
 
     if (arguments.dir / CONTROL).is_dir():
         hang, others = _of_job(arguments.dir, arguments.role)

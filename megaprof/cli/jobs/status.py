@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang, hang_of_job
-from megaprof.analysis.collectives.sentences import sentences
+from megaprof.analysis.report.text.hang import sentences
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS

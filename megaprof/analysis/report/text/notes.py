@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from megaprof.analysis.clocks.clocks import Alignment, Clock
 from megaprof.analysis.notes import Kind, Note
-from megaprof.analysis.stages.words import counted, ranks, spans, stages, steps
+from megaprof.analysis.report.text.words import counted, ranks, spans, stages, steps
 from megaprof.formats import graphs
 from megaprof.formats.phrases import listed
 
