@@ -217,6 +217,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "exchanges is known"
     ),
     "exposed_unknown": ("exposed communication is not measured: the trace does not say who launched its GPU kernels"),
+    "in_flight_unreadable": lambda n: f"what {ranks(n.ranks)} has in flight cannot be read: {n.said}",
+    "group_differs": lambda n: f"ranks do not agree who is in {n.names[0]} ({n.names[1]}): {' or '.join(n.names[2:])}",
     # clocks
     "host_contradicted": lambda n: (
         f"{_contradicted(n)}, and no other clocks would explain that: the traces are of different runs"
