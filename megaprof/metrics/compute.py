@@ -130,7 +130,7 @@ def summarise(run: RunRecord, statuses: Iterable[RankStatus]) -> Summary:
         step_ms=_median([status.step_ms for status in everyone]),
         imbalance=None if mean is None or slowest is None else known[slowest] / mean,
         slowest_stage=slowest,
-        bubble_fraction=_median([_bubble(members) for members in of_stage.values()]) if mean is not None else None,
+        bubble_fraction=_median([_bubble(stage) for stage in stages]) if mean is not None else None,
         straggler=straggler,
         straggler_ratio=ratio,
         recent=max((status.recent.steps for status in everyone if status.recent is not None), default=None),
@@ -156,15 +156,11 @@ def _stage(pp: int, members: Sequence[RankStatus], compute: float | None, mean: 
     )
 
 
-def _bubble(members: Sequence[RankStatus]) -> float | None:
-    def idle(status: RankStatus) -> float | None:
-        compute, step = status.compute_ms, status.step_ms
-        if status.recent is None or compute is None or not step:
-            return None
-        # Medians of the parts of steps may come to more than the median of the steps.
-        return max(0.0, 1 - (compute + status.recent.finalize_ms) / step)
-
-    return _median([idle(status) for status in members])
+def _bubble(stage: StageFigures) -> float | None:
+    if stage.compute_ms is None or stage.gradients_ms is None or not stage.step_ms:
+        return None
+    # Medians of the parts of steps may come to more than the median of the steps.
+    return max(0.0, 1 - (stage.compute_ms + stage.gradients_ms) / stage.step_ms)
 
 
 def slow_ranks(statuses: Iterable[RankStatus]) -> SlowRanks | None:

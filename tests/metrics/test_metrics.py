@@ -64,7 +64,8 @@ def test_figures(summary: Summary) -> None:
     assert (summary.slowest_stage, summary.slow_stage) == (1, 1)
     assert (summary.straggler, summary.straggler_ratio) == (3, pytest.approx(90 / 60)), "against its peer, not itself"
     assert [s.peers_ms for s in summary.stages] == [pytest.approx(40), pytest.approx(60)]
-    assert summary.bubble_fraction == pytest.approx((0.5 + 0.15) / 2)
+    of_stages = [1 - (s.compute_ms + s.gradients_ms) / s.step_ms for s in summary.stages]
+    assert summary.bubble_fraction == pytest.approx(sum(of_stages) / 2), "of the numbers beside it"
     assert (summary.step_ms, summary.step) == (100.0, 41)
     assert summarise(RUN, [status(rank, 95.0) for rank in range(4)]).bubble_fraction == 0.0, "no less than nothing"
 

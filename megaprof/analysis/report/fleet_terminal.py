@@ -30,7 +30,7 @@ def show_over_the_run(target: TargetReport, fleet: Fleet, console: Console) -> N
         made.add_row("step time", "", *_cells(fleet.times.step), sparkline(fleet.times.step_ms))
     if (middle := fleet.synchronisation.median_ms) is not None:
         made.add_row(
-            "gradient sync", "", number(middle), "", "", "", sparkline(fleet.synchronisation.synchronisation_ms)
+            "gradients, last rank", "", number(middle), "", "", "", sparkline(fleet.synchronisation.synchronisation_ms)
         )
     shown = sorted(fleet.stages, key=lambda stage: -stage.compute.p50 if stage.compute else 0.0)[:_MOST_STAGES]
     for stage in fleet.stages:

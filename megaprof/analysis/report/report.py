@@ -40,7 +40,7 @@ from megaprof.formats.timeline import SUFFIX
 #: A directory without files of ours is searched for renamed ones, up to this many.
 _MOST_OTHERS = 64
 #: What a person does who has none yet.
-_TO_HAVE_ONE = "a training command that `megaprof run` starts writes some, and `megaprof demo` makes some here"
+_TO_HAVE_ONE = "`megaprof run` records a training command, and `megaprof demo` a small one on this machine"
 
 
 class NothingToReport(Exception):

@@ -146,7 +146,7 @@ def in_words(found: WhatIfAnswer) -> list[str]:
         f"{title(found.target, found.role)}: {found.what}",
         f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: "
         f"{speedup(own.speedup, own.reach)} times as fast{surely}",
-        f"bubble: {percent(found.bubble)}"
+        f"of one replayed step: bubble {percent(found.bubble)}"
         + ("" if found.imbalance is None else f", imbalance {found.imbalance:.2f}, {found.microbatches} microbatches"),
         f"flags: {shlex.join(own.flags)}" if own.flags else "",
         f"the host's options: {shlex.join(found.host_options)}" if found.host_options else "",

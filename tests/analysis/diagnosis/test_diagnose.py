@@ -152,6 +152,18 @@ def test_a_rank_that_shares_its_core_is_slow_for_that_reason(pipeline, fault, ki
 
 
 @pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
+def test_what_a_rank_waits_for_a_core_is_one_number_whatever_it_is_told_of(recording, tmp_path):
+    """It shares its core with somebody all the time, and everybody's cores with others now and then."""
+    pipeline = replace(REPLICAS, recording=recording, load=0.3, burst_ms=60.0, steps=12, counted=True, faults=(SHARED,))
+    table = table_of(pipeline, tmp_path)
+    told = [each for each in diagnose(examine(table)).causes if "waited_ms" in each.parts]
+    assert {each.kind for each in told} == {"slow_rank", "processor_wait"}
+    waited = np.broadcast_to(table.waited.mean(axis=0), table.ranks.shape)
+    for each in told:
+        assert each.parts["waited_ms"] == pytest.approx(waited[np.isin(table.ranks, each.ranks)].max())
+
+
+@pytest.mark.parametrize("recording", ["timeline", "cpu trace"])
 def test_what_a_busy_machine_takes_from_passes_is_named_alone(recording, tmp_path):
     busy = replace(REPLICAS, recording=recording, load=0.3, burst_ms=60.0, steps=12, counted=True)
     found = diagnosis_of(busy, tmp_path)

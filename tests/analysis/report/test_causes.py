@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 
+from megaprof.analysis.diagnosis.averages import _NOTHING
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis
 from megaprof.analysis.diagnosis.examine import Price
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.text import causes
-from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.stages import ChunkTimes, TargetStages
 from megaprof.analysis.what_if.what_if import WhatIf
+from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
@@ -34,6 +37,10 @@ UNEQUAL = [
 ]
 
 
+#: Slow from the beginning on, and then more so: that is when nothing began.
+FIRST = [Slow(rank=5, until_step=59, factor=1.27)]
+
+
 def now_and_then(rank: int, every: int, lasts: int, factor: float) -> list[Slow]:
     starts = range(8, STEPS, every)
     return [Slow(rank=rank, from_step=step, until_step=step + lasts - 1, factor=factor) for step in starts]
@@ -45,6 +52,7 @@ def now_and_then(rank: int, every: int, lasts: int, factor: float) -> list[Slow]
         # Kind, ranks, since, the part of the steps, and milliseconds of a microbatch that it takes longer then.
         (PIPELINE, [Slow(rank=5, from_step=70, factor=1.31)], ("slow_rank", (5,), 70, 50 / 120, 0.31)),
         (PIPELINE, [Slow(rank=3, factor=1.5)], ("slow_rank", (3,), None, 1.0, 0.5)),
+        (PIPELINE, [*FIRST, Slow(rank=5, from_step=60, factor=1.7)], ("slow_rank", (5,), None, 0.5, 0.7)),
         (EXPERTS, [Slow(rank=9, from_step=60, factor=1.4)], ("slow_rank", (8, 9, 10, 11), 60, 0.5, 0.4)),
         (PIPELINE, now_and_then(5, 16, 8, 1.5), ("slow_rank", (5,), None, 0.47, 0.5)),
         (TWO_REPLICAS, now_and_then(1, 19, 6, 1.6), ("slow_rank", (1,), None, 0.3, 0.6)),
@@ -52,7 +60,17 @@ def now_and_then(rank: int, every: int, lasts: int, factor: float) -> list[Slow]
         (PIPELINE, [Slow(from_step=50, factor=8, kind="finalize")], ("communication", (), 50, 0.58, 40 / 240)),
         (PIPELINE, [], None),
     ],
-    ids=["slow since", "slow", "slow group", "now and then", "of two replicas", "unequal", "slow reduction", "healthy"],
+    ids=[
+        "slow since",
+        "slow",
+        "slower since",
+        "slow group",
+        "now and then",
+        "of two replicas",
+        "unequal",
+        "slow reduction",
+        "healthy",
+    ],
 )
 def test_the_causes_of_a_run(
     tmp_path: Path, layout: WorldLayout, slow: list[Slow], expected: tuple[Any, ...] | None
@@ -117,6 +135,28 @@ def test_nothing_is_ruled_out_where_steps_differ_too_much(tmp_path: Path, noise:
     assert target.diagnosis.sure == sure
     said = causes.in_brief(replace(target.diagnosis, causes=()), None)
     assert said.severity == ("fine" if sure else "open")
+
+
+def test_tables_of_other_steps_than_the_causes_are_no_average_of_these() -> None:
+    slow = cause("slow_rank", stage=1, ranks=(3,), share=0.25, while_ms=100.0)
+    told = [causes.evidence(slow, replace(MEASURED, steps=tuple(range(count)))) for count in (slow.steps, 2)]
+    assert ["The tables" in each for each in told] == [True, False]
+
+
+@pytest.mark.parametrize(("kinds", "blamed"), [(("dense",), False), (("moe",), True), (None, True)])
+def test_experts_are_blamed_only_where_there_may_be_some(kinds: tuple[str, ...] | None, blamed: bool) -> None:
+    held = ChunkTimes(0, ModelChunk(layers=1, kinds=kinds), None, None)
+    measured = replace(MEASURED, stages=(replace(_NOTHING, chunks=(held,)),))
+    parts = {"explained": 0.0, "explained_low": 0.0, "explained_high": 0.0}
+    told = causes.evidence(cause("unequal_replicas", reason="machine", parts=parts), measured)
+    assert ("experts" in told) == blamed
+
+
+@pytest.mark.parametrize(("dp", "whole"), [(2, True), (1, False)])
+def test_a_step_with_its_gradients_reduced_does_not_end_with_its_last_pass(dp: int, whole: bool) -> None:
+    measured = replace(MEASURED, sizes=ParallelSizes.of(4 * dp, pp=4), step_time_ms=Spread.of([430.0]))
+    told = causes.basis(measured, replace(diagnosis(), closing_ms=30.0), captured=True)
+    assert ("last pass" not in told) == whole
 
 
 def test_what_may_be_a_cause_comes_with_the_steps_that_would_tell() -> None:

@@ -13,8 +13,10 @@ import pytest
 
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.text.what_if import activations, of_costs
 from megaprof.analysis.what_if.by_hand import ByHand, chosen, moved, split, tried
 from megaprof.analysis.what_if.changes import resliced
+from megaprof.analysis.what_if.contents import Cost, CostFit
 from megaprof.analysis.what_if.layouts import check_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli import USAGE, main
@@ -76,8 +78,14 @@ def test_the_same_change_takes_what_the_report_predicts(found: WhatIf, known: By
     assert by_kind.keys() == {"layout", "chunks", "microbatches"}
 
 
+def test_whatever_takes_time_in_predictions_is_told() -> None:
+    by_kind = {"dense": Cost(4.0, 9.0), "embedding": Cost(0.0, 0.0), "loss": Cost(12.0, 20.7)}
+    told = of_costs(CostFit(by_kind, ("dense",), 0.0, False, ("ends_hidden",)))
+    assert ["dense 13.0" in told, "loss 32.7" in told, "embedding 0" in told] == [True, True, False]
+
+
 def test_the_command_the_tool_and_the_page_say_the_same(
-    directory: Path, known: ByHand, capsys: pytest.CaptureFixture[str]
+    directory: Path, report: Report, known: ByHand, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = chosen(known, {"layout": "5,4,4,3", "microbatches": "16"}).prediction
     assert mine.layout == "Et*5|t*4|t*4|t*3L"
@@ -88,6 +96,11 @@ def test_the_command_the_tool_and_the_page_say_the_same(
     told = answers.of_change(str(directory), None, {"layout": "5,4,4,3", "microbatches": "16"}, None, None)
     assert {name: value for name, value in told.items() if name != "headline"} == printed
     assert answer(known, {"layout": "5,4,4,3", "microbatches": "16"}).now.prediction == mine
+    # Half as large, 16 microbatches in flight hold what 8 did: what is told is in layers of captured ones.
+    small = replace(mine, in_flight=tuple(each // 2 for each in mine.in_flight), activations=1.0)
+    held = report.targets[0].what_if
+    halved = replace(small, in_flight=tuple(2 * each for each in small.in_flight), activations=0.5)
+    assert activations(halved, held) == activations(small, held)
     for wrong, code in (
         (["--layout", "5,4,4"], USAGE),
         (["--layout", "5,4,4,4"], USAGE),

@@ -300,7 +300,7 @@ def _slow_rank(cause: Cause, measured: TargetStages) -> str:
     # The tables have what disturbs passes in them, too: waits for a core, garbage collection.
     who = f"Undisturbed, {_who(cause)}{waiting} {'compute' if several else 'computes'}"
     text = f"{who} {longer} {peers}{_when(cause)}."
-    if cause.share < 1.0:
+    if cause.share < 1.0 and cause.steps == len(measured.steps):
         text += " The tables have the average of all steps."
     return text if cause.reason == WAIT else f"{text}{_by_experts(cause) or _comes_and_goes(cause)}"
 

@@ -31,7 +31,7 @@ _PACKINGS = {
 }
 _ASSUMED: dict[Assumption, str] = {
     "kinds_alike": "all kinds of layers take the same time",
-    "ends_hidden": "no chunk holds layers alone, so layers, embedding and loss are not told apart",
+    "ends_hidden": "no chunk holds layers alone, so what layers, embedding and loss take is not surely told apart",
     "mtp_like_layer": "an MTP layer takes as long as a decoder layer",
 }
 
@@ -115,18 +115,20 @@ def memory(change: Prediction, found: WhatIf) -> str | None:
 
 def activations(change: Prediction, found: WhatIf) -> str | None:
     """Returns how much each stage holds with a change, a clause; None where that stays and was not measured."""
-    held = _held(change.in_flight or (), found.in_flight or ())
+    needs = [each * change.activations for each in change.in_flight or ()]
+    held = _held(needs, found.in_flight or ())
     return "; ".join(filter(None, (held, _needed(change, found) if change.fits else None))) or None
 
 
-def _held(needs: Sequence[int], held: Sequence[int]) -> str | None:
-    """Returns the stages whose activations change most, first those that need more."""
+def _held(needs: Sequence[float], held: Sequence[int]) -> str | None:
+    """Returns the stages whose activations change most, first those that need more. ``needs``: in layers times captured
+    microbatches, as ``held``."""
     changed = sorted((s for s in range(len(needs)) if needs[s] != held[s]), key=lambda s: held[s] - needs[s])
     if not changed:
         return None
     shown = changed if len(changed) <= _MOST_STAGES else [changed[0], changed[-1]]
     each = [
-        f"stage {stage} {percent(needs[stage] / held[stage] - 1, sign=True)} ({held[stage]} -> {needs[stage]})"
+        f"stage {stage} {percent(needs[stage] / held[stage] - 1, sign=True)} ({held[stage]} -> {needs[stage]:g})"
         for stage in shown
         if held[stage]
     ]
@@ -245,8 +247,9 @@ def beside(change: Prediction, found: WhatIf) -> list[str]:
 def of_costs(fit: CostFit) -> str:
     """Returns what each kind of layer costs, in a line."""
     source = "layer ranges" if fit.from_ranges else "the stages' times"
-    untold = (EMBEDDING, LOSS) if "ends_hidden" in fit.assumptions else ()
-    told = {kind: cost for kind, cost in fit.by_kind.items() if kind not in untold}
-    costs = (f"{kind} {number(cost.forward_ms + cost.backward_ms)} ms" for kind, cost in told.items())
+    hidden = (EMBEDDING, LOSS) if "ends_hidden" in fit.assumptions else ()
+    # What is found there beside layers is in every prediction; nothing may be nothing, or hidden.
+    took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
+    costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if ms or kind not in hidden)
     text = f"Costs of an undisturbed microbatch, from {source}: {', '.join(costs)}"
     return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])
