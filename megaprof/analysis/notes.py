@@ -21,6 +21,7 @@ Kind = Literal[
     "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_hidden_in_timeline",
     "groups_with_waiting", "dp_with_waiting", "pp_unknown_on_cpu", "pp_unknown_in_ranges", "pp_unknown_in_timeline",
     "pp_not_split", "exposed_unknown",
+    "in_flight_unreadable", "group_differs",
     # clocks
     "host_contradicted", "host_shared", "clocks_contradicted", "clocks_disagree", "clocks_unconnected",
     "messages_unmatched", "clocks_aligned", "aligned_on_gpu", "not_aligned_on_gpu", "host_unnamed", "clocks_apart",

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megaprof.analysis.report.html import environment, static
 from megaprof.analysis.report.printing import heading, table, text
-from megaprof.analysis.stages import words
+from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import counted
 from megaprof.tune.state import Interval, Trial, Tuning
 from megaprof.version import __version__

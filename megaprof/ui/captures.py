@@ -19,7 +19,7 @@ from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import boxes
 from megaprof.analysis.report.html import page
 from megaprof.analysis.report.report import NothingToReport, analyze
-from megaprof.analysis.stages import words
+from megaprof.analysis.report.text import words
 from megaprof.formats import inputs
 from megaprof.formats.job.standstill import Standstill
 from megaprof.formats.remote import TooMuch, Unreachable

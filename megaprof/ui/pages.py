@@ -17,7 +17,7 @@ from markupsafe import Markup
 from megaprof.analysis.report import html
 from megaprof.analysis.report.charts import HEIGHT, WIDTH
 from megaprof.analysis.report.diff import Diff
-from megaprof.analysis.stages import words
+from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import ago
 from megaprof.ui import hand
 from megaprof.ui.captures import Capture

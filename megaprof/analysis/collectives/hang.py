@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation, dump_of, rank_of, read_dump
+from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
 
 #: Of one size on all of its ranks; an all-to-all, a gather or a scatter may give each rank another.
@@ -85,29 +86,31 @@ class Hang:
     unended: tuple[Awaited, ...]
     """Operations that keep the job waiting although all ranks of their group have called them, and none has anything to
     end before: a device of one of them, or what connects them."""
-    warnings: tuple[str, ...]
-    """What must be known about the dumps, in sentences."""
+    warnings: tuple[Note, ...]
+    """What must be known about the dumps."""
 
 
 def hang_of(paths: Iterable[Path]) -> Hang:
     """Returns what the dumps among ``paths`` say; other files are warned of. Raises BadDump where none is a dump."""
     dumps: dict[int, Dump] = {}
     warnings = []
+    files: dict[int, str] = {}
     for path in sorted(paths):
         if rank_of(path) is None:
             continue
         try:
             dump = read_dump(path)
         except (BadDump, OSError) as fault:
-            warnings.append(f"{path.name} is no dump that can be read: {fault}")
+            warnings.append(Note("skipped", files=(path.name,), said=str(fault)))
             continue
         other = dumps.get(dump.rank)
         if other is not None:
-            warnings.append(f"Rank {dump.rank} left several dumps; the latest counts.")
+            warnings.append(Note("twice", files=(files[dump.rank], path.name), ranks=(dump.rank,)))
         if other is None or dump.latest > other.latest:
-            dumps[dump.rank] = dump
+            dumps[dump.rank], files[dump.rank] = dump, path.name
     if not dumps:
-        raise BadDump("; ".join(warnings) or "no file here is a dump of torch's flight recorder")
+        unread = [f"{note.files[0]} is no dump that can be read: {note.said}" for note in warnings]
+        raise BadDump("; ".join(unread) or "no file here is a dump of torch's flight recorder")
     return hang(dumps, warnings)
 
 
@@ -118,11 +121,11 @@ def hang_of_job(flights: Mapping[int, Flight]) -> Hang | None:
         try:
             dumps[rank] = dump_of(rank, flight)
         except BadDump as fault:
-            warnings.append(f"What rank {rank} has in flight cannot be read: {fault}")
+            warnings.append(Note("in_flight_unreadable", ranks=(rank,), said=str(fault)))
     return hang(dumps, warnings) if dumps else None
 
 
-def hang(dumps: Mapping[int, Dump], warnings: Sequence[str] = ()) -> Hang:
+def hang(dumps: Mapping[int, Dump], warnings: Sequence[Note] = ()) -> Hang:
     """Returns who keeps the ranks of ``dumps`` waiting."""
     job = _Job(dumps)
     missing = tuple(sorted({rank for ranks in job.members.values() for rank in ranks} - dumps.keys()))
@@ -299,12 +302,13 @@ class _Job:
         waiting = tuple(sorted(other for other, one in others.items() if _form(one) == _form(theirs)))
         return Culprit(rank, self._stage(rank), "differs", self.awaited(theirs), waiting, _words(mine))
 
-    def disagreements(self) -> Iterator[str]:
+    def disagreements(self) -> Iterator[Note]:
         """Groups of which ranks hold different lists."""
         for name, lists in self._known.items():
             if len(lists) > 1:
                 group = self._groups[name].description or name
-                yield f"Ranks do not agree who is in {group} ({name}): {' or '.join(map(str, sorted(lists)))}."
+                members = (", ".join(map(str, ranks)) for ranks in sorted(lists))
+                yield Note("group_differs", names=(group, name, *members))
 
 
 _OTHER_SIDE = {"send": "recv", "recv": "send"}

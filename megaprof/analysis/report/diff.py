@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from megaprof.analysis.report.document import Document, TargetReport
+from megaprof.analysis.report.text import words
 from megaprof.analysis.report.text.sentences import BASIS
 from megaprof.analysis.report.text.what_if import name_of
-from megaprof.analysis.stages import words
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.what_if.layouts import format_layout

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from megaprof.analysis.report.diff import Change, Diff, StageDiff, TargetDiff
 from megaprof.analysis.report.printing import heading, show_warnings, table, text
-from megaprof.analysis.stages.words import ABSENT, number, percent, title
+from megaprof.analysis.report.text.words import ABSENT, number, percent, title
 
 _KEPT = {True: "green", False: "red", None: ""}
 _MARKS = {True: "*", False: "~", None: "?"}

@@ -11,7 +11,7 @@ from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.trends import Percentiles
 from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.printing import number_columns, show_finding, table, text
-from megaprof.analysis.stages.words import ABSENT, number
+from megaprof.analysis.report.text.words import ABSENT, number
 
 _TICKS = "▁▂▃▄▅▆▇█"
 _WIDTH = 20

@@ -7,7 +7,7 @@ from rich.console import Console
 from megaprof.analysis.foreign.facts import Foreign, RankFacts
 from megaprof.analysis.report.printing import heading, number_columns, show_warnings, table, text
 from megaprof.analysis.report.text import sentences
-from megaprof.analysis.stages.words import number, percent, sentence, some
+from megaprof.analysis.report.text.words import number, percent, sentence, some
 
 _MOST_ROWS = 16
 

@@ -26,8 +26,7 @@ from markupsafe import Markup
 from megaprof.analysis.report import charts
 from megaprof.analysis.report.document import Report
 from megaprof.analysis.report.drawn import StepTimeline, boxes
-from megaprof.analysis.report.text import causes, sentences, what_if
-from megaprof.analysis.stages import words
+from megaprof.analysis.report.text import causes, sentences, what_if, words
 from megaprof.version import __version__
 
 

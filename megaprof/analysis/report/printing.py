@@ -11,8 +11,8 @@ from rich.text import Text
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.sentences import Finding
+from megaprof.analysis.report.text.words import layers, some
 from megaprof.analysis.stages.stages import Stage
-from megaprof.analysis.stages.words import layers, some
 
 STYLES = {"slow": "bold red", "open": "", "fine": "green"}
 

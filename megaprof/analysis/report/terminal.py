@@ -24,9 +24,7 @@ from megaprof.analysis.report.printing import (
     text,
 )
 from megaprof.analysis.report.text import causes, sentences, what_if
-from megaprof.analysis.stages.samples import Spread
-from megaprof.analysis.stages.stages import Stage, TargetStages
-from megaprof.analysis.stages.words import (
+from megaprof.analysis.report.text.words import (
     ABSENT,
     counted,
     layers,
@@ -40,6 +38,8 @@ from megaprof.analysis.stages.words import (
     with_spread,
     within,
 )
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.stages import Stage, TargetStages
 from megaprof.analysis.trace.calls import GROUPS
 from megaprof.analysis.trace.nsys.files import is_nsys
 from megaprof.analysis.what_if.what_if import WhatIf

@@ -11,8 +11,8 @@ import msgspec
 
 from megaprof.analysis.report.document import Report, TargetReport, plain_number
 from megaprof.analysis.report.text import sentences
+from megaprof.analysis.report.text.words import mean, title
 from megaprof.analysis.simulation.simulate import simulate
-from megaprof.analysis.stages.words import mean, title
 from megaprof.analysis.trace.nsys.files import REPORT, SQLITE
 from megaprof.analysis.trace.traces import TRACE_SUFFIXES
 from megaprof.cli import CommandError, UsageError

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print who keeps the job waiting. Raises CommandError where no dump can be read."""
-    from megaprof.analysis.collectives.sentences import sentences
+    from megaprof.analysis.report.text.hang import plain, sentences
 
     if (arguments.dir / CONTROL).is_dir():
         hang, others = _of_job(arguments.dir, arguments.role)
     else:
         hang, others = _of_dumps(arguments.dir), []
     if arguments.json:
-        print(json.dumps(asdict(hang)))
+        print(json.dumps(plain(hang)))
     else:
         for line in (*sentences(hang), *others):
             say(line)

@@ -138,7 +138,7 @@ def _of(report: Report, target: str | None, role: str | None) -> tuple[TargetRep
 
 def in_words(found: WhatIfAnswer) -> list[str]:
     """The same as lines."""
-    from megaprof.analysis.stages.words import number, percent, speedup, title, within
+    from megaprof.analysis.report.text.words import number, percent, speedup, title, within
 
     own = found.prediction
     surely = "" if own.tells else ": within the uncertainty"

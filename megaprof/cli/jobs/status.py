@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from megaprof.analysis.collectives.hang import Hang, hang_of_job
-from megaprof.analysis.collectives.sentences import sentences
+from megaprof.analysis.report.text.hang import plain, sentences
 from megaprof.cli import FAILED, UNWELL, CommandError, UsageError, say
 from megaprof.control.job import NoJob, RunningJob, find_job
 from megaprof.formats.job.standstill import STUCK_SECONDS
@@ -121,7 +121,7 @@ def as_json(view: View) -> dict[str, Any]:
             }
             for culprit in view.blame.culprits
         ],
-        "collectives": None if (hang := _collectives(view)) is None else dataclasses.asdict(hang),
+        "collectives": None if (hang := _collectives(view)) is None else plain(hang),
         "status": [
             {**msgspec.to_builtins(each), "step": each.step(), "still_s": round(each.stuck(now), 3)}
             for _, each in sorted(statuses.items())

@@ -226,6 +226,25 @@ def test_hostile_files_run_nothing_and_get_one_line(
     assert printed.err.count("\n") == 1
 
 
+def test_what_must_be_known_about_dumps_is_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stands = [entry("1", 1, 0, False)]
+    other = dump(1, stands)
+    other["pg_config"]["1"]["ranks"] = "[0, 1, 2]"
+    (tmp_path / "older_0").write_bytes(pickle.dumps(dump(0, [])))
+    (tmp_path / "rank_2").write_bytes(b"")
+    hang = hang_in(tmp_path, {0: dump(0, stands), 1: other})
+    assert [(note.kind, note.files, note.ranks) for note in hang.warnings] == [
+        ("twice", ("older_0", "rank_0"), (0,)),
+        ("skipped", ("rank_2",), ()),
+        ("group_differs", (), ()),
+    ]
+    assert hang.warnings[2].names == ("TENSOR_MODEL_PARALLEL_GROUP", "1", "0, 1", "0, 1, 2")
+    main(["hang", str(tmp_path), "--json"])
+    assert [note["kind"] for note in json.loads(capsys.readouterr().out)["warnings"]] == [
+        note.kind for note in hang.warnings
+    ]
+
+
 #: By fault and rank: what it calls before the dumps, and after them, so that everybody gets on: p for its pair's
 #: collective, w for that of all; and how many of its operations have not ended meanwhile.
 PLANS = {

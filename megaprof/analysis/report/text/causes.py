@@ -10,9 +10,9 @@ from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.report.text.sentences import Finding, trigger
+from megaprof.analysis.report.text.words import counted, milliseconds, number, percent, ranks, steps
+from megaprof.analysis.report.text.words import stages as stages_in_words
 from megaprof.analysis.stages.stages import TargetStages
-from megaprof.analysis.stages.words import counted, milliseconds, number, percent, ranks, steps
-from megaprof.analysis.stages.words import stages as stages_in_words
 from megaprof.analysis.table.table import WAIT
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.formats.job.standstill import Standstill

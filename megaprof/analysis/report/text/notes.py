@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from megaprof.analysis.clocks.clocks import Alignment, Clock
 from megaprof.analysis.notes import Kind, Note
-from megaprof.analysis.stages.words import counted, ranks, spans, stages, steps
+from megaprof.analysis.report.text.words import counted, ranks, spans, stages, steps
 from megaprof.formats import graphs
 from megaprof.formats.phrases import listed
 
@@ -217,6 +217,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "exchanges is known"
     ),
     "exposed_unknown": ("exposed communication is not measured: the trace does not say who launched its GPU kernels"),
+    "in_flight_unreadable": lambda n: f"what {ranks(n.ranks)} has in flight cannot be read: {n.said}",
+    "group_differs": lambda n: f"ranks do not agree who is in {n.names[0]} ({n.names[1]}): {' or '.join(n.names[2:])}",
     # clocks
     "host_contradicted": lambda n: (
         f"{_contradicted(n)}, and no other clocks would explain that: the traces are of different runs"

@@ -11,8 +11,8 @@ from typing import Literal
 from megaprof.analysis.fleet.fleet import Ended, Fleet
 from megaprof.analysis.fleet.trends import EXCESS, LASTING_STEPS, Shift
 from megaprof.analysis.foreign.facts import Foreign, Late
+from megaprof.analysis.report.text.words import ago, counted, milliseconds, number, percent, spans, steps
 from megaprof.analysis.stages.stages import Basis, TargetStages
-from megaprof.analysis.stages.words import ago, counted, milliseconds, number, percent, spans, steps
 from megaprof.formats.job.standstill import Standing, Standstill
 
 #: A report on more targets begins with a table of them.

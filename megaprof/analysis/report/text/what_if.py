@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
-from megaprof.analysis.stages.words import counted, number, percent, sentence, speedup
+from megaprof.analysis.report.text.words import counted, number, percent, sentence, speedup
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, Assumption, CostFit
 from megaprof.analysis.what_if.packing import switch_of

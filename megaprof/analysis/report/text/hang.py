@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
 
 from megaprof.analysis.collectives.hang import Awaited, Culprit, Hang
+from megaprof.analysis.report.text.notes import clause, told
+from megaprof.analysis.report.text.words import sentence
 from megaprof.analysis.trace.groups import axis_of
 from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import Selector
@@ -27,7 +33,13 @@ def sentences(hang: Hang) -> Iterator[str]:
         yield f"No rank keeps another waiting in a collective: {waiting} when the dumps were written."
     if hang.missing and not any(culprit.why == "no_dump" for culprit in hang.culprits):
         yield f"No dump of {_ranks(hang.missing).lower()} is here."
-    yield from hang.warnings
+    yield from (sentence(clause(note)) for note in hang.warnings)
+
+
+def plain(hang: Hang) -> dict[str, Any]:
+    """Returns its JSON, as plain data."""
+    told_of: dict[str, Any] = msgspec.to_builtins(replace(hang, warnings=told(hang.warnings)))
+    return told_of
 
 
 def _culprit(culprit: Culprit) -> str:
