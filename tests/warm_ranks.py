@@ -170,6 +170,7 @@ def _serve(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def _main(descriptor: int) -> None:
+    gc.disable()  # what is imported stays
     show, warnings.showwarning = warnings.showwarning, lambda *_, **__: None  # in the output of the first test
     for name in _MODULES:
         importlib.import_module(name)
@@ -179,7 +180,7 @@ def _main(descriptor: int) -> None:
     request = _serve(socket.socket(fileno=descriptor))
     if request is None:
         return
-    gc.unfreeze()
+    gc.enable()
     os.setsid()
     os.environ.clear()
     os.environ.update(request["env"])

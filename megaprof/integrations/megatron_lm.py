@@ -59,8 +59,8 @@ class _LogProbs:
 
 
 def _again(arguments: Mapping[str, Any]) -> Facts:
-    """A step overflowed its stash of experts' activations, or their budget, and runs once more without it (head of
-    August 2026)."""
+    """A step overflowed its stash of experts' activations, or their budget, and runs once more without it (0.18
+    on)."""
     over("attempt")
     return Facts()
 

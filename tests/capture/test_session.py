@@ -7,6 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +181,29 @@ def test_a_step_that_failed_and_ran_again_has_the_file_of_the_second_run(one_ran
     assert len(before) == 1
     (name,) = files(tmp_path)
     assert name.endswith(".rank00000.2")
+
+
+def test_megatron_cores_paged_stash_says_that_a_step_runs_again(
+    one_rank: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its own runner around its own schedule; step 1 overflows. Replaced: the stash and its flags, which are CUDA's."""
+    stash = pytest.importorskip("megatron.core.transformer.moe.paged_stash", reason="0.18 and later")
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    overflows = iter([False, True, False, False])
+    none = torch.zeros(1, dtype=torch.bool)
+    manager = SimpleNamespace(overflow=None, host_spill=None, release_stash_buffers=lambda: None)
+    monkeypatch.setattr(stash.PagedStashManager, "STASH_MGR", manager)
+    monkeypatch.setattr(stash, "check_paged_stash_overflow", lambda: none | next(overflows))
+    monkeypatch.setattr(stash, "check_paged_stash_host_spill", lambda: none)
+    number = [0]
+    with install_hooks(one_rank.chunks, on(tmp_path, "train_actor", steps="0,1"), iteration=lambda: number[0]):
+        schedule = get_forward_backward_func()
+        runner = stash.PagedStashRunner(one_rank.config, False, one_rank.chunks, None, schedule)
+        for number[0] in range(3):
+            one_rank.train_step(runner)
+    assert next(overflows, None) is None
+    assert [name.split(".rank00000")[1] for name in files(tmp_path)] == ["", ".2"]
 
 
 # ---- merged steps

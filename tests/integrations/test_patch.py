@@ -57,6 +57,7 @@ def copied(host: str, directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.hosts
 @pytest.mark.parametrize("host", [*WHEELS, *CHECKOUTS])
 def test_what_a_host_ships(
     host: str, wheel: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path

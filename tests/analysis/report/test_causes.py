@@ -127,6 +127,24 @@ def test_every_kind_has_a_sentence_with_its_place_and_price(kind: str) -> None:
     assert [each.kind for each in others] == ["cores", "processor_wait"], "what to do about it stands once"
 
 
+@pytest.mark.parametrize(
+    ("host", "about", "command"),
+    [
+        ("megatron-lm", {"ranks": (5,)}, "torchrun --nproc_per_node=gpu megatron/training/gpu_sniff_test.py"),
+        ("megatron-lm", {"ranks": (5,), "reason": "processor_wait"}, None),
+        ("megatron-lm", {"ranks": (4, 5)}, None),
+        ("verl", {"ranks": (5,)}, None),
+        (None, {"ranks": (5,)}, None),
+    ],
+)
+def test_a_slow_rank_of_megatron_lm_comes_with_its_own_test_of_gpus(
+    host: str | None, about: dict[str, Any], command: str | None
+) -> None:
+    found = diagnosis(cause("slow_rank", stage=2, parts={"waited_ms": 36.0, "usual_waited_ms": 0.5}, **about))
+    said, *_ = causes.findings(replace(MEASURED, framework=host), found, None)
+    assert said.command == command
+
+
 @pytest.mark.parametrize(("noise", "sure"), [(0.0, True), (0.3, False)])
 def test_nothing_is_ruled_out_where_steps_differ_too_much(tmp_path: Path, noise: float, sure: bool) -> None:
     write(Scenario("even", noise=noise, steps=2, microbatches=16), tmp_path)

@@ -44,6 +44,8 @@ _SHARED = (
     "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. Give each "
     "rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
 )
+#: Of a single rank; 0.18 and later have it. It runs on all GPUs of the host.
+_TEST_GPU = "torchrun --nproc_per_node=gpu megatron/training/gpu_sniff_test.py"
 _NO_CLOCKS = " The clocks of the stages cannot be compared, so what exchanges and late entries cost is not known."
 _GROUPS = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 
@@ -175,7 +177,15 @@ def _finding(
     if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
         text += " A capture shows which of them it is:"
         command = trigger(job, measured.target, str(Selector.of_ranks(cause.ranks)))
+    elif len(cause.ranks) == 1 and _of_machine(cause) and measured.framework == "megatron-lm":
+        text += " On its host, while no job has the GPUs, this says whether one of them is slow (Megatron-LM 0.18 on):"
+        command = _TEST_GPU
     return Finding(cause.kind, "slow", text, command)
+
+
+def _of_machine(cause: Cause) -> bool:
+    """Whether it is a slow rank, and nothing that it does explains why."""
+    return cause.kind == "slow_rank" and cause.reason in (None, "machine")
 
 
 def _perhaps(cause: Cause, diagnosis: Diagnosis) -> Finding:
