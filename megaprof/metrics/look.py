@@ -57,6 +57,11 @@ class View:
         return "runs" if any(each.calls for each in self.statuses.values()) else "starts"
 
     @property
+    def awaited(self) -> tuple[Standing, ...]:
+        """The ranks that the others wait for, and where they stand."""
+        return _awaited(self.blame)
+
+    @property
     def heard(self) -> list[int]:
         """The ranks that give signs of life, ascending."""
         return sorted(rank for rank, each in self.statuses.items() if not each.late(self.now))
@@ -100,10 +105,13 @@ def _standstill(
     steps = [status.place.step for status in statuses.values() if status.place is not None]
     if not steps:
         return None
-    guilty = [culprit for culprit in blame.culprits if culprit.status is not None and blame.still]
-    waited_for = tuple(_standing(culprit.status) for culprit in guilty if culprit.status is not None)
+    waited_for = _awaited(blame) if blame.still else ()
     waiting = len(set(blame.stuck) - {each.rank for each in waited_for})
     return Standstill(max(steps), blame.still, waited_for, waiting, outcome)
+
+
+def _awaited(blame: Blame) -> tuple[Standing, ...]:
+    return tuple(_standing(culprit.status) for culprit in blame.culprits if culprit.status is not None)
 
 
 def _standing(status: RankStatus) -> Standing:

@@ -37,8 +37,10 @@ def sentence(tuning: Tuning) -> str:
     held, of = found.as_predicted
     inside = f"; {held} of {counted(of, 'prediction')} inside the interval" if of else ""
     if found.command == tuning.command:
-        others = f" of {counted(len(tuning.measured), 'layout')} tried" if of else ""
-        return f"Nothing gained: the command as it was given is the quickest{others}{inside}."
+        if not of:
+            return "Nothing gained: no other layout was tried."
+        tried = counted(len(tuning.measured), "layout")
+        return f"Nothing gained: the command as it was given is the quickest of {tried} tried{inside}."
     return f"{ratio(found.speedup)} times as fast: {tuning.trials[found.trial - 1].what}{inside}."
 
 

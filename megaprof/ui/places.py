@@ -43,7 +43,7 @@ class Place:
     targets: set[str] = field(default_factory=set)
     """What they are of, by their names."""
     steps: tuple[int, int] | None = None
-    """The first and the last step in their names."""
+    """The first and the last step in their names; a timeline's has its first one alone, and counts for none."""
     newest: float = 0.0
     """When the last file was written, in wall-clock seconds; 0 without a file."""
     bytes: int = 0
@@ -85,8 +85,9 @@ class Place:
         self._seen.append((entry.path, found.st_size, found.st_mtime_ns))
         if (named := parse_artifact_name(entry.name)) is not None:
             self.targets.add(named.target if named.role is None else f"{named.target} ({named.role})")
-            first, last = self.steps or (named.step, named.step)
-            self.steps = min(first, named.step), max(last, named.step)
+            if kind != _KINDS[TIMELINE]:
+                first, last = self.steps or (named.step, named.step)
+                self.steps = min(first, named.step), max(last, named.step)
 
     def contain(self, seen: Iterable[tuple[str, int, int]], outside: str | None) -> None:
         """Another place lies in this one."""

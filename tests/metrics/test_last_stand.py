@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from megaprof.analysis.collectives.hang import Hang
+from megaprof.cli import UNWELL, main
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.standstill import Standing
 from megaprof.metrics.look import last_stand
+from tests.cli.running import check
 from tests.control import places
 from tests.control.test_blame import job, record
 
@@ -37,6 +41,21 @@ def test_a_job_that_hangs(tmp_path: Path) -> None:
     assert (found.step, found.outcome, found.waiting) == (7, "lasts", 1)
     assert found.seconds == pytest.approx(40, abs=5)
     assert found.waited_for == (Standing(1, 1, "forward", 3, 0),)
+
+
+def test_hang_names_in_its_json_whom_its_text_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits in a collective; rank 1 stands still in its own work."""
+    write(tmp_path, job(pp=2), HANGS, ago=40)
+    nobody = Hang(1, (0, 1), (), (), 0, (), ())
+    monkeypatch.setattr("megaprof.analysis.collectives.hang.hang_of_job", lambda dumps: nobody)
+    assert main(["hang", str(tmp_path)]) == UNWELL
+    assert "rank 1" in capsys.readouterr().out
+    assert main(["hang", str(tmp_path), "--json"]) == UNWELL
+    printed = json.loads(capsys.readouterr().out)
+    check("hang", printed)
+    assert [(each["rank"], each["phase"]) for each in printed["outside"]] == [(1, "forward")]
 
 
 def test_a_job_that_hung_and_was_killed(tmp_path: Path) -> None:

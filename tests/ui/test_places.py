@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megaprof.formats.names import artifact_name, shard
+from megaprof.formats.timeline import SUFFIX
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.ui import places
 from megaprof.ui.places import look_below
@@ -26,6 +27,15 @@ def test_every_directory_with_captures_is_a_place(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(["a/deep", HOSTILE])
     place = next(place for place in look_below(tmp_path).places if place.name == HOSTILE)
     assert (place.files, place.targets, place.steps) == ({"trace": 2}, {"train_actor"}, (7, 7))
+
+
+def test_the_step_in_the_name_of_a_timeline_is_its_first_one(tmp_path: Path) -> None:
+    coords = WorldLayout(ParallelSizes.of(2, pp=2)).coords(0)
+    names = [artifact_name("train_actor", None, *of) for of in ((0, coords, SUFFIX), (20, coords, ".pt.trace.json.gz"))]
+    (tmp_path / names[0]).touch()
+    assert [place.steps for place in look_below(tmp_path).places] == [None]
+    (tmp_path / names[1]).touch()
+    assert [place.steps for place in look_below(tmp_path).places] == [(20, 20)]
 
 
 def test_files_of_many_ranks_are_one_place(tmp_path: Path) -> None:

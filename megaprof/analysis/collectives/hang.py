@@ -22,6 +22,7 @@ from typing import Literal
 from megaprof.analysis.collectives.dumps import BadDump, Dump, Group, Operation, dump_of, rank_of, read_dump
 from megaprof.analysis.notes import Note
 from megaprof.formats.flight import Flight
+from megaprof.formats.job.standstill import Standing
 
 #: Of one size on all of its ranks; an all-to-all, a gather or a scatter may give each rank another.
 _EVEN = ("all_reduce", "allreduce", "broadcast", "_broadcast_oop", "_all_gather_base", "_reduce_scatter_base", "reduce")
@@ -88,6 +89,9 @@ class Hang:
     end before: a device of one of them, or what connects them."""
     warnings: tuple[Note, ...]
     """What must be known about the dumps."""
+    outside: tuple[Standing, ...] = ()
+    """The ranks that others wait for outside of collectives, where these keep nobody waiting: what the statuses of a
+    running job say."""
 
 
 def hang_of(paths: Iterable[Path]) -> Hang:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from megaprof.analysis.diagnosis.diagnose import Diagnosis
 from megaprof.analysis.report.document import Document, TargetReport
 from megaprof.analysis.report.text import words
-from megaprof.analysis.report.text.sentences import BASIS
+from megaprof.analysis.report.text.sentences import basis
 from megaprof.analysis.report.text.what_if import name_of
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import Stage, TargetStages
@@ -335,7 +335,7 @@ def _notes(before: TargetStages, after: TargetStages) -> list[str]:
             shown = [words.ABSENT if value is None else value for value in (old, new)]
             notes.append(f"{name} {shown[0]} -> {shown[1]}: stages and steps do not do the same work")
     if before.step_time_basis != after.step_time_basis:
-        told = "; ".join(BASIS[each.step_time_basis] for each in (before, after))
+        told = "; ".join(map(basis, (before, after)))
         notes.append(f"step times are not measured alike: {told}")
     return notes
 

@@ -173,7 +173,7 @@ def _summary(target: TargetReport) -> list[str]:
         first, last = fleet.coverage.steps
         lines.insert(0, f"all timelines: {counted(fleet.coverage.ranks, 'rank')}, steps {first}-{last}")
     if measured.step_time_ms:
-        basis = f", {sentences.BASIS[measured.step_time_basis]}" if measured.sizes.pp > 1 else ""
+        basis = f", {sentences.basis(measured)}" if measured.sizes.pp > 1 else ""
         lines.append(f"step time {with_spread(measured.step_time_ms)} ms{basis}")
     if target.basis is not None:
         lines.append(target.basis)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,5 +75,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     found = hang_of_job(job.in_flight())
     if found is None:
         raise CommandError(f"no rank of the job in {directory} has written that it stands still")
-    told = found.culprits or found.unended
-    return found, [] if told else [f"! {each}" for each in waited_for(look_at(job))]
+    if found.culprits or found.unended:
+        return found, []
+    view = look_at(job)
+    return replace(found, outside=view.awaited), [f"! {each}" for each in waited_for(view)]

@@ -87,7 +87,7 @@ def find(directory: Path, role: str | None = None, wait: float = _WAIT_SECONDS) 
         try:
             return find_job(directory, role)
         except NoJob:
-            if not directory.is_dir() or time.monotonic() >= until:
+            if time.monotonic() >= until:
                 raise
         if not told:
             print(f"megaprof status: waiting for a job to start in {printable(str(directory))}", file=sys.stderr)

@@ -7,9 +7,12 @@ from typing import get_args
 
 import pytest
 
-from megaprof.analysis.report.text import what_if
+from megaprof.analysis.diagnosis.averages import _NOTHING
+from megaprof.analysis.report.text import sentences, what_if
+from megaprof.analysis.stages.stages import TargetStages
 from megaprof.analysis.what_if.changes import Prediction
 from megaprof.analysis.what_if.what_if import Advice, WhatIf
+from megaprof.parallel.topology import ParallelSizes
 
 BEST = Prediction("layout", 500.0, 1.4, 1.35, 1.45, layers=(4, 4))
 
@@ -57,3 +60,13 @@ def test_predictions_that_are_noise_are_left_out_and_counted() -> None:
     noisy = WhatIf(candidates=(noise, replace(noise, layers=(6, 2))))
     assert what_if.worth_showing(noisy) == []
     assert (what_if.left_out(noisy) or "").startswith("2 predictions are left out: what they gain ")
+
+
+def test_a_step_without_its_last_stage_is_said_to_be_that() -> None:
+    whole = TargetStages(
+        "train_actor", None, ParallelSizes.of(2, pp=2), "1f1b", False, 8, (5,), None, "one_clock", (), None, ()
+    )
+    stage = replace(_NOTHING, chunks=())
+    told = [sentences.basis(replace(whole, stages=(stage,) * count)) for count in (2, 1)]
+    assert len(set(told)) == 2
+    assert told[1].startswith(told[0])

@@ -175,7 +175,7 @@ def _finding(
     if before is not None and cause.price.ms > before.price.ms:
         text += " That is what it gains once what stands above is mended; before that it gains less."
     if len(cause.ranks) > 1 and cause.kind == "slow_rank" and job is not None:
-        text += " A capture shows which of them it is:"
+        text += " While the job runs, a capture shows which of them it is:"
         command = trigger(job, measured.target, str(Selector.of_ranks(cause.ranks)))
     elif len(cause.ranks) == 1 and _of_machine(cause) and measured.framework == "megatron-lm":
         text += " On its host, while no job has the GPUs, this says whether one of them is slow (Megatron-LM 0.18 on):"

@@ -33,11 +33,19 @@ FOREIGN_STAGES = (
 )
 FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 #: How a step was timed.
-BASIS: dict[Basis, str] = {
+_BASIS: dict[Basis, str] = {
     "one_clock": "from the first stage's start to the last stage's end",
     "of_replicas": "each replica's own pass, from the first stage's start to the last stage's end",
     "longest_stage": "the longest stage's own range",
 }
+
+
+def basis(measured: TargetStages) -> str:
+    """From when to when a step is measured, a clause."""
+    missing = measured.sizes.pp - len(measured.stages)
+    return _BASIS[measured.step_time_basis] + (", of those that were captured" if missing else "")
+
+
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}
 _COLLECTIVE = "the collective is slow, not a rank's compute"
 _TIED = " (with tied embeddings the first and the last stage wait for each other in it)"
@@ -146,8 +154,8 @@ def _slower_stages(fleet: Fleet, job: Path) -> Iterator[_Told]:
             text = (
                 f"Stage {stage.pp} {'was' if shift.until is not None else 'has been'} {percent(shift.change)} slower "
                 f"{_when(fleet, shift.step, shift.until)}, compared with the other stages: most of its ranks compute "
-                f"{milliseconds(shift.after_ms)} per step instead of {milliseconds(shift.before_ms)}. A capture shows "
-                "why:"
+                f"{milliseconds(shift.after_ms)} per step instead of {milliseconds(shift.before_ms)}. While the "
+                "job runs, a capture shows why:"
             )
             yield _shifted(shift, "slow_stage", text, trigger(job, fleet.target, f"pp={stage.pp}"))
 
@@ -162,7 +170,7 @@ def _synchronisation(fleet: Fleet, job: Path) -> Iterator[_Told]:
         tied = _TIED if pp in (0, fleet.sizes.pp - 1) else ""
         text = (
             f"Gradient synchronisation of stage {pp} {_went(fleet, shift)}, compared with that of the other stages: "
-            f"{_COLLECTIVE}{tied}. A capture shows whether one of its ranks is slow:"
+            f"{_COLLECTIVE}{tied}. While the job runs, a capture shows whether one of its ranks is slow:"
         )
         yield _shifted(shift, "slow_synchronisation", text, trigger(job, fleet.target, f"pp={pp}"))
 

@@ -181,7 +181,9 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "none_fits":
         return f"no layout that fits is better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return f"whether {name} would be quicker is not sure: {times}; more steps would not tell"
+        return (
+            f"with all else as it was, whether {name} would be quicker is not sure: {times}; more steps would not tell"
+        )
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
@@ -220,7 +222,7 @@ def left_out(found: WhatIf) -> str | None:
     if not count:
         return None
     which, gain = ("1 prediction is", "it gains") if count == 1 else (f"{count} predictions are", "they gain")
-    return f"{which} left out: what {gain} is within the uncertainty."
+    return f"{which} left out: what {gain} is not surely more than {percent(LEAST)}."
 
 
 def _gaining(found: WhatIf) -> list[Prediction]:
