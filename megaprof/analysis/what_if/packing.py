@@ -1,9 +1,8 @@
 """What if the sequences of a step lay otherwise in its microbatches, and in its replicas.
 
 What passes take by tokens and squares of lengths is known (`diagnosis.lengths`), so a microbatch of other sequences has
-a time. What makes a rank slow stays. What else disturbs passes is not the packing's, and the steps that follow have more
-of it, or less: a step of other microbatches is longer for it by the same factor. Every step is replayed with the
-sequences that it had.
+a time. What makes a rank slow stays. What else disturbs passes is not the packing's; later steps have more of it or
+less: a step of other microbatches is longer for it by the same factor. Every step is replayed with its own sequences.
 """
 
 from __future__ import annotations
