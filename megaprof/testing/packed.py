@@ -19,9 +19,14 @@ class PackedAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **others: Any
     ) -> torch.Tensor:
         """``query``, ``key`` and ``value`` are [token, head, size]; the result is [token, head x size]."""
-        ends = others["packed_seq_params"].cu_seqlens_q.tolist()
+        packed = others["packed_seq_params"]
+        # What a sequence is filled up with stands behind it, where no token of it looks.
+        padded = packed.cu_seqlens_q_padded
+        ends = (packed.cu_seqlens_q if padded is None else padded).tolist()
         found = []
         for begin, end in itertools.pairwise(ends):
+            if begin == end:  # a host's lists of boundaries are filled up
+                continue
             q, k, v = (each[begin:end].transpose(0, 1)[None] for each in (query, key, value))
             attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             found.append(attended[0].transpose(0, 1).reshape(end - begin, -1))

@@ -1,8 +1,11 @@
 """What microbatches take, explained by their sequences: a + b * tokens + c * the sum of the squares of their lengths.
 
 Matrix products take time by tokens, attention by the square of a sequence (Megatron-LM's FLOP formula has both). What
-every pass takes is fitted so, for each stage, chunk and kind by itself, with nothing below 0; how much of the spread of
-microbatches that leaves is what nothing of the data explains.
+every pass usually takes is fitted so, for each stage, chunk and kind by itself, with nothing below 0; how much of the
+spread of microbatches that leaves is what nothing of the data explains.
+
+Usually is by the median: what disturbs a pass only adds to it, now and then much, and with squares the few passes that
+it met would say what tokens take.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ from megaprof.analysis.table.table import Floats
 MOST = 0.5
 #: Microbatches that a picture shows at most.
 _SHOWN = 400
+#: Microbatches that tell what passes take, at most.
+_TELLING = 1000
+#: Rounds in which medians settle, and which part of a usual pass is no difference to them.
+_ROUNDS, _ALIKE = 12, 1e-3
 
 
 @dataclass(frozen=True)
@@ -104,16 +111,16 @@ def fit(run: Examined) -> Fit | None:
     if work is None or not np.isfinite(work).all():
         return None
     view = run.view
-    passes = view.state.passes - view.beside()
     # What is slow is slow for all microbatches: it is no part of what they hold.
     slow = view.rank * view.pace * view.peer.max(axis=3)
-    passes = passes / slow[..., None, None, None]
+    passes = view.state.passes / slow[..., None, None, None]
     _, _, s, c, k, _ = passes.shape
     y = np.moveaxis(passes, 5, 2).reshape(-1, s * c * k)
-    x = features(work).reshape(-1, 3)
+    some = slice(None, None, -(-len(y) // _TELLING))
+    x, y = features(work).reshape(-1, 3)[some], y[some]
     random = np.random.default_rng(0)
     drawn = random.multinomial(len(x), np.full(len(x), 1.0 / len(x)), size=DRAWS).astype(float)
-    found = _not_negative(x, y, np.concatenate((np.ones((1, len(x))), drawn))).reshape(1 + DRAWS, s, c, k, 3)
+    found = _medians(x, y, np.concatenate((np.ones((1, len(x))), drawn))).reshape(1 + DRAWS, s, c, k, 3)
     return Fit(found[0], found[1:], taken(found[0], work))
 
 
@@ -197,23 +204,36 @@ def _explained(measured: Floats, said: Floats) -> Explained:
     return Explained(at, max(at - LEVEL * error, 0.0), min(at + LEVEL * error, 1.0))
 
 
+def _medians(x: Floats, y: Floats, weights: Floats) -> Floats:
+    """[draw, q, 3]: the medians of ``y`` [n, q] by ``x`` [n, 3] with weights [draw, n], nothing below 0: least absolute
+    deviations, by least squares that count every deviation by its size in the round before (Schlossmacher 1973)."""
+    alike = _ALIKE * np.maximum(np.median(y, axis=0), 1e-9)
+    each = np.broadcast_to(weights[..., None], (*weights.shape, y.shape[1]))
+    found = _not_negative(x, y, each)
+    for _ in range(_ROUNDS):
+        off = np.abs(y - np.einsum("nf,wqf->wnq", x, found))
+        found = _not_negative(x, y, each / np.maximum(off, alike))
+    return found
+
+
 def _not_negative(x: Floats, y: Floats, weights: Floats) -> Floats:
-    """[draw, q, 3]: least squares of ``y`` [n, q] by ``x`` [n, 3] with weights [draw, n], nothing below 0.
+    """[draw, q, 3]: least squares of ``y`` [n, q] by ``x`` [n, 3] with weights [draw, n, q], nothing below 0.
 
     Of three numbers there are seven choices that are not 0: each is solved, and the best that is not negative counts
     (the solution of Lawson and Hanson's algorithm, found by looking at all of them).
     """
     x, scale = x / (size := np.maximum(np.abs(x).max(axis=0), 1e-18)), size
-    gram = np.einsum("wn,nf,ng->wfg", weights, x, x)
-    right = np.einsum("wn,nf,nq->wqf", weights, x, y)
+    by_pass = weights.swapaxes(1, 2)  # [draw, q, n]
+    gram = (by_pass @ (x[:, :, None] * x[:, None]).reshape(len(x), -1)).reshape(*by_pass.shape[:2], 3, 3)
+    right = (by_pass * y.T) @ x
     best = np.zeros((len(weights), y.shape[1], 3))
     gained = np.zeros((len(weights), y.shape[1]))
     for count in (1, 2, 3):
         for chosen in itertools.combinations(range(3), count):
             own = list(chosen)
             # What says the same as another, as tokens do where all have as many, is divided between both.
-            inverse = np.linalg.pinv(gram[:, own][:, :, own], hermitian=True, rcond=1e-9)
-            solved = np.einsum("wfg,wqg->wqf", inverse, right[..., own])
+            inverse = np.linalg.pinv(gram[..., own, :][..., own], hermitian=True, rcond=1e-9)
+            solved = (inverse @ right[..., own, None])[..., 0]
             gain = (solved * right[..., own]).sum(axis=-1)
             better = (solved >= 0.0).all(axis=-1) & (gain > gained * (1.0 + 1e-9))
             candidate = np.zeros_like(best)

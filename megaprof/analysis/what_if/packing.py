@@ -1,8 +1,8 @@
 """What if the sequences of a step lay otherwise in its microbatches, and in its replicas.
 
 What passes take by tokens and squares of lengths is known (`diagnosis.lengths`), so a microbatch of other sequences has
-a time. What a pass took beyond that, and what makes a rank slow, stays where it was. Every step is replayed with the
-sequences that it had.
+a time. What makes a rank slow stays. What else disturbs passes is not the packing's; later steps have more of it or
+less: a step of other microbatches is longer for it by the same factor. Every step is replayed with its own sequences.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Packed:
     """Its steps."""
     found: Fit
     """What passes take by tokens and squares."""
+    work: Floats
+    """[t, d, m, 3]: tokens, sequences and squares of its microbatches."""
     steps: tuple[Step, ...]
     """The sequences of each."""
     padding: float
@@ -86,7 +88,7 @@ def packed(run: Examined) -> Packed | None:
         return None
     steps = tuple([[table.sequences[i, j, k] for k in range(m)] for j in range(d)] for i in range(t))
     tokens = sum(sum(own) for step in steps for replica in step for own in replica)
-    return Packed(run, found, steps, float(table.work[..., 0].sum()) / tokens)
+    return Packed(run, found, table.work, steps, float(table.work[..., 0].sum()) / tokens)
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,18 @@ def plan(known: Packed, name: str, microbatches: int | None = None) -> Laid | No
     if len(laid) < len(steps):
         return None
     try:
-        replay = rescheduled(known.run.replay, known.run.replay.schedule.chunks, count)
+        took = relaid(known, laid)
     except ValueError:
         return None
-    took = _predicted(known, _work(known, laid), replay)
     named = replace(took.prediction, packing=name, microbatches=None if count == captured else count)
-    return replace(took, prediction=named, steps=tuple(laid))
+    return replace(took, prediction=named)
+
+
+def relaid(known: Packed, steps: Sequence[Step]) -> Laid:
+    """The run with the sequences of each step as ``steps`` have them, as many microbatches in all of them. Raises
+    ValueError where Megatron refuses their number."""
+    replay = rescheduled(known.run.replay, known.run.replay.schedule.chunks, len(steps[0][0]))
+    return replace(_predicted(known, _work(known, steps), replay), steps=tuple(steps))
 
 
 def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
@@ -134,7 +142,7 @@ def switch_of(framework: str | None, tokens: int) -> tuple[str, ...] | None:
 
 def plans(known: Packed) -> list[Prediction]:
     """Every plan that is possible, the quickest first, and behind them what no packing can beat."""
-    several = known.run.table.work is not None and known.run.table.work.shape[1] > 1
+    several = known.work.shape[1] > 1
     made = [plan(known, name) for name in PLANS if several or name != POOLED]
     found = [each.prediction for each in made if each is not None]
     return [*sorted(found, key=lambda each: each.step_ms), even(known)]
@@ -142,10 +150,7 @@ def plans(known: Packed) -> list[Prediction]:
 
 def even(known: Packed) -> Prediction:
     """The lower bound: all microbatches of a step alike."""
-    work = known.run.table.work
-    if work is None:
-        raise ValueError("the work of the microbatches is not known")
-    mean = np.broadcast_to(work.mean(axis=(1, 2), keepdims=True), work.shape)
+    mean = np.broadcast_to(known.work.mean(axis=(1, 2), keepdims=True), known.work.shape)
     return replace(_predicted(known, mean, known.run.replay).prediction, kind="even_packing")
 
 
@@ -154,21 +159,23 @@ def _predicted(known: Packed, work: Floats, replay: Replay) -> Laid:
     run, found, state = known.run, known.found, known.run.view.state
     n = len(state.passes)
     slow = (run.view.rank * run.view.pace * run.view.peer.max(axis=3))[..., None, None, None]
-    before = run.table.work
+    before = known.work
+    as_was = run.view.pipelines_ms(run.replay).max(axis=1)
+
+    def replayed(replay: Replay, passes: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
+        own = state.at(rows)
+        longest: Floats = replay.step_ms(passes, entry=own.entry, link=own.link).max(axis=1)
+        return longest
 
     def passes(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        """What they take with these costs: what single passes took beyond them stays where it was."""
-        as_was = taken(cost, before[rows]) if before is not None else found.of_work[rows]
-        beside = state.passes[rows] - as_was * slow[rows]
-        beside = np.moveaxis(np.resize(np.moveaxis(beside, -1, 0), (work.shape[2], *beside.shape[:-1])), 0, -1)
-        other: Floats = np.maximum(taken(cost, work[rows]) * slow[rows] + beside, 0.0)
+        """What they take with these costs, longer by what disturbs the step."""
+        usual = replayed(run.replay, taken(cost, before[rows]) * slow[rows], rows)
+        longer = (as_was[rows] / usual)[:, None, None, None, None, None]
+        other: Floats = taken(cost, work[rows]) * slow[rows] * longer
         return other
 
     def gain(cost: Floats, rows: np.typing.NDArray[np.intp]) -> Floats:
-        own = state.at(rows)
-        as_was = run.replay.step_ms(own.passes, entry=own.entry, link=own.link).max(axis=1)
-        other = replay.step_ms(passes(cost, rows), entry=own.entry, link=own.link).max(axis=1)
-        shorter: Floats = as_was - other
+        shorter: Floats = as_was[rows] - replayed(replay, passes(cost, rows), rows)
         return shorter
 
     every = np.arange(n)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
-from megaprof.analysis.diagnosis.lengths import _not_negative
+from megaprof.analysis.diagnosis.lengths import _medians, _not_negative
 from megaprof.analysis.table.table import Table
 from tests.analysis.diagnosis.test_diagnose import ALONE, CPU, HEALTHY, LONG, table_of
 from tests.analysis.truth.pipelines import Fault
@@ -99,13 +99,25 @@ def test_costs_are_what_passes_take(tmp_path):
         assert cost.squares_ms * squares.mean() / 1024**2 == pytest.approx(took / 1.5, rel=0.1)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_disturbs_few_passes_is_nothing_that_their_sequences_take(seed):
+    random = np.random.default_rng(seed)
+    lengths = np.exp(random.normal(3.2, 0.9, (48, 3)))
+    x = np.stack((np.ones(48), lengths.sum(axis=1), (lengths**2).sum(axis=1)), axis=-1)
+    undisturbed = x @ [8.0, 0.08, 0.0008]
+    disturbed = random.permutation(48) < 8
+    y = np.stack((undisturbed, 2 * undisturbed), axis=-1) + disturbed[:, None] * random.exponential(20.0, (48, 2))
+    found = _medians(x, y, np.ones((1, 48)))[0]
+    assert found[:, 1:] == pytest.approx(np.array([[0.08, 0.0008], [0.16, 0.0016]]), rel=0.1)
+
+
 @given(st.integers(0, 2**32 - 1), st.integers(4, 40))
 def test_least_squares_with_nothing_below_0(seed, n):
     random = np.random.default_rng(seed)
     x = np.stack((np.ones(n), random.uniform(1, 1e4, n), random.uniform(1, 1e8, n)), axis=-1)
     y = (x / [1.0, 1e4, 1e8]) @ random.uniform(-1, 1, (3, 2)) + random.normal(0, 0.1, (n, 2))
     scaled = x / x.max(axis=0)
-    for q, own in enumerate(_not_negative(x, y, np.ones((1, n)))[0]):
+    for q, own in enumerate(_not_negative(x, y, np.ones((1, n, 2)))[0]):
         found = own * x.max(axis=0)
         slope = scaled.T @ (scaled @ found - y[:, q])
         # Where it is above 0 it cannot be better, and where it is 0 only below 0 would be.

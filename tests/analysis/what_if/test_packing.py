@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megaprof.analysis.diagnosis.diagnose import diagnose
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.simulation.replay import compiled
-from megaprof.analysis.table.table import Table
+from megaprof.analysis.table import queueing
+from megaprof.analysis.table.table import WAIT, Table
 from megaprof.analysis.what_if import packing
 from megaprof.analysis.what_if.by_hand import ByHand, chosen
 from megaprof.analysis.what_if.changes import captured
@@ -44,26 +45,26 @@ def having(table: Table, steps: list[packing.Step], layers: tuple[int, ...] = (4
     """A run that had these sequences and layers, replayed: a backward takes twice a forward."""
     passes = np.stack([takes(step) for step in steps])[:, :, None, None, None, :] * np.array([1.0, 2.0])[:, None]
     passes = passes * (np.array(layers) / 4.0)[:, None, None, None]
-    schedule = table.schedule._replace(microbatches=passes.shape[-1])
-    table = replace(table, schedule=schedule, held={})
-    replay = compiled(schedule, rendezvous=True)
-    ends = replay.ends(passes, entry=np.zeros(table.entry.shape), link=np.zeros(table.entry.shape))
-    length = ends.reshape(*ends.shape[:2], -1).max(axis=2)
     places = np.ndindex(*passes.shape[:2], passes.shape[-1])
-    sequences = {(t, d, m): steps[t][d][m] for t, d, m in places}
     work = [[[(sum(o), len(o), sum(n * n for n in o)) for o in replica] for replica in step] for step in steps]
-    return replace(
+    table = replace(
         table,
-        start=ends - passes,
-        end=ends,
-        compute=passes[:, :, :, None],
+        schedule=table.schedule._replace(microbatches=passes.shape[-1]),
+        held={},
         entry=np.zeros(table.entry.shape),
         reduction=np.zeros(len(steps)),
-        length=length.max(axis=1),
         work=np.array(work, dtype=float),
         lengths_from="packed_seq_params",
-        sequences=sequences,
+        sequences={(t, d, m): steps[t][d][m] for t, d, m in places},
     )
+    return replayed(table, passes)
+
+
+def replayed(table: Table, passes: np.ndarray) -> Table:
+    """A run whose passes took so long."""
+    ends = compiled(table.schedule, rendezvous=True).ends(passes, entry=table.entry, link=np.zeros(table.entry.shape))
+    length = ends.reshape(*ends.shape[:2], -1).max(axis=2).max(axis=1)
+    return replace(table, start=ends - passes, end=ends, compute=passes[:, :, :, None], length=length)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +104,47 @@ def test_a_packing_takes_what_it_was_predicted_to_take(table: Table) -> None:
     advised, _ = what_if(run, diagnose(run))
     assert [each.packing for each in advised.packings] == [each.packing for each in told]
     assert advised.most_tokens == known.most
+
+
+def test_what_a_processor_was_waited_for_is_not_taken_from_long_microbatches(table: Table) -> None:
+    """The thread of every rank waited in every step, nobody knows in which passes: those that took longest are told."""
+    steps = drawn(table)
+    before = having(table, steps)
+    waited = 0.1 * before.passes.sum(axis=(3, 4, 5))
+    held = np.zeros(before.passes.shape)
+    for rank in np.ndindex(*before.passes.shape[1:3]):
+        own = (slice(None), *rank)
+        held[own] = queueing.of_passes(before.passes[own], [([t], ms) for t, ms in enumerate(waited[own])])
+    known = packed(examine(replace(before, held={WAIT: held})))
+    assert known is not None
+    usual = np.array([FIXED, PER_TOKEN, PER_SQUARE])
+    assert known.found.cost[:, :, 0] == pytest.approx(np.broadcast_to(usual, (4, 1, 3)), rel=0.02)
+    for name in (packing.BALANCED, packing.FEWER):
+        found = plan(known, name)
+        assert found is not None
+        after = having(table, list(found.steps))
+        assert found.prediction.speedup == pytest.approx(before.length.mean() / after.length.mean(), rel=0.02), name
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_disturbs_some_passes_is_nothing_that_a_packing_gains(table: Table, seed: int) -> None:
+    random = np.random.default_rng(seed)
+
+    def disturbed(steps: list[packing.Step]) -> Table:
+        found = having(table, steps)
+        struck = random.random(found.passes.shape) < 0.05
+        return replayed(found, found.passes * (1.0 + struck * random.exponential(0.5, struck.shape)))
+
+    before = disturbed(drawn(table))
+    known = packed(examine(before))
+    assert known is not None
+    for name in (packing.BALANCED, packing.FEWER):
+        found = plan(known, name)
+        assert found is not None
+        after = float(np.mean([disturbed(list(found.steps)).length.mean() for _ in range(8)]))
+        speedup = float(before.length.mean()) / after
+        assert found.prediction.speedup == pytest.approx(speedup, rel=0.04), name
+        assert found.prediction.low <= speedup <= found.prediction.high, name
 
 
 def test_fewer_microbatches_are_as_few_as_have_room(table: Table) -> None:
