@@ -202,8 +202,8 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
     "dp_behind_all_passes": (
-        "exposed dp is what gradient synchronisation takes once all replicas are through with their passes; waiting for "
-        "slower replicas is in the bubble"
+        "exposed dp is what gradient synchronisation takes once all replicas are through with their passes; waiting "
+        "for slower replicas is in the bubble"
     ),
     "dp_with_waiting": ("exposed dp is all of the gradient synchronisation, with waiting for slower replicas"),
     "pp_unknown_on_cpu": (
