@@ -19,8 +19,8 @@ Kind = Literal[
     "kernels_lost", "closed_early", "passes_missing",
     # communication
     "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_hidden_in_timeline",
-    "groups_with_waiting", "dp_with_waiting", "pp_unknown_on_cpu", "pp_unknown_in_ranges", "pp_unknown_in_timeline",
-    "pp_not_split", "exposed_unknown",
+    "groups_with_waiting", "dp_with_waiting", "dp_behind_all_passes", "pp_unknown_on_cpu", "pp_unknown_in_ranges",
+    "pp_unknown_in_timeline", "pp_not_split", "exposed_unknown",
     "in_flight_unreadable", "group_differs",
     # clocks
     "host_contradicted", "host_shared", "clocks_contradicted", "clocks_disagree", "clocks_unconnected",

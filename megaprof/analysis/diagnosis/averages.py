@@ -128,7 +128,7 @@ def _notes(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
     if sizes.pp > 1:
         yield Note("pp_unknown_in_timeline")
     if sizes.dp > 1:
-        yield Note("dp_with_waiting")
+        yield Note("dp_behind_all_passes")
     known = known_groups(table)
     if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in known]:
         yield Note("groups_hidden_in_timeline", names=tuple(others))

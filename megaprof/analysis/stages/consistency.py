@@ -67,7 +67,8 @@ def examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> list
     if missing:
         there = sizes.pp - len(missing)
         findings.warn(Note("stages_missing", stages=tuple(sorted(missing)), count=there, of=sizes.pp), block=True)
-    return _without_openings(_without_unseen(_common_steps(calls, findings), findings), findings)
+    seen = _without_unseen(_common_steps(calls, findings), findings)
+    return _without_openings(_without_incomplete(seen, findings), findings)
 
 
 def comparable(step: list[Call]) -> Clocks:
@@ -169,6 +170,19 @@ def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
         if call.unseen is not None:
             findings.warn(call.unseen, call.stage, block=True)
     return calls
+
+
+def _without_incomplete(calls: list[Call], findings: Findings) -> list[Call]:
+    """Returns the calls without the steps of which a rank has a part only, if there are others: what stages compute is
+    told of the same steps on all of them."""
+    parts = [call for call in calls if call.incomplete]
+    keys = {call.key for call in parts}
+    others = [call for call in calls if call.key not in keys]
+    if not others:
+        return calls
+    for call in parts:
+        findings.warn(Note("file_left_out", files=(call.source,), why=call.incomplete), call.stage)
+    return others
 
 
 def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:

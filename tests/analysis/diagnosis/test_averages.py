@@ -215,6 +215,7 @@ def test_waiting_is_no_communication_where_peers_have_no_timeline_either(tmp_pat
     (target,) = analyze(tmp_path).targets
     assert not any(ms for ms in target.fleet.synchronisation.synchronisation_ms)
     step = target.measured.step_time_ms.mean
+    assert {"dp_behind_all_passes"} == {kind for kind in kinds(target.warnings) if kind.startswith("dp_")}
     assert all(stage.exposed_ms["dp"].mean < 0.1 * step for stage in target.measured.stages)
     assert "communication" not in {cause.kind for cause in target.causes}
 

@@ -294,6 +294,15 @@ class TestWhatTheTracesDoNotAllow:
         assert target.stages[0].forward_per_microbatch_ms.median == 10
         assert [note.why.said for note in found(target, "file_left_out")] == ["host memory"]
 
+    def test_a_step_of_which_a_stage_has_a_part_counts_for_none(self, tmp_path):
+        pipeline(tmp_path, [6, 2])
+        plain_stage(0, 2, 90, 180, step=6).write(tmp_path)
+        cut = plain_stage(1, 2, 10, 20, step=6, metadata={"truncated": True, "truncated_reason": "host memory"})
+        cut.write(tmp_path)
+        target = only(tmp_path)
+        assert (target.steps, {stage.compute_ms.count for stage in target.stages}) == ((5,), {1})
+        assert [note.why.said for note in found(target, "file_left_out")] == ["host memory"]
+
     def test_lost_ranges(self, tmp_path):
         trace = plain_stage(0, 1, 10, 20)
         del trace.events[0]

@@ -412,7 +412,10 @@ def _communication(cause: Cause, measured: TargetStages) -> str:
         return f"The gradient reduction goes on behind the last pass, where no compute hides it{_when(cause)}."
     name = _GROUPS.get(cause.group or "")
     which = f"{name} communication" if name else "communication of a group that the recording does not name"
-    return f"{_capital(which)} is exposed: no compute hides it."
+    text = f"{_capital(which)} is exposed: no compute hides it"
+    # So removing it may gain more than any stage has of it.
+    others = ", and while the pipeline fills and drains, stages wait for that of the others, too"
+    return f"{text}{others if measured.sizes.pp > 1 else ''}."
 
 
 def _host_bound(cause: Cause, measured: TargetStages) -> str:
@@ -435,7 +438,7 @@ def _garbage(cause: Cause, measured: TargetStages) -> str:
 
 def _processor(cause: Cause, measured: TargetStages) -> str:
     several, waited = len(cause.ranks) > 1, f"{_part(cause, 'waited_ms')} a step"
-    average = "" if cause.share == 1.0 else " on average over all of them"
+    average = "" if cause.share == 1.0 else " on average over all steps"
     longest = f"rank {cause.ranks[0]} longest, {waited}" if several else waited
     wait = "wait" if several else "waits"
     return f"{_capital(_who(cause))} {wait} for a processor core{_when(cause)}, {longest}{average}."

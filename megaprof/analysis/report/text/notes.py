@@ -201,6 +201,10 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
+    "dp_behind_all_passes": (
+        "exposed dp is what gradient synchronisation takes once all replicas are through with their passes; waiting "
+        "for slower replicas is in the bubble"
+    ),
     "dp_with_waiting": ("exposed dp is all of the gradient synchronisation, with waiting for slower replicas"),
     "pp_unknown_on_cpu": (
         "exposed pp is not measured: a CPU trace cannot tell waiting for a neighbour from transferring, so both are in "
