@@ -1,6 +1,6 @@
 """The steps of a trainer without a pipeline: one model, whole, and a forward and a backward per microbatch.
 
-What the schedule's hooks find out by themselves is told here by whoever knows the trainer: a callback (`PlainSteps`),
+What the schedule's hooks find out by themselves is told here by code that knows the trainer: a callback (`PlainSteps`),
 or a `Batch`, which says of a function of the trainer's that it runs the microbatches of a step.
 """
 

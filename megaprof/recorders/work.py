@@ -1,7 +1,7 @@
 """What the models of a call were given, read as lengths: behind the step, and never while a device would be waited for.
 
 What the training thread keeps (`recorders.tape.PythonTape.given`) is a reference to a few numbers. On a device they are
-copied by whoever reads them, when the step that they are of has been finished there.
+copied by their reader, when the step that they are of has been finished there.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Background:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: the thread and its tasks are the parent's, and so is whoever holds the lock."""
+        """In a forked child: the thread and its tasks are the parent's, and so is the holder of the lock."""
         self._tasks: list[_Task] = []
         self._lock = threading.Lock()
         self._wakes: queue.SimpleQueue[bool] = queue.SimpleQueue()

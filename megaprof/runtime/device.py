@@ -25,7 +25,7 @@ def capturing() -> bool:
 
 
 class DeviceWait:
-    """Waits for all streams of the device on a thread of its own, so that whoever needs it idle can stop waiting.
+    """Waits for all streams of the device on a thread of its own, so that the caller can stop waiting.
 
     ``torch.cuda.synchronize`` is the one call that knows all streams (NCCL's and other libraries', too), and it has no
     time limit. The thread is there from the beginning, because Python starts none while the process ends. A process

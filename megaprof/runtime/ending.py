@@ -101,7 +101,7 @@ class Termination:
         handler = self._handler
         if handler is not None and signal.getsignal(signal.SIGTERM) is handler:  # else the host has put in its own
             signal.signal(signal.SIGTERM, self._before)
-        self._handler = None  # last: whoever the host interrupts here begins again
+        self._handler = None  # last: if the host interrupts before it, the next call begins again
 
     def _handle(self, before: Any, number: int, frame: FrameType | None) -> None:
         held = self._holding is not None and self._held_by(frame)

@@ -52,7 +52,7 @@ class Patches:
 
         Their wrapper still calls ours, which then only passes through: removing it would undo their patch.
         """
-        while self._applied:  # an entry goes last, so that whoever is interrupted can go on
+        while self._applied:  # an entry goes last, so that an interrupted call can be repeated
             owner, name, original, replacement = self._applied[-1]
             present = vars(owner).get(name, _INHERITED)
             if present is replacement:
