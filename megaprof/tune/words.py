@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 from datetime import datetime, timezone
+from itertools import compress
 
 from markupsafe import Markup
 from rich.console import Console
@@ -57,10 +59,17 @@ def stopped(tuning: Tuning) -> str | None:
 
 
 def rows(tuning: Tuning) -> list[tuple[str, ...]]:
-    """A row for every trial, in the order of `COLUMNS`."""
+    """The heads of a table, and a row for every trial. A column of `COLUMNS` in which no trial has anything is left
+    out."""
+    known = list(_rows(tuning))
+    filled = [any(cell != words.ABSENT for cell in column) for column in zip(*known, strict=True)]
+    return [tuple(compress(row, filled)) for row in (COLUMNS, *known)]
+
+
+def _rows(tuning: Tuning) -> Iterator[tuple[str, ...]]:
     first = next((trial.step_ms for trial in tuning.measured if trial.proposal is None), None)
-    return [
-        (
+    for trial in tuning.trials:
+        yield (
             str(trial.number),
             trial.what,
             milliseconds(trial.step_ms),
@@ -70,8 +79,6 @@ def rows(tuning: Tuning) -> list[tuple[str, ...]]:
             ratio(first.over(trial.step_ms)) if trial.proposal and first and trial.step_ms else words.ABSENT,
             _outcome(trial),
         )
-        for trial in tuning.trials
-    ]
 
 
 def command_line(tuning: Tuning) -> str | None:
@@ -98,8 +105,9 @@ def ratio(gained: Interval) -> str:
 def show(tuning: Tuning, console: Console) -> None:
     """Print it."""
     heading(console, "Tuning")
-    made = table(left=COLUMNS)
-    for row in rows(tuning):
+    heads, *filled = rows(tuning)
+    made = table(left=heads)
+    for row in filled:
         made.add_row(*(text(cell) for cell in row))
     console.print(made)
     for line in failures(tuning):
@@ -121,13 +129,14 @@ def page(tuning: Tuning) -> str:
     """The same as one HTML file that loads nothing and runs no script."""
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     css = static("report.css")
+    heads, *filled = rows(tuning)
     made = environment("megaprof.tune").get_template("tuning.html")
     this = {"sentence": sentence(tuning), "stopped": stopped(tuning), "command": command_line(tuning)}
     about = [when, f"megaprof {__version__}"]
     return made.render(
         tuning=tuning,
-        rows=rows(tuning),
-        columns=COLUMNS,
+        rows=filled,
+        columns=heads,
         failures=failures(tuning),
         about=about,
         css=Markup(css),

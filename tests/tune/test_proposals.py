@@ -13,6 +13,7 @@ from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 from megaprof.tune.tuning import completed, upcoming
+from megaprof.tune.words import rows
 from tests.analysis.job_timelines import write_timelines
 
 GIB = 1 << 30
@@ -54,6 +55,13 @@ def test_what_was_tried_is_not_tried_again_and_the_best_trial_is_the_mark() -> N
     asked = proposal("5+3", 90, 1)
     found = tuning(trial(1, 100, "6+2", asked, proposal("4+4", 92, 1)), trial(2, 91, "5+3", asked=asked))
     assert best_proposal(found) is None
+
+
+@pytest.mark.parametrize(("memory", "filled"), [(None, False), ((2 * GIB, GIB), True)])
+def test_a_column_in_which_no_trial_has_anything_is_left_out(memory: tuple[int, ...] | None, filled: bool) -> None:
+    heads, *cells = rows(tuning(replace(trial(1, 100, "6+2"), memory=memory)))
+    assert ("GiB" in heads, "predicted, ms" in heads) == (filled, False)
+    assert {len(row) for row in cells} == {len(heads)}
 
 
 def test_of_two_predictions_of_a_layout_the_more_certain_one_counts() -> None:
