@@ -83,7 +83,7 @@ class GPTWorkload:
             raise ValueError(f"hidden={self.hidden}: must be a multiple of heads={self.heads}")
         for name in ("heads", "vocab"):
             if getattr(self, name) % self.tp:
-                raise ValueError(f"{name}={getattr(self, name)}: must be a multiple of tp={self.tp}")
+                raise ValueError(f"tp={self.tp}: must divide {name}={getattr(self, name)}")
         if self.num_experts is not None and self.num_experts % self.ep:
             raise ValueError(f"num_experts={self.num_experts}: must be a multiple of ep={self.ep}")
         if self.dp is not None and self.dp % self.ep:

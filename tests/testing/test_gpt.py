@@ -206,7 +206,7 @@ def test_layouts_and_groups_of_four_ranks() -> None:
         ({"pp": 2, "layout": (3, 2)}, r"layout=\(3, 2\): must be layer counts with sum layers=4"),
         ({"tp": 0}, r"tp=0: must be positive"),
         ({"heads": 5}, r"hidden=64: must be a multiple of heads=5"),
-        ({"tp": 3}, r"heads=4: must be a multiple of tp=3"),
+        ({"tp": 3}, r"tp=3: must divide heads=4"),
         ({"ep": 2, "num_experts": 3}, r"num_experts=3: must be a multiple of ep=2"),
         ({"ep": 2, "dp": 3}, r"dp=3: must be a multiple of ep=2"),
         ({"vpp": 2}, r"vpp=2: needs pp > 1"),

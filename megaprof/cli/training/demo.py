@@ -82,8 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps",
         type=int,
         default=None,
-        help=f"training steps, of which all but the first {_WARM_UP} are captured (default: {_STEPS}); with --live "
-        "without end",
+        help=f"training steps, of which all but at most the first {_WARM_UP} are captured (default: {_STEPS}); with "
+        "--live without end",
     )
     parser.add_argument("--out", type=Path, default=None, help="new directory for traces and report")
     parser.add_argument(
