@@ -176,14 +176,12 @@ def _advice(found: WhatIf) -> str:
         return f"{name}: {times}, {instead}{as_good}"
     if found.advice == "open":
         wanted = found.more_steps + (found.replay_error.count if found.replay_error else 0)
-        return f"whether {name} would be quicker is not sure: {times}; {wanted} steps would tell"
+        return f"{name} may or may not be quicker: {times}; {wanted} steps would tell"
     would = f"{name} would be {times}"
     if found.advice == "none_fits":
         return f"no layout that fits is better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return (
-            f"with all else as it was, whether {name} would be quicker is not sure: {times}; more steps would not tell"
-        )
+        return f"with all else as it was, {name} may or may not be quicker: {times}; more steps would not tell"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
