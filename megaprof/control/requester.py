@@ -16,6 +16,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from megaprof.control.blame import is_stuck
 from megaprof.control.directory import path_of
 from megaprof.control.job import RunningJob, read_statuses
 from megaprof.formats.files import Directory, Unsafe
@@ -25,7 +26,7 @@ from megaprof.formats.job.records import Absent, BadRecord
 from megaprof.formats.job.requests import NAME, Refused, Request
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import FINAL, CaptureState
-from megaprof.formats.phrases import counted
+from megaprof.formats.phrases import ago, counted
 
 #: The first step comes so much later than the estimate says; a step time that is not known is waited for so many
 #: seconds.
@@ -72,6 +73,8 @@ class Requester:
         self.request = request
         self.ranks = tuple(ranks)
         """The ranks that are asked, by number."""
+        self.still = 0.0
+        """Seconds since any rank that has not finished moved; 0 while one moves."""
         self._job = job
         self._run = job.run
         self._missing = set(self.ranks)
@@ -106,7 +109,8 @@ class Requester:
                 return f"recording on {recording} of {len(self._answers)}"
             left = max(self.request.first - max(begun, default=0), 0)
             seconds = min((a.seconds for a in self._answers.values() if a.seconds is not None), default=None)
-            return f"starts in about {counted(left, 'call')}" + ("" if seconds is None else f", {left * seconds:.0f} s")
+            soon = "" if seconds is None or self.still else f", {left * seconds:.0f} s"
+            return f"starts in about {counted(left, 'call')}{soon}{self._standing()}"
         if self._missing:
             return f"waiting for {len(self._missing)} of {len(self._open)} to answer"
         return "waiting for the first steps"
@@ -169,7 +173,7 @@ class Requester:
             return None
         if self.request.first is None:
             raise Refused(self._silence())
-        return self._outcome(f"it was not finished within {self.request.timeout:.0f} s")
+        return self._outcome(f"it was not finished within {self.request.timeout:.0f} s{self._standing()}")
 
     def _check_that_it_stands(self, control: Directory) -> None:
         """Raises Refused where the ranks cannot see the request any more."""
@@ -188,7 +192,11 @@ class Requester:
 
     def _read_answers(self, control: Directory, now: float) -> None:
         leader = self._run.leader
-        for rank, status in read_statuses(control, self._run, self._open | {leader}).items():
+        statuses = read_statuses(control, self._run, self._open | {leader})
+        there = self._job.now(statuses, None)
+        stuck = [status.stuck(there) for status in statuses.values() if is_stuck(status, there)]
+        self.still = min(stuck) if stuck and len(stuck) == len(statuses) else 0.0
+        for rank, status in statuses.items():
             answer = status.capture
             if answer is None or answer.request != self.request.id:
                 continue
@@ -229,8 +237,11 @@ class Requester:
         if not self._answers:
             return f"nobody answered within {self.request.timeout:.0f} s"
         if not self._missing:
-            return f"no step began within {self.request.timeout:.0f} s"
+            return f"no step began within {self.request.timeout:.0f} s{self._standing()}"
         return f"no answer within {self.request.timeout:.0f} s from rank {silent}"
+
+    def _standing(self) -> str:
+        return f"; none of these ranks has moved for {ago(self.still)}" if self.still else ""
 
     def _outcome(self, reason: str | None) -> Outcome:
         answers = dict(sorted(self._answers.items()))

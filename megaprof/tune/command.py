@@ -46,11 +46,10 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
         if _has(words, option):
             words, found = _without(words, {_name(option)}) + ([] if off is None else [off]), True
     if not found and not _has(words, _MEGATRON_LM):
-        known = ", ".join(option if off is None else off for option, off in _SAVING.items())
         raise Saves(
-            f"nothing in the command says whether it saves checkpoints (known are {known}, and Megatron-LM's "
-            f"{_MEGATRON_LM}); --saving-off WORDS gives the words that turn saving off, --saving-off '' says that it "
-            "saves none"
+            "nothing in the command says whether it saves checkpoints: it has none of "
+            f"{', '.join(_SAVING)}, nor {_MEGATRON_LM}, which a command of Megatron-LM has, that saves only with "
+            "--save; --saving-off WORDS gives the words that turn saving off, --saving-off '' says that it saves none"
         )
     return words + list(instead or ())
 

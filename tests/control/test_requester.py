@@ -141,6 +141,18 @@ def test_a_request_that_somebody_removes_is_not_waited_for(asked: Asked) -> None
         requester.advance()
 
 
+@pytest.mark.parametrize(("seconds", "still"), [((60, 90), 60), ((60, 0), 0)])
+def test_ranks_that_all_stand_still_are_known(seconds: tuple[int, int], still: int, asked: Asked) -> None:
+    requester, now = asked.requester(), time.time() + 3600  # no status is late
+    called = [{"target": "train_actor", "begun": 5, "seconds": 1.0}]
+    for rank, ago in zip(requester.ranks, seconds, strict=True):
+        since = now - ago
+        status = places.status(asked.run, asked.layout, rank, time=now, since=since, calls=called)
+        places.write(asked.paths.status(rank), status)
+    requester.advance()
+    assert requester.still == pytest.approx(still)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_command_that_is_ended_withdraws(number: int, asked: Asked, tmp_path: Path) -> None:
     asked.says(0)
