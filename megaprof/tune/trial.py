@@ -30,9 +30,9 @@ WARM_UP = 3
 #: Seconds that a command has to end after SIGTERM: megaprof writes its files for up to 20 of them.
 _GRACE = 40.0
 _LOOK = 0.5
-#: How Python ends a traceback, and how argparse refuses an option. The first one is the rank's; the launcher's own,
-#: about that, comes later.
-_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*[\w.-]+((Error|Exception)|: error): ")
+#: A line that begins with an error's name: the end of a traceback, argparse's ``program: error: ``, a script's own
+#: ``error: ``. The first one has the cause: other ranks and the launcher tell only later that a rank has ended.
+_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*([\w.-]+: )?[\w.-]*([Ee]rror|Exception): ")
 #: What our own messages begin with; none is why a command failed.
 _OURS = "megaprof: "
 #: Torch's and the kernel's words for memory that ran out.
@@ -49,7 +49,8 @@ class Ended:
     code: int | None = None
     """The command's exit code, where it ended by itself."""
     last_line: str | None = None
-    """What it printed last, where it failed."""
+    """What it printed of an error before anything ended it, where it failed; its last line where it ended by itself
+    and printed of none."""
 
 
 def config_of(directory: Path) -> ProfileConfig:
@@ -76,9 +77,9 @@ def run(
         )
         try:
             ended = _watched(process, directory, steps + WARM_UP, time.monotonic() + time_limit, advance)
+            return _explained(ended, directory / LOG)  # before `_end`, of which the command may print, too
         finally:
             _end(process, directory)
-    return _explained(ended, directory / LOG)
 
 
 def _watched(
@@ -146,8 +147,8 @@ def _explained(ended: Ended, log: Path) -> Ended:
     told = next((line for line in lines if any(words in line for words in _OUT_OF_MEMORY)), None)
     if told is not None:
         return Ended("out_of_memory", ended.code, told)
-    raised = [line for line in lines if _RAISED.search(line)]
-    return Ended(ended.outcome, ended.code, raised[0] if raised else lines[-1] if lines else None)
+    last = lines[-1] if lines and ended.outcome == "exited" else None
+    return Ended(ended.outcome, ended.code, next(filter(_RAISED.search, lines), last))
 
 
 def _tail(log: Path, most: int = 1 << 18) -> str:

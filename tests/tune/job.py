@@ -2,7 +2,8 @@
 
 Layers and the output layer take a given time in each pass, most of which they wait, as a host waits for a GPU, so that
 a step is the same on any machine, however many stages share its cores. With ``--memory`` what stands for torch's
-allocator counts a given size for each layer, and for each of its activations as they come and go.
+allocator counts a given size for each layer, and for each of its activations as they come and go. With
+``--second-fails`` the last rank ends the second trial with an error, once some steps are made, while the others wait.
 
 ``torchrun --nproc-per-node 2 job.py --num-layers 8 ...``
 """
@@ -19,6 +20,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megaprof.analysis.what_if.layouts import Layout, default_layout, layers_per_stage, parse_layout
+from megaprof.config.options import variable
 from megaprof.formats.timeline import Memory
 from megaprof.parallel.chunks import language_model
 from megaprof.recorders.timeline import recorder
@@ -45,6 +47,7 @@ def main() -> None:
     parser.add_argument("--memory", type=float, nargs=2, metavar=("LAYER", "ACTIVATIONS"))  # GiB
     parser.add_argument("--save", type=Path)
     parser.add_argument("--refuse")  # a layout in which it runs out of memory
+    parser.add_argument("--second-fails", action="store_true")
     args = parser.parse_args()
     if args.save is not None:
         (args.save / "checkpoint").write_text("overwritten")
@@ -70,7 +73,10 @@ def main() -> None:
         pace(ends, lambda: tuple(args.loss_ms))
         if args.memory is not None:
             _count_memory(layers(gpt.chunks), *(round(each * (1 << 30)) for each in args.memory))
-        for _ in range(args.train_iters):
+        second = args.second_fails and os.environ[variable("dir")].endswith("trial-2")
+        for step in range(args.train_iters):
+            if second and step == 2 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+                sys.exit("error: no space left for the cache of the data set")
             gpt.train_step(schedules.get_forward_backward_func())
             torch.distributed.barrier()  # Megatron-LM reduces the norm of gradients over all stages
 

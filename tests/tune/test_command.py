@@ -25,8 +25,9 @@ def test_nothing_is_saved(command: list[str], kept: list[str]) -> None:
 
 
 def test_a_command_that_may_save_is_refused() -> None:
-    with pytest.raises(Saves, match="--saving-off"):
-        without_saving(["bash", "train.sh"])
+    for command in (["bash", "train.sh"], ["megatron", "sft", "--output_dir", "out", "--save_steps", "50"]):
+        with pytest.raises(Saves, match="--saving-off"):
+            without_saving(command)
     assert without_saving(["bash", "train.sh"], ()) == ["bash", "train.sh"]
     assert without_saving(["bash", "train.sh"], ("save=no",)) == ["bash", "train.sh", "save=no"]
 

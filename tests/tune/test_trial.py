@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,23 @@ try:
     argparse.ArgumentParser().parse_args(["--no-such-flag"])
 finally:
     print("=" * 60, flush=True)  # as torchrun does
+"""
+#: One rank ends, and the other one, which waits for it, tells of that later, as gloo does.
+SECOND_HAND = """
+import sys
+print("error: no space left for the cache", file=sys.stderr)
+print("[rank0]: RuntimeError: Connection closed by peer [127.0.0.1]:17234", file=sys.stderr)
+sys.exit(1)
+"""
+#: Ends as torchrun does on SIGTERM.
+TERMINATED = """
+import signal, time
+def end(number, frame):
+    print("torch.distributed.elastic.multiprocessing.api.SignalException: Process 7 got signal: 15", flush=True)
+    raise SystemExit(1)
+signal.signal(signal.SIGTERM, end)
+print("begins", flush=True)
+time.sleep(1000)
 """
 NO_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
 HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
@@ -35,10 +53,11 @@ def running(directory: Path) -> list[int]:
     ("program", "outcome", "says"),
     [
         (BAD_FLAG, "failed", "unrecognized arguments: --no-such-flag"),
+        (SECOND_HAND, "failed", "error: no space left for the cache"),
         (NO_MEMORY, "out_of_memory", "Tried to allocate 2.00 GiB"),
         (HANGS, "time_limit", "after 0 whole steps"),
     ],
-    ids=["bad flag", "out of memory", "hangs"],
+    ids=["bad flag", "ended by a rank", "out of memory", "hangs"],
 )
 def test_a_command_that_does_not_make_its_steps(
     program: str, outcome: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -52,6 +71,15 @@ def test_a_command_that_does_not_make_its_steps(
     assert says in (only.why or "")
     assert load(tmp_path) == found
     assert not running(tmp_path / only.directory)
+
+
+def test_what_the_end_of_a_trial_makes_a_command_print_is_no_reason(tmp_path: Path) -> None:
+    def begun(made: int) -> None:
+        while "begins" not in (tmp_path / trial.LOG).read_text():
+            time.sleep(0.05)
+
+    assert trial.run((sys.executable, "-c", TERMINATED), tmp_path, 5, 0.0, begun) == trial.Ended("time_limit")
+    assert "SignalException" in (tmp_path / trial.LOG).read_text()
 
 
 def test_an_interrupted_trial_is_ended_and_runs_again_beside_what_it_left(

@@ -89,6 +89,26 @@ def test_a_trial_that_fails_leaves_the_others(tmp_path: Path) -> None:
     assert found[1]["proposal"]["flags"][-1] in then.stdout
 
 
+@pytest.mark.slow
+def test_a_trial_that_fails_amid_a_tuning_leaves_the_others(tmp_path: Path) -> None:
+    out, saved = tmp_path / "tuned", tmp_path / "checkpoints"
+    saved.mkdir()
+    (saved / "checkpoint").write_text("of last week")
+    words = ["--save", str(saved), "--second-fails"]
+    ended = tune(out, *words, options=("--trials", 3, "--json"))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    skip_where_too_few_cores(found["trials"])
+    assert [each["outcome"] for each in found["trials"]] == ["measured", "failed", "measured"]
+    _, second, third = found["trials"]
+    assert "error: no space left for the cache of the data set" in second["why"]
+    assert third["layout"] != second["proposal"]["layout"]
+    assert found["result"]["trial"] in (1, 3)
+    assert (saved / "checkpoint").read_text() == "of last week"
+    again = tune(out, *words, options=("--json",))  # all trials are there: nothing runs
+    assert json.loads(again.stdout) == found
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
