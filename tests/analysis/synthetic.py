@@ -20,9 +20,13 @@ def kinds(notes: Iterable[Note]) -> set[str]:
     return {note.kind for note in notes}
 
 
-def chunk(layers: int | None, *, embedding: bool = False, loss: bool = False, kind: str = "dense") -> dict[str, Any]:
+def chunk(
+    layers: int | None, *, embedding: bool = False, loss: bool = False, kind: str = "dense", first: int | None = None
+) -> dict[str, Any]:
+    """``first``: the number of its first layer, where it is known."""
     kinds = None if layers is None else [kind] * layers
-    return {"embedding": embedding, "layers": layers, "layer_numbers": None, "mtp": 0, "loss": loss, "kinds": kinds}
+    numbers = None if layers is None or first is None else [*range(first, first + layers)]
+    return {"embedding": embedding, "layers": layers, "layer_numbers": numbers, "mtp": 0, "loss": loss, "kinds": kinds}
 
 
 @dataclass

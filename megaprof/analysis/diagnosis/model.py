@@ -13,6 +13,7 @@ import numpy.typing as npt
 from megaprof.analysis.diagnosis.naming import of_both
 from megaprof.analysis.diagnosis.policy import DRAWS, LEVEL
 from megaprof.analysis.stages.samples import MAD
+from megaprof.analysis.table.modules import EMBEDDING, LOSS, measured
 from megaprof.analysis.table.table import QUARTILE, Floats, Table
 
 
@@ -87,8 +88,8 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     drawn = _drawn(log, steps, np.random.default_rng(seed))
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     return Model(
-        content=divided(content, table.layers),
-        draws=divided(drawn, table.layers, np.random.default_rng(seed + 1)),
+        content=divided(content, table.layers, known := _ends(table)),
+        draws=divided(drawn, table.layers, known, np.random.default_rng(seed + 1)),
         level=np.exp(level),
         work=np.exp(work),
         rank=np.exp(rank),
@@ -99,8 +100,11 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     )
 
 
-def divided(content: Floats, layers: Floats, free: np.random.Generator | None = None) -> Content:
+def divided(
+    content: Floats, layers: Floats, known: Floats | None = None, free: np.random.Generator | None = None
+) -> Content:
     """``content`` [..., s, c, k] as layers, ends, stages and chunks, with as little as possible in all but layers.
+    ``known`` [s, c, k]: the ends, where ranges tell them; then a chunk whose layers take longer is slow.
 
     Two stages of one chunk each with different numbers of layers fit in many ways: what an embedding takes may as well
     be the layers'. ``free`` draws from what the data cannot tell apart: an embedding that takes up to one layer.
@@ -108,7 +112,7 @@ def divided(content: Floats, layers: Floats, free: np.random.Generator | None = 
     s, c = content.shape[-3:-1]
     held = np.where(np.isfinite(layers).all(), layers, 1.0)
     held = np.maximum(held, 1e-9)[:, :, None]
-    each = content / held
+    each = np.maximum(content - (0.0 if known is None else known), 1e-9) / held
     flat = each.reshape(*content.shape[:-3], s * c, -1)
     middle = flat[..., 1:-1, :]
     if s * c > 3:
@@ -116,21 +120,34 @@ def divided(content: Floats, layers: Floats, free: np.random.Generator | None = 
     else:
         # Of three, two may be slow.
         unit = flat.min(axis=-2)
-        if s * c == 2 and free is not None and np.ptp(held) > 0:
+        if s * c == 2 and known is None and free is not None and np.ptp(held) > 0:
             unit = unit / (1.0 + free.uniform(0.0, 1.0, unit.shape[:-1])[..., None] / held.max())
     layers_ms = np.maximum(held * unit[..., None, None, :], 1e-9)
-    alone = np.maximum(content / layers_ms, 1.0)
-    # What all chunks of a stage have too much of is the stage's.
-    stage = np.broadcast_to(alone.min(axis=-2, keepdims=True), content.shape) if c > 1 else np.ones_like(content)
-    over = np.maximum(content / stage - layers_ms, 0.0)
-    ends = np.zeros_like(content)
-    if s * c > 1:
+    stage, ends = np.ones_like(content), np.zeros_like(content)
+    if c > 1 or known is not None:
+        # What all chunks of a stage have too much of is the stage's.
+        alone = np.maximum(each * held / layers_ms, 1.0)
+        stage = np.broadcast_to(alone.min(axis=-2, keepdims=True), content.shape)
+    if known is not None:
+        ends = np.minimum(known / stage, content)
+    elif s * c > 1:
+        over = np.maximum(content / stage - layers_ms, 0.0)
         # Embedding and loss have a backward, too: what makes one kind of pass long is another matter.
         over = np.where(of_both(over)[..., None], over, 0.0)
         ends[..., 0, 0, :] = over[..., 0, 0, :]
         ends[..., -1, -1, :] = over[..., -1, -1, :]
     rest = np.maximum(content / stage / (layers_ms + ends), 1.0)
-    return Content(content, unit, ends, stage if c > 1 else rest, rest if c > 1 else np.ones_like(rest))
+    return Content(content, unit, ends, *((stage, rest) if c > 1 else (stage * rest, np.ones_like(rest))))
+
+
+def _ends(table: Table) -> Floats | None:
+    """[s, c, k]: what ranges say of embedding and loss; None unless they say it of both, on different chunks."""
+    told = measured(table)
+    if not {EMBEDDING, LOSS} <= told.keys() or table.layers.size == 1:
+        return None
+    found = np.zeros((*table.layers.shape, len(table.schedule.kinds)))
+    found[0, 0], found[-1, -1] = told[EMBEDDING], told[LOSS]
+    return found
 
 
 def _drawn(log: Floats, steps: npt.NDArray[np.intp], random: np.random.Generator) -> Floats:

@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.diagnosis.naming import BOTH, looks
+from megaprof.analysis.table.modules import EMBEDDING, LOSS, MTP
 from megaprof.analysis.table.table import Floats
 from megaprof.analysis.what_if.layout_search import FREE, Cost, CostModel
 from megaprof.analysis.what_if.layouts import Layout
 
-EMBEDDING, MTP, LOSS = "embedding", "mtp", "loss"
 _LETTERS = {"E": EMBEDDING, "m": MTP, "L": LOSS}
 #: Kinds of layers of models that are no hybrids.
 _LAYERS = {"dense", "encoder", "layer", "moe"}
@@ -43,7 +43,7 @@ class Held:
     """Of its decoder layers, in order."""
     stages: int
     """Pipeline stages."""
-    measured: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    measured: Mapping[str, Floats] = field(default_factory=dict)
     """What a microbatch takes in a kind of layer, the embedding, one MTP layer, or the output layer and the loss, in
     milliseconds by kind of pass; without those that have no ranges."""
 
@@ -162,7 +162,7 @@ def split(content: Floats, held: Held, random: np.random.Generator | None = None
     of_mtp = _hidden(random, leading, 0.5, 2.0) if random is not None else np.ones(leading)
     if MTP in names:
         size = size + counts[:, names.index(MTP)] * of_mtp[..., None]
-    measured = {name: np.array(held.measured[name]) for name in held.measured if name in names}
+    measured = {name: held.measured[name] for name in held.measured if name in names}
     unit = _unit(whole, size, counts, held, measured, random)
     parts = np.zeros((*leading, len(names), whole.shape[-1]))
     for place, name in enumerate(names):
@@ -193,9 +193,6 @@ def _unit(
     """[..., k]: an average layer. Chunks of layers alone tell it, and nothing takes less than its layers do."""
     leading, names = whole.shape[:-2], held.names
     own = _only_layers(counts, len(set(held.kinds)))
-    if not own.any() and set(held.kinds) <= set(measured):
-        mean: Floats = np.mean([measured[kind] for kind in held.kinds], axis=0)
-        return np.broadcast_to(mean, (*leading, len(mean)))
     beside = np.zeros_like(whole)
     for name, piece in ((EMBEDDING, 0), (LOSS, -1)):
         if name in measured:

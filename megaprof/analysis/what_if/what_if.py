@@ -7,8 +7,7 @@ cause. Where a rank or a stage is slow because it waits for a processor core, no
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,17 +20,16 @@ from megaprof.analysis.diagnosis.terms import terms
 from megaprof.analysis.notes import Note
 from megaprof.analysis.stages.samples import Spread
 from megaprof.analysis.stages.stages import TargetStages
+from megaprof.analysis.table.modules import measured
 from megaprof.analysis.table.table import WAIT, Floats, Table
-from megaprof.analysis.trace.calls import RECOMPUTE, ModuleKey
 from megaprof.analysis.what_if.by_hand import ByHand
 from megaprof.analysis.what_if.candidates import balanced, chunk_counts, layouts, microbatch_counts
 from megaprof.analysis.what_if.changes import Prediction, Priced, apart, captured
-from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, MTP, CostFit, Held, fitted
+from megaprof.analysis.what_if.contents import CostFit, Held, fitted
 from megaprof.analysis.what_if.layouts import Layout, check_layout, format_layout, options_of
 from megaprof.analysis.what_if.memory import in_flight_layers, peaks
 from megaprof.analysis.what_if.memory import measured as measured_memory
 from megaprof.analysis.what_if.packing import packed, plans
-from megaprof.formats import ranges
 from megaprof.formats.metadata import ModelChunk
 
 _MOST_LAYERS = 10_000
@@ -197,7 +195,7 @@ def _piece(held: ModelChunk) -> str:
 
 def _held(table: Table) -> Held | Note:
     """What the stages hold; why that is not known, where the files do not say it, or say what cannot be."""
-    schedule, pieces, kinds, measured = table.schedule, [], list[str](), dict[str, list[tuple[float, ...]]]()
+    schedule, pieces, kinds = table.schedule, [], list[str]()
     for chunk in range(schedule.chunks):
         for stage in range(schedule.stages):
             metadata = table.metadata[stage]
@@ -209,10 +207,7 @@ def _held(table: Table) -> Held | Note:
             if any(each is not None and len(each) != own.layers for each in (own.kinds, own.layer_numbers)):
                 return Note("stage_contradicts", stages=(stage,))
             pieces.append(_piece(own))
-            of_chunk = own.kinds if own.kinds is not None else ("layer",) * own.layers
-            kinds += of_chunk
-            for name, ms in _modules(table.modules[stage], own, of_chunk, schedule.forward_only):
-                measured.setdefault(name, []).append(ms)
+            kinds += own.kinds if own.kinds is not None else ("layer",) * own.layers
     flat = "".join(pieces)
     if not kinds:
         return Note("no_layers")
@@ -220,34 +215,7 @@ def _held(table: Table) -> Held | Note:
         check_layout(pieces, schedule.stages, flat.count("t"), flat.count("m"))
     except ValueError as fault:
         return Note("layout_refused", said=str(fault))
-    # A pass takes longer than it computes, and modules in it are taken to do so alike.
-    computing = table.compute.max(axis=3).sum(axis=(0, 1, 2, 3, 5))
-    longer = table.passes.sum(axis=(0, 1, 2, 3, 5)) / np.maximum(computing, 1e-9)
-    told = {name: tuple((np.mean(each, axis=0) * longer).tolist()) for name, each in measured.items()}
-    return Held(tuple(pieces), tuple(kinds), schedule.stages, told)
-
-
-def _modules(
-    measured: Mapping[ModuleKey, Sequence[int]], held: ModelChunk, kinds: Sequence[str], forward_only: bool
-) -> Iterable[tuple[str, tuple[float, ...]]]:
-    """What ranges say that the parts of a chunk take, in milliseconds by kind of pass; of each layer by itself."""
-    numbers = held.layer_numbers if held.layer_numbers is not None else (None,) * len(kinds)
-    wanted: list[tuple[str, tuple[str, ...], int | None]]
-    wanted = [
-        (kind, (ranges.LAYER,), number) for kind, number in zip(kinds, numbers, strict=True) if number is not None
-    ]
-    wanted += [(MTP, (ranges.MTP_LAYER,), number) for number in range(1, (held.mtp or 0) + 1)]
-    # An encoder stays where the embedding is, and costs as it does.
-    wanted += [(EMBEDDING, (ranges.EMBEDDING, *ranges.ENCODERS), None)] * bool(held.embedding)
-    wanted += [(LOSS, (ranges.OUTPUT_LAYER,), None)] * bool(held.loss)
-    for name, labels, number in wanted:
-        passes = []
-        for kind in ((ranges.FORWARD,), (ranges.BACKWARD, RECOMPUTE))[: 1 if forward_only else 2]:
-            each = [measured.get(ModuleKey(label, number, None, one), ()) for label in labels for one in kind]
-            if each[0]:
-                passes.append(sum(statistics.median(ns) for ns in each if ns) / 1e6)
-        if len(passes) == (1 if forward_only else 2):
-            yield name, tuple(passes)
+    return Held(tuple(pieces), tuple(kinds), schedule.stages, measured(table))
 
 
 def _shared_cores(table: Table) -> Note | None:

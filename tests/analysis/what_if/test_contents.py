@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megaprof.analysis.report.document import TargetReport
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.simulation.simulate import simulate
 from megaprof.analysis.what_if.contents import Held, fitted, split
@@ -111,28 +113,29 @@ def test_other_layouts_of_two_stages_take_what_was_predicted(layers, cause, tmp_
         assert each.low <= before.measured_ms / taken.measured_ms <= each.high, each
 
 
-def two_stages(directory: Path, *, ranged: bool) -> WhatIf:
+def two_stages(directory: Path, *, ranged: bool) -> TargetReport:
     """6+2 layers of 10 ms, and a loss of 3 ms on a rank that is 1.4 times as slow."""
     forward = [[60.0], [1.4 * 23.0]]
     run = simulate(forward, [[2 * ms for ms in each] for each in forward], 8)
-    for pp, (layers, name, ms) in enumerate(((6, ranges.EMBEDDING, 0.01), (2, ranges.OUTPUT_LAYER, 1.4 * 3.0))):
-        held = chunk(layers, embedding=pp == 0, loss=pp == 1)
+    for pp, (layers, first, layer_ms) in enumerate(((6, 1, 10.0), (2, 7, 14.0))):
+        held = chunk(layers, embedding=pp == 0, loss=pp == 1, first=first)
         trace = TraceBuilder(pp=pp, pp_size=2, microbatches=8, chunks=[held])
         for each in (e for e in run.events if e.stage == pp):
             getattr(trace, each.phase)(each.microbatch, each.start_ms, each.end_ms - each.start_ms)
-            if ranged:
-                label = ranges.module_range(name, None)
+            for n in range(layers if ranged else 0):
+                label = ranges.module_range(ranges.LAYER, first + n)
                 label = label if each.phase == "forward" else ranges.module_backward(label)
-                trace.event(label, each.start_ms, ms if each.phase == "forward" else 2 * ms)
+                ms = layer_ms if each.phase == "forward" else 2 * layer_ms
+                trace.event(label, each.start_ms + n * ms, ms)
         trace.call(0.0, run.step_ms)
         trace.write(directory)
-    return analyze(directory).targets[0].what_if
+    return analyze(directory).targets[0]
 
 
 def test_ranges_in_a_trace_make_layouts_surer(tmp_path: Path) -> None:
     alone, told = (
-        next(each for each in two_stages(tmp_path / str(ranged), ranged=ranged).candidates if each.layers == (5, 3))
-        for ranged in (False, True)
+        next(each for each in report.what_if.candidates if each.layers == (5, 3))
+        for report in (two_stages(tmp_path / str(ranged), ranged=ranged) for ranged in (False, True))
     )
     assert alone.low is not None
     assert told.low is not None
@@ -145,3 +148,19 @@ def test_ranges_in_a_trace_make_layouts_surer(tmp_path: Path) -> None:
     for each in (alone, told):
         assert each.low <= before / after <= each.high
     assert told.high - told.low < 0.8 * (alone.high - alone.low)
+
+
+def test_ranges_of_layers_tell_causes_and_costs_alike(tmp_path: Path) -> None:
+    """By times alone the last stage might have a loss of 12.2 ms: its layers say that it is slow."""
+    report = two_stages(tmp_path, ranged=True)
+    assert report.what_if.costs is not None
+    costs = {name: cost.forward_ms for name, cost in report.what_if.costs.by_kind.items()}
+    assert costs == pytest.approx({"dense": 10.0, "embedding": 0.0, "loss": 3.0}, abs=0.05)
+    steps = [
+        simulate([[first], [last]], [[2 * first], [2 * last]], 8, rendezvous=True).step_ms
+        for first, last in ((60.0, 1.4 * 23.0), (60.0, 23.0), (40.0, 43.0), (41.5, 41.5))
+    ]
+    causes = [(cause.kind, cause.stage) for cause in report.diagnosis.causes]
+    assert causes == [("unexplained", 1), ("layers", 0), ("embedding_or_loss", 1)]
+    prices = [cause.price.ms for cause in report.diagnosis.causes]
+    assert prices == pytest.approx([before - after for before, after in itertools.pairwise(steps)], rel=0.02)

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from megaprof.analysis.diagnosis.policy import LEAST
 from megaprof.analysis.report.text.sentences import Finding
 from megaprof.analysis.report.text.words import counted, number, percent, sentence, speedup
+from megaprof.analysis.table.modules import EMBEDDING, LOSS
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.analysis.what_if.contents import EMBEDDING, LOSS, Assumption, CostFit
+from megaprof.analysis.what_if.contents import Assumption, CostFit
 from megaprof.analysis.what_if.packing import switch_of
 from megaprof.analysis.what_if.what_if import WhatIf
 
