@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.capture.agenda import Demand
+from megaprof.capture.profiler import profiler
 from megaprof.config import tools
 from megaprof.control.job import RunningJob
 from megaprof.control.listener import Listener
@@ -27,9 +29,12 @@ from megaprof.formats.job.requests import MOST_STEPS, Request
 from megaprof.formats.job.run import RunRecord
 from megaprof.formats.job.status import CaptureState, Position, RankStatus, Recent
 from megaprof.formats.nsys import SESSION_VARIABLE
+from megaprof.formats.timeline import SUFFIX as TIMELINE_SUFFIX
+from megaprof.formats.timeline import read_timeline
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from megaprof.recorders import register_recorder
 from megaprof.recorders.nsys import NsysRecorder
+from megaprof.recorders.torch_profiler import TorchRecorder
 from megaprof.runtime.background import Background
 from tests.control import places
 
@@ -441,6 +446,55 @@ def test_a_window_of_the_jobs_own_is_not_disturbed(
         job.gpt.log_probs_pass(job.forward_backward)
         assert "another window was open" in str(job.finish(request).reason)
     assert traces(tmp_path) == ["train_overall.step000000"]
+
+
+def test_a_window_of_the_jobs_own_that_fails_is_all_that_is_lost(
+    one_rank: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timeline, the status, the next window and a capture that is asked for later go on."""
+    monkeypatch.setattr(Listener, "start", lambda self, background: None)
+    start, starts = TorchRecorder.start, itertools.count()
+
+    def unwell_at_first(recorder: TorchRecorder, window: Any) -> None:
+        if next(starts) == 0:
+            raise RuntimeError("Kineto is unwell")
+        start(recorder, window)
+
+    monkeypatch.setattr(TorchRecorder, "start", unwell_at_first)
+    tool = ("torch", "timeline")
+    config = ProfileConfig(target=("train_actor",), dir=str(tmp_path), steps="0,2", tool=tool, on_demand=True)
+    with install_hooks(one_rank.chunks, config) as handle:
+        job = Job(one_rank, handle)
+        job.step(3)
+        request = job.order(options={"tool": ["torch"]}, steps=1)
+        job.go(request, 3)
+        job.step()
+        assert job.finish(request).state == "done"
+        status = job.status()
+        assert status is not None
+        assert (status.off, status.why, status.step_of("train_actor", None)) == (False, None, 3)
+    assert traces(tmp_path) == ["train_actor.step000002", "train_actor.step000003"]
+    (timeline,) = tmp_path.glob("*" + TIMELINE_SUFFIX)
+    assert read_timeline(timeline).steps["step"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_turns_a_rank_off_is_in_its_status(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    job.step()
+
+    def broken(call: Any) -> Any:
+        raise RuntimeError("the agenda is unwell")
+
+    (session,) = profiler.sessions
+    monkeypatch.setattr(session.agenda, "begins", broken)
+    job.step()
+    job.listener.look()
+    status = job.status()
+    assert status is not None
+    assert status.off
+    assert "the agenda is unwell" in str(status.why)
+    refused = job.answer(job.order())
+    assert refused.state == "refused"
+    assert "the agenda is unwell" in str(refused.reason)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from megaprof.analysis.table.traced import tables_of_calls
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in
+from megaprof.analysis.what_if.what_if import what_if
 from megaprof.parallel.schedules import PipelineSchedule, turns
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
@@ -80,7 +81,8 @@ def test_what_microbatches_consist_of_is_told_by_the_first_stage(tmp_path: Path)
 
 
 def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
-    """A stage that has twice the work: what the step would be without it is what a replay of the truth says."""
+    """A stage that has twice the work: a replay of the truth says what the step would be without it, or with another
+    number of microbatches."""
     schedule = PipelineSchedule.checked(4, 2, 8, combined=True)
     replay = compiled(schedule, False)
     times = np.broadcast_to(np.array([10.0, 20.0])[:, None], (4, 2, 2, 8)).copy()
@@ -92,9 +94,20 @@ def test_combined_passes_are_replayed_as_they_ran(tmp_path: Path) -> None:
     assert table.schedule == schedule
     assert replay.step_ms(table.passes).mean() == pytest.approx(float(replay.step_ms(times)), rel=1e-3)
     assert table.passes.mean(axis=(0, 1, 3, 5)) == pytest.approx(times.mean(axis=(1, 3)), rel=1e-3)
-    (first, *_) = diagnose(examine(table)).causes
+    run = examine(table)
+    diagnosis = diagnose(run)
+    (first, *_) = diagnosis.causes
     assert first.stage == 1
     assert first.price.ms == pytest.approx(float(replay.step_ms(times)) - even, rel=0.1)
+    predicted, _ = what_if(run, diagnosis)
+    assert predicted.replay_ms == pytest.approx(float(replay.step_ms(times)), rel=1e-3)
+    found = {each.microbatches or each.kind: each.step_ms for each in predicted.candidates if each.kind != "layout"}
+    assert found.keys() == {"balanced", 4, 16}
+    assert found["balanced"] == pytest.approx(1.25 * even, rel=1e-3)
+    for count in (4, 16):
+        other = compiled(PipelineSchedule.checked(4, 2, count, combined=True), False)
+        each = np.broadcast_to(times[..., :1] * 8 / count, (4, 2, 2, count))
+        assert found[count] == pytest.approx(float(other.step_ms(each)), rel=1e-3)
 
 
 def _combined(call: Call, replay: Replay, times: Any) -> Call:
