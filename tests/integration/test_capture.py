@@ -17,10 +17,10 @@ from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.formats.ranges import COMBINED as COMBINED_PASS
-from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, parse
+from megaprof.formats.ranges import P2P_OPERATIONS, PASSES, Place, parse
 from megaprof.formats.steps import codes
 from megaprof.formats.timeline import Timeline, read_timeline
-from megaprof.parallel.schedules import EXCHANGES, PassId, PipelineSchedule, turns
+from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 
 SMALL: dict[str, Any] = {"hidden": 64, "seq_length": 32, "layers": 4, "microbatches": 4}
@@ -146,6 +146,27 @@ def ran(trace: dict[str, Any]) -> list[tuple[PassId, ...]]:
     return found
 
 
+def received(trace: dict[str, Any]) -> list[tuple[Place, Place]]:
+    """Of each exchange and wait that receives the input of a pass, and sends no result of one of that kind: the
+    microbatch and chunk that it names, and those of the pass of that kind that runs next."""
+    found, following = [], {}
+    for event in sorted((e for e in trace["traceEvents"] if e.get("ph") == "X"), key=lambda e: -float(e["ts"])):
+        name = parse(event["name"])
+        if name is None:
+            continue
+        if name.label in PASSES:
+            following[name.label] = name.fields["mb"], name.fields["chunk"]
+        elif name.is_p2p:
+            transfers = EXCHANGES.get(name.label, (name.label.removeprefix("wait_"),))
+            of = [kind for kind in SENDS if {SENDS[kind], RECEIVES[kind]} & set(transfers)]
+            found += [
+                ((name.fields[f"{prefix}mb"], name.fields[f"{prefix}chunk"]), following[kind])
+                for prefix, kind in zip(("", "b"), of, strict=False)
+                if SENDS[kind] not in transfers
+            ]
+    return found
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_traces_agree_with_the_ranks_true_coordinates(name: str, job: Callable[[str], Job]) -> None:
     workload = WORKLOADS[name]
@@ -184,6 +205,8 @@ def test_traces_agree_with_the_ranks_true_coordinates(name: str, job: Callable[[
             )
             assert sent == every if meta["schedule"] == "1f1b" else sent.keys() <= every.keys()
             assert all(r.fields and None not in r.fields.values() for r in found if r.is_p2p)
+            assert bool(received(trace)) == (workload.pp > 1)
+            assert all(named == runs for named, runs in received(trace))
             exchanges = {r.label for r in found if r.is_p2p}
             assert exchanges <= {
                 *P2P_OPERATIONS,
