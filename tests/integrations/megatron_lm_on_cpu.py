@@ -1,6 +1,7 @@
 """Run an entrypoint of a Megatron-LM checkout on the CPU: ``megatron_lm_on_cpu.py CHECKOUT pretrain_gpt.py ARGUMENTS``.
 
 The trainer asserts that there is a GPU and asks it about itself; what it is told is here. The rest is ``cpu_megatron``.
+``TRAINERS_DIGESTS``: a directory for tests/trainers/digests.py.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def main() -> None:
     sys.modules[fused.__name__] = fused
 
     from megaprof.testing import cpu_megatron
+    from tests.trainers.digests import write_digests
 
+    write_digests(os.environ["TRAINERS_DIGESTS"])
     with cpu_megatron():
         pretend_a_gpu()
         use_the_wheels_dataset_helpers()

@@ -15,6 +15,7 @@ from typing import Any
 
 from megaprof.analysis.trace.traces import read_trace
 from tests.integrations.driving import PATIENT_RAY
+from tests.trainers.digests import read_digests
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "stand_ins"
@@ -114,8 +115,9 @@ def check(
     stage in ``traces``, and the report has what was built, with so many ``microbatches`` by target and role. With
     ``lengths``, those of the sequences of every microbatch that the data can make, its microbatches have some of them,
     the same on both stages."""
-    assert _digests(plain) == _digests(profiled)
-    assert [len(each) for each in _digests(plain).values()] == [steps, steps]
+    digests = read_digests(plain / "digests")
+    assert digests == read_digests(profiled / "digests")
+    assert [len(each) for each in digests.values()] == [steps, steps]
     names = sorted(path.name.partition("-tp")[0] for path in traces.glob("*.pt.trace.json.gz"))
     assert names == [f"{kind}.pp{pp}" for kind in kinds for pp in (0, 1)]
     if lengths:
@@ -134,11 +136,6 @@ def check(
         assert all(stage[f"{each}_ms"]["mean"] > 0 for stage in stages for each in passes)
     for key, number in microbatches.items():
         assert (found[key]["framework"], found[key]["microbatches"]) == (framework, number)
-
-
-def _digests(work: Path) -> dict[str, list[str]]:
-    """By rank: its parameters after each step of the optimizer."""
-    return {path.name: path.read_text().split() for path in sorted((work / "digests").iterdir())}
 
 
 def _report(directory: Path) -> dict[tuple[str, str | None], dict[str, Any]]:

@@ -4,8 +4,7 @@ That is each rank of torchrun, and with ``TRAINERS_RAY`` each process that impor
 
 ``TRAINERS_EDGES``: packages, comma-separated; where one is missing, tests/integrations/edges.py stands in for it.
 ``TRAINERS_ADAPT``: a module of the tests to import after that.
-``TRAINERS_DIGESTS``: a directory; each rank writes a line there after each step of an optimizer, a digest of what that
-changed. Equal lines are equal parameters, bit by bit.
+``TRAINERS_DIGESTS``: a directory for tests/trainers/digests.py.
 """
 
 import os
@@ -13,24 +12,6 @@ import sys
 from typing import Any
 
 _on_cpu_already = False
-
-
-def _digests(directory: str) -> None:
-    import hashlib
-    from pathlib import Path
-
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        digest = hashlib.sha256()
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-        with (Path(directory) / f"rank{os.environ['RANK']}").open("a") as file:
-            print(digest.hexdigest(), file=file)
-
-    register_optimizer_step_post_hook(note)
 
 
 def _patient(ray: Any) -> None:
@@ -85,6 +66,7 @@ def _on_cpu() -> None:
 
     from tests.integrations.newer import newer_typing
     from tests.trainers.cpu_process import cpu_process
+    from tests.trainers.digests import write_digests
 
     newer_typing()
     cpu_process(gpus=2)
@@ -100,7 +82,7 @@ def _on_cpu() -> None:
     if os.environ.get("TRAINERS_ADAPT"):
         import_module(os.environ["TRAINERS_ADAPT"])
     if os.environ.get("TRAINERS_DIGESTS"):
-        _digests(os.environ["TRAINERS_DIGESTS"])
+        write_digests(os.environ["TRAINERS_DIGESTS"])
 
 
 if "TRAINERS_EDGES" in os.environ:
