@@ -80,13 +80,17 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """The same as a clause."""
 
 
-def of_files(notes: Iterable[Note], few: int = 3) -> Iterator[Note]:
-    """Yields notes about one file each, those that say the same of more than ``few`` files as one."""
+#: Notes that say the same of so many files stand one by one.
+_FEW = 3
+
+
+def of_files(notes: Iterable[Note]) -> Iterator[Note]:
+    """Yields notes about one file each, those that say the same of more than `_FEW` files as one."""
     files: dict[Note, dict[str, None]] = {}
     for each in notes:
         files.setdefault(replace(each, files=()), {}).update(dict.fromkeys(each.files))
     for same, names in files.items():
-        if len(names) > few:
+        if len(names) > _FEW:
             yield replace(same, files=tuple(names)[:2], count=len(names))
         else:
             yield from (replace(same, files=(name,)) for name in names)

@@ -160,7 +160,7 @@ class KernelSummary:
         number = self._names.setdefault(key, len(self._names))
         self._lanes[on_device].setdefault(lane, Lane()).add(start, start + nanoseconds(event.get("dur", 0)), number)
 
-    def result(self, identity: dict[str, Any] | None = None) -> dict[str, Any]:
+    def result(self, identity: dict[str, Any]) -> dict[str, Any]:
         """Plain data: ``identity``, then ``devices`` and ``kernels`` (most self time first), times in microseconds."""
         on_device = bool(self._lanes[True])
         lanes = self._lanes[on_device]
@@ -191,7 +191,7 @@ class KernelSummary:
         kernels.sort(key=lambda kernel: (-kernel["self_us"], kernel["device"], kernel["name"]))
         return {
             "version": VERSION,
-            **(identity or {}),
+            **identity,
             "activity": "cuda" if on_device else "cpu",
             "devices": [
                 {
@@ -204,11 +204,3 @@ class KernelSummary:
             ],
             "kernels": kernels,
         }
-
-
-def summarise(file: TextIO, identity: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The kernel summary of an uncompressed trace. Raises ValueError for a file that is no whole trace."""
-    summary = KernelSummary()
-    for event in read_events(file):
-        summary.add(event)
-    return summary.result(identity)

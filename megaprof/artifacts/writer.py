@@ -50,7 +50,6 @@ class Writer:
     A child of ``os.fork`` starts with nothing: its parent's files are its parent's (`forget`).
 
     ``remote``: where finished files are uploaded to, None: they stay. ``hook``: the user's command for finished files.
-    ``waiting_files`` and ``waiting_bytes``: how many raw files, and how many bytes of them, may wait.
     """
 
     def __init__(
@@ -59,13 +58,10 @@ class Writer:
         remote: Remote | None = None,
         hook: FinishHook | None = None,
         scratch: Scratch | None = None,
-        waiting_files: int = WAITING_FILES,
-        waiting_bytes: int = WAITING_BYTES,
     ) -> None:
         self._remote = remote
         self._hook = hook
         self._scratch = scratch
-        self._limits = (waiting_files, waiting_bytes)
         self._start_afresh()
 
     def forget(self) -> None:
@@ -111,10 +107,9 @@ class Writer:
                 fault.strerror or fault,
             )
             return
-        files, most = self._limits
         with self._idle:
             waiting = self._waiting.values()
-            full = len(waiting) >= files or (len(waiting) > 0 and sum(waiting) + size > most)
+            full = len(waiting) >= WAITING_FILES or (len(waiting) > 0 and sum(waiting) + size > WAITING_BYTES)
             full = full and artifact.raw.parent == artifact.final.parent  # what is in scratch was bounded there
             if not full:
                 self._waiting[artifact] = size

@@ -46,12 +46,10 @@ def listen(
     layout: WorldLayout | None,
     writer: Writer,
     directory: str | os.PathLike[str],
-    *,
-    every: float | None = None,
 ) -> Listener | None:
     """Returns a listener for `session`, not started yet; None if another session of this process already has one
     there."""
-    listener = Listener(session, layout, writer, directory, every=every)
+    listener = Listener(session, layout, writer, directory)
     if listener.path in process.answers:
         logger.warning(
             "megaprof: another model of this process already answers in %s; give install_hooks a role", listener.path

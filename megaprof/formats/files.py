@@ -88,10 +88,6 @@ class Directory:
             os.mkdir(name, create, dir_fd=self._descriptor)
         return Directory(_enter(name, self), self._top, *self._names, name)
 
-    def again(self) -> Directory:
-        """The same directory once more, to be closed by itself."""
-        return Directory(os.dup(self._descriptor), self._top, *self._names)
-
     def stat(self, name: str | None = None) -> os.stat_result:
         """Returns who owns it and who may write to it; or the same of the file `name` in it, or of the link of that
         name."""
@@ -167,11 +163,6 @@ class Directory:
         except OSError:
             return False
         return True
-
-    def rmdir(self, name: str) -> None:
-        """Remove a directory in it, if there is one and it is empty. Never raises."""
-        with contextlib.suppress(OSError):
-            os.rmdir(name, dir_fd=self._descriptor)
 
     def exists(self, name: str) -> bool:
         """Returns whether anything of that name is there, a link for instance."""

@@ -89,9 +89,21 @@ def steps_that_tell(tuning: Tuning) -> int:
 
 
 def _untried(tuning: Tuning, trial: Trial) -> list[Proposal]:
-    tried = {each.proposal.layout for each in tuning.trials if each.proposal is not None}
-    tried |= {each.layout for each in tuning.trials if each.layout is not None}
-    return [each for each in trial.next if each.layout not in tried]
+    """What was predicted from a trial, and may still be tried: no layout of a trial, and none that needs as much memory
+    on every stage as one that ran out of it."""
+    asked = [(each.proposal, each.outcome) for each in tuning.trials if each.proposal is not None]
+    tried = {each.layout for each, _ in asked} | {each.layout for each in tuning.trials if each.layout is not None}
+    too_large = [each.memory for each, outcome in asked if outcome == "out_of_memory" and each.memory is not None]
+    return [
+        each
+        for each in trial.next
+        if each.layout not in tried and not any(_needs(each, memory) for memory in too_large)
+    ]
+
+
+def _needs(each: Proposal, memory: tuple[int, ...]) -> bool:
+    """Whether it is predicted to need so much memory on every stage."""
+    return each.memory is not None and all(need >= known for need, known in zip(each.memory, memory, strict=True))
 
 
 def _proposals(target: TargetReport, number: int) -> Iterator[Proposal]:

@@ -30,6 +30,8 @@ WARM_UP = 3
 #: Seconds that a command has to end after SIGTERM: megaprof writes its files for up to 20 of them.
 _GRACE = 40.0
 _LOOK = 0.5
+#: Bytes of the end of a log in which an error is looked for.
+_READ = 1 << 18
 #: A line that begins with an error's name: the end of a traceback, argparse's ``program: error: ``, a script's own
 #: ``error: ``. The first one has the cause: other ranks and the launcher tell only later that a rank has ended.
 _RAISED = re.compile(r"^(\[rank\d+\]:)?\s*([\w.-]+: )?[\w.-]*([Ee]rror|Exception): ")
@@ -151,9 +153,9 @@ def _explained(ended: Ended, log: Path) -> Ended:
     return Ended(ended.outcome, ended.code, next(filter(_RAISED.search, lines), last))
 
 
-def _tail(log: Path, most: int = 1 << 18) -> str:
+def _tail(log: Path) -> str:
     with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - most))
+        file.seek(max(0, log.stat().st_size - _READ))
         return file.read().decode("utf-8", "replace")
 
 

@@ -17,6 +17,7 @@ from markupsafe import Markup
 from megaprof.analysis.report import html
 from megaprof.analysis.report.charts import HEIGHT, WIDTH
 from megaprof.analysis.report.diff import Diff
+from megaprof.analysis.report.text import diff as differences
 from megaprof.analysis.report.text import words
 from megaprof.formats.phrases import ago
 from megaprof.ui import hand
@@ -44,7 +45,15 @@ def static(name: str) -> str:
 @functools.cache
 def _environment() -> Environment:
     made = html.environment("megaprof.ui", "megaprof.analysis.report")
-    made.globals |= {"ago": ago, "date": _date, "size": _size, "hand": hand, "WIDTH": WIDTH, "HEIGHT": HEIGHT}
+    made.globals |= {
+        "ago": ago,
+        "differences": differences,
+        "date": _date,
+        "size": _size,
+        "hand": hand,
+        "WIDTH": WIDTH,
+        "HEIGHT": HEIGHT,
+    }
     return made
 
 

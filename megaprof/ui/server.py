@@ -29,7 +29,7 @@ from starlette.responses import (
 from starlette.routing import Route
 
 from megaprof.analysis.report import html
-from megaprof.analysis.report.diff import NothingToCompare, compare
+from megaprof.analysis.report.compare import NothingToCompare, compare
 from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.control.directory import parts_with_a_run
 from megaprof.formats.files import Unsafe

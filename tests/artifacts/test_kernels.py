@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.artifacts.kernels import nanoseconds, read_events, self_times, summarise, union
+from megaprof.artifacts.kernels import nanoseconds, read_events, self_times, union
+from tests.artifacts.summaries import summarise
 
 
 def kernel(name: str, start: float, duration: float, stream: int = 7, device: int = 0) -> dict[str, Any]:

@@ -104,11 +104,17 @@ def test_what_kineto_left_on_a_full_disk_is_removed(tmp_path: Path, caplog: pyte
     assert "is the disk full" in caplog.text
 
 
-@pytest.mark.parametrize("limits", [{"waiting_files": 2}, {"waiting_bytes": 2_500}], ids=["files", "bytes"])
+@pytest.mark.parametrize(("limit", "most"), [("WAITING_FILES", 2), ("WAITING_BYTES", 2_500)])
 def test_what_is_too_much_stays_uncompressed_at_once(
-    limits: dict[str, int], tmp_path: Path, stuck: Gate, caplog: pytest.LogCaptureFixture
+    limit: str,
+    most: int,
+    tmp_path: Path,
+    stuck: Gate,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    background = Writer(**limits)
+    monkeypatch.setattr(writer, limit, most)
+    background = Writer()
     for number in range(5):
         background.submit(job(tmp_path, f"{number}.bin.gz", b"x" * 1000))
     visible = [name for name in listing(tmp_path) if not name.startswith(".")]
@@ -153,8 +159,9 @@ def test_a_disk_that_does_not_answer_holds_up_no_training(tmp_path: Path, monkey
     assert busy_path(tmp_path).name in seen, "others take this process to be done"
 
 
-def test_one_file_is_written_however_large(tmp_path: Path) -> None:
-    background = Writer(waiting_bytes=1)
+def test_one_file_is_written_however_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "WAITING_BYTES", 1)
+    background = Writer()
     background.submit(job(tmp_path))
     assert background.flush(30)
     assert listing(tmp_path) == ["t.bin.gz"]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.formats.ranges import COMBINED as COMBINED_PASS
@@ -22,6 +21,7 @@ from megaprof.formats.steps import codes
 from megaprof.formats.timeline import Timeline, read_timeline
 from megaprof.parallel.schedules import EXCHANGES, RECEIVES, SENDS, PassId, PipelineSchedule, turns
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from tests.analysis.tables import tables_in
 
 SMALL: dict[str, Any] = {"hidden": 64, "seq_length": 32, "layers": 4, "microbatches": 4}
 WORKLOADS = {

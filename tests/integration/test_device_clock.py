@@ -11,12 +11,12 @@ import torch
 
 from megaprof.analysis.clocks.clocks import TOLERANCE_NS
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.parallel.schedules import phase_order, producer
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import before_forward
+from tests.analysis.tables import tables_in
 from tests.integration.test_capture import WORKLOADS, timelines
 from tests.recorders.fake_gpu import FakeGpu, compiled
 

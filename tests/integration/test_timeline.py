@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
+from tests.analysis.tables import tables_in
 from tests.integration.test_capture import WORKLOADS, timelines, train
 
 FLAGS = ["--profile-target", "train_actor", "train_log_probs", "evaluate", "--profile-tool", "timeline"]

@@ -13,13 +13,13 @@ import torch
 
 from megaprof import ProfileConfig, install_hooks
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from megaprof.formats import timeline as format
 from megaprof.formats.steps.work import unpack_work
 from megaprof.testing import GPTWorkload, build, cpu_megatron, init_distributed, run_ranks
 from megaprof.testing.faults import linger
+from tests.analysis.tables import tables_in
 
 LENGTHS = (8, 64, 16, 64, 24, 64)
 PACKS = ((8, 56), (64,), (16,), (1, 1, 62), (24,), (30, 30))

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from megaprof import ProfileConfig, install_hooks
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table
 from megaprof.formats import timeline as format
 from megaprof.formats.timeline import read_timeline
@@ -22,6 +21,7 @@ from megaprof.install import Handle
 from megaprof.recorders.timeline import device, recorder
 from megaprof.recorders.timeline.progress import Tally
 from megaprof.recorders.timeline.recorder import STEPS_AT_ONCE, TimelineRecorder
+from tests.analysis.tables import tables_in
 
 
 def config(directory: Path, **more: Any) -> ProfileConfig:

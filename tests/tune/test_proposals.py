@@ -83,6 +83,26 @@ def test_a_failed_trial_is_a_measurement_and_no_end() -> None:
     assert found.result.as_predicted == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("memory", "tried"),
+    [
+        ((16, 12), False),
+        ((17, 13), False),
+        ((17, 11), True),  # less on a stage, which may be the one that had too little
+        (None, True),
+    ],
+)
+def test_what_needs_no_less_memory_than_a_trial_that_ran_out_of_it_is_not_tried(
+    memory: tuple[int, ...] | None, tried: bool
+) -> None:
+    bad = replace(proposal("4+4", 80, 1), memory=(16, 12))
+    failed = Trial(2, COMMAND, "trial-2", bad, "out_of_memory", why="memory ran out")
+    other, small = replace(proposal("5+3", 82, 1), memory=memory), replace(proposal("3+5", 90, 1), memory=(12, 15))
+    chosen = best_proposal(tuning(trial(1, 100, "6+2", bad, other, small), failed))
+    assert chosen == (other if tried else small)
+    assert best_proposal(tuning(trial(1, 100, "6+2", bad, other, small), replace(failed, outcome="failed"))) == other
+
+
 def test_the_result() -> None:
     asked = proposal("5+3", 80, 2)
     found = tuning(trial(1, 100, "6+2", asked), trial(2, 81, "5+3", asked=asked))

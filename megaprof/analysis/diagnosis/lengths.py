@@ -150,14 +150,19 @@ def explain(run: Examined, found: Fit) -> Lengths | None:
         source=table.lengths_from,
         tokens=(float(tokens.min()), float(tokens.max())),
         sequences=(float(work[..., 1].min()), float(work[..., 1].max())),
-        squares=float((squares.max(axis=2) / squares.mean(axis=2)).mean()),
-        tokens_ratio=float((tokens.max(axis=2) / tokens.mean(axis=2)).mean()),
+        squares=_longest(squares),
+        tokens_ratio=_longest(tokens),
         explained=of_microbatches(run, found),
         costs=costs,
         drawn=tuple(
             zip(squares.reshape(-1)[shown].tolist(), measured[shown].tolist(), by_work[shown].tolist(), strict=True)
         ),
     )
+
+
+def _longest(work: Floats) -> float:
+    """How many times the mean the largest microbatch of a step has, of all replicas, on average over steps."""
+    return float((work.max(axis=(1, 2)) / work.mean(axis=(1, 2))).mean())
 
 
 def _three(values: Floats) -> tuple[float, float, float]:

@@ -57,7 +57,7 @@ class Model:
     """[t, d, s, c, k, m]: a pass in milliseconds, as usual for all of that."""
 
 
-def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
+def fit(table: Table, steps: npt.NDArray[np.intp]) -> Model:
     """The model of a run. ``steps`` [draw, any number]: which steps each draw consists of."""
     log = np.log(np.maximum(table.passes - sum(table.held.values()), 1e-9))
     t, d, s, c, k, m = log.shape
@@ -85,11 +85,11 @@ def fit(table: Table, steps: npt.NDArray[np.intp], seed: int = 0) -> Model:
     whose = whose + pace[..., None] + np.log(np.maximum(peer.max(axis=3), 1.0))[..., None]
     log = log - whose[:, :, :, None, None, :]
     content = np.exp(_quantile(np.moveaxis(log, (2, 3, 4), (0, 1, 2)).reshape(s, c, k, -1), QUARTILE, -1))
-    drawn = _drawn(log, steps, np.random.default_rng(seed))
+    drawn = _drawn(log, steps, np.random.default_rng(0))
     expected = content[..., None] * np.exp(whose[:, :, :, None, None, :])
     return Model(
         content=divided(content, table.layers, known := _ends(table)),
-        draws=divided(drawn, table.layers, known, np.random.default_rng(seed + 1)),
+        draws=divided(drawn, table.layers, known, np.random.default_rng(1)),
         level=np.exp(level),
         work=np.exp(work),
         rank=np.exp(rank),

@@ -6,8 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megaprof.analysis.report.diff import Change, Diff, StageDiff, TargetDiff
+from megaprof.analysis.report.diff import Diff, Difference, StageDiff, TargetDiff
 from megaprof.analysis.report.printing import heading, show_warnings, table, text
+from megaprof.analysis.report.text import diff as sentences
 from megaprof.analysis.report.text.words import ABSENT, number, percent, title
 
 _KEPT = {True: "green", False: "red", None: ""}
@@ -18,7 +19,7 @@ def show_diff(diff: Diff, console: Console) -> None:
     """Print a table for every target that both captures have."""
     for target in diff.targets:
         _show_target(target, console)
-    show_warnings(console, diff.warnings)
+    show_warnings(console, sentences.warnings(diff))
     console.print(text("* beyond the spread of the samples; ~ within it; ? too few samples to tell", "dim"))
 
 
@@ -27,12 +28,12 @@ def _show_target(target: TargetDiff, console: Console) -> None:
     step = target.step_time
     line = f"step time {number(step.before)} → {number(step.after)} ms {_mark(step)}"
     console.print(text(line, _style(step)))
-    for line in target.told:
-        console.print(text(line))
+    console.print(text(sentences.of_causes(target)))
+    console.print(text(sentences.of_machine(target.layer)))
     if target.prediction is not None:
-        console.print(text(target.prediction.told, _KEPT[target.prediction.inside]))
+        console.print(text(sentences.of_prediction(target.prediction), _KEPT[target.prediction.inside]))
     console.print(_table(target))
-    show_warnings(console, target.notes)
+    show_warnings(console, sentences.notes(target))
 
 
 def _table(target: TargetDiff) -> Table:
@@ -53,15 +54,15 @@ def _layers(stage: StageDiff) -> str:
     return before if before == after else f"{before} → {after}"
 
 
-def _cell(change: Change) -> Text:
+def _cell(change: Difference) -> Text:
     return text(f"{number(change.before)} → {number(change.after)}\n{_mark(change)}", _style(change))
 
 
-def _mark(change: Change) -> str:
+def _mark(change: Difference) -> str:
     return "" if change.change is None else f"{percent(change.change, sign=True)} {_MARKS[change.beyond_spread]}"
 
 
-def _style(change: Change) -> str:
+def _style(change: Difference) -> str:
     if not change.beyond_spread or change.change is None:
         return ""
     return "red" if change.change > 0 else "green"

@@ -44,9 +44,9 @@ def show_over_the_run(target: TargetReport, fleet: Fleet, console: Console) -> N
         console.print(text(note, "dim"))
 
 
-def sparkline(values: Sequence[float | None], width: int = _WIDTH) -> str:
+def sparkline(values: Sequence[float | None]) -> str:
     """A row of blocks from the lowest value to the highest, a blank where there is none; flat below 10 % of change."""
-    size = max(1, math.ceil(len(values) / width))
+    size = max(1, math.ceil(len(values) / _WIDTH))
     parts = [[v for v in values[i : i + size] if v is not None] for i in range(0, len(values), size)]
     middles = [sorted(part)[len(part) // 2] if part else None for part in parts]
     known = [v for v in middles if v is not None]

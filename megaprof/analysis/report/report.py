@@ -101,7 +101,7 @@ def analyze(
         if slow := _slow(found.get(key, none)):
             of_job = (call for call in calls if Key(call.label, call.role, call.metadata.sizes) == key)
             measured = replace(measured, slow_ranks=of_ranks(of_job, measured.sizes, slow))
-        targets.append(_told(measured, found.get(key, none), draw, own, job, memory_limit, traced=True))
+        targets.append(_reported(measured, found.get(key, none), draw, own, job, memory_limit, traced=True))
     known = {each.report.key for each in targets}
     for own in fleets:
         if (own.target, own.role) not in known:
@@ -206,10 +206,10 @@ def _recorded(
     else:
         measured = averages(table, _slow(found), _slow(found, every=True))
         draw = partial(of_table, table, measured.stages, key, reading.files[key])
-    return _told(measured, found, draw, fleet, job, memory_limit, traced=False)
+    return _reported(measured, found, draw, fleet, job, memory_limit, traced=False)
 
 
-def _told(
+def _reported(
     measured: TargetStages,
     found: _Diagnosed,
     draw: _Draw | None,

@@ -1,31 +1,19 @@
-"""Tables of passes from all that was read of a directory."""
+"""Tables of passes from traces, from timelines, and from both together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
-from megaprof.analysis.fleet.reading import FleetReading, Key, find_timelines, read_fleet
+from megaprof.analysis.fleet.reading import FleetReading, Key
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Floats, Table, Unfit
 from megaprof.analysis.table.traced import tables_of_calls
 from megaprof.analysis.trace.calls import Call
 from megaprof.analysis.trace.gpu import together
 from megaprof.analysis.trace.pool import Workers
-from megaprof.analysis.trace.reading import read_all, sources_in
-from megaprof.analysis.trace.runs import runs_in
-
-
-def tables_in(directory: Path, workers: Workers = 1) -> dict[Key, Table | Unfit]:
-    """The table of every job of the newest run below ``directory``, or why there is none."""
-    calls = [call for reading in read_all(sources_in(directory), workers) for call in reading.calls]
-    timelines = find_timelines(directory)
-    runs = runs_in(calls, timelines)
-    own = (call for call in calls if runs.has(call.start))
-    return tables(own, read_fleet(timelines, workers, runs=runs), workers)
 
 
 def tables(calls: Iterable[Call], reading: FleetReading, workers: Workers = 1) -> dict[Key, Table | Unfit]:

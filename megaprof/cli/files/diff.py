@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def compared(before: Path, after: Path) -> Diff:
     """Two captures, or the JSON files of their reports. Raises CommandError."""
-    from megaprof.analysis.report.diff import NothingToCompare, compare
+    from megaprof.analysis.report.compare import NothingToCompare, compare
 
     first, second = _report(before), _report(after)
     try:

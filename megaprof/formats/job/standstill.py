@@ -46,8 +46,3 @@ class Standstill:
     outcome: Literal["went_on", "last", "unfinished", "lasts"]
     """``went_on``: other steps followed; ``last``: the step ended, and none followed; ``unfinished``: the job ended in
     the middle of it; ``lasts``: the job still stands there."""
-
-
-def stands_still(seconds: float, step_ms: float | None, *, first: bool, least: float = STUCK_SECONDS) -> bool:
-    """Returns whether ``seconds`` without a move are more than the usual step of ``step_ms`` milliseconds explains."""
-    return seconds > max(least, FIRST_STEP_SECONDS if first else 0.0, STUCK_STEPS * (step_ms or 0.0) / 1e3)

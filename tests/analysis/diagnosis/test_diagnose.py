@@ -11,8 +11,8 @@ from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import _reach, examine
 from megaprof.analysis.diagnosis.model import _own_of_replicas
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Table, Unfit
+from tests.analysis.tables import tables_in
 from tests.analysis.truth.files import write
 from tests.analysis.truth.pipelines import Fault, Pipeline, Priced
 

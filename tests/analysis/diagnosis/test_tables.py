@@ -15,7 +15,7 @@ from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.notes import Note
 from megaprof.analysis.simulation.replay import Replay, compiled
 from megaprof.analysis.table import recorded
-from megaprof.analysis.table.files import beside, tables_in
+from megaprof.analysis.table.files import beside
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
 from megaprof.analysis.table.traced import tables_of_calls
@@ -27,6 +27,7 @@ from megaprof.parallel.schedules import PipelineSchedule, turns
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
+from tests.analysis.tables import tables_in
 
 LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
 HOUR = 3600 * 10**9

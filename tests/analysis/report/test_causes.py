@@ -145,6 +145,27 @@ def test_a_slow_rank_of_megatron_lm_comes_with_its_own_test_of_gpus(
     assert said.command == command
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason", "host", "option"),
+    [
+        ("garbage_collection", None, None, "--manual-gc --manual-gc-interval 100"),
+        ("garbage_collection", None, "ms-swift", "--manual_gc true --manual_gc_steps 100"),
+        ("unequal_replicas", "data", "verl", "trainer.balance_batch=True"),
+        ("unequal_replicas", None, "slime", "--balance-data"),
+        ("unequal_replicas", "data", "ms-swift", "--sequence_packing_scheduler dp_balanced"),
+        ("unequal_replicas", "data", "skyrl", None),
+        ("unequal_replicas", "machine", "verl", None),
+    ],
+)
+def test_a_cause_that_an_option_of_the_host_mends_comes_with_it(
+    kind: str, reason: str | None, host: str | None, option: str | None
+) -> None:
+    explained = float(reason == "data")
+    parts = {"explained": explained, "explained_low": explained, "explained_high": explained, "longest_ms": 3.0}
+    told = causes.evidence(cause(kind, reason=reason, parts=parts), replace(MEASURED, framework=host))
+    assert option in told if option else not re.search(r"--|=", told)
+
+
 @pytest.mark.parametrize(("noise", "sure"), [(0.0, True), (0.3, False)])
 def test_nothing_is_ruled_out_where_steps_differ_too_much(tmp_path: Path, noise: float, sure: bool) -> None:
     write(Scenario("even", noise=noise, steps=2, microbatches=16), tmp_path)

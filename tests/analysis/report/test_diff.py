@@ -10,10 +10,11 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from megaprof.analysis.report.diff import NothingToCompare, compare
+from megaprof.analysis.report.compare import NothingToCompare, compare
 from megaprof.analysis.report.diff_terminal import show_diff
 from megaprof.analysis.report.document import Document, NotAReport
 from megaprof.analysis.report.report import analyze
+from megaprof.analysis.report.text import diff as text
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
 
@@ -47,8 +48,8 @@ def test_a_layout_change_is_seen_on_every_stage(tmp_path):
     assert first["compute_ms"].beyond_spread is True
     assert second["backward_ms"].change == pytest.approx(1.0)
     assert (target.step_time.before, target.step_time.after) == (720, 481)
-    assert target.verdict_before.startswith("layers of stage 0")
-    assert not target.verdict_after.startswith("layers")
+    assert target.before.verdict.startswith("layers of stage 0")
+    assert not target.after.verdict.startswith("layers")
     assert target.layer.change == pytest.approx(0.0, abs=0.01)
 
 
@@ -84,7 +85,8 @@ def test_more_microbatches_are_no_slower_stage(tmp_path):
     before, after = report(tmp_path / "a", [6, 2]), report(tmp_path / "b", [6, 2], microbatches=8)
     target = only(compare(before, after))
     assert target.stages[0].changes["forward_ms"].beyond_spread is None
-    assert any("microbatches 4 -> 8" in note for note in target.notes)
+    assert (target.before.microbatches, target.after.microbatches) == (4, 8)
+    assert any("microbatches 4 -> 8" in note for note in text.notes(target))
 
 
 def test_stages_of_one_capture_only_are_shown_with_nothing_beside_them(tmp_path):
@@ -93,7 +95,7 @@ def test_stages_of_one_capture_only_are_shown_with_nothing_beside_them(tmp_path)
     assert (third.layers_before, third.layers_after) == (None, "2")
     change = third.changes["forward_ms"]
     assert (change.before, change.after, change.change, change.beyond_spread) == (None, 80, None, None)
-    assert any(note.startswith("pp 2 -> 4") for note in target.notes)
+    assert any(note.startswith("pp 2 -> 4") for note in text.notes(target))
 
 
 def test_what_is_wrong_with_a_capture_is_said(tmp_path):
@@ -103,15 +105,15 @@ def test_what_is_wrong_with_a_capture_is_said(tmp_path):
     first.write_bytes(b"")
     half = analyze(tmp_path / "b")
     diff = compare(whole, half)
-    assert diff.warnings == tuple(f"second capture: {each.text}" for each in half.warnings)
-    assert any("it is empty" in each for each in diff.warnings)
+    assert (diff.before.warnings, diff.after.warnings) == ((), half.warnings)
+    assert any("it is empty" in each for each in text.warnings(diff))
     of_target = half.targets[0]
     for each in (*of_target.warnings, *of_target.what_if.warnings):
-        assert any(note.endswith(f"capture: {each.text}") for note in only(diff).notes)
+        assert any(note.endswith(f"capture: {each.text}") for note in text.notes(only(diff)))
     named = "no cause of lost time is named"
-    assert any(note.startswith(f"{named} in the second capture: 1 of 2 stages") for note in only(diff).notes)
-    assert compare(whole, read(document(half))).warnings == diff.warnings
-    assert sum(f"{named}: 1 of 2 stages" in note for note in only(compare(half, half)).notes) == 1
+    assert any(note.startswith(f"{named} in the second capture: 1 of 2 stages") for note in text.notes(only(diff)))
+    assert compare(whole, read(document(half))).after == diff.after
+    assert sum(f"{named}: 1 of 2 stages" in note for note in text.notes(only(compare(half, half)))) == 1
 
 
 def test_targets_are_matched_by_name_and_role(tmp_path):
@@ -121,7 +123,8 @@ def test_targets_are_matched_by_name_and_role(tmp_path):
     pipeline(tmp_path / "b", [3, 1], target="train_log_probs", role="ref")
     diff = compare(before, analyze(tmp_path / "b"))
     assert (only(diff).target, only(diff).role) == ("train_log_probs", "ref")
-    assert diff.warnings == ("train_actor, train_log_probs (actor) only in the first capture: not compared",)
+    assert sorted(diff.before.unpaired) == [("train_actor", None), ("train_log_probs", "actor")]
+    assert diff.after.unpaired == ()
     both = analyze(tmp_path / "a")
     assert [(each.target, each.role) for each in compare(both, both).targets] == [each.key for each in both.targets]
 
@@ -182,7 +185,7 @@ def test_a_layout_that_was_predicted_stands_beside_what_came_of_it(tmp_path):
         each["low"] = 0.9
     kept = only(compare(read(unsure), after)).prediction
     assert kept.inside is None, "1.4, from 0.9 on, predicts nothing, whatever comes"
-    assert "could not be predicted" in kept.told
+    assert "could not be predicted" in text.of_prediction(kept)
 
 
 def test_what_disturbed_one_capture_alone_is_none_of_the_layout(tmp_path):

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from megaprof.analysis.notes import Note
 from megaprof.analysis.stages.stages import LONGEST, OF_REPLICAS, ONE_CLOCK, measure
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.trace.calls import calls_of
 from megaprof.analysis.trace.intervals import covered, difference, intersection, intervals, leaves, total, union
 from megaprof.analysis.trace.traces import find_traces, read_trace
 from tests.analysis.exchanging import exchanging, write
 from tests.analysis.synthetic import TraceBuilder, chunk, pipeline, plain_stage
+from tests.analysis.tables import tables_in
 
 
 def measured(directory):

@@ -12,12 +12,12 @@ from rich.console import Console
 from megaprof.analysis.fleet.reading import find_timelines, read_fleet
 from megaprof.analysis.report.report import analyze
 from megaprof.analysis.report.terminal import show
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.trace.runs import NoSuchRun, Piece, Runs, runs_of
 from megaprof.formats.metadata import ModelChunk
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.analysis.synthetic import chunk, kinds, plain_stage
+from tests.analysis.tables import tables_in
 from tests.analysis.telling import notes
 
 LAYOUT = WorldLayout(ParallelSizes.of(4, pp=2))

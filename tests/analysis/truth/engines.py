@@ -10,9 +10,9 @@ from megaprof.analysis.diagnosis.diagnose import Cause
 from megaprof.analysis.diagnosis.diagnose import diagnose as diagnosed
 from megaprof.analysis.diagnosis.examine import examine
 from megaprof.analysis.report.report import analyze
-from megaprof.analysis.table.files import tables_in
 from megaprof.analysis.table.table import Unfit
 from megaprof.analysis.what_if.what_if import WhatIf
+from tests.analysis.tables import tables_in
 
 
 @dataclass(frozen=True)

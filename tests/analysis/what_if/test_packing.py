@@ -206,6 +206,29 @@ def test_one_stage_has_packings_and_no_other_layout(tmp_path: Path) -> None:
     assert what_if(without, diagnose(without))[1] is None
 
 
+@pytest.mark.parametrize("count", [1, 8])
+def test_replicas_with_unequal_work_gain_by_pooling_however_alike_the_microbatches_of_each_are(
+    table: Table, count: int
+) -> None:
+    """In every step another replica has the long sequences, the same ones in each of its microbatches."""
+    random, replicas = np.random.default_rng(0), range(2)
+    long = [[random.integers(200, 1500, 4) * (1 + (d == t % 2)) for d in replicas] for t in range(len(table.steps))]
+    steps: list[packing.Step] = [[[tuple(own.tolist())] * count for own in step] for step in long]
+    before = having(table, steps)
+    run = examine(before)
+    told = diagnose(run)
+    assert ("unequal_replicas", "data") in [(each.kind, each.reason) for each in told.causes]
+    known = packed(run)
+    assert known is not None
+    laid = plan(known, packing.POOLED)
+    assert laid is not None
+    best = what_if(run, told)[0].packings[0]
+    after = having(table, list(laid.steps))
+    assert best.packing == packing.POOLED
+    assert best.speedup == pytest.approx(before.length.mean() / after.length.mean(), rel=0.02)
+    assert best.low > 1.05
+
+
 @given(st.lists(st.integers(1, 1000), max_size=40), st.integers(1, 8), st.integers(500, 4000))
 def test_sequences_are_dealt_whole_and_within_the_limit(lengths: list[int], count: int, most: int) -> None:
     groups = _dealt(lengths, count, lambda n: n + n * n / 100, most)

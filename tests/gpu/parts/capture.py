@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from megaprof.analysis.report.report import analyze
-from megaprof.artifacts.kernels import summarise
 from megaprof.testing.gpt import build
+from tests.artifacts.summaries import summarise
 from tests.gpu.found import Found
 from tests.gpu.job import WARM, Stopwatch, activities, config, hooked, machine, steps_from, train, workload
 

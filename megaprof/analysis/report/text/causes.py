@@ -40,6 +40,12 @@ _MANUAL_GC = {
     "verl": "verl has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
     "skyrl": "SkyRL has no option for it: gc.disable() in its workers and gc.collect() at the same steps do it",
 }
+#: What deals the sequences of a step to replicas by their lengths, in the versions of docs/hosts; others have none.
+_OVER_REPLICAS = {
+    "verl": "trainer.balance_batch=True",
+    "slime": "--balance-data",
+    "ms-swift": "--sequence_packing_scheduler dp_balanced",
+}
 _SHARED = (
     "Something else runs on the cores: dataloader workers, another job, or more ranks than there are cores. Give each "
     "rank cores of its own (numactl, taskset), start fewer workers, or allow the job more cores (cgroup)."
@@ -363,7 +369,11 @@ def _unequal(cause: Cause, measured: TargetStages) -> str:
     if not measured.forward_only:
         wait = "all wait in the gradient reduction for the slowest one"
     text = f"Some replicas take longer than others{_when(cause)}, and {wait}. {_because(cause, measured)}"
-    return text if cause.reason == "machine" else f"{text} Spread long sequences evenly over the replicas of a step."
+    if cause.reason == "machine":
+        return text
+    switch = _OVER_REPLICAS.get(measured.framework or "")
+    how = f": {measured.framework} does with {switch}" if switch else ""
+    return f"{text} Spread long sequences evenly over the replicas of a step{how}."
 
 
 def _because(cause: Cause, measured: TargetStages) -> str:

@@ -44,9 +44,9 @@ def said(note: Note | None) -> Note | None:
     return None if note is None else replace(note, text=clause(note))
 
 
-def brief(notes: Iterable[Note], most: int = 5) -> str:
-    """Returns what the first notes say, in one line."""
-    return "; ".join(map(clause, islice(notes, most)))
+def brief(notes: Iterable[Note]) -> str:
+    """Returns what the first five notes say, in one line."""
+    return "; ".join(map(clause, islice(notes, 5)))
 
 
 def clause(note: Note) -> str:

@@ -33,7 +33,7 @@ FOREIGN_STAGES = (
 )
 FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 #: How a step was timed.
-_BASIS: dict[Basis, str] = {
+BASES: dict[Basis, str] = {
     "one_clock": "from the first stage's start to the last stage's end",
     "of_replicas": "each replica's own pass, from the first stage's start to the last stage's end",
     "longest_stage": "the longest stage's own range",
@@ -43,7 +43,7 @@ _BASIS: dict[Basis, str] = {
 def basis(measured: TargetStages) -> str:
     """From when to when a step is measured, a clause."""
     missing = measured.sizes.pp - len(measured.stages)
-    return _BASIS[measured.step_time_basis] + (", of those that were captured" if missing else "")
+    return BASES[measured.step_time_basis] + (", of those that were captured" if missing else "")
 
 
 _INSIDE = {"tp": "tensor-parallel", "ep": "expert-parallel", "cp": "context-parallel"}

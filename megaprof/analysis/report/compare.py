@@ -1,0 +1,223 @@
+"""Compares two captures, stage by stage: what changed, and whether by more than it varies anyway.
+
+A change is *beyond the spread* when the means differ by more than `NOISE` standard errors of their difference (Welch).
+The samples are steps; where fewer than `FEWEST` were captured, they are microbatches, for what is known of each
+(forward, backward, and compute as their sum). Where neither is enough, that stays open: None.
+
+Where the second capture ran a layout that the first one's what-if predicted, the change of the step is divided: what
+the layout was to change, what the machine did meanwhile, and what is left, which is the error of the prediction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from megaprof.analysis.diagnosis.diagnose import Diagnosis
+from megaprof.analysis.report.diff import QUANTITIES, Diff, Difference, Kept, Side, StageDiff, TargetDiff, TargetSide
+from megaprof.analysis.report.document import Document, TargetReport
+from megaprof.analysis.report.text import words
+from megaprof.analysis.report.text.what_if import name_of
+from megaprof.analysis.stages.samples import Spread
+from megaprof.analysis.stages.stages import Stage
+from megaprof.analysis.what_if.changes import Prediction
+from megaprof.analysis.what_if.layouts import format_layout
+from megaprof.analysis.what_if.what_if import layout_of
+
+NOISE = 2.0
+FEWEST = 3
+#: Causes that another machine, or its load, would not have. No layout mends them.
+_OF_MACHINE = frozenset(
+    (
+        "processor_wait",
+        "garbage_collection",
+        "stalls",
+        "slow_rank",
+        "slow_link",
+        "late_entry",
+        "data_wait",
+        "host_bound",
+    )
+)
+
+
+_Key = tuple[str, str | None]
+
+
+class NothingToCompare(Exception):
+    """The two captures have no target in common; the message says which they have."""
+
+
+def compare(before: Document, after: Document) -> Diff:
+    """Compare two reports. Raises NothingToCompare."""
+    old, new = _by_key(before), _by_key(after)
+    common = [key for key in old if key in new]
+    if not common:
+        raise NothingToCompare(f"no target is in both: {_names(old)} in the first, {_names(new)} in the second")
+    return Diff(
+        before=_side(before, [key for key in old if key not in new]),
+        after=_side(after, [key for key in new if key not in old]),
+        targets=tuple(_target(old[key], new[key]) for key in common),
+    )
+
+
+def _side(report: Document, unpaired: Iterable[_Key]) -> Side:
+    return Side(tuple(unpaired), report.of_several, report.warnings)
+
+
+def _by_key(report: Document) -> dict[_Key, TargetReport]:
+    found: dict[_Key, TargetReport] = {}
+    for target in report.targets:
+        found.setdefault(target.key, target)  # of several sizes the first
+    return found
+
+
+def _names(keys: Iterable[_Key]) -> str:
+    return ", ".join(sorted(words.title(*key) for key in keys)) or "nothing"
+
+
+def _target(before: TargetReport, after: TargetReport) -> TargetDiff:
+    first, second = before.measured, after.measured
+    old = {stage.pp: stage for stage in first.stages}
+    new = {stage.pp: stage for stage in second.stages}
+    alike = first.microbatches is not None and first.microbatches == second.microbatches
+    layer = _layer(before, after)
+    return TargetDiff(
+        target=first.target,
+        role=first.role,
+        before=_target_side(before),
+        after=_target_side(after),
+        step_time=_difference(first.step_time_ms, second.step_time_ms, [], []),
+        stages=tuple(_stage(pp, old.get(pp), new.get(pp), alike) for pp in sorted(old.keys() | new.keys())),
+        layer=layer,
+        prediction=_kept(before, after, layer) if alike and first.sizes.pp == second.sizes.pp else None,
+    )
+
+
+def _target_side(target: TargetReport) -> TargetSide:
+    return TargetSide(
+        verdict=target.in_brief().text,
+        schedule=target.schedule,
+        microbatches=target.microbatches,
+        sizes=target.sizes,
+        step_time_basis=target.step_time_basis,
+        basis=target.basis,
+        withheld=target.withheld,
+        warnings=(*target.warnings, *target.what_if.warnings),
+    )
+
+
+def _layer(before: TargetReport, after: TargetReport) -> Difference | None:
+    old, new = (_of_a_layer(each) for each in (before, after))
+    return None if not old or not new else Difference(old, new, new / old - 1.0, None)
+
+
+def _of_a_layer(target: TargetReport) -> float | None:
+    """Milliseconds, of all kinds of layers on average; None where nothing was fitted."""
+    fitted = target.what_if.costs
+    if fitted is None or not fitted.kinds:
+        return None
+    each = [fitted.by_kind[kind] for kind in fitted.kinds if kind in fitted.by_kind]
+    return sum(cost.forward_ms + cost.backward_ms for cost in each) / len(fitted.kinds)
+
+
+def _kept(before: TargetReport, after: TargetReport, layer: Difference | None) -> Kept | None:
+    """Both steps are without what closing other windows added to them, as predictions are."""
+    pieces, old, new = layout_of(after.measured), before.diagnosis, after.diagnosis
+    if pieces is None or pieces == layout_of(before.measured) or old is None or new is None:
+        return None
+    if not old.step_ms or not new.step_ms:  # a report of which only the JSON is left may have none
+        return None
+    layout = format_layout(pieces)
+    for each in before.what_if.candidates:
+        if each.layout == layout:
+            expected, uncertain = _expected(each, old, new, layer)
+            judged = each.tells and uncertain is not None and uncertain < abs(old.step_ms - each.step_ms)
+            return Kept(
+                what=name_of(each, before.what_if),
+                layout=layout,
+                predicted_ms=each.step_ms,
+                expected_ms=expected,
+                uncertain_ms=uncertain,
+                measured_ms=new.step_ms,
+                before_ms=old.step_ms,
+                predicted=each.speedup,
+                low=each.low,
+                high=each.high,
+                measured=old.step_ms / new.step_ms,
+                error=None if expected is None else expected / new.step_ms - 1.0,
+                inside=abs(expected - new.step_ms) <= uncertain if judged and expected and uncertain else None,
+            )
+    return None
+
+
+def _expected(
+    each: Prediction, old: Diagnosis, new: Diagnosis, layer: Difference | None
+) -> tuple[float | None, float | None]:
+    """What a prediction comes to on another machine, in milliseconds, and by how much that may be off. A prediction
+    keeps what disturbs the step as it was; the rest of it takes as many times as long as a layer does."""
+    if layer is None or not layer.before or not layer.after:
+        return None, None
+    slower = layer.after / layer.before
+    (first, of_first), (second, of_second) = _disturbed(old), _disturbed(new)
+    reach = (each.step_ms * (each.speedup / end - 1.0) for end in (each.low, each.high) if end > 0.0)
+    of_layout = max(map(abs, reach), default=math.inf)
+    expected = (each.step_ms - first) * slower + second
+    return expected, math.hypot(of_layout * slower, of_first * slower, of_second)
+
+
+def _disturbed(found: Diagnosis) -> tuple[float, float]:
+    """Milliseconds of a step that go to what comes from the machine, and half of their interval."""
+    prices = [cause.price for cause in found.causes if cause.kind in _OF_MACHINE]
+    return sum(each.ms for each in prices) + found.rest_ms, math.hypot(*((p.high - p.low) / 2 for p in prices))
+
+
+def _stage(pp: int, before: Stage | None, after: Stage | None, alike: bool) -> StageDiff:
+    """``alike``: steps of equally many microbatches, so that a change of these is one of the step."""
+    return StageDiff(
+        pp=pp,
+        layers_before=_layers(before),
+        layers_after=_layers(after),
+        changes={
+            quantity: _difference(
+                getattr(before, quantity, None),
+                getattr(after, quantity, None),
+                _microbatches(before, quantity) if alike else [],
+                _microbatches(after, quantity) if alike else [],
+            )
+            for quantity in QUANTITIES
+        },
+    )
+
+
+def _layers(stage: Stage | None) -> str | None:
+    return None if stage is None else words.layers(chunk.holds for chunk in stage.chunks)
+
+
+def _difference(before: Spread | None, after: Spread | None, old: list[Spread], new: list[Spread]) -> Difference:
+    """``old`` and ``new`` are the samples of microbatches, to fall back on."""
+    if before is None or after is None:
+        return Difference(before.mean if before else None, after.mean if after else None, None, None)
+    fraction = after.mean / before.mean - 1 if before.mean else None
+    beyond = _beyond([before], [after])
+    if beyond is None and old and new:
+        beyond = _beyond(old, new)
+    return Difference(before.mean, after.mean, fraction, beyond)
+
+
+def _beyond(before: list[Spread], after: list[Spread]) -> bool | None:
+    """Whether two sums of independent means differ; None with too few samples of one of them."""
+    if any(spread.count < FEWEST for spread in (*before, *after)):
+        return None
+    difference = sum(s.mean for s in after) - sum(s.mean for s in before)
+    # `stdev` is that of the samples themselves, so n - 1 gives the unbiased error of their mean.
+    error = math.sqrt(sum(s.stdev**2 / (s.count - 1) for s in (*before, *after)))
+    return abs(difference) > NOISE * error
+
+
+def _microbatches(stage: Stage | None, quantity: str) -> list[Spread]:
+    if stage is None:
+        return []
+    forward, backward = stage.forward_per_microbatch_ms, stage.backward_per_microbatch_ms
+    spreads = {"forward_ms": [forward], "backward_ms": [backward], "compute_ms": [forward, backward]}.get(quantity, [])
+    return [spread for spread in spreads if spread is not None]

@@ -1,0 +1,94 @@
+"""What two captures side by side say: causes, the machine, a prediction, and what else makes them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from megaprof.analysis.report.diff import Diff, Difference, Kept, TargetDiff
+from megaprof.analysis.report.text import words
+from megaprof.analysis.report.text.sentences import BASES
+
+
+def of_causes(target: TargetDiff) -> str:
+    """Returns what costs most before and after, a clause."""
+    return f"causes: {target.before.verdict} → {target.after.verdict}"
+
+
+def of_machine(layer: Difference | None) -> str:
+    """Returns whether the machine is the same, a clause. ``layer``: what an undisturbed one takes."""
+    if layer is None:
+        return "what an undisturbed layer takes is not known of both captures, nor what the machine changed"
+    took = f"{words.number(layer.before)} → {words.number(layer.after)} ms"
+    return (
+        f"undisturbed, a layer takes {took} per microbatch ({words.percent(layer.change, sign=True)}): no layout "
+        "changes that, but another machine, load or setting does"
+    )
+
+
+def of_prediction(kept: Kept) -> str:
+    """Returns what was predicted of a layout, what came of it, and whether that agrees, a clause."""
+    predicted = f"{words.speedup(kept.predicted, (kept.low, kept.high))} times as fast"
+    measured = f"measured {kept.measured:.2f} times as fast"
+    if kept.low <= 1.0 <= kept.high:
+        return f"{kept.what}: could not be predicted ({predicted}: quicker or slower), {measured}"
+    steps = f"{words.number(kept.before_ms)} → {words.number(kept.predicted_ms)} ms"
+    text = f"{kept.what}: predicted {predicted} ({steps}), {measured} ({words.number(kept.measured_ms)} ms)"
+    if kept.expected_ms is None or kept.uncertain_ms is None or kept.error is None:
+        return f"{text}; what of that the machine changed is not known"
+    ends = kept.expected_ms - kept.uncertain_ms, kept.expected_ms + kept.uncertain_ms
+    text += "; with layers as quick and steps as disturbed as in the second capture, the prediction is "
+    text += f"{words.within(kept.expected_ms, ends)} ms"
+    if kept.inside is None:
+        return f"{text}: too uncertain to judge it by"
+    off = f"{words.percent(kept.error, sign=True)} off"
+    return f"{text}: {off}, {'inside' if kept.inside else 'outside'} its interval"
+
+
+def notes(target: TargetDiff) -> Iterator[str]:
+    """Yields what makes the captures of a target differ besides the times, and what their reports warn of, clauses."""
+    yield from _withheld(target)
+    yield from _settings(target)
+    first, second = (
+        [*filter(None, [side.basis]), *(each.text for each in side.warnings)] for side in (target.before, target.after)
+    )
+    yield from (f"both captures: {each}" for each in first if each in second)
+    for where, own, other in (("first", first, second), ("second", second, first)):
+        yield from (f"{where} capture: {each}" for each in own if each not in other)
+
+
+def warnings(diff: Diff) -> Iterator[str]:
+    """Yields the targets that only one capture has, and what each report warns of as a whole, clauses."""
+    sides = (("first", diff.before), ("second", diff.after))
+    for where, side in sides:
+        if side.unpaired:
+            names = ", ".join(words.title(*key) for key in side.unpaired)
+            yield f"{names} only in the {where} capture: not compared"
+    for where, side in sides:
+        if side.of_several is not None:
+            yield f"{where} capture: {side.of_several}"
+        yield from (f"{where} capture: {each.text}" for each in side.warnings)
+
+
+def _withheld(target: TargetDiff) -> Iterator[str]:
+    first, second = target.before.withheld, target.after.withheld
+    if first is not None and first == second:
+        yield f"no cause of lost time is named: {first.text}"
+        return
+    for where, reason in (("first", first), ("second", second)):
+        if reason is not None:
+            yield f"no cause of lost time is named in the {where} capture: {reason.text}"
+
+
+def _settings(target: TargetDiff) -> Iterator[str]:
+    before, after = (
+        {"schedule": side.schedule, "microbatches": side.microbatches, **asdict(side.sizes)}
+        for side in (target.before, target.after)
+    )
+    for name in before:
+        if before[name] != after[name]:
+            old, new = (words.ABSENT if each[name] is None else str(each[name]) for each in (before, after))
+            yield f"{name} {old} -> {new}: stages and steps do not do the same work"
+    if target.before.step_time_basis != target.after.step_time_basis:
+        old, new = (BASES[side.step_time_basis] for side in (target.before, target.after))
+        yield f"step times are not measured alike: {old}; {new}"
