@@ -180,7 +180,7 @@ def _advice(found: WhatIf) -> str:
         return f"{name} may or may not be quicker: {times}; {wanted} steps would tell"
     would = f"{name} would be {times}"
     if found.advice == "none_fits":
-        return f"no layout that fits is better: {would}, and {memory(first, found)}"
+        return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
         return f"with all else as it was, {name} may or may not be quicker: {times}; more steps would not tell"
     least = f"no other split of the layers gains {percent(LEAST)}"
