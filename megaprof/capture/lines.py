@@ -15,7 +15,7 @@ from megaprof.capture.agenda import Agenda, Wish
 from megaprof.capture.window_files import names_of
 from megaprof.config.options import BY_SCHEDULE, ProfileConfig, flag
 from megaprof.config.windows import TRAIN_OVERALL, Schedule, StepList
-from megaprof.formats.names import artifact_name, shard
+from megaprof.formats.names import shard
 from megaprof.formats.phrases import counted
 from megaprof.parallel.selectors import Selector, join_spans, spans_of
 from megaprof.parallel.topology import RankCoords, WorldLayout
@@ -110,14 +110,13 @@ class Lines:
 
     def _say_window(self, window: Window) -> None:
         folder = Path(self._directory, shard(window.coords))
-        stem = artifact_name(window.target, window.role, window.step, window.coords, ".", repeat=window.repeat)
         files = names_of(str(folder), window)
         remote = self._directory != self._config.dir
         if not files and not remote:
             return  # why not stands in the log already
         steps = f"step {window.step}" if window.last in (None, window.step) else f"steps {window.step}-{window.last}"
         instead = "" if window.asked is None else f" (instead of step {window.asked}, in which another window was open)"
-        where = f"{self._config.dir}/{stem}*" if remote else ", ".join(str(folder / name) for name in files)
+        where = f"{self._config.dir}/{window.stem}*" if remote else ", ".join(str(folder / name) for name in files)
         whose = window.target if window.role is None else f"{window.target} of {window.role}"
         logger.info("megaprof captured %s %s%s: %s", whose, steps, instead, where)
 
@@ -141,8 +140,7 @@ def _note(window: Window) -> None:
     trace: Any = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return
-    stem = window.path("", ".").name.rstrip(".")
-    facts = {"target": window.target, "role": window.role, "step": window.step, "file": stem}
+    facts = {"target": window.target, "role": window.role, "step": window.step, "file": window.stem.rstrip(".")}
     known = {f"megaprof.{name}": value for name, value in facts.items() if value is not None}
     with Suppressed(Exception):  # the capture is whole, whatever becomes of the event
         span = trace.get_current_span()

@@ -30,9 +30,9 @@ def next_repeat(repeats: dict[Names, int], folder: str, window: Window) -> int:
 
 def names_of(folder: str, window: Window) -> list[str]:
     """Returns what the finished files of ``window`` in its rank's directory are called."""
-    names, stem = list[str](), window.path("", ".").name
+    names = list[str]()
     with Suppressed(OSError):
-        names = sorted(name for name in os.listdir(folder) if name.startswith(stem))
+        names = sorted(name for name in os.listdir(folder) if name.startswith(window.stem))
     found = ((name, parse_artifact_name(name)) for name in names)
     return [name for name, artifact in found if artifact is not None and artifact.repeat == window.repeat]
 

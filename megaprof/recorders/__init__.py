@@ -38,6 +38,11 @@ class Window:
     repeat: int = 1
     """The how-manieth window it is with these names, from 1 on: a finished file is never replaced."""
 
+    @property
+    def stem(self) -> str:
+        """What the names of its files begin with, up to the dot before the suffix."""
+        return self.path("", ".").name
+
     def path(self, directory: str | os.PathLike[str], suffix: str) -> Path:
         """Returns where the file of this window with ``suffix`` goes. Nothing is created."""
         return artifact_path(directory, self.target, self.role, self.step, self.coords, suffix, repeat=self.repeat)
