@@ -112,7 +112,9 @@ def divided(
     s, c = content.shape[-3:-1]
     held = np.where(np.isfinite(layers).all(), layers, 1.0)
     held = np.maximum(held, 1e-9)[:, :, None]
-    each = np.maximum(content - (0.0 if known is None else known), 1e-9) / held
+    # What a chunk without layers takes tells nothing of them.
+    beside = 0.0 if known is None else np.where(layers[:, :, None] == 0, 0.0, known)
+    each = np.maximum(content - beside, 1e-9) / held
     flat = each.reshape(*content.shape[:-3], s * c, -1)
     middle = flat[..., 1:-1, :]
     if s * c > 3:
@@ -126,8 +128,9 @@ def divided(
     stage, ends = np.ones_like(content), np.zeros_like(content)
     if c > 1 or known is not None:
         # What all chunks of a stage have too much of is the stage's.
-        alone = np.maximum(each * held / layers_ms, 1.0)
-        stage = np.broadcast_to(alone.min(axis=-2, keepdims=True), content.shape)
+        alone = np.maximum(np.where(layers[:, :, None] == 0, np.inf, each * held / layers_ms), 1.0)
+        alone = alone.min(axis=-2, keepdims=True)
+        stage = np.broadcast_to(np.where(np.isfinite(alone), alone, 1.0), content.shape)
     if known is not None:
         ends = np.minimum(known / stage, content)
     elif s * c > 1:

@@ -9,7 +9,7 @@ import pytest
 
 from megaprof.analysis.diagnosis.diagnose import Cause, Diagnosis, diagnose
 from megaprof.analysis.diagnosis.examine import _reach, examine
-from megaprof.analysis.diagnosis.model import _own_of_replicas
+from megaprof.analysis.diagnosis.model import _own_of_replicas, divided
 from megaprof.analysis.diagnosis.policy import LEAST, LEVEL
 from megaprof.analysis.table.table import Table, Unfit
 from tests.analysis.tables import tables_in
@@ -422,3 +422,11 @@ def test_other_disturbances_of_a_shorter_step_are_in_the_interval_of_a_price(tmp
         widths.append((cause.price.high - cause.price.low) / cause.price.ms)
     # The replays of all steps agree on what the entry costs; which steps the bursts hit is luck.
     assert widths[1] > 2 * widths[0]
+
+
+def test_a_stage_without_layers_tells_nothing_of_them() -> None:
+    ends = np.array([[[2.0, 4.0]], [[0.0, 0.0]], [[9.0, 18.0]]])
+    found = divided(np.array([[[2.0, 4.0]], [[20.0, 40.0]], [[9.0, 18.0]]]), np.array([[0.0], [4.0], [0.0]]), ends)
+    assert found.unit.tolist() == [5.0, 10.0]
+    assert (found.stage == 1.0).all()
+    assert (found.ends == ends).all()
