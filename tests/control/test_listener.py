@@ -417,10 +417,8 @@ def test_long_names_fit_into_a_status_file(job: Job, monkeypatch: pytest.MonkeyP
     timeline = SimpleNamespace(
         position=lambda: inside,
         device_position=lambda: inside,
-        recent=lambda *_: recent,
         calls=lambda: {("train_actor", role): (1 << 40, 1 << 40)},
-        seconds=lambda target, role: 1.0,
-        waits=0.123456789,
+        tally=SimpleNamespace(recent=lambda *_: recent, seconds=lambda key: 1.0, waits=0.123456789),
     )
     monkeypatch.setattr(job.handle._session, "timeline", timeline)
     job.listener.look()
