@@ -65,6 +65,7 @@ def _by_hand(change: Prediction, found: WhatIf) -> str:
         change.layout if change.layout != found.layout else None,
         f"{counted(change.chunks, 'model chunk')} per stage" if change.chunks else None,
         counted(change.microbatches, "microbatch") if change.microbatches and other else None,
+        f"{_times(change.step_tokens)} the tokens in a step" if change.step_tokens != 1.0 else None,
         f"transfers of {change.p2p_ms:.3g} ms" if change.p2p_ms is not None else None,
         _packing(change, found) if change.packing else None,
     )
@@ -206,8 +207,13 @@ def of_packing(found: WhatIf, framework: str | None = None, context: int = 1) ->
 
 
 def fast(change: Prediction) -> str:
-    """``1.13 (1.08 to 1.18) times as fast``."""
-    return f"{speedup(change.speedup, change.reach)} times as fast"
+    """``1.13 (1.08 to 1.18) times as fast``; ``per token`` where a step has others."""
+    return f"{speedup(change.speedup, change.reach)} times as fast{per_token(change)}"
+
+
+def per_token(change: Prediction) -> str:
+    """What is compared where steps do not have the same tokens; empty where they do."""
+    return " per token" if change.step_tokens != 1.0 else ""
 
 
 def worth_showing(found: WhatIf) -> list[Prediction]:
@@ -241,8 +247,14 @@ def caveats(found: WhatIf) -> list[str]:
 
 def beside(change: Prediction, found: WhatIf) -> list[str]:
     """Returns what a change that a person chose rests on, needs, and does to the activations, in sentences."""
-    clauses = [*(f"assumes that {each}" for each in assumptions(change)), memory(change, found)]
-    return [sentence(each) for each in (*clauses, activations(change, found)) if each is not None]
+    count = "microbatches are the global batch size / (micro batch size x data-parallel size)"
+    clauses = [
+        count if change.microbatches is not None else None,
+        *(f"assumes that {each}" for each in assumptions(change)),
+        memory(change, found),
+        activations(change, found),
+    ]
+    return [sentence(each) for each in clauses if each is not None]
 
 
 def of_costs(fit: CostFit) -> str:
