@@ -64,8 +64,8 @@ class Prediction:
     packing: str | None = None
     """How the same sequences lie in microbatches, one of `packing.PLANS`; None: as they were captured."""
     flags: tuple[str, ...] = ()
-    """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it, and where
-    layers stay."""
+    """Megatron's arguments for it, in the place of all that place layers now; empty where no argument does it, and
+    where layers stay."""
     in_flight: tuple[int, ...] | None = None
     """The most layers times microbatches whose activations each stage holds at once; None where that stays."""
     activations: float = 1.0

@@ -145,8 +145,7 @@ def in_words(found: WhatIfAnswer) -> list[str]:
     surely = "" if own.tells else ": within the uncertainty"
     lines = [
         f"{title(found.target, found.role)}: {found.what}",
-        f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: "
-        f"{fast(own)}{surely}",
+        f"step: {within(own.step_ms, own.reach_ms)} ms, measured {number(found.measured_ms)} ms: {fast(own)}{surely}",
         f"of one replayed step: bubble {percent(found.bubble)}"
         + ("" if found.imbalance is None else f", imbalance {found.imbalance:.2f}, {found.microbatches} microbatches"),
         f"flags: {shlex.join(own.flags)}" if own.flags else "",
