@@ -263,7 +263,8 @@ def of_costs(fit: CostFit) -> str:
     source = "layer ranges" if fit.from_ranges else "the stages' times"
     hidden = (EMBEDDING, LOSS) if "ends_hidden" in fit.assumptions else ()
     # What is found there beside layers is in every prediction; nothing may be nothing, or hidden.
+    nothing = number(0.0)
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
-    costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if ms or kind not in hidden)
+    costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
     text = f"Costs of an undisturbed microbatch, from {source}: {', '.join(costs)}"
     return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])
