@@ -208,7 +208,7 @@ def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
 
 
 def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """So many of them, evenly; but the two around a change move up to it, so that a cause is seen from its first step on."""
+    """So many of them, evenly; the two around a change move up to it, so that a cause is seen since its first step."""
     places = np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int)
     for change in np.searchsorted(numbers >> CALLS, changes).tolist():
         after = int(np.searchsorted(places, change))
