@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megaprof.analysis.diagnosis import averages
+from megaprof.analysis.fleet.fleet import survey
 from megaprof.analysis.fleet.reading import Key, find_timelines, read_fleet
 from megaprof.analysis.stages.consistency import counted
 from megaprof.analysis.stages.stages import TargetStages, order
@@ -23,7 +24,8 @@ def tables_in(directory: Path) -> dict[Key, Table | Unfit]:
     timelines = find_timelines(directory)
     runs = runs_in(calls, timelines)
     own = (call for call in calls if runs.has(call.start))
-    return tables(tables_of_calls(own), read_fleet(timelines, runs=runs))
+    reading = read_fleet(timelines, runs=runs)
+    return tables(tables_of_calls(own), reading, survey(reading))
 
 
 def tables_of_calls(calls: Iterable[Call]) -> dict[Key, Table | Unfit]:

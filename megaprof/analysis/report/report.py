@@ -89,7 +89,7 @@ def analyze(
     fleets = survey(fleet)
     captured = {Key(*each.target): each for each in counted(calls)}
     traced = {key: table_of_calls(each) for key, each in captured.items()}
-    tabled = tables(traced, fleet, workers)
+    tabled = tables(traced, fleet, fleets, workers)
     found = {key: _diagnosed(table) for key, table in tabled.items()}
     if not calls and not fleets and (foreign := _foreign(path, traces, sizes or {})) is not None:
         return foreign

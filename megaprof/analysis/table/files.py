@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
 
+from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Floats, Table, Unfit
@@ -15,11 +16,11 @@ from megaprof.analysis.trace.pool import Workers
 
 
 def tables(
-    traced: Mapping[Key, Table | Unfit], reading: FleetReading, workers: Workers = 1
+    traced: Mapping[Key, Table | Unfit], reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
 ) -> dict[Key, Table | Unfit]:
     """The table of every job, or why there is none: from traces, from timelines, or from both together. ``traced``:
-    those from traces."""
-    found = tables_of_timelines(reading, workers)
+    those from traces; ``fleets``: the survey of the timelines."""
+    found = tables_of_timelines(reading, fleets, workers)
     for key, own in traced.items():
         recorded = found.get(key)
         if isinstance(recorded, Table) and isinstance(own, Table):
