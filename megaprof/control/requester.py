@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from megaprof.control.blame import is_stuck
 from megaprof.control.directory import path_of
 from megaprof.control.job import NoJob, RunningJob, find_job, read_statuses
-from megaprof.control.requests import new_request
+from megaprof.control.requests import check_draft, new_request
 from megaprof.formats.files import Directory, Unsafe
 from megaprof.formats.job import records
 from megaprof.formats.job import run as run_json
@@ -272,6 +272,7 @@ class Requester:
 def requester_for(directory: Path, target: str, *, role: str | None = None, **fields: Any) -> Requester:
     """Returns a requester to the job that writes to `directory`, with the fields of `Request.draft`. Nothing is asked
     yet. Raises NoJob, and Refused for a request that makes no sense."""
+    check_draft(target, role=role, **fields)  # what no job would take is said without one
     job = find_job(directory, role)
     if (silence := job.silence()) is not None:
         raise NoJob(silence)
