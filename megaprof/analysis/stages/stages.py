@@ -120,7 +120,8 @@ class TargetStages:
     forward_only: bool
     """Whether there is no backward."""
     microbatches: int | None
-    """Microbatches per step; None where steps differ or the traces do not say."""
+    """Microbatches per step: of several numbers the one that most steps of replicas have, which alone count; None where
+    the recording does not say."""
     steps: tuple[int, ...]
     """The captured steps, ascending."""
     step_time_ms: Spread | None
