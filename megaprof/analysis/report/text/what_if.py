@@ -184,7 +184,7 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return f"with all else as it was, {_UNSURE}, {would}; more steps would not tell"
+        return f"with all else as it was, {_UNSURE}, {name}, would be {times}; more steps would not tell"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
