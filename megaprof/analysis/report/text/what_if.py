@@ -266,5 +266,5 @@ def of_costs(fit: CostFit) -> str:
     nothing = number(0.0)
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
     costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
-    text = f"Costs of an undisturbed microbatch, from {source}: {', '.join(costs)}"
+    text = f"Costs of an undisturbed microbatch, exposed communication included, from {source}: {', '.join(costs)}"
     return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])
