@@ -113,13 +113,12 @@ def _made(status: RankStatus) -> int:
 
 
 def _end(process: subprocess.Popen[bytes], directory: Path) -> None:
-    mark = f"{variable('dir')}={directory}\0".encode()
     deadline = time.monotonic() + _GRACE
     _signal_group(process, signal.SIGTERM)
-    while (process.poll() is None or _marked(mark)) and time.monotonic() < deadline:
+    while (process.poll() is None or running(directory)) and time.monotonic() < deadline:
         time.sleep(_LOOK / 2)
     _signal_group(process, signal.SIGKILL)
-    for pid in _marked(mark):  # what has a session of its own, as torchrun's ranks
+    for pid in running(directory):  # what has a session of its own, as torchrun's ranks
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
@@ -131,8 +130,10 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
             os.killpg(process.pid, number)
 
 
-def _marked(mark: bytes) -> list[int]:
-    """Processes with ``mark`` in their environment (Linux; elsewhere only the process group is followed)."""
+def running(directory: Path) -> list[int]:
+    """Returns the processes of the trial in ``directory``, by what they have in their environment (Linux; elsewhere
+    none)."""
+    mark = f"{variable('dir')}={directory.absolute()}\0".encode()
     found = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -159,4 +160,4 @@ def _tail(log: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-__all__ = ["LOG", "TARGET", "WARM_UP", "Ended", "config_of", "run"]
+__all__ = ["LOG", "TARGET", "WARM_UP", "Ended", "config_of", "run", "running"]

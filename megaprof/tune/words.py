@@ -49,8 +49,7 @@ def sentence(tuning: Tuning) -> str:
 def stopped(tuning: Tuning) -> str | None:
     """Why there are no more trials; None while there are."""
     if tuning.stopped == "nothing_left":
-        more = f" {words.sentence(tuning.reason)}" if tuning.reason else ""
-        return f"No other layout is surely 1 % faster.{more}"
+        return words.sentence(tuning.reason or "no other layout is surely 1 % faster")
     if tuning.stopped == "trials_spent":
         return (
             f"All {counted(tuning.most_trials, 'trial')} are spent, and another layout is predicted to be faster still."

@@ -15,7 +15,7 @@ from megaprof.analysis.diagnosis.policy import FILLED, LEAST, LEVEL
 from megaprof.analysis.diagnosis.terms import Term, terms
 from megaprof.analysis.diagnosis.view import View
 from megaprof.analysis.simulation.replay import compiled
-from megaprof.analysis.table.table import GARBAGE, WAIT, Floats
+from megaprof.analysis.table.table import GARBAGE, QUARTILE, WAIT, Floats
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Cause:
     steps: int
     """How many steps were looked at."""
     since: int | None
-    """The step from which on it is there nearly always, and before it hardly ever; None otherwise."""
+    """The step from which on it is there nearly always, and before it hardly ever or hardly; None otherwise."""
     stage: int | None = None
     """The stage that it is on."""
     stages: tuple[int, ...] = ()
@@ -240,11 +240,11 @@ def _masked(run: Examined, left: list[Term]) -> _Found | None:
 def _cause(run: Examined, term: Term, price: Price, gain: Floats, more: int = 0) -> Cause:
     table, kind = run.table, term.kind
     own = _sizes(term, run.view)
-    if kind in _LARGE:
-        there = active(_LARGE[kind](own))
-    else:
-        there = active(gain / table.length) if term.once or term.ranks else np.ones(len(gain), dtype=bool)
+    size = _LARGE[kind](own) if kind in _LARGE else gain / table.length
+    there = active(size) if kind in _LARGE or term.once or term.ranks else np.ones(len(gain), dtype=bool)
     begins = began(there)
+    if begins and size[:begins].mean() > QUARTILE * size[begins:].mean():
+        begins = None  # there before, too, and only smaller
     if begins:
         there = np.arange(len(there)) >= begins  # what is told of these steps is told since then
     waits = _waits(run, term, there)

@@ -97,12 +97,14 @@ def predicted(
 ) -> WhatIfAnswer:
     """What `by_hand.chosen` says of a report's target. Raises CommandError, and UsageError for what has no answer."""
     from megaprof.analysis.report.text.what_if import beside, name_of
-    from megaprof.analysis.what_if.by_hand import chosen
+    from megaprof.analysis.what_if.by_hand import NotCaptured, chosen
     from megaprof.analysis.what_if.layouts import options_of
 
     own, known = _of(report, target, role)
     try:
         found = chosen(known, choices)
+    except NotCaptured as missing:
+        raise CommandError(str(missing)) from None
     except ValueError as mistake:
         raise UsageError(str(mistake)) from None
     return WhatIfAnswer(

@@ -19,7 +19,7 @@ from megaprof.analysis.what_if.changes import resliced
 from megaprof.analysis.what_if.contents import Cost, CostFit
 from megaprof.analysis.what_if.layouts import check_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
-from megaprof.cli import USAGE, main
+from megaprof.cli import FAILED, USAGE, main
 from megaprof.cli.agent import answers
 from megaprof.ui.hand import answer
 from tests.analysis.scenarios import Scenario, write
@@ -106,7 +106,7 @@ def test_the_command_the_tool_and_the_page_say_the_same(
         (["--layout", "5,4,4,4"], USAGE),
         (["--microbatches", "0"], USAGE),
         (["--packing", "tight"], USAGE),
-        (["--packing", "balanced"], USAGE),
+        (["--packing", "balanced"], FAILED),
         (["--target", "evaluate"], USAGE),
         (["--run", "7"], USAGE),
     ):

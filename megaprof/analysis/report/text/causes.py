@@ -226,9 +226,10 @@ def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: What
         return None
     wanted, begin = diagnosis.steps + more, measured.steps[0]
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
-    if job is not None:
-        command = trigger(job, measured.target, steps=wanted)
-    return Finding("capture", "open", f"To capture {counted(wanted, 'step')} instead of {diagnosis.steps}:", command)
+    text = f"capture {counted(wanted, 'step')} instead of {diagnosis.steps}:"
+    if job is None:
+        return Finding("capture", "open", f"To {text}", command)
+    return Finding("capture", "open", f"While the job runs, to {text}", trigger(job, measured.target, steps=wanted))
 
 
 def _interval(low: float, high: float) -> str:
