@@ -50,9 +50,9 @@ def without_saving(command: Sequence[str], instead: Sequence[str] | None = None)
             words, found = _without(words, {_name(option)}) + ([] if off is None else [off]), True
     if not found and not _has(words, _MEGATRON_LM):
         raise Saves(
-            "nothing in the command says whether it saves checkpoints: it has none of "
-            f"{', '.join(_SAVING)}, nor {_MEGATRON_LM}, which a command of Megatron-LM has, that saves only with "
-            "--save; --saving-off WORDS gives the words that turn saving off, --saving-off '' says that it saves none"
+            f"nothing in the command says whether it saves checkpoints: it has none of {', '.join(_SAVING)}, and is no "
+            f"command of Megatron-LM, which would have {_MEGATRON_LM}. Give the words that turn saving off with "
+            "--saving-off WORDS, or --saving-off '' if it saves none"
         )
     return _without(words, set(map(_name, _TRACKING))) + list(instead or ())
 

@@ -211,4 +211,5 @@ def _say_over(trial_now: Trial) -> None:
         print(f"  {trial_now.outcome}: {trial_now.why}", file=sys.stderr, flush=True)
     else:
         steps = counted(trial_now.steps or 0, "step")
-        print(f"  {words.milliseconds(trial_now.step_ms)} ms a step, over {steps}", file=sys.stderr, flush=True)
+        print(f"  {words.milliseconds(trial_now.step_ms)} ms a step, over {steps}", file=sys.stderr)
+        print(f"  {trial_now.verdict}", file=sys.stderr, flush=True)
