@@ -59,15 +59,13 @@ def compared(before: Path, after: Path) -> Diff:
 
 def _report(path: Path) -> Document:
     from megaprof.analysis.report.document import Document
-    from megaprof.analysis.report.report import NothingToReport, analyze
+    from megaprof.analysis.report.report import analyze
     from megaprof.formats.inputs import read_input
 
     try:
         if path.is_file() and not path.name.endswith((".pt.trace.json", ".gz", ".sqlite", ".nsys-rep")):
             return Document.from_json(read_input(path))
         return analyze(path)
-    except NothingToReport as fault:
-        raise CommandError(str(fault)) from None
     except Unreachable:
         raise
     except (OSError, ValueError, MemoryError) as fault:

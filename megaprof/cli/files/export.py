@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
     heed_input_option(arguments)
-    from megaprof.analysis.convert.export import NothingToExport, export
+    from megaprof.analysis.convert.export import export
 
     out: Path = arguments.parquet
     if arguments.run is not None and not arguments.run.strip():
@@ -71,8 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with progress("exporting") as advance, writing("--parquet", out, arguments.dir):
             exported = export(arguments.dir, out, run=arguments.run, progress=advance)
-    except NothingToExport as fault:
-        raise CommandError(str(fault)) from None
     except ValueError as mistake:
         raise UsageError(f"--parquet {mistake}") from None
     if arguments.json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megaprof.cli import UNWELL, CommandError, say
 from megaprof.control.directory import CONTROL
-from megaprof.control.job import NoJob, find_job
+from megaprof.control.job import find_job
 
 if TYPE_CHECKING:
     from megaprof.analysis.collectives.hang import Hang
@@ -68,10 +68,7 @@ def _of_job(directory: Path, role: str | None) -> tuple[Hang, list[str]]:
     from megaprof.analysis.collectives.hang import hang_of_job
     from megaprof.metrics.look import look_at, waited_for
 
-    try:
-        job = find_job(directory, role)
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
+    job = find_job(directory, role)
     found = hang_of_job(job.in_flight())
     if found is None:
         raise CommandError(f"no rank of the job in {directory} has written that it stands still")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import UsageError, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
 from megaprof.formats.phrases import of_several
 from megaprof.formats.remote import place
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
     """Merge what the arguments choose into ``out``. Raises CommandError."""
-    from megaprof.analysis.convert.merge import NothingToMerge, merge
+    from megaprof.analysis.convert.merge import merge
     from megaprof.analysis.trace.runs import NoSuchRun
     from megaprof.parallel.selectors import OPTION, parse_selector
 
@@ -117,8 +117,6 @@ def merged_into(arguments: argparse.Namespace, out: Path) -> Merged:
     try:
         with progress("merging") as advance, writing("-o", out, arguments.dir):
             return merge(arguments.dir, out, **chosen, ranks=ranks, progress=advance)
-    except NothingToMerge as fault:
-        raise CommandError(str(fault)) from None
     except NoSuchRun as fault:
         raise UsageError(f"--run {fault}") from None
     except ValueError as mistake:

@@ -134,10 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--wait {arguments.wait:g} is not a number of seconds")
     if not arguments.hang_after > 0:
         raise UsageError(f"--hang-after {arguments.hang_after:g} is not a number of seconds")
-    try:
-        view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
+    view = look_at(find(arguments.dir, arguments.role, arguments.wait), arguments.hang_after)
     if arguments.json:
         print(msgspec.json.encode(answer(view)).decode())
     elif view.state == "ended":

@@ -16,7 +16,6 @@ from megaprof.cli import CommandError, UsageError, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
-from megaprof.control.job import NoJob
 from megaprof.control.requester import Outcome, Requester, requester_for
 from megaprof.control.requests import OPTIONS
 from megaprof.formats.job.requests import Refused
@@ -83,11 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def wanted(directory: Path, target: str, **fields: Any) -> Requester:
     """Returns a requester to the job in ``directory``, with the fields of `Request.draft`. Nothing is asked yet. Raises
-    CommandError if there is no such job, and UsageError for fields that make no sense."""
+    NoJob if there is no such job, and UsageError for fields that make no sense."""
     try:
         return requester_for(directory, target, **fields)
-    except NoJob as fault:
-        raise CommandError(str(fault)) from None
     except Refused as mistake:
         # The command's option in the place of the request's field, or of the job's option.
         said = f"--{mistake}" if mistake.field else str(mistake).replace("--profile-", "--")
