@@ -112,6 +112,13 @@ def say(line: str, file: TextIO | None = None) -> None:
     print("".join(c if c.isprintable() else "\ufffd" for c in line), file=file, flush=True)
 
 
+def print_json(answer: object) -> None:
+    """Prints what ``--json`` gives: a dataclass, a struct, or plain data."""
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+
+
 def in_a_line(fault: Exception) -> str | None:
     """Returns what a command says of a fault that is its user's to mend; None of one that is ours."""
     text = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import hypot
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -223,9 +223,3 @@ def store(directory: Path, tuning: Tuning) -> None:
     """Write it. Raises OSError, and leaves the file of before then."""
     with appearing(directory / NAME) as file:
         file.write(msgspec.json.format(msgspec.json.encode(tuning), indent=1))
-
-
-def plain(tuning: Tuning) -> dict[str, Any]:
-    """Returns it as JSON's own types."""
-    found: dict[str, Any] = msgspec.to_builtins(tuning)
-    return found

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from megaprof.cli import CommandError
+from megaprof.cli import CommandError, print_json
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.remote import Unreachable, place
 
@@ -36,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     heed_input_option(arguments)
     diff = compared(arguments.before, arguments.after)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(diff), indent=2).decode() + "\n")
+        print_json(diff)
     else:
         from rich.console import Console
 

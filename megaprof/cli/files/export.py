@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
 from megaprof.formats.phrases import counted
 from megaprof.formats.remote import place
@@ -75,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--parquet {mistake}") from None
     if arguments.json:
         told = {**vars(exported), "warnings": tuple(each.text for each in exported.warnings)}
-        print(json.dumps(asdict(ExportAnswer(2, str(out), bytes=out.stat().st_size, **told))))
+        print_json(ExportAnswer(2, str(out), bytes=out.stat().st_size, **told))
         return 0
     rows, files = counted(exported.rows, "row"), counted(exported.files, "file")
     say(f"{out}: {rows} from {files}, {out.stat().st_size / 1e6:.1f} MB")

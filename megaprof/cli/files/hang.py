@@ -4,12 +4,11 @@ of a job that listens wrote themselves."""
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UNWELL, CommandError, say
+from megaprof.cli import UNWELL, CommandError, print_json, say
 from megaprof.control.directory import CONTROL
 from megaprof.control.job import find_job
 
@@ -45,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         hang, others = _of_dumps(arguments.dir), []
     if arguments.json:
-        print(json.dumps(plain(hang)))
+        print_json(plain(hang))
     else:
         for line in (*sentences(hang), *others):
             say(line)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaprof.cli import UsageError, say
+from megaprof.cli import UsageError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option, progress, writing
 from megaprof.formats.phrases import of_several
 from megaprof.formats.remote import place
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     size = out.stat().st_size
     if arguments.json:
-        print(json.dumps(asdict(_answer(merged, size))))
+        print_json(_answer(merged, size))
         return 0
     say_merged(merged, f"megaprof merge {shlex.quote(str(arguments.dir))} -o {shlex.quote(str(out))}")
     say(f"{out} ({size / 1e6:.1f} MB): drag it into https://ui.perfetto.dev, or: megaprof open {out}")

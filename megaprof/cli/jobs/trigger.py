@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.config.options import ProfileConfig
 from megaprof.config.tools import BUILTIN
 from megaprof.config.windows import TARGETS
@@ -146,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
         plural = "" if len(answer.steps) == 1 else "s"
         say(f"{arguments.target}: captured step{plural} {numbers} on {answer.captured} of {ranks}", sys.stderr)
     if arguments.json:
-        print(json.dumps(asdict(answer)))
+        print_json(answer)
     else:
         for file in answer.files:
             print(file)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError
+from megaprof.cli import FAILED, TERMINATED, CommandError, UsageError, print_json
 from megaprof.cli.inputs import progress, writing
 from megaprof.cli.training.run import resolve
 from megaprof.config.options import flag
@@ -187,7 +186,7 @@ def _to_submit(trial_now: Trial, out: Path) -> str:
 
 def _show(found: Tuning, args: argparse.Namespace) -> None:
     if args.json:
-        print(json.dumps(state.plain(found), indent=2))
+        print_json(found)
         return
     if found.pending is not None:
         return
