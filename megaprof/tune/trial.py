@@ -60,6 +60,12 @@ def config_of(directory: Path) -> ProfileConfig:
     return ProfileConfig(target=(TARGET,), tool=("timeline",), dir=str(directory))
 
 
+def apart(directory: Path) -> dict[str, str]:
+    """Returns the environment that keeps a trial in ``directory`` out of the user's runs: W&B, whose ``disabled`` keeps
+    nothing, and TensorBoard of verl and SkyRL."""
+    return {"WANDB_MODE": "disabled", "TENSORBOARD_DIR": str(directory / "tensorboard")}
+
+
 def run(
     command: Sequence[str],
     directory: Path,
@@ -72,7 +78,7 @@ def run(
 
     Whatever ends this function ends the command, too. Raises OSError where it cannot be started.
     """
-    env = environment(config_of(directory), os.environ)
+    env = environment(config_of(directory), os.environ) | apart(directory)
     with (directory / LOG).open("wb") as log:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -160,4 +166,4 @@ def _tail(log: Path) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-__all__ = ["LOG", "TARGET", "WARM_UP", "Ended", "config_of", "run", "running"]
+__all__ = ["LOG", "TARGET", "WARM_UP", "Ended", "apart", "config_of", "run", "running"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megaprof import cli
 from megaprof.autoload.arming import environment
 from megaprof.tune import trial, tuning
 from megaprof.tune.state import Interval, Trial, Tuning, load, store
@@ -44,6 +45,10 @@ signal.signal(signal.SIGTERM, end)
 print("begins", flush=True)
 time.sleep(1000)
 """
+TRACKS = """
+import os
+raise RuntimeError(f"W&B is {os.environ['WANDB_MODE']}, TensorBoard in {os.environ['TENSORBOARD_DIR']}")
+"""
 NO_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
 HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
 
@@ -66,10 +71,11 @@ def _signals_stay() -> Iterator[None]:
     [
         (BAD_FLAG, "failed", "unrecognized arguments: --no-such-flag"),
         (SECOND_HAND, "failed", "error: no space left for the cache"),
+        (TRACKS, "failed", "W&B is disabled, TensorBoard in /"),
         (NO_MEMORY, "out_of_memory", "Tried to allocate 2.00 GiB"),
         (HANGS, "time_limit", "after 0 whole steps"),
     ],
-    ids=["bad flag", "ended by a rank", "out of memory", "hangs"],
+    ids=["bad flag", "ended by a rank", "tracks", "out of memory", "hangs"],
 )
 def test_a_command_that_does_not_make_its_steps(
     program: str, outcome: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -133,7 +139,7 @@ def hung_up(out: str) -> None:
 
 def test_a_closed_terminal_ends_the_trial(tmp_path: Path) -> None:
     ended = programs.run(hung_up, tmp_path / "tuned", send=signal.SIGHUP)
-    assert ended.returncode == 128 + signal.SIGHUP, ended.stderr
+    assert ended.returncode == cli.TERMINATED, ended.stderr
     assert not trial.running(tmp_path / "tuned" / "trial-1")
     left = load(tmp_path / "tuned")
     assert left is not None

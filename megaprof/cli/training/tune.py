@@ -156,7 +156,7 @@ def _tuned(found: Tuning, args: argparse.Namespace) -> Tuning:
 
 
 def _terminated(number: int, frame: object) -> None:
-    raise SystemExit(TERMINATED - signal.SIGTERM + number)
+    raise SystemExit(TERMINATED)
 
 
 def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
@@ -180,9 +180,11 @@ def _next(found: Tuning, args: argparse.Namespace) -> Tuning:
 
 
 def _to_submit(trial_now: Trial, out: Path) -> str:
-    config = trial.config_of((out / trial_now.directory).absolute())
+    directory = (out / trial_now.directory).absolute()
+    config = trial.config_of(directory)
+    apart = [f"{name}={value}" for name, value in trial.apart(directory).items()]
     options = [flag("target"), *config.target, flag("tool"), *config.tool, flag("dir"), str(config.dir)]
-    return shlex.join(["megaprof", "run", *options, "--", *trial_now.command])
+    return shlex.join(["env", *apart, "megaprof", "run", *options, "--", *trial_now.command])
 
 
 def _show(found: Tuning, args: argparse.Namespace) -> None:
@@ -209,4 +211,5 @@ def _say_over(trial_now: Trial) -> None:
         print(f"  {trial_now.outcome}: {trial_now.why}", file=sys.stderr, flush=True)
     else:
         steps = counted(trial_now.steps or 0, "step")
-        print(f"  {words.milliseconds(trial_now.step_ms)} ms a step, over {steps}", file=sys.stderr, flush=True)
+        print(f"  {words.milliseconds(trial_now.step_ms)} ms a step, over {steps}", file=sys.stderr)
+        print(f"  {trial_now.verdict}", file=sys.stderr, flush=True)
