@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: what the GPU has)",
     )
     parser.add_argument(
+        "--depth",
+        action="store_true",
+        help="where no layout gains any more, also try half as many pipeline stages, on the same ranks and with the "
+        "same global batch, which changes more than any trial before it shows",
+    )
+    parser.add_argument(
         "--next",
         nargs="?",
         const=Path(),
@@ -111,10 +117,11 @@ def _begun(args: argparse.Namespace) -> Tuning:
     limit = _memory_limit(args.memory_limit)
     off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if before is None:
-        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit)
+        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit, depth=args.depth)
     if limit not in (None, before.memory_limit):
         raise UsageError(f"--memory-limit {args.memory_limit}: the trials in --out {args.out} have another one")
-    return replace(before, most_trials=args.trials or before.most_trials, stopped=None, reason=None)
+    depth = args.depth or before.depth
+    return replace(before, most_trials=args.trials or before.most_trials, depth=depth, stopped=None, reason=None)
 
 
 def _memory_limit(text: str | None) -> int | None:
