@@ -19,7 +19,7 @@ Kind = Literal[
     "kernels_lost", "closed_early", "passes_missing",
     # communication
     "groups_unknown", "groups_unnamed", "groups_not_apart", "groups_in_compute", "groups_hidden_in_timeline",
-    "groups_with_waiting", "dp_with_waiting", "dp_behind_all_passes", "pp_unknown_on_cpu", "pp_unknown_in_ranges",
+    "groups_with_waiting", "pp_unknown_on_cpu", "pp_unknown_in_ranges",
     "pp_unknown_in_timeline", "pp_not_split", "exposed_unknown",
     "in_flight_unreadable", "group_differs",
     # clocks
@@ -35,7 +35,7 @@ Kind = Literal[
     # what a stage lacks
     "modules_without_range", "combined", "no_passes", "launches_unknown", "kernels_without_launch", "whole_step",
     # why there is no table of passes
-    "no_whole_step", "no_timed_passes", "all_disturbed", "stages_not_recorded", "no_step_of_all",
+    "no_whole_step", "no_timed_passes", "all_disturbed", "no_step_of_all",
     "place_unknown", "place_beyond_schedule", "schedule_unknown", "schedule_refused", "order_differs",
     # what is not predicted
     "not_replayed", "waits_for_rank", "ranks_stay_slow", "nothing_to_change", "one_stage", "no_layout", "stage_unknown",

@@ -1,14 +1,13 @@
 """Which calls get a window: a function of the configuration and of the calls so far. No recorder, no clock, no log.
 
 At a call the session asks three things: whether the open window goes on (`Agenda.goes_on`), which windows are wanted
-(`Agenda.wanted`), and, when the call ends, whether its window ends with it (`Agenda.is_complete`). `plan` asks the same
-for a whole run at once, as a table.
+(`Agenda.wanted`), and, when the call ends, whether its window ends with it (`Agenda.is_complete`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -431,42 +430,3 @@ class Agenda:
         if wish is None:
             wish = self.wishes[target, role] = Wish(self.plan_of(target, role))
         return wish
-
-
-def plan(
-    config: ProfileConfig, coords: RankCoords, calls: Iterable[Call], demand: Demand | None = None
-) -> Sequence[PlannedWindow]:
-    """Returns the windows of a run with these calls, in order, if every one of them opens: what a session does, without
-    recorders. Annotated work is a call that ends at once. A window that is open at the end is the last one.
-
-    ``plan(config, coords, [Call("train_actor", number=n) for n in range(5)])``, with ``--profile-steps 1,3``, are two
-    windows, of steps 1 and 3.
-    """
-    agenda = Agenda(config, coords)
-    windows: list[PlannedWindow] = []
-    opened: PlannedWindow | None = None
-
-    def end() -> None:
-        nonlocal opened
-        if opened is not None:
-            agenda.has_file(opened)
-            if opened.demand is not None:
-                opened.demand.closes()
-        opened = None
-
-    for call in calls:
-        begun = agenda.begins(call)
-        if opened is not None and not agenda.goes_on(opened, begun):
-            end()
-        for window in agenda.wanted(begun, demand):
-            if opened is not None:
-                agenda.put_off(window, opened.target)
-                continue
-            agenda.opens(window)
-            opened = window
-            windows.append(window)
-            if demand is not None and window.demand is demand:
-                demand.taken.append(window.first.number)
-        if opened is not None and opened.target != TRAIN_OVERALL and agenda.is_complete(opened):
-            end()
-    return windows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
@@ -15,14 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from megaprof.analysis.collectives.arrivals import OfStep, of_steps, waited_ms
+from megaprof.analysis.fleet.fleet import Fleet
 from megaprof.analysis.fleet.reading import FleetReading, Key, RankSeries, Series, useful
 from megaprof.analysis.notes import Note
-from megaprof.analysis.stages.stages import WARM_UP
+from megaprof.analysis.stages.consistency import WARM_UP
 from megaprof.analysis.table import queueing
 from megaprof.analysis.table.combined import forward_share
 from megaprof.analysis.table.job import place_of, schedule_of, table_of
 from megaprof.analysis.table.table import CALLS, GARBAGE, WAIT, RankSteps, Table, Unfit
 from megaprof.analysis.trace.gpu import Peak, together
+from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.analysis.trace.intervals import covered, union
 from megaprof.analysis.trace.pool import Workers, at_most
 from megaprof.analysis.trace.pool import each as in_processes
@@ -32,6 +34,7 @@ from megaprof.formats.steps import codes
 from megaprof.formats.steps.garbage import unpack_collections
 from megaprof.formats.steps.work import unpack_work
 from megaprof.parallel.schedules import PipelineSchedule
+from megaprof.parallel.topology import ParallelSizes
 
 #: Steps that are looked into, evenly spread over the run: what a report has time for.
 STEPS = 48
@@ -45,12 +48,16 @@ _FEWEST_STEPS = 16
 _MOST_WAITING = 0.99
 
 
-def tables_of_timelines(reading: FleetReading, workers: Workers = 1) -> dict[Key, Table | Unfit]:
-    """The table of every job, or why there is none, from the files of the run that was read. ``workers`` as there."""
+def tables_of_timelines(
+    reading: FleetReading, fleets: Iterable[Fleet] = (), workers: Workers = 1
+) -> dict[Key, Table | Unfit]:
+    """The table of every job, or why there is none, from the files of the run that was read. ``fleets``: what its
+    survey found: where steps became longer or shorter, those on either side are looked into. ``workers`` as there."""
+    changes = {fleet.key: [shift.step for shift in fleet.times.step_shifts] for fleet in fleets}
     found: dict[Key, Table | Unfit] = {}
     for key, series in reading.series.items():
         try:
-            found[key] = _table(key, series, reading.files.get(key, {}), workers)
+            found[key] = _table(key, series, reading.files.get(key, {}), changes.get(key, ()), workers)
         except Unfit as fault:
             found[key] = fault
     return found
@@ -81,7 +88,9 @@ class _Rank(NamedTuple):
     peer: int
 
 
-def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], workers: Workers) -> Table:
+def _table(
+    key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], changes: Sequence[int], workers: Workers
+) -> Table:
     replicas = _replicas(series.ranks)
     every = max((rank for own in replicas.values() for peers in own for rank in peers), key=lambda r: r.counts.sum())
     plan = _plan(key, files[every.coords.rank], {each.step for each in series.stood})
@@ -90,7 +99,8 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     most = max(1, _MOST_PASSES // (own.stages * of_rank))
     steps = min(STEPS, len(plan.numbers), max(_FEWEST_STEPS, most // len(replicas)))
     told = plan.numbers[np.isin(plan.numbers, plan.came)]
-    plan = plan._replace(numbers=_spread(told if len(told) >= min(steps, _FEWEST_STEPS) else plan.numbers, steps))
+    numbers = told if len(told) >= min(steps, _FEWEST_STEPS) else plan.numbers
+    plan = plan._replace(numbers=_spread(numbers, steps, changes))
     chosen = _chosen(replicas, max(1, most // steps))
     groups = [peers for replica in chosen for peers in replicas[replica]]
     # Peers wait for each other in every pass: one of them shows what all take, but not who of them enters late.
@@ -107,12 +117,22 @@ def _table(key: Key, series: Series, files: Mapping[int, tuple[Path, ...]], work
     if not read:
         raise Unfit(Note("no_timed_passes"))
     table = table_of(key, _without_waiting(read), plan.metadata, own)
-    table = replace(table, cold=plan.cold)
+    table = replace(table, cold=plan.cold, warnings=tuple(_warnings(table, key.sizes)))
     if len(chosen) == len(replicas):
         return table
     # For all that is seen of it, the reduction may have waited for a replica that is not here.
     least = np.minimum(table.reduction, table.reduction.min())
     return replace(table, reduction=least, length=table.length - table.reduction + least)
+
+
+def _warnings(table: Table, sizes: ParallelSizes) -> Iterator[Note]:
+    """What a timeline does not tell."""
+    if sizes.pp > 1:
+        yield Note("pp_unknown_in_timeline")
+    if others := [axis for axis in parallel_of(INSIDE, sizes) if axis not in table.spent]:
+        yield Note("groups_hidden_in_timeline", names=tuple(others))
+    if table.spent:
+        yield Note("groups_with_waiting", names=tuple(table.spent))
 
 
 def _replicas(ranks: Sequence[RankSeries]) -> dict[int, list[list[RankSeries]]]:
@@ -199,10 +219,14 @@ def _numbers(steps: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     return found
 
 
-def _spread(numbers: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """So many of them, evenly."""
-    places = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int))
-    found: npt.NDArray[np.int64] = numbers[places]
+def _spread(numbers: npt.NDArray[np.int64], count: int, changes: Sequence[int]) -> npt.NDArray[np.int64]:
+    """So many of them, evenly; the two around a change move up to it, so that a cause is seen since its first step."""
+    places = np.linspace(0, len(numbers) - 1, min(len(numbers), count)).round().astype(int)
+    for change in np.searchsorted(numbers >> CALLS, changes).tolist():
+        after = int(np.searchsorted(places, change))
+        if 0 < after < len(places):
+            places[after - 1 : after + 1] = change - 1, change
+    found: npt.NDArray[np.int64] = numbers[np.unique(places)]
     return found
 
 
@@ -278,7 +302,7 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
                 spans = np.stack((begun[n], ended[n]), axis=-1).astype(np.int64)
                 held = covered(union(unpack_collections(payload)), spans)
                 collected.reshape(len(numbers), -1)[t, at] = held / 1e3
-        if finalizing.any() and plan.key.sizes.dp * plan.key.sizes.cp > 1:
+        if finalizing.any():
             reduced[places[:, 0]] = since[:, 0] + times[:, finalizing, 1].max(axis=1) / 1e3
     waits = queueing.of_passes(end - start - collected, [([t], ms) for t, ms in enumerate(waited)])
     holds = {kind: each for kind, each in ((GARBAGE, collected), (WAIT, waits)) if each.any()}
@@ -291,6 +315,12 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
     for number, (_, timeline, row) in found.items():
         for _, of_step in of_steps(timeline, [row], *rank.names[0]):
             came[number] = of_step
+    # A combined pass computes beside its collectives on purpose.
+    axes = () if schedule.combined else INSIDE
+    ran = {axis: np.array([came[n].ran_ms(axis) if n in came else np.nan for n in numbers]) for axis in axes}
+    ran = {axis: ms for axis, ms in ran.items() if np.isfinite(ms).all()}
+    whole = np.nansum(end - start, axis=(1, 2, 3))
+    part = np.clip(sum(ran.values(), np.zeros(len(numbers))) / np.maximum(whole, 1e-9), 0.0, 1.0)
     return RankSteps(
         names=rank.names,
         metadata=metadata,
@@ -302,6 +332,9 @@ def _laid_out(plan: _Plan, rank: _Rank, found: Mapping[int, tuple[int, format.Ti
         end=end,
         # Peers that wait for each other all take as long; only where it is known which of them waited does one differ.
         compute=end - start - sum(each for kind, each in holds.items() if kind != WAIT or came),
+        # Not on every clock is it known in which pass collectives ran: they are taken evenly from those of a step.
+        working=(end - start) * (1.0 - part)[:, None, None, None],
+        spent=ran,
         idle=np.zeros(shape),
         held=holds,
         waited=waited,

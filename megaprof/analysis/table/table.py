@@ -73,6 +73,15 @@ class Table:
     """[t, d, s, p, c, k, m]: how long each peer computed for it."""
     exposed: Mapping[str, Floats]
     """Group: [t, d, s, c, k, m], its communication that nothing hid."""
+    working: Floats
+    """[t, d, s, p, c, k, m]: what each peer's pass took without exposed communication and waiting for the host: more
+    than ``compute``, by what held it up, or by gaps between kernels."""
+    spent: Mapping[str, Floats]
+    """[t, d, s, p]: what else each rank's step went to, by name, of names that the recording tells; NaN where it does
+    not for that step. ``tp``, ``ep``, ``cp``, ``dp`` and ``unknown``: communication that nothing hid, until the last of
+    the rank's passes. ``pp``: exchanges once both sides had come, and ``pp_waiting`` until then.
+    ``host_bound``: the GPU waited for the host. ``gradients``: the GPU computed for no pass. ``host_forward`` and
+    ``host_backward``: the host's time in these passes, which the others contain."""
     idle: Floats
     """[t, d, s, c, k, m]: how long the GPU waited for the host in it."""
     held: Mapping[str, Floats]
@@ -84,7 +93,7 @@ class Table:
     entry: Floats
     """[t, d, s]: when each rank entered the step."""
     reduction: Floats
-    """[t]: how long the step went on for gradients behind the last pass."""
+    """[t]: how long the step went on for gradients behind the last pass of all."""
     length: Floats
     """[t]: the step, from the first rank's entry to the end of the reduction; of replicas that do not wait for each
     other, the longest one's."""
@@ -98,9 +107,6 @@ class Table:
     """[s]: what its ranks had allocated; None where that was not recorded."""
     modules: tuple[Mapping[ModuleKey, tuple[int, ...]], ...] = ()
     """[s]: nanoseconds of every pass through a module, where these have ranges."""
-    ran: Mapping[str, Floats] = field(default_factory=dict)
-    """Group: [t, d, s, p], how long its collectives ran on a device, waiting included and whether or not something
-    computed beside them; of groups of which that is known."""
     for_peers: Mapping[str, Floats] = field(default_factory=dict)
     """Group: [t, d, s, p], how long each waited in its collectives for the last of its ranks to come; where that is
     known."""
@@ -115,11 +121,19 @@ class Table:
     """[d, s, p]: tokens that the experts of each peer got in a captured step; None where they were not counted."""
     sequences: Mapping[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     """Step, replica and microbatch, as places in ``work``: the lengths themselves, where they were captured."""
+    warnings: tuple[Note, ...] = ()
+    """What else must be known about it."""
 
     @property
     def framework(self) -> str | None:
         """The host that trains; None for another one."""
         return next((each.framework for each in self.metadata if each is not None), None)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether ranks that are parallel in data reduce gradients behind the passes."""
+        sizes = next(each.sizes for each in self.metadata if each is not None)
+        return "backward" in self.schedule.kinds and sizes.dp * sizes.cp > 1
 
     @property
     def lengths(self) -> Floats:
@@ -145,8 +159,9 @@ class Table:
 class RankSteps:
     """What one rank recorded, in milliseconds on the clock of its host.
 
-    ``start``, ``end``, ``compute``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m], NaN where a
-    pass was not recorded. ``enter``, ``reduced`` [t]: when it entered each step, and when it had reduced its gradients.
+    ``start``, ``end``, ``compute``, ``working``, ``idle``, ``held`` by cause and ``exposed`` by group are [t, c, k, m],
+    NaN where a pass was not recorded. ``spent`` by name [t]: see `Table.spent`. ``enter``, ``reduced`` [t]: when it
+    entered each step, and when it had finalised its gradients.
     ``steps`` [t] are numbers with the call of the step in their lowest `CALLS` bits.
     """
 
@@ -161,6 +176,8 @@ class RankSteps:
     start: Floats
     end: Floats
     compute: Floats
+    working: Floats
+    spent: Mapping[str, Floats]
     idle: Floats
     held: Mapping[str, Floats]
     exposed: Mapping[str, Floats]
@@ -207,7 +224,7 @@ def tabulate(
 
     def stacked(name: str) -> Floats:
         """[t, d, s, p, ...] of one array of every rank."""
-        rows = [getattr(r, name)[np.searchsorted(r.steps, common)] for r in order]
+        rows = [_at(r, getattr(r, name), common) for r in order]
         return np.moveaxis(np.stack(rows), 1, 0).reshape(len(common), *positions, *rows[0].shape[1:])
 
     start, end = stacked("start"), stacked("end")
@@ -252,6 +269,11 @@ def tabulate(
     work = np.take_along_axis(by_stage, np.isfinite(by_stage).argmax(axis=2, keepdims=True), axis=2)[:, :, 0]
     experts = np.array([r.experts for r in order]).reshape(positions)
     names = _names(order, positions)
+    unknown = np.full(len(common), np.nan)
+    spent = {
+        name: np.stack([_at(r, r.spent[name], common) if name in r.spent else unknown for r in order], axis=1)
+        for name in sorted({name for r in order for name in r.spent})
+    }
     of_stage = [[r for r in order if r.stage == stage] for stage in range(schedule.stages)]
     entry = enter.max(axis=3) if clocks and not device else np.full(enter.shape[:3], np.nan)
     return Table(
@@ -268,6 +290,8 @@ def tabulate(
         start=start.min(axis=3)[whole],
         end=end.max(axis=3)[whole],
         compute=stacked("compute")[whole],
+        working=stacked("working")[whole],
+        spent={name: each.reshape(len(common), *positions)[whole] for name, each in spent.items()},
         # Of peers that wait for each other the last one to come waits for nobody.
         exposed={group: each.min(axis=3)[whole] for group, each in parts("exposed").items()},
         idle=stacked("idle").min(axis=3)[whole],
@@ -282,13 +306,18 @@ def tabulate(
         device=device,
         memory=tuple(together(r.memory for r in own) for own in of_stage),
         modules=tuple(_modules(own) for own in of_stage),
-        ran=of_axes(lambda rank, step, axis: rank.came[step].ran_ms(axis) if step in rank.came else np.nan),
         for_peers=of_axes(lambda rank, step, axis: rank.for_peers.get(step, {}).get(axis, np.nan)),
         work=work if np.isfinite(work).any() else None,
         lengths_from=max((r.lengths_from for r in order if r.lengths_from), key=SOURCES.index, default=None),
         experts=experts if np.isfinite(experts).all() else None,
         sequences=_sequences(order, positions, np.array(common)[whole]),
     )
+
+
+def _at(rank: RankSteps, values: Floats, steps: Sequence[int]) -> Floats:
+    """What a rank has of these steps."""
+    found: Floats = values[np.searchsorted(rank.steps, steps)]
+    return found
 
 
 def _layers(metadata: Metadata | None, chunks: int) -> list[float]:
@@ -350,7 +379,8 @@ def _places(ranks: Sequence[RankSteps], stages: int) -> tuple[list[RankSteps], l
 
 def _nobody(like: RankSteps, stage: int) -> RankSteps:
     """The place of a stage that nobody recorded."""
-    none = {name: np.full_like(getattr(like, name), np.nan) for name in ("start", "end", "compute", "idle", "work")}
+    lacking = ("start", "end", "compute", "working", "idle", "work")
+    none = {name: np.full_like(getattr(like, name), np.nan) for name in lacking}
     never = np.full_like(like.enter, np.nan)
     return RankSteps(
         **none,
@@ -360,6 +390,7 @@ def _nobody(like: RankSteps, stage: int) -> RankSteps:
         replica=like.replica,
         peer=like.peer,
         steps=like.steps,
+        spent={},
         held={},
         exposed={},
         enter=never,

@@ -97,7 +97,7 @@ def relaid(known: Known, kind: Kind, pieces: Layout, change: Change | None = Non
     found = priced(known.run, kind, own, sure, free, change, float(np.hypot(apart, RERUN)))
     schedule, captured = change.replay.schedule, known.run.replay.schedule
     needs = in_flight_layers(pieces, schedule)
-    fit = None if known.memory is None or change.larger != 1.0 else known.memory.fit(pieces, needs)
+    fit = None if known.memory is None or change.larger != 1.0 else known.memory.fit(pieces, schedule)
     return described(
         found,
         layout=format_layout(pieces),
@@ -105,7 +105,7 @@ def relaid(known: Known, kind: Kind, pieces: Layout, change: Change | None = Non
         chunks=None if schedule.chunks == captured.chunks else schedule.chunks,
         microbatches=None if schedule.microbatches == captured.microbatches else schedule.microbatches,
         **_larger(change.larger, schedule),
-        flags=placed(known.held, pieces),
+        flags=() if pieces == known.pieces else placed(known.held, pieces),
         in_flight=tuple(needs),
         fits=None if fit is None else fit.fits,
         needed=None if fit is None else fit.needed,
@@ -150,12 +150,13 @@ def _quickest(known: Known, replay: Replay, most: int) -> list[Layout]:
     if memory is None:
         return others[:most]
 
-    def excess(pieces: Layout) -> float:
-        return memory.fit(pieces, in_flight_layers(pieces, schedule)).excess
+    def fits(pieces: Layout) -> bool:
+        return memory.fit(pieces, schedule).fits
 
-    if any(map(excess, others)):
-        fitting = [each.pieces for each in searched(excess=excess) if each.pieces != known.pieces]
-        others = [*(pieces for pieces in others[:1] if excess(pieces)), *fitting]
+    if not all(map(fits, others)):
+        bounded = searched(needs=partial(memory.part, schedule=schedule))
+        fitting = [each.pieces for each in bounded if each.pieces != known.pieces]
+        others = [*(pieces for pieces in others[:1] if not fits(pieces)), *fitting]
     return others[:most]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from megaprof.analysis.report.document import Report, TargetReport, plain_number
+from megaprof.analysis.report.document import Report, TargetReport
 from megaprof.analysis.report.text import sentences
 from megaprof.analysis.report.text.words import mean, title
 from megaprof.analysis.simulation.simulate import simulate
@@ -44,21 +44,6 @@ def of_report(directory: str, run: int | None) -> dict[str, Any]:
     return {"headline": headline, **report.to_json()}
 
 
-def of_layouts(directory: str, run: int | None) -> dict[str, Any]:
-    """The same report's ``what_if`` alone. Raises CommandError, and what reading raises."""
-    targets = _report(directory, run).targets
-    names = ("target", "role", "sizes", "schedule", "microbatches", "advice", "what_if")
-    return {
-        "headline": [
-            f"{title(*each.key)}: {each.advice.plain if each.advice else 'nothing is predicted'}" for each in targets
-        ],
-        "targets": [
-            {name: msgspec.to_builtins(getattr(each, name), enc_hook=plain_number) for name in names}
-            for each in targets
-        ],
-    }
-
-
 def of_change(
     directory: str, run: int | None, choices: Mapping[str, str], target: str | None, role: str | None
 ) -> dict[str, Any]:
@@ -79,7 +64,10 @@ def of_status(directory: str, role: str | None) -> dict[str, Any]:
         view = look_at(job_status.find(Path(directory), role))
     except NoJob as fault:
         raise CommandError(str(fault)) from None
-    return {"headline": [line for line in job_status.in_words(view) if line], **job_status.as_json(view)}
+    return {
+        "headline": [line for line in job_status.in_words(view) if line],
+        **msgspec.to_builtins(job_status.answer(view)),
+    }
 
 
 def of_simulation(microbatches: int, forward_ms: Any, backward_ms: Any, **options: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from megaprof.analysis.table import recorded
 from megaprof.analysis.table.files import beside
 from megaprof.analysis.table.recorded import tables_of_timelines
 from megaprof.analysis.table.table import Table, Unfit
-from megaprof.analysis.table.traced import tables_of_calls
 from megaprof.analysis.trace.calls import WHOLE_STEP, Call
 from megaprof.analysis.trace.passes import MeasuredPass
 from megaprof.analysis.trace.reading import read_all, sources_in
@@ -27,7 +26,7 @@ from megaprof.parallel.schedules import PipelineSchedule, turns
 from megaprof.parallel.topology import ParallelSizes, WorldLayout
 from tests.analysis.job_timelines import START_NS, Slow, write_timelines
 from tests.analysis.scenarios import Scenario, write
-from tests.analysis.tables import tables_in
+from tests.analysis.tables import tables_in, tables_of_calls
 
 LAYOUT = WorldLayout(ParallelSizes.of(8, pp=2))
 HOUR = 3600 * 10**9
@@ -48,7 +47,6 @@ def calls_of(scenario: Scenario, directory: Path) -> list[Call]:
     ("change", "kind"),
     [
         (lambda calls: [replace(c, label=WHOLE_STEP) for c in calls], "whole_step"),
-        (lambda calls: [c for c in calls if c.stage != 1], "stages_missing"),
         (lambda calls: [replace(c, unseen=Note("no_kernels"), phases=()) for c in calls], "no_kernels"),
         (lambda calls: [replace(c, phases=()) for c in calls], "no_passes"),
         (lambda calls: [replace(c, incomplete=Note("cut")) for c in calls], "no_whole_step"),
@@ -168,6 +166,17 @@ def test_a_stage_that_becomes_slow_on_all_replicas_is_told_with_its_step(tmp_pat
     (cause,) = (c for c in diagnose(examine(table_in(tmp_path))).causes if c.stage == 1)
     assert (cause.kind, cause.since) == ("unexplained", 20)
     assert cause.share == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.parametrize("begins", [83, 200])
+def test_of_many_steps_those_are_looked_into_from_which_on_a_rank_is_slow(tmp_path: Path, begins: int) -> None:
+    slow = [Slow(rank=5, from_step=begins, factor=1.5)]
+    write_timelines(tmp_path, LAYOUT, steps=400, microbatches=4, slow=slow, tails=0.01)
+    table = table_in(tmp_path)
+    assert len(table.steps) <= recorded.STEPS
+    assert {begins - 1, begins} <= set(table.steps.tolist())
+    (cause,) = (c for c in diagnose(examine(table)).causes if c.kind == "slow_rank")
+    assert (cause.ranks, cause.since) == ((5,), begins)
 
 
 def test_clocks_on_either_side_of_any_moment_are_compared(tmp_path: Path) -> None:

@@ -226,9 +226,10 @@ def to_tell(measured: TargetStages, diagnosis: Diagnosis | None, predicted: What
         return None
     wanted, begin = diagnosis.steps + more, measured.steps[0]
     command = f"--profile-steps {measured.target}={begin}:{begin + wanted}"
-    if job is not None:
-        command = trigger(job, measured.target, steps=wanted)
-    return Finding("capture", "open", f"To capture {counted(wanted, 'step')} instead of {diagnosis.steps}:", command)
+    text = f"capture {counted(wanted, 'step')} instead of {diagnosis.steps}:"
+    if job is None:
+        return Finding("capture", "open", f"To {text}", command)
+    return Finding("capture", "open", f"While the job runs, to {text}", trigger(job, measured.target, steps=wanted))
 
 
 def _interval(low: float, high: float) -> str:
@@ -346,7 +347,10 @@ def _late_entry(cause: Cause, measured: TargetStages) -> str:
 
 def _slow_link(cause: Cause, measured: TargetStages) -> str:
     one, other = cause.link or (cause.stage or 0, (cause.stage or 0) + 1)
-    return f"Exchanges between stages {one} and {other} take longer than those of the other links."
+    longer = (
+        f"take {_part(cause, 'transfer_ms')}{_when(cause)}, and those of the other links {_part(cause, 'usual_ms')}"
+    )
+    return f"Exchanges between stages {one} and {other} {longer}, once both stages are there."
 
 
 def _data_wait(cause: Cause, measured: TargetStages) -> str:

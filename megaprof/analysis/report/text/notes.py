@@ -201,11 +201,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
         f"exposed {_joined(n)} is all of the time in which torch's collectives ran, with waiting for slower peers, "
         "also where something computed beside them; what is exchanged in other ways is in compute"
     ),
-    "dp_behind_all_passes": (
-        "exposed dp is what gradient synchronisation takes once all replicas are through with their passes; waiting "
-        "for slower replicas is in the bubble"
-    ),
-    "dp_with_waiting": ("exposed dp is all of the gradient synchronisation, with waiting for slower replicas"),
     "pp_unknown_on_cpu": (
         "exposed pp is not measured: a CPU trace cannot tell waiting for a neighbour from transferring, so both are in "
         "the bubble"
@@ -324,7 +319,6 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     "no_whole_step": lambda n: "no step was recorded whole" + ("" if n.why is None else f": {clause(n.why)}"),
     "no_timed_passes": lambda n: n.said or "no step was recorded with the times of its microbatches",
     "all_disturbed": "every step failed, stood still, or was disturbed by a window",
-    "stages_not_recorded": lambda n: f"{n.count} of {n.of} stages were recorded",
     "no_step_of_all": "no step was recorded by all ranks of a pipeline",
     "place_unknown": "the microbatch or the model chunk of a pass is not known",
     "place_beyond_schedule": "a pass bears a number that its schedule does not have",
