@@ -152,12 +152,15 @@ def _needs(each: Proposal, memory: tuple[int, ...]) -> bool:
 
 def _proposal(what_if: WhatIf, trial: Trial, step_ms: float, more: float, each: Prediction) -> Proposal:
     """``step_ms`` of the trial is what a change may shorten, ``more`` what else counts."""
-    deep = each.kind == "depth"
+    predicted, deep = _predicted(each, step_ms).plus(more), each.kind == "depth"
+    if deep:
+        between = trial.between_ms or 0.0
+        predicted = Interval(predicted.value + between / 2, predicted.low, predicted.high + between)
     return Proposal(
         what=name_of(each, what_if),
         layout=each.layout or "",
         flags=each.flags,
-        step_ms=_predicted(each, step_ms).plus(more),
+        step_ms=predicted,
         against=trial.number,
         memory=each.needed,
         more_steps=each.more_steps,

@@ -2,7 +2,7 @@
 
 Every stage holds what two neighbours held, and every replica gets half of the microbatches, so no pass is guessed. No
 captured step shows how long twice as many replicas reduce the gradients of twice as many parameters: it is taken as
-twice as long, which is nothing where there was one replica.
+twice as long, which is next to nothing where there was one replica.
 """
 
 from __future__ import annotations

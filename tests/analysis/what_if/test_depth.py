@@ -51,7 +51,7 @@ def test_it_takes_what_such_a_job_takes(
     layers, ms = LAYERS[:stages], STAGE_MS[:stages]
     job(tmp_path / "before", replicas, microbatches, layers, ms)
     in_twos = [[a + b for a, b in zip(each[::2], each[1::2], strict=True)] for each in (layers, ms)]
-    job(tmp_path / "after", 2 * replicas, microbatches // 2, *in_twos, finalize_ms=16.0 if replicas > 1 else 0.0)
+    job(tmp_path / "after", 2 * replicas, microbatches // 2, *in_twos, finalize_ms=16.0)
     (known,) = analyze(tmp_path / "before").by_hand
     assert known is not None
     found = half_as_deep(known)

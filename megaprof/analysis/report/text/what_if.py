@@ -101,7 +101,7 @@ def assumptions(change: Prediction) -> Iterator[str]:
         yield "sequences can be divided"
     if change.kind == "depth":
         yield "gradients are reduced in proportion to a rank's parameters, on however many replicas"
-        yield "what comes between steps, the optimizer with it, takes as long"
+        yield "what comes between steps, the optimizer with it, takes at most twice as long"
     if change.tokens != 1.0:
         yield "a microbatch's time is in proportion to its tokens"
     if change.chunks is not None:
