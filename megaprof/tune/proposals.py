@@ -80,7 +80,7 @@ def _unlike(asked: Proposal, layout: str | None, microbatches: int | None) -> st
     """Why a run is another one than was asked for; None where nothing says that it is."""
     if layout is not None and layout != asked.layout:
         return f"it ran with layout {layout} and not {asked.layout}: the command does not take the options"
-    if asked.microbatches is not None and microbatches != asked.microbatches:
+    if None not in (asked.microbatches, microbatches) and microbatches != asked.microbatches:
         return (
             f"each replica ran {microbatches} microbatches and not {asked.microbatches}: the command does not keep the "
             "batch that all replicas have together"

@@ -118,7 +118,7 @@ class Change:
     """What a run has otherwise beside its contents."""
 
     replay: Replay
-    """Its schedule."""
+    """Its schedule; of half as many stages each holds what two neighbours held."""
     larger: float = 1.0
     """How many times the tokens its microbatches have."""
     p2p_ms: float = 0.0
