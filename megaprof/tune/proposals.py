@@ -68,8 +68,8 @@ def measured(trial: Trial, directory: Path, memory_limit: int | None = None, fir
     proposed = partial(_proposal, target.what_if, found, step.mean, more)
     fitting = [each for each in target.what_if.candidates if each.flags and each.layout and each.fits is not False]
     proposals = tuple(proposed(each) for each in sorted(fitting, key=lambda one: -one.low))
-    half = "the report predicts nothing" if known is None else _half_as_deep(known)
-    deep = half if isinstance(half, str) else proposed(half)
+    half = None if known is None else _half_as_deep(known)
+    deep = proposed(half) if isinstance(half, Prediction) else half
     found = replace(found, outcome="measured", next=proposals, half_as_deep=deep)
     if memory_limit is None or found.memory is None or max(found.memory) <= memory_limit:
         return found

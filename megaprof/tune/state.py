@@ -121,7 +121,7 @@ class Trial:
     next: tuple[Proposal, ...] = ()
     """What was predicted from it, the best lower end first."""
     half_as_deep: Proposal | str | None = None
-    """What was predicted from it of half as many stages, or why nothing was."""
+    """What was predicted from it of half as many stages, or why nothing was; None where nothing at all was."""
     again: int | None = None
     """The trial that it repeats. The quicker one of both counts: other work can make a step only longer."""
     more_steps: int = 0
