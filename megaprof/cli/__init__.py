@@ -49,7 +49,7 @@ EXIT_CODES = {
     USAGE: "The arguments make no sense; standard error says which.",
     UNWELL: "`megaprof status`, `megaprof hang`: the job hangs, or some of its ranks, or all, have died or are silent.",
     INTERRUPTED: "Ctrl-C.",
-    TERMINATED: "SIGTERM.",
+    TERMINATED: "SIGTERM; `megaprof tune`: a closed terminal, too.",
 }
 #: Packages that come with an extra, and the extra.
 _EXTRAS = {

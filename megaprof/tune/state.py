@@ -90,7 +90,7 @@ class Trial:
     command: tuple[str, ...]
     """All of its words."""
     directory: str
-    """Where its timelines and what it printed are, inside the directory of the tuning."""
+    """Where its timelines and what it printed are, as seen from the directory of the tuning."""
     proposal: Proposal | None = None
     """Why it was tried; None for the command as it was given."""
     outcome: Outcome | None = None

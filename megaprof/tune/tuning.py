@@ -15,6 +15,15 @@ from megaprof.tune.state import Trial, Tuning, store
 Told = Callable[[Trial], None]
 
 
+def resumed(tuning: Tuning, directory: Path) -> Tuning:
+    """Returns ``tuning`` with each trial to be run again that was not measured, and whose directory was deleted."""
+    for each in tuning.trials:
+        if each.outcome is not None and each.step_ms is None and not (directory / each.directory).exists():
+            waiting = Trial(each.number, each.command, each.directory, each.proposal)
+            tuning = tuning.having(replace(waiting, again=each.again, more_steps=each.more_steps))
+    return tuning
+
+
 def upcoming(tuning: Tuning, directory: Path) -> Tuning:
     """Returns ``tuning`` with the trial to run as its pending one, or stopped, with the reason.
 
@@ -43,7 +52,7 @@ def upcoming(tuning: Tuning, directory: Path) -> Tuning:
         best, more = tuning.best, steps_that_tell(tuning)
         if best is not None and more:
             return tuning.having(_again(best, number, directory, more))
-        return replace(tuning, stopped="nothing_left", reason=None if best is None else best.says)
+        return replace(tuning, stopped="nothing_left", reason=None if best is None or best.next else best.says)
     if not left:
         return replace(tuning, stopped="trials_spent")
     plain = without_saving(tuning.command, tuning.saving_off)
@@ -85,7 +94,7 @@ def run(
 
 def _failed(trial: Trial, ended: runs.Ended, time_limit: float) -> Trial:
     said = f" after {trial.steps or 0} whole steps" + (f": {ended.last_line}" if ended.last_line else "")
-    lost = replace(trial, step_ms=None, next=())
+    lost = replace(trial, step_ms=None, next=(), half_as_deep=None)
     if ended.outcome == "out_of_memory":
         return replace(lost, outcome="out_of_memory", why=f"memory ran out{said}")
     if ended.outcome == "time_limit":

@@ -55,7 +55,7 @@ def sentence(tuning: Tuning) -> str:
 def stopped(tuning: Tuning) -> str | None:
     """Why there are no more trials; None while there are."""
     if tuning.stopped == "nothing_left":
-        told = ("no other layout is surely 1 % faster", tuning.reason, _depth(tuning))
+        told = tuning.reason or "no other layout is surely 1 % faster", _depth(tuning)
         return " ".join(words.sentence(each) for each in told if each)
     if tuning.stopped == "trials_spent":
         return (
@@ -139,8 +139,9 @@ def show(tuning: Tuning, console: Console) -> None:
 
 
 def failures(tuning: Tuning) -> list[str]:
-    """Why trials were not measured, a line each."""
-    return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in tuning.trials if trial.why]
+    """Why trials were not measured, a line each; not again what `sentence` tells."""
+    told = [trial for trial in tuning.trials if trial.why and trial.why != tuning.reason]
+    return [f"trial {trial.number} ({trial.what}): {trial.why}" for trial in told]
 
 
 def assumed(tuning: Tuning) -> list[str]:
@@ -173,5 +174,6 @@ def page(tuning: Tuning) -> str:
 
 
 def _outcome(trial: Trial) -> str:
-    told = {True: ", as predicted", False: ", not as predicted", None: ""}[trial.as_predicted]
-    return _OUTCOMES[trial.outcome] + told
+    told = {True: "as predicted", False: "not as predicted", None: None}[trial.as_predicted]
+    known = None if trial.outcome == "measured" and told else _OUTCOMES[trial.outcome]
+    return ", ".join(filter(None, (known, told)))

@@ -11,6 +11,8 @@ LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8
     ("command", "kept"),
     [
         ([*LM, "--save", "ckpt", "--bf16"], [*LM, "--bf16"]),
+        ([*LM, "--wandb-project", "p", "--wandb-exp-name", "n", "--bf16"], [*LM, "--wandb-exp-name", "n", "--bf16"]),
+        ([*LM, "--save=ckpt", "--tensorboard-dir=tb"], LM),
         ([*LM, "--save=ckpt", "--load", "ckpt"], [*LM, "--load", "ckpt"]),
         (LM, LM),
         (["main.py", "trainer.save_freq=5"], ["main.py", "trainer.save_freq=-1"]),
@@ -20,7 +22,7 @@ LM = ["torchrun", "--nproc-per-node", "2", "pretrain_gpt.py", "--num-layers", "8
         ),
     ],
 )
-def test_nothing_is_saved(command: list[str], kept: list[str]) -> None:
+def test_nothing_is_saved_and_no_run_is_written(command: list[str], kept: list[str]) -> None:
     assert without_saving(command) == kept
 
 

@@ -13,7 +13,7 @@ from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 from megaprof.tune.tuning import completed, upcoming
-from megaprof.tune.words import rows, sentence
+from megaprof.tune.words import failures, rows, sentence
 from tests.analysis.job_timelines import write_timelines
 
 GIB = 1 << 30
@@ -146,10 +146,14 @@ def test_it_stops() -> None:
     asked = proposal("5+3", 80, 2)
     first = trial(1, 100, "6+2", asked)
     there = Path("nowhere")
-    assert upcoming(tuning(trial(1, 100, "6+2")), there).stopped == "nothing_left"
+    for unsure, reason in (((), "layouts are not compared"), ((proposal("5+3", 99, 9),), None)):
+        alone = replace(trial(1, 100, "6+2", *unsure), says="layouts are not compared")
+        found = upcoming(tuning(alone), there)
+        assert (found.stopped, found.reason) == ("nothing_left", reason), "why nothing was predicted, if nothing was"
     assert upcoming(replace(tuning(first), most_trials=1), there).stopped == "trials_spent"
     unmeasured = replace(first, outcome="failed", step_ms=None, why="no schedule ran")
-    assert upcoming(tuning(unmeasured), there).reason == "no schedule ran"
+    found = upcoming(tuning(unmeasured), there)
+    assert (found.reason, failures(found)) == ("no schedule ran", []), "it is told once"
 
 
 def test_a_file_of_something_else(tmp_path: Path) -> None:

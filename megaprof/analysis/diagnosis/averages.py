@@ -25,10 +25,10 @@ from megaprof.analysis.stages.stages import (
     without_ranges,
 )
 from megaprof.analysis.table.table import Floats, Table
-from megaprof.analysis.trace.calls import GROUPS, grouped
+from megaprof.analysis.trace.calls import GROUPS, Call, grouped
 from megaprof.analysis.trace.groups import INSIDE, parallel_of
 from megaprof.formats.metadata import Metadata
-from megaprof.formats.ranges import PASSES
+from megaprof.formats.ranges import BACKWARD, COMBINED, FORWARD, PASSES
 from megaprof.parallel.topology import ParallelSizes
 
 _Place = tuple[int, int, int]  # replica, stage and peer
@@ -67,9 +67,18 @@ def averages(table: Table, slow: Collection[int] = (), suspects: Collection[int]
 def of_series(series: Series, why: Note) -> TargetStages:
     """What timelines tell of stages without the times of their passes, and ``why`` not: how long steps took, and their
     passes together."""
-    ranks = grouped(sorted(series.ranks, key=lambda rank: rank.coords.rank), lambda rank: rank.coords.pp)
-    computed = {(each.coords.pp, each.coords.rank): [each.mean_ms] * bool(len(each.counts)) for each in series.ranks}
     first = next(iter(series.metadata.values()))
+    ranks = grouped(sorted(series.ranks, key=lambda rank: rank.coords.rank), lambda rank: rank.coords.pp)
+    stages = (
+        replace(
+            _NOTHING,
+            pp=pp,
+            ranks=tuple(each.coords.rank for each in ranks[pp]),
+            chunks=_chunks(series.metadata[pp], None, None),
+            compute_ms=Spread.of([each.mean_ms for each in ranks[pp] if len(each.counts)]),
+        )
+        for pp in sorted(ranks)
+    )
     return TargetStages(
         target=first.target,
         role=first.role,
@@ -80,7 +89,7 @@ def of_series(series: Series, why: Note) -> TargetStages:
         steps=tuple(np.unique(series.steps >> INDEX_BITS).tolist()),
         step_time_ms=Spread.of(series.longest.tolist()),
         step_time_basis=LONGEST,
-        stages=_without_passes({pp: series.metadata[pp] for pp in ranks}, computed),
+        stages=tuple(stages),
         unjudgeable=why,
         warnings=(why,),
         framework=first.framework,
@@ -88,18 +97,14 @@ def of_series(series: Series, why: Note) -> TargetStages:
 
 
 def of_calls(counted: Counted, why: Note) -> TargetStages:
-    """The same of traces."""
+    """What traces tell of stages without a table of their passes, and ``why`` there is none: how long steps took on the
+    longest stage, and the passes of a step together."""
     calls, findings = counted.calls, counted.findings
     first = calls[0]
-    computed: dict[tuple[int, int], list[float]] = {}
-    for call in sorted(calls, key=lambda call: call.rank):
-        own = computed.setdefault((call.stage, call.rank), [])
-        if call.phases and not call.incomplete and (call.gpu is not None or not call.has_kernels):
-            own.append(sum(each.working_ns for each in call.phases) / 1e6)
+    stages = grouped(calls, lambda call: call.stage)
     longest = []
     for step in grouped(calls, lambda call: call.key).values():
-        disturbed = opened_apart(step)
-        if disturbed is None and not any(call.incomplete for call in step):
+        if opened_apart(step) is None and not any(call.incomplete for call in step):
             longest.append(max(end - begin for begin, end in (call.extent for call in step)) / 1e6)
     counts = {call.metadata.microbatches for call in calls if call.label == call.metadata.target}
     return TargetStages(
@@ -112,27 +117,29 @@ def of_calls(counted: Counted, why: Note) -> TargetStages:
         steps=tuple(sorted({call.step for call in calls})),
         step_time_ms=Spread.of(longest),
         step_time_basis=LONGEST,
-        stages=_without_passes({call.stage: call.metadata for call in calls}, computed),
+        stages=tuple(_of_sums(pp, stages[pp]) for pp in sorted(stages)),
         unjudgeable=findings.unjudgeable or why,
         warnings=tuple(dict.fromkeys((*findings.warnings(), why))),
         framework=first.metadata.framework,
     )
 
 
-def _without_passes(
-    metadata: Mapping[int, Metadata], computed: Mapping[tuple[int, int], Sequence[float]]
-) -> tuple[Stage, ...]:
-    """``computed``: by stage and rank, milliseconds that passes took together, of each step or on average."""
-    ranks = grouped(sorted(computed), lambda place: place[0])
-    return tuple(
-        replace(
-            _NOTHING,
-            pp=pp,
-            ranks=tuple(rank for _, rank in ranks[pp]),
-            chunks=_chunks(metadata[pp], None, None),
-            compute_ms=Spread.of([ms for place in ranks[pp] for ms in computed[place]]),
-        )
-        for pp in sorted(ranks)
+def _of_sums(pp: int, calls: Sequence[Call]) -> Stage:
+    """What the passes of a stage took together, on all of its ranks."""
+    whole = [c for c in calls if c.phases and not c.incomplete and (c.gpu is not None or not c.has_kernels)]
+    separate = [] if any(each.kind == COMBINED for call in whole for each in call.phases) else whole
+
+    def together(calls: Sequence[Call], *kinds: str) -> Spread | None:
+        return Spread.of([sum(p.working_ns for p in call.phases if p.kind in kinds) / 1e6 for call in calls])
+
+    return replace(
+        _NOTHING,
+        pp=pp,
+        ranks=tuple(sorted({call.rank for call in calls})),
+        chunks=_chunks(calls[0].metadata, None, None),
+        forward_ms=together(separate, FORWARD),
+        backward_ms=together(separate, BACKWARD),
+        compute_ms=together(whole, *PASSES),
     )
 
 

@@ -17,8 +17,8 @@ from megaprof.analysis.trace.calls import WHOLE_STEP, grouped
 from megaprof.formats.metadata import ModelChunk, WithoutRange
 from megaprof.parallel.topology import ParallelSizes
 
-#: How a step is timed: from the first stage's start to the last stage's end; so for each replica by itself; or, where
-#: the stages have no common clock, as long as the longest stage's own range.
+#: How a step is timed: from the first stage's start to the last stage's end; so of the replica that is shown alone; or,
+#: where the stages have no common clock, as long as the longest stage's own range.
 Basis = Literal["one_clock", "of_replicas", "longest_stage"]
 ONE_CLOCK: Final = "one_clock"
 OF_REPLICAS: Final = "of_replicas"
@@ -120,14 +120,16 @@ class TargetStages:
     forward_only: bool
     """Whether there is no backward."""
     microbatches: int | None
-    """Microbatches per step; None where steps differ or the traces do not say."""
+    """Microbatches per step: of several numbers the one that most steps of replicas have, which alone count; None where
+    the recording does not say."""
     steps: tuple[int, ...]
     """The captured steps, ascending."""
     step_time_ms: Spread | None
     """Milliseconds of a step; None where no step is whole."""
     step_time_basis: Basis
-    """How that was measured: from the first stage's start to the last stage's end (``one_clock``), so for each replica
-    by itself (``of_replicas``), or, without a common clock, as the longest stage's own range (``longest_stage``)."""
+    """How that was measured: from the first stage's start to the last stage's end (``one_clock``), so of
+    the replica that is shown alone (``of_replicas``), or, without a common clock, as the longest stage's own range
+    (``longest_stage``)."""
     stages: tuple[Stage, ...]
     """By pipeline rank; those that were captured."""
     unjudgeable: Note | None

@@ -192,7 +192,7 @@ def _advice(found: WhatIf) -> str:
     if found.advice == "none_fits":
         return f"no layout that fits was found to be better: {would}, and {memory(first, found)}"
     if found.advice == "unsure":
-        return f"with all else as it was, {_UNSURE}, {would}; more steps would not tell"
+        return f"with all else as it was, {_UNSURE}, {name}, would be {times}; more steps would not tell"
     least = f"no other split of the layers gains {percent(LEAST)}"
     return f"with the same number of model chunks {least}: {would}"
 
@@ -274,5 +274,5 @@ def of_costs(fit: CostFit) -> str:
     nothing = number(0.0)
     took = {kind: cost.forward_ms + cost.backward_ms for kind, cost in fit.by_kind.items()}
     costs = (f"{kind} {number(ms)} ms" for kind, ms in took.items() if number(ms) != nothing or kind not in hidden)
-    text = f"Costs of an undisturbed microbatch, from {source}: {', '.join(costs)}"
+    text = f"Costs of an undisturbed microbatch, exposed communication included, from {source}: {', '.join(costs)}"
     return "; ".join([text, *(_ASSUMED[each] for each in fit.assumptions)])
