@@ -28,9 +28,9 @@ Kind = Literal[
     "stages_apart", "no_pipeline", "exchanges_unseen", "arrows_backwards",
     # what does not belong together
     "other_sizes", "other_jobs", "other_layers", "other_schedules", "kernels_in_some", "stages_missing",
-    "stages_missing_in_step", "no_common_step", "stages_differ", "replicas_differ", "steps_differ",
+    "stages_missing_in_step", "no_common_step", "stages_differ", "microbatches_differ",
     # steps that are left out, or disturbed
-    "twice", "step_unseen", "first_step_longer", "first_steps", "opened_by_nsys", "entered_apart",
+    "twice", "first_steps", "opened_by_nsys", "entered_apart",
     "entered_apart_by_nsys", "step_left_out", "step_disturbed", "file_left_out",
     # what a stage lacks
     "modules_without_range", "combined", "no_passes", "launches_unknown", "kernels_without_launch", "whole_step",

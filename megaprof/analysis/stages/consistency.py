@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -86,8 +86,10 @@ def _examine(calls: list[Call], sizes: ParallelSizes, findings: Findings) -> lis
     if missing:
         there = sizes.pp - len(missing)
         findings.warn(Note("stages_missing", stages=tuple(sorted(missing)), count=there, of=sizes.pp), block=True)
-    seen = _without_unseen(_common_steps(calls, findings), findings)
-    return _without_openings(_without_incomplete(seen, findings), findings)
+    calls = _common_steps(calls, findings)
+    for wrong in (_unseen, _in_part, _opened):
+        calls = _without(calls, findings, wrong)
+    return calls
 
 
 def _without_duplicates(calls: list[Call], findings: Findings) -> list[Call]:
@@ -120,57 +122,47 @@ def _check_same_job(calls: list[Call], findings: Findings) -> None:
         findings.warn(Note("kernels_in_some"), block=True)
     counted = [call for call in calls if call.metadata.microbatches is not None]
     replicas = grouped(counted, lambda call: (*call.key, call.metadata.coords.dp)).values()
-    counts = [
-        frozenset(call.metadata.microbatches for call in own)
-        for own in grouped(counted, lambda call: call.key).values()
-    ]
     if any(len({call.metadata.microbatches for call in own}) > 1 for own in replicas):
         findings.warn(Note("stages_differ"), block=True)
-    elif any(len(each) > 1 for each in counts):
-        findings.warn(Note("replicas_differ"))
-    elif len(set(counts)) > 1:
-        findings.warn(Note("steps_differ"))
+    elif len({call.metadata.microbatches for call in counted}) > 1:
+        findings.warn(Note("microbatches_differ"))
 
 
-def _without_unseen(calls: list[Call], findings: Findings) -> list[Call]:
-    """Returns the calls without the steps in which kernels of a rank were not recorded, if there are others."""
-    unseen = {call.key: call for call in calls if call.unseen is not None}
-    others = [call for call in calls if call.key not in unseen]
-    if unseen and others:
-        for call in unseen.values():
-            findings.warn(Note("step_unseen", steps=(call.step,), ranks=(call.rank,), why=call.unseen))
-        return others
-    for call in calls:
-        if call.unseen is not None:
-            findings.warn(call.unseen, call.stage, block=True)
-    return calls
-
-
-def _without_incomplete(calls: list[Call], findings: Findings) -> list[Call]:
-    """Returns the calls without the steps of which a rank has a part only, if there are others: what stages compute is
+def _without(calls: list[Call], findings: Findings, wrong: Callable[[Sequence[Call]], Iterable[Note]]) -> list[Call]:
+    """Returns the calls without the steps with which something is ``wrong``, if there are others: what stages take is
     told of the same steps on all of them."""
-    parts = [call for call in calls if call.incomplete]
-    keys = {call.key for call in parts}
-    others = [call for call in calls if call.key not in keys]
+    found = {key: tuple(wrong(step)) for key, step in grouped(calls, lambda call: call.key).items()}
+    others = [call for call in calls if not found[call.key]]
     if not others:
         return calls
-    for call in parts:
-        findings.warn(Note("file_left_out", files=(call.source,), why=call.incomplete), call.stage)
+    steps: dict[Note, set[int]] = {}
+    for note in (note for notes in found.values() for note in notes):
+        steps.setdefault(replace(note, steps=()), set()).update(note.steps)
+    for note, own in steps.items():
+        findings.warn(replace(note, steps=tuple(sorted(own))))
     return others
 
 
-def _without_openings(calls: list[Call], findings: Findings) -> list[Call]:
-    """Returns the calls without the steps that begin with the opening of a tool, if there are others."""
-    nsys = {call.key for call in calls if call.after_opening}
-    torch = {key: apart for key, own in grouped(calls, lambda call: call.key).items() if (apart := opened_apart(own))}
-    others = [call for call in calls if call.key not in nsys and call.key not in torch]
-    if not others:
-        return calls
-    if nsys:
-        findings.warn(Note("opened_by_nsys", steps=tuple(sorted({step for step, _ in nsys}))))
-    for (step, _), apart in torch.items():
-        findings.warn(Note("step_left_out", steps=(step,), why=apart))
-    return others
+def _unseen(step: Sequence[Call]) -> Iterator[Note]:
+    """Kernels of a rank were not recorded."""
+    for call in step:
+        if call.unseen is not None:
+            yield Note("step_left_out", steps=(call.step,), ranks=(call.rank,), why=call.unseen)
+
+
+def _in_part(step: Sequence[Call]) -> Iterator[Note]:
+    """A rank has a part of it only."""
+    for call in step:
+        if call.incomplete:
+            yield Note("file_left_out", files=(call.source,), why=call.incomplete)
+
+
+def _opened(step: Sequence[Call]) -> Iterator[Note]:
+    """It begins with the opening of a tool."""
+    if any(call.after_opening for call in step):
+        yield Note("opened_by_nsys", steps=(step[0].step,))
+    if (apart := opened_apart(step)) is not None:
+        yield Note("step_left_out", steps=(step[0].step,), why=apart)
 
 
 def opened_apart(step: Sequence[Call]) -> Note | None:
@@ -205,8 +197,7 @@ def _without_warm_up(calls: list[Call], findings: Findings) -> list[Call]:
     others = [ns for (step, _), ns in lengths.items() if step != first]
     if len(others) < 2 or max(own) <= WARM_UP * statistics.median(others):
         return calls
-    times = max(own) / max(1.0, statistics.median(others))
-    findings.warn(Note("first_step_longer", steps=(first,), factor=times))
+    findings.warn(Note("first_steps", steps=(first,)))
     return [call for call in calls if call.step != first]
 
 
@@ -214,7 +205,8 @@ def _explain(call: Call, findings: Findings) -> None:
     """Note why numbers of ``call`` are missing."""
     pp = call.stage
     if call.unseen is not None:
-        return  # that was said
+        findings.warn(call.unseen, pp, block=True)
+        return
     if not call.phases:
         findings.warn(Note("no_passes", said=call.metadata.ranges.reason or ""), pp, block=True)
     if call.incomplete:

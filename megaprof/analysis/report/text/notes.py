@@ -277,22 +277,20 @@ _CLAUSES: dict[Kind, str | Callable[[Note], str]] = {
     ),
     "no_common_step": ("no step was captured on every stage, so the stages' times are of different steps"),
     "stages_differ": "within one step the stages report different numbers of microbatches",
-    "replicas_differ": (
-        "within one step replicas have different numbers of microbatches; times per step are their average"
+    "microbatches_differ": (
+        "steps or replicas have different numbers of microbatches: those with the number that most of them have count"
     ),
-    "steps_differ": ("the steps have different numbers of microbatches; times per step are averaged over all of them"),
     # steps that are left out, or disturbed
     "twice": lambda n: (
         f"{ranks(n.ranks)} {f'has {steps(n.steps)}' if n.steps else 'is there'} twice ({', '.join(n.files)}): the "
         "later one counts"
     ),
-    "step_unseen": lambda n: f"{steps(n.steps)} is left out: on {ranks(n.ranks)} {_why(n)}",
-    "step_left_out": lambda n: f"{steps(n.steps)} is left out: {_why(n)}",
-    "step_disturbed": lambda n: f"neither the time of {steps(n.steps)} nor its bubble is told: {_why(n)} ({_FIRST})",
-    "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
-    "first_step_longer": lambda n: (
-        f"{steps(n.steps)} is left out: it took {n.factor:.1f} times as long as the later ones, as a first step does"
+    "step_left_out": lambda n: (
+        f"{steps(n.steps)} {'are' if len(n.steps) > 1 else 'is'} left out: "
+        f"{f'on {ranks(n.ranks)} ' if n.ranks else ''}{_why(n)}"
     ),
+    "step_disturbed": lambda n: f"of {steps(n.steps)} only what passes take is told: {_why(n)} ({_FIRST})",
+    "file_left_out": lambda n: f"{n.files[0]} is left out of the times per step: {_why(n)}",
     "first_steps": lambda n: f"{steps(n.steps)} left out: the first steps of a job take longer than the others",
     "opened_by_nsys": lambda n: (
         f"{steps(n.steps)} left out: the first that nsys recorded after it was opened, and ranks do not open it at once"
