@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from megaprof.analysis.what_if.changes import Prediction
-from megaprof.cli import CommandError, UsageError, say
+from megaprof.cli import CommandError, UsageError, print_json, say
 from megaprof.cli.inputs import add_input_option, heed_input_option
 from megaprof.formats.remote import place
 
@@ -85,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     choices = {name: getattr(arguments, name) for name in _HELP}
     found = predicted(report, choices, arguments.target, arguments.role)
     if arguments.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n")
+        print_json(found)
     else:
         for line in in_words(found):
             say(line)

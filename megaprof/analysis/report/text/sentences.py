@@ -35,7 +35,6 @@ FROM_EXCHANGES = "stages, from exchanges, not from ranges"
 #: How a step was timed.
 BASES: dict[Basis, str] = {
     "one_clock": "from the first stage's start to the last stage's end",
-    "of_replicas": "of the replica that is shown, from the first stage's start to the last stage's end",
     "longest_stage": "the longest stage's own range",
 }
 
