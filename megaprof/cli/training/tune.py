@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: what the GPU has)",
     )
     parser.add_argument(
+        "--depth",
+        action="store_true",
+        help="where no layout gains any more, also try half as many pipeline stages, on the same ranks and with the "
+        "same global batch, which changes more than any trial before it shows",
+    )
+    parser.add_argument(
         "--next",
         nargs="?",
         const=Path(),
@@ -118,13 +124,14 @@ def _begun(args: argparse.Namespace) -> Tuning:
     limit = _memory_limit(args.memory_limit)
     off = None if args.saving_off is None else tuple(shlex.split(args.saving_off))
     if before is None:
-        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit)
+        return Tuning(tuple(typed), args.steps or _STEPS, args.trials or _TRIALS, off, limit, depth=args.depth)
     for name, value in (("steps", args.steps), ("saving_off", off), ("memory_limit", limit)):
         if value not in (None, getattr(before, name)):
             option = f"--{name.replace('_', '-')} {getattr(args, name)}"
             raise UsageError(f"{option}: the trials in --out {args.out} have another one")
     before = replace(before, trials=(), result=None) if anew else tuning.resumed(before, args.out)
-    return replace(before, most_trials=args.trials or before.most_trials, stopped=None, reason=None)
+    depth = args.depth or before.depth
+    return replace(before, most_trials=args.trials or before.most_trials, depth=depth, stopped=None, reason=None)
 
 
 def _memory_limit(text: str | None) -> int | None:
