@@ -21,7 +21,7 @@ from megaprof.analysis.what_if.layouts import check_layout, parse_layout
 from megaprof.analysis.what_if.what_if import WhatIf
 from megaprof.cli import FAILED, USAGE, main
 from megaprof.cli.agent import answers
-from megaprof.ui.hand import answer
+from megaprof.ui.what_if import answer
 from tests.analysis.scenarios import Scenario, write
 from tests.analysis.synthetic import pipeline
 from tests.cli.running import check
