@@ -26,7 +26,7 @@ from megaprof.metrics.look import look_at
 
 #: What a summary leaves out of every document: tables, and what changed over the steps of a run.
 _TABLES = "candidates costs events replay_error single stages status"
-_SERIES = "at_most_ms buckets imbalance step_ms synchronisation_ms"
+_SERIES = "buckets step_ms synchronisation_ms"
 DETAILS = frozenset(f"{_TABLES} {_SERIES}".split())
 #: A replay of more passes than this would keep the server busy.
 _MOST_PASSES = 200_000

@@ -214,7 +214,7 @@ def notes_of(fleet: Fleet) -> Iterator[str]:
     inside = [name for axis, name in _INSIDE.items() if getattr(sizes, axis) > 1]
     if inside:
         yield f"Compute contains {' and '.join(inside)} communication, which a timeline does not tell apart."
-    if fleet.recording.clock == "device":
+    if fleet.clock == "device":
         yield "Times are the GPU's: an exchange between stages is what the computing stream waited for it."
     if coverage.left_out:
         one = coverage.left_out == 1
