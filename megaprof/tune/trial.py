@@ -34,7 +34,7 @@ _LOOK = 0.5
 _READ = 1 << 18
 #: A line that begins with an error's name: the end of a traceback, argparse's ``program: error: ``, a script's own
 #: ``error: ``. The first one has the cause: other ranks and the launcher tell only later that a rank has ended.
-_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*([\w.-]+: )?[\w.-]*([Ee]rror|Exception): ")
+_RAISED = re.compile(r"^(\[rank\d+\]:)?\s*([\w.-]+: )?[\w.-]*([Ee]rror|Exception)(: |$)")
 #: What our own messages begin with; none is why a command failed.
 _OURS = "megaprof: "
 #: Torch's and the kernel's words for memory that ran out.

@@ -122,7 +122,9 @@ def show(tuning: Tuning, console: Console) -> None:
     """Print it."""
     heading(console, "Tuning")
     heads, *filled = rows(tuning)
-    made = table(left=heads)
+    made = table()
+    for name in heads:
+        made.add_column(name, min_width=max(map(len, name.split())))
     for row in filled:
         made.add_row(*(text(cell) for cell in row))
     console.print(made)

@@ -1,9 +1,12 @@
 """Which layout is tried next, and what the trials came to: on trials that are made."""
 
+import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megaprof.analysis.what_if.layouts import layers_per_stage, parse_layout
 from megaprof.formats import timeline as format
@@ -13,8 +16,9 @@ from megaprof.tune import state
 from megaprof.tune.proposals import best_proposal
 from megaprof.tune.state import Interval, Proposal, Trial, Tuning
 from megaprof.tune.tuning import completed, upcoming
-from megaprof.tune.words import failures, rows, sentence
+from megaprof.tune.words import COLUMNS, failures, rows, sentence, show
 from tests.analysis.job_timelines import write_timelines
+from tests.cli.running import megaprof
 
 GIB = 1 << 30
 COMMAND = ("python", "pretrain.py", "--num-layers", "8")
@@ -62,6 +66,15 @@ def test_a_column_in_which_no_trial_has_anything_is_left_out(memory: tuple[int, 
     heads, *cells = rows(tuning(replace(trial(1, 100, "6+2"), memory=memory)))
     assert ("GiB" in heads, "predicted, ms" in heads) == (filled, False)
     assert {len(row) for row in cells} == {len(heads)}
+
+
+def test_the_table_has_its_heads_whole_in_80_columns() -> None:
+    asked = replace(proposal("5+3", 1404, 60), memory=(16 * GIB, 12 * GIB))
+    given, other = (replace(trial(n, ms, "6+2"), memory=(16 * GIB, 12 * GIB)) for n, ms in ((1, 1619), (2, 1388)))
+    found, printed = tuning(given, replace(other, proposal=asked)), StringIO()
+    show(found, Console(file=printed, width=80))
+    assert rows(found)[0] == COLUMNS
+    assert "\u2026" not in printed.getvalue()
 
 
 def test_of_two_predictions_of_a_layout_the_more_certain_one_counts() -> None:
@@ -202,6 +215,19 @@ def test_a_limit_of_memory_bounds_what_is_tried(limit: float | None, best: str |
         assert waiting.proposal is None or (waiting.proposal.memory == peaks and fits)
     assert found.stopped == "nothing_left"
     assert (found.best.layout if found.best else None) == best
+
+
+def test_files_that_were_moved_are_found_again(tmp_path: Path) -> None:
+    out, moved = tmp_path / "tuned", tmp_path / "moved"
+    out.mkdir()
+    command = (sys.executable, *COMMAND[1:])
+    state.store(out, Tuning(command, 9, 1, saving_off=(), trials=(Trial(1, command, "trial-1"),)))
+    moved.mkdir()
+    ran(moved, (6, 2))
+    assert megaprof("tune", "--next", moved, "--out", out).returncode == 0
+    found = state.load(out)
+    assert found is not None
+    assert (found.trials[0].outcome, out / found.trials[0].directory) == ("measured", moved)
 
 
 def test_a_limit_of_memory_that_nothing_measures_is_refused(tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ TRACKS = """
 import os
 raise RuntimeError(f"W&B is {os.environ['WANDB_MODE']}, TensorBoard in {os.environ['TENSORBOARD_DIR']}")
 """
+#: An assertion without a message, as Megatron-Core has many.
+ASSERTION = """
+import sys
+print("[rank3]: AssertionError", file=sys.stderr)
+print("=" * 60, file=sys.stderr)
+sys.exit(1)
+"""
 NO_MEMORY = "raise RuntimeError('CUDA out of memory. Tried to allocate 2.00 GiB.')"
 HANGS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
 
@@ -72,10 +79,11 @@ def _signals_stay() -> Iterator[None]:
         (BAD_FLAG, "failed", "unrecognized arguments: --no-such-flag"),
         (SECOND_HAND, "failed", "error: no space left for the cache"),
         (TRACKS, "failed", "W&B is disabled, TensorBoard in /"),
+        (ASSERTION, "failed", "[rank3]: AssertionError"),
         (NO_MEMORY, "out_of_memory", "Tried to allocate 2.00 GiB"),
         (HANGS, "time_limit", "after 0 whole steps"),
     ],
-    ids=["bad flag", "ended by a rank", "tracks", "out of memory", "hangs"],
+    ids=["bad flag", "ended by a rank", "tracks", "an assertion", "out of memory", "hangs"],
 )
 def test_a_command_that_does_not_make_its_steps(
     program: str, outcome: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
