@@ -99,8 +99,9 @@ def in_brief(diagnosis: Diagnosis | None, fleet: Fleet | None, standstill: Stand
         text = "stands still in" if standstill.outcome == "lasts" else "ended in the middle of"
         return Finding("in_brief", "slow", f"{text} step {standstill.step}")
     told = [f"stood still in {steps(sorted(fleet.stood_still))}"] if fleet is not None and fleet.standstills else []
-    for cause in diagnosis.causes if diagnosis is not None else ():
-        told.append(f"{name_of(cause)} ({percent(cause.price.ms / diagnosis.step_ms)})" if diagnosis else "")
+    # In milliseconds: the step time that stands beside it has in it what megaprof itself took, and prices have not.
+    causes = diagnosis.causes if diagnosis is not None else ()
+    told += [f"{name_of(cause)} ({milliseconds(cause.price.ms)})" for cause in causes]
     if told:
         return Finding("in_brief", "slow", listed(told, _IN_BRIEF))
     if diagnosis is None:
